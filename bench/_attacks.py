@@ -45,13 +45,18 @@ Attack = Callable[[Scene], Tensors]
 
 
 def _inner_product(scene: Scene) -> Tensors:
-    return [start - 2 * (mean - start) for start, mean in zip(scene.start, scene.mean(), strict=True)]
+    return [
+        start - 2 * (mean - start) for start, mean in zip(scene.start, scene.mean(), strict=True)
+    ]
 
 
 def _in_line(scene: Scene) -> Tensors:
     """All attackers in one direction, 2.5 times as far from the mean as honest peers are, as a backdoor may be."""
     mean = scene.mean()
-    apart = [torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]).norm() for one in scene.honest]
+    apart = [
+        torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]).norm()
+        for one in scene.honest
+    ]
     step = 2.5 * torch.stack(apart).mean() / sum(part.numel() for part in mean) ** 0.5
     return [part + step for part in mean]
 
@@ -61,7 +66,9 @@ def _towards_own(scene: Scene) -> Tensors:
     mean = scene.mean()
 
     def far(one: Tensors) -> Tensor:
-        apart: Tensor = torch.linalg.vector_norm(torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]))
+        apart: Tensor = torch.linalg.vector_norm(
+            torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)])
+        )
         return apart
 
     step = 2.5 * torch.stack(list(map(far, scene.honest))).mean() / far(scene.own).clamp(min=1e-12)
@@ -95,13 +102,19 @@ STATED = {"weight": 1e30}
 ATTACKS: dict[str, Attack] = {
     "sign flip": lambda scene: [-tensor for tensor in scene.own],
     # The same where pseudo-gradients travel. Where weights do, a flip of what was learnt, not of all.
-    "ascent": lambda scene: [2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)],
-    "weight": lambda scene: [2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)],
+    "ascent": lambda scene: [
+        2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)
+    ],
+    "weight": lambda scene: [
+        2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)
+    ],
     "x1000": lambda scene: [1000 * tensor for tensor in scene.own],
     "NaN": lambda scene: [torch.full_like(tensor, torch.nan) for tensor in scene.own],
     "stale replay": lambda scene: scene.first,
     # "A little is enough" (Baruch et al., 2019), z = 1.5: within what honest peers differ by, all in the same direction.
-    "a little": lambda scene: [m - 1.5 * s for m, s in zip(scene.mean(), scene.spread(), strict=True)],
+    "a little": lambda scene: [
+        m - 1.5 * s for m, s in zip(scene.mean(), scene.spread(), strict=True)
+    ],
     # Inner-product manipulation (Xie et al., 2020), epsilon = 2.
     "inner product": _inner_product,
     "in line": _in_line,
@@ -124,7 +137,9 @@ class Board:
 
     def note(self, key: RoundKey, tensors: Sequence[Tensor]) -> None:
         """An honest contribution."""
-        self.posted.setdefault((key.round, key.fragment), []).append([tensor.clone() for tensor in tensors])
+        self.posted.setdefault((key.round, key.fragment), []).append(
+            [tensor.clone() for tensor in tensors]
+        )
         for old in [network for network in self.posted if network[0] < key.round - 4]:
             del self.posted[old]
 
@@ -148,7 +163,12 @@ class Hostile(Exchange):
     """
 
     def __init__(self, exchange: SimulatedExchange, board: Board, attack: str) -> None:
-        self.exchange, self.board, self.attack, self.stated = exchange, board, ATTACKS[attack], STATED.get(attack)
+        self.exchange, self.board, self.attack, self.stated = (
+            exchange,
+            board,
+            ATTACKS[attack],
+            STATED.get(attack),
+        )
         self.slow: Tensors | None = None
         self._first: Tensors | None = None
 
@@ -157,7 +177,13 @@ class Hostile(Exchange):
         self.exchange.sleep(0.5)
         own = [tensor.clone() for tensor in contribution.tensors]
         self._first = self._first or own
-        start = [torch.zeros_like(tensor) for tensor in own] if self.slow is None else [tensor.clone() for tensor in self.slow]
+        start = (
+            [torch.zeros_like(tensor) for tensor in own]
+            if self.slow is None
+            else [tensor.clone() for tensor in self.slow]
+        )
         seen = self.board.posted.get((contribution.key.round, contribution.key.fragment)) or [own]
         lie = self.attack(Scene(own, seen, start, self._first))
-        return self.exchange.start(replace(contribution, tensors=lie, weight=self.stated or contribution.weight))
+        return self.exchange.start(
+            replace(contribution, tensors=lie, weight=self.stated or contribution.weight)
+        )

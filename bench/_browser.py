@@ -39,12 +39,17 @@ class Tab:
     async def _read(self) -> None:
         async for message in self._socket:
             data = message.json()
-            if (waiting := self._waiting.pop(data.get("id", 0), None)) is not None and not waiting.done():
+            if (
+                waiting := self._waiting.pop(data.get("id", 0), None)
+            ) is not None and not waiting.done():
                 waiting.set_result(data)
             elif data.get("method") == "Runtime.exceptionThrown":
                 details = data["params"]["exceptionDetails"]
                 self.errors.append(details.get("exception", {}).get("description", details["text"]))
-            elif data.get("method") == "Log.entryAdded" and data["params"]["entry"]["level"] == "error":
+            elif (
+                data.get("method") == "Log.entryAdded"
+                and data["params"]["entry"]["level"] == "error"
+            ):
                 self.errors.append(data["params"]["entry"]["text"])
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -58,23 +63,40 @@ class Tab:
         result: dict[str, Any] = answer["result"]
         return result
 
-    async def open(self, address: str, *, width: int, height: int, dark: bool = False, still: bool = True) -> None:
+    async def open(
+        self, address: str, *, width: int, height: int, dark: bool = False, still: bool = True
+    ) -> None:
         """Show ``address`` in a window of these pixels. ``still``: the user asks for reduced motion."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         features = {
             "prefers-color-scheme": "dark" if dark else "light",
             "prefers-reduced-motion": "reduce" if still else "no-preference",
         }
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in features.items()])
+        await self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": name, "value": value} for name, value in features.items()],
+        )
         await self.call("Page.navigate", url=address)
 
     async def value(self, script: str) -> Any:
         """Return the value of a JavaScript expression, as JSON. RuntimeError if it throws."""
-        found = await self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = await self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in found:
-            raise RuntimeError(found["exceptionDetails"].get("exception", {}).get("description", "the script failed"))
+            raise RuntimeError(
+                found["exceptionDetails"]
+                .get("exception", {})
+                .get("description", "the script failed")
+            )
         return found["result"].get("value")
 
     async def until(self, script: str, seconds: float = 60.0) -> None:
@@ -85,13 +107,17 @@ class Tab:
     async def press(self, key: str, code: int) -> None:
         """Press and release a key."""
         for kind in ("rawKeyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+            await self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
 
     async def picture(self, path: Path) -> None:
         """Write the whole page as a PNG."""
         size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        shot = await self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+        )
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
@@ -107,14 +133,24 @@ async def browser(program: str) -> AsyncIterator[Tab]:
             "--hide-scrollbars",
             "--no-first-run",
         ]
-        command = [program, *flags, f"--user-data-dir={profile}", "--remote-debugging-port=0", "about:blank"]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        command = [
+            program,
+            *flags,
+            f"--user-data-dir={profile}",
+            "--remote-debugging-port=0",
+            "about:blank",
+        ]
+        with subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             try:
                 port = await asyncio.wait_for(_port(Path(profile) / "DevToolsActivePort"), START_S)
                 async with aiohttp.ClientSession() as session:
                     async with session.get(f"http://127.0.0.1:{port}/json") as answer:
                         pages = [page for page in await answer.json() if page["type"] == "page"]
-                    async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                    async with session.ws_connect(
+                        pages[0]["webSocketDebuggerUrl"], max_msg_size=0
+                    ) as socket:
                         tab = Tab(socket)
                         yield tab
                         tab._reader.cancel()

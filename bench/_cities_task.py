@@ -52,4 +52,6 @@ class Noted(Task):
         """Return the loss of one batch."""
         batch = next(self.batches(Shard(0, 1, 0)))
         with torch.no_grad():
-            return float(F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()))
+            return float(
+                F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            )

@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 def payload(mb: int, number: int) -> list[Tensor]:
     """``mb`` million bytes of float32 that both ends can make: the tensors of peer ``number``."""
-    flat = torch.empty(mb * FLOATS_PER_MB).uniform_(-1, 1, generator=torch.Generator().manual_seed(1000 * mb + number))
+    flat = torch.empty(mb * FLOATS_PER_MB).uniform_(
+        -1, 1, generator=torch.Generator().manual_seed(1000 * mb + number)
+    )
     return list(flat.tensor_split(PIECES))
 
 
@@ -95,7 +97,9 @@ class Ours(Peer):
                 shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
             )  # fmt: skip
 
-        members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other, *more)}
+        members = {
+            at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other, *more)
+        }
         self.key, self.contribution = RoundKey, Contribution
         context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: members)
         self.swarm = self.exchange_of(context)
@@ -111,7 +115,9 @@ class Ours(Peer):
         super().prepare(mb)
 
     def exchange(self) -> None:
-        self.got = self.swarm.start(self.contribution(self.key(SWARM, self.rounds), self.own, **self.options)).result()
+        self.got = self.swarm.start(
+            self.contribution(self.key(SWARM, self.rounds), self.own, **self.options)
+        ).result()
         self.rounds += 1
 
     def right(self) -> bool:
@@ -167,7 +173,9 @@ class Tcp(Peer):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE)
 
     async def _listen(self) -> int:
-        self.server = await asyncio.start_server(lambda *ends: self.connected.set_result(ends), "127.0.0.1", 0)
+        self.server = await asyncio.start_server(
+            lambda *ends: self.connected.set_result(ends), "127.0.0.1", 0
+        )
         return int(self.server.sockets[0].getsockname()[1])
 
     def address(self) -> dict[str, Any]:
@@ -175,7 +183,9 @@ class Tcp(Peer):
 
     def meet(self, other: dict[str, Any], *more: dict[str, Any]) -> None:
         if other["port"]:
-            self.connected.set_result(self._call(asyncio.open_connection("127.0.0.1", other["port"])))
+            self.connected.set_result(
+                self._call(asyncio.open_connection("127.0.0.1", other["port"]))
+            )
         self.reader, self.writer = self.connected.result(PATIENCE)
 
     def prepare(self, mb: int) -> None:
@@ -223,11 +233,17 @@ class HivemindAllReduce(Peer):
         self.step: Any = None
 
     def address(self) -> dict[str, Any]:
-        return {"addresses": [str(address) for address in self.dht.get_visible_maddrs()] if self.dht else []}
+        return {
+            "addresses": [str(address) for address in self.dht.get_visible_maddrs()]
+            if self.dht
+            else []
+        }
 
     def meet(self, other: dict[str, Any], *more: dict[str, Any]) -> None:
         if self.dht is None:
-            self.dht = self.hivemind.DHT(initial_peers=other["addresses"], start=True, use_ipfs=False)
+            self.dht = self.hivemind.DHT(
+                initial_peers=other["addresses"], start=True, use_ipfs=False
+            )
 
     def prepare(self, mb: int) -> None:
         from hivemind.averaging.control import AveragingStage
@@ -257,7 +273,9 @@ class HivemindAllReduce(Peer):
         while self.step.stage != found:
             if time.monotonic() > until:
                 raise RuntimeError("hivemind's averagers did not find each other")
-            if self.step.done():  # "could not find a group", which happens now and then: not timed, so ask again
+            if (
+                self.step.done()
+            ):  # "could not find a group", which happens now and then: not timed, so ask again
                 self.step = self.averager.step(wait=False, require_trigger=True, timeout=PATIENCE)
             time.sleep(0.01)
 
@@ -267,7 +285,9 @@ class HivemindAllReduce(Peer):
 
     def right(self) -> bool:
         with self.averager.get_tensors() as tensors:
-            return all(torch.allclose(*pair, atol=1e-5) for pair in zip(tensors, self.mean(), strict=True))
+            return all(
+                torch.allclose(*pair, atol=1e-5) for pair in zip(tensors, self.mean(), strict=True)
+            )
 
     def close(self) -> None:
         if self.averager is not None:

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 
 from bench._world import Completion, Group, Settings, World
-from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, Gym, Policy, Question, Strings
+from shoal.node.rl.environment import (
+    HELD_OUT,
+    Env,
+    EnvError,
+    Environment,
+    Gym,
+    Policy,
+    Question,
+    Strings,
+)
 from shoal.node.rl.hf import HF
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import RolloutGroup as Learnt
@@ -26,7 +35,10 @@ from shoal.node.rl.task import loss_of, make_update
 from shoal.node.rl.tiny import HABITS, Tiny
 
 TINY_QUESTIONS, QUESTIONS = 4000, 2000  # in the world, none of them held out
-ASKED = (500, 100)  # held-out questions: in the end, and (tiny) in turn at the beginning of each round
+ASKED = (
+    500,
+    100,
+)  # held-out questions: in the end, and (tiny) in turn at the beginning of each round
 FAMILIES: dict[str, dict[str, int]] = {
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2},
     "basic_arithmetic": {"max_terms": 2, "max_digits": 2},
@@ -69,13 +81,30 @@ class Learner:
     """One node. ``greedy``: accuracy is that of greedy answers to held-out questions, else the mean reward of what it wrote."""
 
     def __init__(
-        self, policy: Policy, env: Env, asked: Sequence[Question], settings: Settings, *, seed: int, greedy: bool = False
+        self,
+        policy: Policy,
+        env: Env,
+        asked: Sequence[Question],
+        settings: Settings,
+        *,
+        seed: int,
+        greedy: bool = False,
     ) -> None:
-        self.policy, self.env, self.asked, self.settings, self.greedy = policy, env, asked, settings, greedy
+        self.policy, self.env, self.asked, self.settings, self.greedy = (
+            policy,
+            env,
+            asked,
+            settings,
+            greedy,
+        )
         self.drawn, self.looks, self.reward = seed, 0, 0.0
         self.seconds, self.tokens = {"write": 0.0, "judge": 0.0, "learn": 0.0}, 0
-        learning = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(learning, lr=settings.rate or policy.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        learning = [
+            parameter for parameter in policy.module.parameters() if parameter.requires_grad
+        ]
+        self.optimizer = torch.optim.AdamW(
+            learning, lr=settings.rate or policy.lr, betas=(0.9, 0.99), weight_decay=0.0
+        )
         self.held_out = [env.made.question(HELD_OUT, index) for index in range(ASKED[0])]
 
     def complete(self, questions: Sequence[int], count: int) -> list[tuple[Completion, ...]]:
@@ -83,12 +112,23 @@ class Learner:
         self.drawn += 1_000_000_007
         prompts = [self.asked[question].prompt for question in questions]
         written = self.policy.generate(
-            prompts, count, temperature=self.settings.temperature, max_tokens=self.policy.max_tokens, seed=self.drawn
+            prompts,
+            count,
+            temperature=self.settings.temperature,
+            max_tokens=self.policy.max_tokens,
+            seed=self.drawn,
         )
-        found = [tuple(Completion(one.text, one.log_probs, one.tokens, one.finish) for one in group) for group in written]
+        found = [
+            tuple(Completion(one.text, one.log_probs, one.tokens, one.finish) for one in group)
+            for group in written
+        ]
         self.tokens += sum(len(one.tokens) for group in found for one in group)
         self.seconds["write"] += time.process_time() - began
-        given = [reward for question, group in zip(questions, found, strict=True) for reward in self.judge(question, group)]
+        given = [
+            reward
+            for question, group in zip(questions, found, strict=True)
+            for reward in self.judge(question, group)
+        ]
         self.reward = sum(given) / len(given)
         return found
 
@@ -101,7 +141,9 @@ class Learner:
 
     def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
         began = time.process_time()
-        update = make_update([self._learnt(group, given) for group, given in zip(groups, rewards, strict=True)])
+        update = make_update(
+            [self._learnt(group, given) for group, given in zip(groups, rewards, strict=True)]
+        )
         if update is not None:
             loss, _ = loss_of(self.policy, update, self.settings.loss, self.settings.temperature)
             self.optimizer.zero_grad()
@@ -111,9 +153,16 @@ class Learner:
 
     def _learnt(self, group: Group, rewards: Sequence[float]) -> Learnt:
         # Others' text is encoded anew, as a node does that only gets the text.
-        tokens = [tuple(self.policy.encode(one.text, one.finish == "stop")) for one in group.completions]
-        known = [one.log_probs if one.tokens == row else None for one, row in zip(group.completions, tokens, strict=True)]
-        return Learnt(self.asked[group.question].prompt, tuple(tokens), tuple(rewards), tuple(known))
+        tokens = [
+            tuple(self.policy.encode(one.text, one.finish == "stop")) for one in group.completions
+        ]
+        known = [
+            one.log_probs if one.tokens == row else None
+            for one, row in zip(group.completions, tokens, strict=True)
+        ]
+        return Learnt(
+            self.asked[group.question].prompt, tuple(tokens), tuple(rewards), tuple(known)
+        )
 
     def accuracy(self, last: bool = False) -> float:
         if not (last or self.greedy):
@@ -127,16 +176,27 @@ class Learner:
 
 
 def greedy_reward(policy: Policy, env: Env, asked: Sequence[Question]) -> float:
-    answers = policy.generate([one.prompt for one in asked], 1, temperature=0.0, max_tokens=policy.max_tokens, seed=0)
-    return sum(env.rewards(question, [one.text])[0] for question, (one,) in zip(asked, answers, strict=True)) / len(asked)
+    answers = policy.generate(
+        [one.prompt for one in asked], 1, temperature=0.0, max_tokens=policy.max_tokens, seed=0
+    )
+    return sum(
+        env.rewards(question, [one.text])[0]
+        for question, (one,) in zip(asked, answers, strict=True)
+    ) / len(asked)
 
 
 def questions(env: Env, seed: int, count: int) -> list[Question]:
     """Make questions of which none is held out. EnvError if there are too few."""
     held_out = {env.made.question(HELD_OUT, index).prompt for index in range(ASKED[0])}
-    asked = [question for index in range(2 * count) if (question := env.made.question(seed, index)).prompt not in held_out]
+    asked = [
+        question
+        for index in range(2 * count)
+        if (question := env.made.question(seed, index)).prompt not in held_out
+    ]
     if len(asked) < count // 2:
-        raise EnvError(f"The environment {env.label!r} has too few questions that are not held out: choose another.")
+        raise EnvError(
+            f"The environment {env.label!r} has too few questions that are not held out: choose another."
+        )
     return asked[:count]
 
 
@@ -151,7 +211,10 @@ def tiny_world(settings: Settings, seed: int) -> World:
     asked = questions(env, seed, TINY_QUESTIONS)
     right = [str(question.answer) for question in asked]
     # The next question's answer, unless that happens to be right: then something that never is.
-    wrong = [other if other != answer else "?" for answer, other in zip(right, [*right[1:], "?"], strict=True)]
+    wrong = [
+        other if other != answer else "?"
+        for answer, other in zip(right, [*right[1:], "?"], strict=True)
+    ]
     habits = list(HABITS)
     policies = tuple(
         Learner(
@@ -190,7 +253,8 @@ def language_world(settings: Settings, seed: int) -> World:
     asked = questions(env, seed, QUESTIONS)
     right = tuple(str(question.answer) for question in asked)
     policies = tuple(
-        Learner(copy.deepcopy(policy), env, asked, settings, seed=seed * 1_000_003 + number) for number in range(settings.nodes)
+        Learner(copy.deepcopy(policy), env, asked, settings, seed=seed * 1_000_003 + number)
+        for number in range(settings.nodes)
     )
     return World(right, ("",) * len(right), policies, policies[0].judge)
 
@@ -204,7 +268,11 @@ def _teach(settings: Settings, env: Environment) -> None:
     if (folder / "config.json").exists():
         return
     is_small = settings.policy == "small"
-    policy = _untrained(env) if is_small else HF(*_loaded(Path(settings.policy.removeprefix("hf:"))), lr=SMALL_LR)
+    policy = (
+        _untrained(env)
+        if is_small
+        else HF(*_loaded(Path(settings.policy.removeprefix("hf:"))), lr=SMALL_LR)
+    )
     policy.module.to(settings.device)
     _learn_solved(policy, env, settings.solved, WARM_LR if is_small else HF_WARM_LR)
     policy.module.save_pretrained(folder)  # type: ignore[operator]
@@ -229,15 +297,25 @@ def _untrained(env: Environment) -> HF:
     import tokenizers
     import transformers
 
-    texts = [f"{one.prompt}\n{one.answer}" for index in range(1000) for one in [env.question(HELD_OUT - 1, index)]]
+    texts = [
+        f"{one.prompt}\n{one.answer}"
+        for index in range(1000)
+        for one in [env.question(HELD_OUT - 1, index)]
+    ]
     raw = tokenizers.Tokenizer(tokenizers.models.BPE())
     raw.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
     )
     raw.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     raw.train_from_iterator(
-        texts, tokenizers.trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=alphabet)
+        texts,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=alphabet
+        ),
     )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
     torch.manual_seed(0)
@@ -251,12 +329,22 @@ def _untrained(env: Environment) -> HF:
 
 def _learn_solved(policy: HF, env: Environment, batches: int, lr: float) -> None:
     """Show right answers, each question once, none of a world or held out but by chance."""
-    optimizer = torch.optim.AdamW(policy.module.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.module.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0
+    )
     for step in range(batches):
         shown = [env.question(HELD_OUT - 1, step * BATCH + number) for number in range(BATCH)]
-        logs, mask = policy.log_probs([one.prompt for one in shown], [policy.encode(str(one.answer), True) for one in shown], 1.0)
+        logs, mask = policy.log_probs(
+            [one.prompt for one in shown],
+            [policy.encode(str(one.answer), True) for one in shown],
+            1.0,
+        )
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / batches)))
+            group["lr"] = (
+                lr
+                * min(1.0, (step + 1) / 50)
+                * (0.1 + 0.45 * (1 + math.cos(math.pi * step / batches)))
+            )
         optimizer.zero_grad()
         torch.autograd.backward(-(logs * mask).sum() / mask.sum())
         optimizer.step()

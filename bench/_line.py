@@ -14,7 +14,9 @@ class Line:
 
     def __init__(self, rate: float = math.inf, delay: float = 0.0) -> None:
         if not rate > 0 or not 0 <= delay < math.inf:
-            raise ValueError(f"a line needs a positive rate and a delay of at least 0, got {rate} bytes/s and {delay} s")
+            raise ValueError(
+                f"a line needs a positive rate and a delay of at least 0, got {rate} bytes/s and {delay} s"
+            )
         self.rate, self.delay = rate, delay
         self._free = -math.inf
         self.bytes = 0

@@ -29,7 +29,10 @@ NET = "10.99.0."
 DEVICE = "link0"  # as a node sees it
 MTU = 9000  # larger than the internet's, for fewer packets through Python
 BURST = 128 * 1024  # bytes that tbf lets through at once
-BUFFERS = {"tcp_wmem": "4096 65536 33554432", "tcp_rmem": "4096 131072 33554432"}  # or TCP could not fill 100 Mbit/s at 400 ms
+BUFFERS = {
+    "tcp_wmem": "4096 65536 33554432",
+    "tcp_rmem": "4096 131072 33554432",
+}  # or TCP could not fill 100 Mbit/s at 400 ms
 QUEUE_S = 0.4  # seconds of bytes that a queue holds before it drops
 NAME = "shoal-bench-"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -77,7 +80,13 @@ class Namespaces:
     kind = "namespaces, tc tbf"
 
     def __init__(
-        self, nodes: int, rate: float, delay: float, *, mtu: int = MTU, knobs: Mapping[str, str] = MappingProxyType({})
+        self,
+        nodes: int,
+        rate: float,
+        delay: float,
+        *,
+        mtu: int = MTU,
+        knobs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if os.geteuid() != 0:
             raise LinkError("network namespaces need root")
@@ -109,10 +118,29 @@ class Namespaces:
         _call("ip", "-n", name, "link", "set", device, "name", DEVICE)
         _call("ip", "-n", name, "link", "set", "lo", "up")
         _call("ip", "-n", name, "addr", "add", f"{self.ip(node)}/24", "dev", DEVICE)
-        _call("ip", "-n", name, "link", "set", DEVICE, "mtu", str(self._mtu), "txqueuelen", "20000", "up")
+        _call(
+            "ip",
+            "-n",
+            name,
+            "link",
+            "set",
+            DEVICE,
+            "mtu",
+            str(self._mtu),
+            "txqueuelen",
+            "20000",
+            "up",
+        )
         for knob, value in self._knobs.items():
             _call("ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{knob}={value}")
-        shape = ("rate", f"{round(rate * 8)}bit", "burst", str(BURST), "latency", f"{round(QUEUE_S * 1000)}ms")
+        shape = (
+            "rate",
+            f"{round(rate * 8)}bit",
+            "burst",
+            str(BURST),
+            "latency",
+            f"{round(QUEUE_S * 1000)}ms",
+        )
         _call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *shape)
 
     def enter(self, node: int) -> list[str]:
@@ -188,7 +216,11 @@ def tun(device: str) -> int:
 
 def destination(packet: bytes) -> int | None:
     """The node that an IPv4 packet is for; None for anything else."""
-    if len(packet) < 20 or packet[0] >> 4 != 4 or packet[16:19] != bytes(int(part) for part in NET.split(".") if part):
+    if (
+        len(packet) < 20
+        or packet[0] >> 4 != 4
+        or packet[16:19] != bytes(int(part) for part in NET.split(".") if part)
+    ):
         return None
     return packet[19] - 1
 

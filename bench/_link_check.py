@@ -36,7 +36,9 @@ def check(link: Link, rate: float, delay: float) -> dict[str, Any]:
         listening = receiver.answer()["port"]
         dialled = link.announced(1) or listening
         amount = skipped + round(rate * COUNTED_S)
-        sender = Process("link check", 0, [*link.enter(0), *program, str(dialled), str(amount), "send"])
+        sender = Process(
+            "link check", 0, [*link.enter(0), *program, str(dialled), str(amount), "send"]
+        )
         try:
             trip = float(sender.answer(TIMEOUT)["trip_s"])
             found = float(receiver.answer(TIMEOUT)["rate"])

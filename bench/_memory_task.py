@@ -22,7 +22,13 @@ class Bytes(Task):
 
     def model(self) -> nn.Module:
         """Return the GPT."""
-        return GPT(layers=self.layers, width=self.width, heads=HEADS, context=CONTEXT, vocabulary=VOCABULARY)
+        return GPT(
+            layers=self.layers,
+            width=self.width,
+            heads=HEADS,
+            context=CONTEXT,
+            vocabulary=VOCABULARY,
+        )
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
         """Return random bytes, (1, CONTEXT + 1)."""

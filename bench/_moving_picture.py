@@ -15,11 +15,19 @@ from shoal.node.watch.swarm_view import Heard, SwarmView, laid
 WIDTH, HEIGHT = 860, 350
 LEFT, RIGHT, TOP, BOTTOM = 400, 836, 60, 262  # of the chart
 MAP_X, MAP_Y, MAP_R = 170, 160, 88
-LOOP_S, HOLD = 18.0, 0.9  # length of the loop, and the part of it in which the run is shown; then the end stands still
+LOOP_S, HOLD = (
+    18.0,
+    0.9,
+)  # length of the loop, and the part of it in which the run is shown; then the end stands still
 FLASH_S = 0.3  # for which a pair lights up
 GONE_S = 8.0  # without a status, a node is gone
 POINTS = 220
-COLOURS = (("#1f6fb5", "#5aa9ee"), ("#7a3fb0", "#b98aec"), ("#b3382f", "#ff8a7a"), ("#1d7f3c", "#5fd083"))  # light, dark
+COLOURS = (
+    ("#1f6fb5", "#5aa9ee"),
+    ("#7a3fb0", "#b98aec"),
+    ("#b3382f", "#ff8a7a"),
+    ("#1d7f3c", "#5fd083"),
+)  # light, dark
 
 STYLE = """
 svg { font: 14px system-ui, sans-serif; --back: #fff; --text: #1a1f29; --faint: #5b6573; --line: #d7dce3; LIGHT }
@@ -47,7 +55,12 @@ class Run:
 
 def read(path: Path) -> Run:
     """Return the run in the recording at ``path``."""
-    view, heard, seen, met = SwarmView(), dict[str, list[float]](), set[tuple[int, str, str]](), list[tuple[float, str, str]]()
+    view, heard, seen, met = (
+        SwarmView(),
+        dict[str, list[float]](),
+        set[tuple[int, str, str]](),
+        list[tuple[float, str, str]](),
+    )
     for event in recorded(path):
         view.take(event)
         if not isinstance(event, Heard) or view.begun is None:
@@ -62,7 +75,10 @@ def read(path: Path) -> Run:
                     met.append((now, low, high))
     keys = sorted(view.peers, key=lambda key: view.peers[key].status.name)
     tails = [key[-8:] for key in keys]
-    run = Run([view.peers[key].status.name for key in keys], [view.peers[key].loss_over_time.smooth() for key in keys])
+    run = Run(
+        [view.peers[key].status.name for key in keys],
+        [view.peers[key].loss_over_time.smooth() for key in keys],
+    )
     run.seconds = max(times[-1] for times in heard.values())
     for now, low, high in met:
         if low in tails and high in tails:
@@ -116,7 +132,9 @@ def draw(run: Run) -> str:
                 f'<rect class="away" x="{x(begin):.0f}" y="{TOP}" width="{x(end) - x(begin):.0f}" height="{BOTTOM - TOP}"/>'
             )
             middle, name = x((begin + end) / 2), escape(run.names[index])
-            parts.append(f'<text x="{middle:.0f}" y="{TOP + 18}" text-anchor="middle">{name} is gone</text>')
+            parts.append(
+                f'<text x="{middle:.0f}" y="{TOP + 18}" text-anchor="middle">{name} is gone</text>'
+            )
     xs = [run.seconds * number / (POINTS - 1) for number in range(POINTS)]
     for index, points in enumerate(run.curves):
         route, lifted = [], True
@@ -125,18 +143,26 @@ def draw(run: Run) -> str:
                 route.append(f"{'M' if lifted else 'L'}{x(at):.1f} {y(loss):.1f}")
             lifted = loss is None
         parts.append(f'<path class="curve" stroke="var(--c{index})" d="{"".join(route)}"/>')
-    parts.append(f'<rect class="cover" x="{LEFT}" y="{TOP - 4}" width="{RIGHT - LEFT + 8}" height="{BOTTOM - TOP + 8}"/>')
+    parts.append(
+        f'<rect class="cover" x="{LEFT}" y="{TOP - 4}" width="{RIGHT - LEFT + 8}" height="{BOTTOM - TOP + 8}"/>'
+    )
     gone = f"{100 * HOLD:g}%, 100% {{ transform: translateX({WIDTH - LEFT}px); }}"
     frames.append(f"@keyframes wipe {{ 0% {{ transform: translateX(0); }} {gone} }}")
     animate(".cover", "wipe", "linear")
     axes = [f'<path class="grid" fill="none" d="M{LEFT} {TOP}V{BOTTOM}H{RIGHT}"/>']
     step = max(round((high - low) / 4 * 2) / 2, 0.5)
     marks = [low + step * number for number in range(int((high - low) / step) + 1)]
-    axes += [f'<text x="{LEFT - 8}" y="{y(mark) + 5:.0f}" text-anchor="end">{mark:g}</text>' for mark in marks]
     axes += [
-        f'<text x="{x(at):.0f}" y="{BOTTOM + 20}" text-anchor="middle">{at}</text>' for at in range(0, int(run.seconds) + 1, 30)
+        f'<text x="{LEFT - 8}" y="{y(mark) + 5:.0f}" text-anchor="end">{mark:g}</text>'
+        for mark in marks
     ]
-    axes.append(f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{BOTTOM + 42}" text-anchor="middle">seconds</text>')
+    axes += [
+        f'<text x="{x(at):.0f}" y="{BOTTOM + 20}" text-anchor="middle">{at}</text>'
+        for at in range(0, int(run.seconds) + 1, 30)
+    ]
+    axes.append(
+        f'<text x="{(LEFT + RIGHT) / 2:.0f}" y="{BOTTOM + 42}" text-anchor="middle">seconds</text>'
+    )
     axes.append(f'<text class="strong" x="{LEFT}" y="{TOP - 18}">training loss, nats</text>')
 
     # The map.
@@ -149,7 +175,9 @@ def draw(run: Run) -> str:
     ]
     for (a, b), times in sorted(run.meetings.items()):
         (x1, y1), (x2, y2) = places[a], places[b]
-        parts.append(f'<line class="pair p{a}{b}" x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}"/>')
+        parts.append(
+            f'<line class="pair p{a}{b}" x1="{x1:.0f}" y1="{y1:.0f}" x2="{x2:.0f}" y2="{y2:.0f}"/>'
+        )
         shown = [(share(run, at), share(run, at) + 100 * FLASH_S / LOOP_S) for at in times]
         frames.append(windows(f"m{a}{b}", shown, "opacity: 0.9;", "opacity: 0.1;"))
         animate(f".p{a}{b}", f"m{a}{b}")
@@ -157,10 +185,16 @@ def draw(run: Run) -> str:
     for index, (cx, cy) in enumerate(places):
         name, anchor = escape(run.names[index]), {1: "start", 3: "end"}.get(index, "middle")
         tx, ty = (cx + {1: 22, 3: -22}.get(index, 0), cy + {0: -22, 2: 36}.get(index, 5))
-        parts.append(f'<circle class="n{index}" cx="{cx:.0f}" cy="{cy:.0f}" r="13" fill="var(--c{index})"/>')
-        parts.append(f'<text class="strong" x="{tx:.0f}" y="{ty:.0f}" text-anchor="{anchor}">{name}</text>')
+        parts.append(
+            f'<circle class="n{index}" cx="{cx:.0f}" cy="{cy:.0f}" r="13" fill="var(--c{index})"/>'
+        )
+        parts.append(
+            f'<text class="strong" x="{tx:.0f}" y="{ty:.0f}" text-anchor="{anchor}">{name}</text>'
+        )
         if away := run.gone[index]:
-            parts.append(f'<path class="cross x{index}" d="M{cx - 9:.0f} {cy - 9:.0f}l18 18m0 -18l-18 18"/>')
+            parts.append(
+                f'<path class="cross x{index}" d="M{cx - 9:.0f} {cy - 9:.0f}l18 18m0 -18l-18 18"/>'
+            )
             shown = [(share(run, begin), share(run, end)) for begin, end in away]
             frames += [
                 windows(f"g{index}", shown, "fill: var(--back);", f"fill: var(--c{index});"),
@@ -171,7 +205,10 @@ def draw(run: Run) -> str:
             left = [escape(other) for other in run.names if other != run.names[index]]
             others = f"{', '.join(left)} train{'s' if len(left) == 1 else ''} on"
             for begin, end in away:
-                said += [(begin, f"{name} is killed: {others}"), (end, f"{name} is back, and catches up")]
+                said += [
+                    (begin, f"{name} is killed: {others}"),
+                    (end, f"{name} is back, and catches up"),
+                ]
     said.sort()
     for number, (at, text) in enumerate(said):
         until = said[number + 1][0] if number + 1 < len(said) else math.inf
@@ -182,9 +219,14 @@ def draw(run: Run) -> str:
         end = 100.0 if until == math.inf else share(run, until)
         frames.append(windows(f"s{number}", [(share(run, at), end)], "opacity: 1;", "opacity: 0;"))
         animate(f".s{number}", f"s{number}")
-    parts.append('<text class="strong" x="24" y="28">Bold line: two nodes average their weights</text>')
+    parts.append(
+        '<text class="strong" x="24" y="28">Bold line: two nodes average their weights</text>'
+    )
 
-    light, dark = (" ".join(f"--c{index}: {COLOURS[index % 4][shade]};" for index in range(len(run.names))) for shade in (0, 1))
+    light, dark = (
+        " ".join(f"--c{index}: {COLOURS[index % 4][shade]};" for index in range(len(run.names)))
+        for shade in (0, 1)
+    )
     style = STYLE.replace("LIGHT", light).replace("DARK", dark).replace("TRAVEL", str(WIDTH - LEFT))
     motion = "@media (prefers-reduced-motion: no-preference) {\n" + "\n".join(moving) + "\n}"
     ends = [f"{points[-1][1]:.2f}" for points in run.curves]

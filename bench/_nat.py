@@ -126,7 +126,12 @@ class Internet:
     """
 
     def __init__(
-        self, homes: Sequence[str], peers: int = 1, *, same_lan: bool = False, uplinks: Sequence[Uplink | None] = ()
+        self,
+        homes: Sequence[str],
+        peers: int = 1,
+        *,
+        same_lan: bool = False,
+        uplinks: Sequence[Uplink | None] = (),
     ) -> None:
         if os.geteuid() != 0:
             raise NatError("network namespaces need root")
@@ -138,7 +143,9 @@ class Internet:
         self._number = next(_serial)
         self._made: list[str] = []
         self._ips: dict[str, str] = {}
-        self._lans: dict[str, tuple[str, int]] = {}  # router -> its network, and the host in it that was added last
+        self._lans: dict[
+            str, tuple[str, int]
+        ] = {}  # router -> its network, and the host in it that was added last
         self._wires: dict[str, subprocess.Popen[str]] = {}
         _remove_stale()
         try:
@@ -147,7 +154,9 @@ class Internet:
                 self._forward("wan")
                 self.nft("wan", "-f", "-", rules=_WORKS)
             except (OSError, subprocess.SubprocessError) as error:
-                raise NatError(f"network namespaces with nftables do not work here ({error})") from error
+                raise NatError(
+                    f"network namespaces with nftables do not work here ({error})"
+                ) from error
             for name in ("seed", *(f"peer-{number + 1}" for number in range(peers))):
                 self._public(name)
             for number, (kind, uplink) in enumerate(itertools.zip_longest(homes, uplinks)):
@@ -165,7 +174,18 @@ class Internet:
         self._public(router, uplink)
         self._forward(router)
         # An address of its own: that of a cable would go with it, and neighbours would lose their router for a minute.
-        _call("ip", "-n", self.full(router), "link", "add", "in", "address", "02:00:00:00:00:01", "type", "bridge")
+        _call(
+            "ip",
+            "-n",
+            self.full(router),
+            "link",
+            "add",
+            "in",
+            "address",
+            "02:00:00:00:00:01",
+            "type",
+            "bridge",
+        )
         self._address(router, "in", f"{lan}.1")
         self._lans[router] = (lan, 1)
         self._add(home)
@@ -214,7 +234,21 @@ class Internet:
         _call(*self.enter(name), "sysctl", "-qw", "net.ipv4.ip_forward=1")
 
     def _veth(self, first: str, its: str, second: str, own: str) -> None:
-        _call("ip", "-n", self.full(first), "link", "add", its, "type", "veth", "peer", "name", own, "netns", self.full(second))
+        _call(
+            "ip",
+            "-n",
+            self.full(first),
+            "link",
+            "add",
+            its,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            own,
+            "netns",
+            self.full(second),
+        )
 
     def _address(self, name: str, device: str, ip: str, gateway: str = "") -> None:
         _call("ip", "-n", self.full(name), "addr", "add", f"{ip}/24", "dev", device)
@@ -244,7 +278,9 @@ class Internet:
 
     def cut(self, router: str, cut: bool) -> None:
         """Have ``router`` lose every packet that it should pass on, or no more. OSError."""
-        self.nft(router, "-f", "-", rules=_CUT) if cut else self.nft(router, "delete", "table", "inet", "cut")
+        self.nft(router, "-f", "-", rules=_CUT) if cut else self.nft(
+            router, "delete", "table", "inet", "cut"
+        )
 
     def move(self, router: str) -> str:
         """Give ``router`` another public address, and have it forget who spoke with whom; return the address. OSError."""
@@ -269,7 +305,9 @@ class Internet:
 
     def local(self, place: str) -> str:
         """The address of a place in its own network. OSError."""
-        found = json.loads(_call("ip", "-n", self.full(place), "-4", "-j", "addr", "show", "dev", "out"))
+        found = json.loads(
+            _call("ip", "-n", self.full(place), "-4", "-j", "addr", "show", "dev", "out")
+        )
         return str(found[0]["addr_info"][0]["local"])
 
     def processes(self, place: str) -> list[int]:
@@ -304,9 +342,16 @@ class Internet:
 class _Way:
     """One direction of an uplink."""
 
-    def __init__(self, source: int, target: int, rate: float, delay: float, buffer: float, loss: float) -> None:
+    def __init__(
+        self, source: int, target: int, rate: float, delay: float, buffer: float, loss: float
+    ) -> None:
         self.source, self.target = source, target
-        self._line, self._buffer, self._loss, self._random = Line(rate, delay), buffer, loss, random.Random(source)
+        self._line, self._buffer, self._loss, self._random = (
+            Line(rate, delay),
+            buffer,
+            loss,
+            random.Random(source),
+        )
         self.told = {"bytes": 0, "packets": 0, "dropped": 0, "lost": 0, "queue_s": 0.0}
 
     def due(self, size: int, now: float) -> float | None:
@@ -409,7 +454,9 @@ def tcp(port: int = 0, *, listen: bool = False) -> socket.socket:
 
 
 def _call(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode != 0:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
     return done.stdout

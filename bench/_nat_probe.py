@@ -53,8 +53,12 @@ def _one_processor() -> Iterator[None]:
 def probe_udp(net: Internet, home: str) -> Seen:
     """Find out by UDP what the router of ``home`` does. Raises OSError if not even what it must let through arrives."""
     with contextlib.ExitStack() as stack, _one_processor():
-        own, far = (stack.enter_context(net.at(place, partial(udp, PORT))) for place in (home, "peer-1"))
-        first, second = (stack.enter_context(net.at("seed", partial(udp, port))) for port in (FIRST, SECOND))
+        own, far = (
+            stack.enter_context(net.at(place, partial(udp, PORT))) for place in (home, "peer-1")
+        )
+        first, second = (
+            stack.enter_context(net.at("seed", partial(udp, port))) for port in (FIRST, SECOND)
+        )
         far.sendto(b"unasked", (net.ip(home), PORT))
         own.sendto(b"", (net.ip("seed"), FIRST))
         outside = first.recvfrom(64)[1]
@@ -79,8 +83,12 @@ def probe_tcp(net: Internet, home: str) -> Seen:
     with contextlib.ExitStack() as stack, _one_processor():
         made = stack.enter_context
         listening = made(net.at(home, partial(tcp, PORT, listen=True)))
-        seed, far = (made(net.at(place, partial(tcp, FIRST, listen=True))) for place in ("seed", "peer-1"))
-        unasked, other = (made(net.at("peer-1", partial(tcp, port))) for port in (FIRST + 10, FIRST + 11))
+        seed, far = (
+            made(net.at(place, partial(tcp, FIRST, listen=True))) for place in ("seed", "peer-1")
+        )
+        unasked, other = (
+            made(net.at("peer-1", partial(tcp, port))) for port in (FIRST + 10, FIRST + 11)
+        )
         another = made(net.at("seed", partial(tcp, SECOND)))
         _begin(unasked, (net.ip(home), PORT))
         own = made(net.at(home, partial(tcp, PORT)))

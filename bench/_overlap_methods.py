@@ -109,7 +109,12 @@ class Ours(Method):
         self.identity = Identity.ephemeral()
         announce = [] if setup.announced is None else [f"/ip4/{setup.ip}/tcp/{setup.announced}"]
         known = [address for node in setup.earlier for address in node["addresses"]]
-        self.host = Host.start(self.identity, listen=[f"/ip4/{setup.ip}/tcp/{setup.port}"], announce=announce, bootstrap=known)
+        self.host = Host.start(
+            self.identity,
+            listen=[f"/ip4/{setup.ip}/tcp/{setup.port}"],
+            announce=announce,
+            bootstrap=known,
+        )
         self._rounds = 0
 
     def address(self) -> dict[str, Any]:
@@ -145,7 +150,9 @@ class Ours(Method):
         every = self.setup.every
         options: dict[str, Any] = {"run": SWARM, "on_round": self._on_round, "model": model}
         if self.setup.method in IN_FRAGMENTS:
-            options |= {"fragments": self.setup.fragments} | {"lag": "auto" if self.setup.lag is None else self.setup.lag}
+            options |= {"fragments": self.setup.fragments} | {
+                "lag": "auto" if self.setup.lag is None else self.setup.lag
+            }
         if self.setup.method == "noloco-blocking":
             options |= {"lag": 0}
         if self.setup.codec is not None:
@@ -216,12 +223,16 @@ class TorchFt(Method):
 
         self.lighthouse: Any = None
         if setup.rank == 0:
-            self.lighthouse = LighthouseServer(bind=f"{setup.ip}:0", min_replicas=setup.nodes, join_timeout_ms=1000)
+            self.lighthouse = LighthouseServer(
+                bind=f"{setup.ip}:0", min_replicas=setup.nodes, join_timeout_ms=1000
+            )
 
     def address(self) -> dict[str, Any]:
         if self.lighthouse is None:
             return {}
-        return {"lighthouse": f"http://{self.setup.ip}:{self.lighthouse.address().rpartition(':')[2]}"}
+        return {
+            "lighthouse": f"http://{self.setup.ip}:{self.lighthouse.address().rpartition(':')[2]}"
+        }
 
     def meet(self, everybody: list[dict[str, Any]]) -> None:
         from torchft import Manager, ProcessGroupGloo
@@ -242,7 +253,10 @@ class TorchFt(Method):
         count = self.setup.fragments if streaming else 1
         layers = list(model.layers)
         fragments = [nn.ModuleList(layers[number::count]) for number in range(count)]
-        outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True, foreach=True) for part in fragments]
+        outer = [
+            torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True, foreach=True)
+            for part in fragments
+        ]
         lag = self.setup.every // count - 1 if streaming else 0  # the longest that it accepts
         self.diloco = DiLoCo(
             self.manager, fragments, inner, outer, sync_every=self.setup.every, pin_memory=False, fragment_sync_delay=lag,
@@ -265,7 +279,9 @@ class Hivemind(Method):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"  # leaves no manager process behind
+        os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = (
+            "file_descriptor"  # leaves no manager process behind
+        )
         import hivemind
 
         self.hivemind: Any = hivemind

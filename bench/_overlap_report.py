@@ -49,7 +49,17 @@ def work(method: str, plan: dict[str, Any]) -> Work | None:
         nbytes = codec_named(codec).nbytes([SHAPE] * (parameters // (SHAPE[0] * SHAPE[1])))
     group: Literal["pair", "everyone"] = "pair" if method in PAIRS else "everyone"
     sums = codec is None or codec == "float32"
-    return Work(group, nbytes, parameters, plan["nodes"], plan["every"], plan["step_s"], fragments, lag, sums=sums)
+    return Work(
+        group,
+        nbytes,
+        parameters,
+        plan["nodes"],
+        plan["every"],
+        plan["step_s"],
+        fragments,
+        lag,
+        sums=sums,
+    )
 
 
 def predicted(method: str, delay_ms: int, plan: dict[str, Any]) -> float | None:
@@ -83,7 +93,11 @@ def _measured(run: dict[str, Any]) -> Iterator[str]:
     for method, name in NAMES.items():
         found = _cells(run, method)
         if found:
-            yield f"| {name} | " + " | ".join(f"{found[delay]:.3f}" if delay in found else "-" for delay in delays) + " |"
+            yield (
+                f"| {name} | "
+                + " | ".join(f"{found[delay]:.3f}" if delay in found else "-" for delay in delays)
+                + " |"
+            )
 
 
 def _compared(run: dict[str, Any]) -> Iterator[str]:
@@ -93,5 +107,8 @@ def _compared(run: dict[str, Any]) -> Iterator[str]:
     for method, name in NAMES.items():
         found = _cells(run, method)
         if found and work(method, plan) is not None:
-            cells = [f"{predicted(method, at, plan):.3f} / {found[at]:.3f}" if at in found else "-" for at in delays]
+            cells = [
+                f"{predicted(method, at, plan):.3f} / {found[at]:.3f}" if at in found else "-"
+                for at in delays
+            ]
             yield f"| {name.removeprefix('**ours**, ')} | " + " | ".join(cells) + " |"

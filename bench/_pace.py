@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FORWARD, BACKWARD = 0.33, 0.66  # shares of a step; the rest is for what is real of the inner optimizer
+FORWARD, BACKWARD = (
+    0.33,
+    0.66,
+)  # shares of a step; the rest is for what is real of the inner optimizer
 
 
 class Pace:
@@ -69,7 +72,8 @@ class PacedModel(nn.Module):
         torch.manual_seed(0)
         there, back = FORWARD / layers, BACKWARD / layers
         self.layers = nn.ModuleList(
-            Layer(width, pace, (number + 1) * there, FORWARD + (layers - number) * back, gradients) for number in range(layers)
+            Layer(width, pace, (number + 1) * there, FORWARD + (layers - number) * back, gradients)
+            for number in range(layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:

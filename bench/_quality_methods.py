@@ -21,7 +21,10 @@ INNER: tuple[Setting, ...] = ({"beta2": 0.99}, {"beta2": 0.95}, {"beta2": 0.999}
 FRAGMENTS = 4
 BLOCKING = {"lag": 0}
 """Arguments of gossip that waits."""
-RATES: Mapping[str, tuple[float, float, float, float]] = {"adamw": (3e-3, 6e-3, 1.2e-2, 2.4e-2), "muon": (1e-2, 2e-2, 4e-2, 8e-2)}
+RATES: Mapping[str, tuple[float, float, float, float]] = {
+    "adamw": (3e-3, 6e-3, 1.2e-2, 2.4e-2),
+    "muon": (1e-2, 2e-2, 4e-2, 8e-2),
+}
 """Inner learning rates to choose from; the second is tried first."""
 
 
@@ -56,7 +59,10 @@ class Recipe:
 
     def arguments(self, every: int) -> dict[str, Any]:
         """The arguments that are not chosen from."""
-        return {**self.fixed, **({"fragments": FRAGMENTS, "lag": max(1, every // 5)} if self.overlap else {})}
+        return {
+            **self.fixed,
+            **({"fragments": FRAGMENTS, "lag": max(1, every // 5)} if self.overlap else {}),
+        }
 
     @property
     def codec(self) -> str:
@@ -82,10 +88,25 @@ METHODS: dict[str, Recipe] = {
     "local-sgd": Recipe(INNER, "local", BLOCKING, everyone=True),
     "diloco": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "diloco"),
     "diloco-hb": Recipe(_momenta((0.7, 0.9), (0.7, 0.5), (1.0, 0.3)), "diloco-hb"),
-    "streaming": Recipe(_momenta((0.4, 0.9), (0.7, 0.6), (1.0, 0.3)), "streaming", {"fragments": FRAGMENTS, "lag": 1, "mix": 0.5}),
-    "decoupled": Recipe(_momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)), "decoupled", {"fragments": FRAGMENTS, "lag": 2}),
+    "streaming": Recipe(
+        _momenta((0.4, 0.9), (0.7, 0.6), (1.0, 0.3)),
+        "streaming",
+        {"fragments": FRAGMENTS, "lag": 1, "mix": 0.5},
+    ),
+    "decoupled": Recipe(
+        _momenta((0.7, 0.9), (0.7, 0.6), (1.0, 0.3)),
+        "decoupled",
+        {"fragments": FRAGMENTS, "lag": 2},
+    ),
     "eager": Recipe(_momenta((0.4, 0.6), (0.7, 0.3), (1.0, 0.1)), "eager"),
-    "co2": Recipe(({"lr": 1.0, "momentum": 0.2}, {"lr": 0.7, "momentum": 0.5}, {"lr": 1.0, "momentum": 0.2, "keep": True}), "co2"),
+    "co2": Recipe(
+        (
+            {"lr": 1.0, "momentum": 0.2},
+            {"lr": 0.7, "momentum": 0.5},
+            {"lr": 1.0, "momentum": 0.2, "keep": True},
+        ),
+        "co2",
+    ),
     "noloco": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", BLOCKING),
     "noloco-2": Recipe(
         (
@@ -100,10 +121,20 @@ METHODS: dict[str, Recipe] = {
     "sparseloco": Recipe(({"lr": 1.0}, {"lr": 0.7}, {"lr": 1.3}), "sparseloco"),
     "sparta": Recipe(INNER, "sparta", {"part": 0.005}, every=1),
     "ddp-muon": Recipe(({"beta2": 0.95}, {"beta2": 0.99}, {"beta2": 0.999}), every=1, inner="muon"),
-    "noloco-muon": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", BLOCKING, inner="muon"),
-    "noloco-overlap": Recipe(_momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", like="noloco", overlap=True),
-    "noloco-overlap-muon": Recipe(
-        _momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", inner="muon", like="noloco-muon", overlap=True
+    "noloco-muon": Recipe(
+        _momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", BLOCKING, inner="muon"
     ),
-    "lookahead": Recipe(({"lr": 0.5}, {"lr": 0.7}, {"lr": 0.9}), "diloco", {"momentum": 0.0}, tuned_at=1),
+    "noloco-overlap": Recipe(
+        _momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)), "noloco", like="noloco", overlap=True
+    ),
+    "noloco-overlap-muon": Recipe(
+        _momenta((0.7, 0.5), (0.7, 0.3), (1.0, 0.3)),
+        "noloco",
+        inner="muon",
+        like="noloco-muon",
+        overlap=True,
+    ),
+    "lookahead": Recipe(
+        ({"lr": 0.5}, {"lr": 0.7}, {"lr": 0.9}), "diloco", {"momentum": 0.0}, tuned_at=1
+    ),
 }

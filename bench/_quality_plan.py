@@ -32,14 +32,23 @@ class Stage(NamedTuple):
 
 
 def _cell(
-    method: str, every: int = 50, *, peers: int = 4, steps: int = SHORT, codec: str = "float32", like: int | None = None
+    method: str,
+    every: int = 50,
+    *,
+    peers: int = 4,
+    steps: int = SHORT,
+    codec: str = "float32",
+    like: int | None = None,
 ) -> Cell:
     return Cell(method, codec, peers, every, steps, like)
 
 
 _LEADERS = [_cell("ddp", 1), _cell("diloco", 10), _cell("diloco"), _cell("noloco")]
 _LONG = [cell._replace(steps=LONG) for cell in _LEADERS]
-_LONG_CODECS = [_cell("diloco", steps=LONG, codec="e3m0+ef"), _cell("sparseloco", steps=LONG, codec=SPARSE)]
+_LONG_CODECS = [
+    _cell("diloco", steps=LONG, codec="e3m0+ef"),
+    _cell("sparseloco", steps=LONG, codec=SPARSE),
+]
 _CODECS = [_cell("diloco", codec="e3m0+ef"), _cell("sparseloco", codec=SPARSE)]
 # With 8 peers a ring sends each payload 1.75 times, a pair once: NoLoCo every 40 steps sends what the heavy ball does every 70.
 _GOSSIP = [
@@ -49,8 +58,16 @@ _GOSSIP = [
     _cell("ddp", 1, peers=8, steps=PAIRS),
 ]
 # The two-tensor form sends twice as much: counted by payloads, as the heavy ball every 20.
-_GOSSIP_2 = [_cell("noloco-2", 40, peers=8, steps=PAIRS, like=50), _cell("diloco-hb", 20, peers=8, steps=PAIRS, like=50)]
-_PEERS = [_cell(method, peers=peers) for peers in (1, 2, 8) for method in ("diloco", "noloco") if peers > 1 or method == "diloco"]
+_GOSSIP_2 = [
+    _cell("noloco-2", 40, peers=8, steps=PAIRS, like=50),
+    _cell("diloco-hb", 20, peers=8, steps=PAIRS, like=50),
+]
+_PEERS = [
+    _cell(method, peers=peers)
+    for peers in (1, 2, 8)
+    for method in ("diloco", "noloco")
+    if peers > 1 or method == "diloco"
+]
 
 ONE, ALL = (0,), (0, 1, 2)
 METHODS = [
@@ -82,7 +99,10 @@ METHODS = [
 
 def _gossip(peers: int, every: int, inner: str = "", *, steps: int = SHORT) -> list[Cell]:
     """Blocking and overlapped."""
-    return [_cell(f"noloco{form}{inner}", every, peers=peers, steps=steps, like=50) for form in ("", "-overlap")]
+    return [
+        _cell(f"noloco{form}{inner}", every, peers=peers, steps=steps, like=50)
+        for form in ("", "-overlap")
+    ]
 
 
 def _rate(inner: str = "") -> Cell:
@@ -92,7 +112,11 @@ def _rate(inner: str = "") -> Cell:
 def _long(peers: int, inner: str = "") -> list[Stage]:
     """Long runs, every 50 first; all at the rate that is better for the blocking form with 4 peers, every 50."""
     rate = _rate(inner)
-    return [Stage(_gossip(peers, every, inner, steps=LONG), seeds, rate) for seeds in (ONE, ALL) for every in (50, 10)]
+    return [
+        Stage(_gossip(peers, every, inner, steps=LONG), seeds, rate)
+        for seeds in (ONE, ALL)
+        for every in (50, 10)
+    ]
 
 
 MUON = "-muon"
@@ -114,7 +138,10 @@ OVERLAP = [
 ]
 # Gossip with fewer bytes: NoLoCo sends weights, so only codecs of 8 bits and more are for it.
 BYTES = [
-    *(Stage([_cell(f"noloco{form}{inner}", codec="int8") for inner in ("", MUON)], ALL) for form in ("", "-overlap")),
+    *(
+        Stage([_cell(f"noloco{form}{inner}", codec="int8") for inner in ("", MUON)], ALL)
+        for form in ("", "-overlap")
+    ),
     Stage([_rate()._replace(codec="int8")], ONE, _rate()),
     Stage([_cell(f"noloco{inner}", codec="bfloat16") for inner in ("", MUON)], ALL),
     *(Stage([_rate(inner)._replace(codec="int8")], ALL, _rate(inner)) for inner in (MUON, "")),

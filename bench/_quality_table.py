@@ -14,7 +14,9 @@ CELL = ("method", "codec", "peers", "every", "steps", "batch")
 
 
 def _validation(runs: Sequence[Row]) -> float:
-    return statistics.fmean(run["validation"] if run["validation"] is not None else float("inf") for run in runs)
+    return statistics.fmean(
+        run["validation"] if run["validation"] is not None else float("inf") for run in runs
+    )
 
 
 def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
@@ -25,7 +27,11 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     row["loss"] = statistics.fmean(losses) if losses else None
     row["loss_sd"] = statistics.stdev(losses) if len(losses) > 1 else None
     row["loss_averaged"] = statistics.fmean(run["loss_averaged"] for run in good) if good else None
-    row.update(seeds=len(losses), diverged=len(runs) - len(losses), losses={run["seed"]: run["loss"] for run in good})
+    row.update(
+        seeds=len(losses),
+        diverged=len(runs) - len(losses),
+        losses={run["seed"]: run["loss"] for run in good},
+    )
     row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
     return row
 
@@ -46,22 +52,40 @@ def rows(results: Sequence[Row]) -> list[Row]:
     """
     cells: dict[tuple[Any, ...], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for run in results:
-        cells[tuple(run[name] for name in CELL)][repr((run["lr"], sorted(run["outer"].items())))].append(run)
+        cells[tuple(run[name] for name in CELL)][
+            repr((run["lr"], sorted(run["outer"].items())))
+        ].append(run)
     found = []
     for cell, settings in cells.items():
-        found.append(_row(cell, min(settings.values(), key=lambda runs: (-len(runs), _validation(runs)))))
-    reference = {(row["steps"], row["batch"], row["peers"]): row for row in found if row["method"] == "ddp"}
+        found.append(
+            _row(cell, min(settings.values(), key=lambda runs: (-len(runs), _validation(runs))))
+        )
+    reference = {
+        (row["steps"], row["batch"], row["peers"]): row for row in found if row["method"] == "ddp"
+    }
     anywhere = {key[:2]: row for key, row in reference.items()}
     for row in found:
         # Data parallel is the same mathematics for any number of peers, as long as the batch of all together is the same.
-        ddp = reference.get((row["steps"], row["batch"], row["peers"]), anywhere.get((row["steps"], row["batch"])))
+        ddp = reference.get(
+            (row["steps"], row["batch"], row["peers"]), anywhere.get((row["steps"], row["batch"]))
+        )
         row["above_ddp"], row["above_ddp_sd"] = above(row, ddp) or (None, None)
-    found.sort(key=lambda row: (row["steps"], row["peers"], row["loss"] if row["loss"] is not None else float("inf")))
+    found.sort(
+        key=lambda row: (
+            row["steps"],
+            row["peers"],
+            row["loss"] if row["loss"] is not None else float("inf"),
+        )
+    )
     return found
 
 
 def percent(mean: float | None, sd: float | None) -> str:
-    return "" if mean is None else f"{100 * mean:+.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "") + " %"
+    return (
+        ""
+        if mean is None
+        else f"{100 * mean:+.1f}" + (f" ± {100 * sd:.1f}" if sd is not None else "") + " %"
+    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -83,13 +107,26 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-HEADS = ("method", "codec", "every", "lr", "outer", "held-out loss", "averaged", "against ddp", "bytes/token", "seeds")
+HEADS = (
+    "method",
+    "codec",
+    "every",
+    "lr",
+    "outer",
+    "held-out loss",
+    "averaged",
+    "against ddp",
+    "bytes/token",
+    "seeds",
+)
 
 
 def tables(found: Sequence[Row]) -> list[Table]:
     """For people: one for each number of peers and steps."""
     made = []
-    for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (pair[1], pair[0])):
+    for peers, steps in sorted(
+        {(row["peers"], row["steps"]) for row in found}, key=lambda pair: (pair[1], pair[0])
+    ):
         table = Table(*HEADS, title=f"{peers} peers, {steps} steps")
         for row in found:
             if (row["peers"], row["steps"]) == (peers, steps):
@@ -99,7 +136,10 @@ def tables(found: Sequence[Row]) -> list[Table]:
 
 
 def markdown_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines)) + "\n"
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
+        + "\n"
+    )
 
 
 def _two_budgets(found: Sequence[Row]) -> str:
@@ -113,8 +153,16 @@ def _two_budgets(found: Sequence[Row]) -> str:
         return ""
     budgets = sorted({steps for gaps in several.values() for steps in gaps})
     lines = [
-        [*map(str, key), *(percent(gaps[n]["above_ddp"], gaps[n]["above_ddp_sd"]) if n in gaps else "" for n in budgets)]
-        for key, gaps in sorted(several.items(), key=lambda item: float(item[1][max(item[1])]["above_ddp"]))
+        [
+            *map(str, key),
+            *(
+                percent(gaps[n]["above_ddp"], gaps[n]["above_ddp_sd"]) if n in gaps else ""
+                for n in budgets
+            ),
+        ]
+        for key, gaps in sorted(
+            several.items(), key=lambda item: float(item[1][max(item[1])]["above_ddp"])
+        )
     ]
     heads = ["method", "codec", "peers", "every", *(f"{steps} steps" for steps in budgets)]
     return "Above ddp, by the number of steps:\n\n" + markdown_table(heads, lines)
@@ -122,7 +170,11 @@ def _two_budgets(found: Sequence[Row]) -> str:
 
 def _codecs(found: Sequence[Row]) -> str:
     """What each codec costs and saves next to the same exchange in float32; SparseLoCo's next to DiLoCo's."""
-    plain = {(r["method"], r["peers"], r["every"], r["steps"]): r for r in found if r["codec"] == "float32"}
+    plain = {
+        (r["method"], r["peers"], r["every"], r["steps"]): r
+        for r in found
+        if r["codec"] == "float32"
+    }
     lines = []
     for row in found:
         method = "diloco" if row["method"] == "sparseloco" else row["method"]
@@ -135,18 +187,35 @@ def _codecs(found: Sequence[Row]) -> str:
             lines.append([row["method"], row["codec"], *where, percent(*over), fewer, str(shared)])
     if not lines:
         return ""
-    heads = ["method", "codec", "peers", "every", "steps", "against float32", "times fewer bytes", "seeds"]
+    heads = [
+        "method",
+        "codec",
+        "peers",
+        "every",
+        "steps",
+        "against float32",
+        "times fewer bytes",
+        "seeds",
+    ]
     return "Codecs:\n\n" + markdown_table(heads, lines)
 
 
 def _overlapped(found: Sequence[Row]) -> str:
     """Gossip that overlaps next to gossip that waits, and to data parallel training with the same inner optimizer."""
-    plain = {(r["method"], r["peers"], r["every"], r["steps"]): r for r in found if r["codec"] == "float32"}
+    plain = {
+        (r["method"], r["peers"], r["every"], r["steps"]): r
+        for r in found
+        if r["codec"] == "float32"
+    }
     lines = []
     for row in found:
         where = (row["peers"], row["every"], row["steps"])
         blocking = plain.get((row["method"].replace("-overlap", ""), *where))
-        late = above(row, blocking) if "-overlap" in row["method"] and row["codec"] == "float32" else None
+        late = (
+            above(row, blocking)
+            if "-overlap" in row["method"] and row["codec"] == "float32"
+            else None
+        )
         if late is None or blocking is None:
             continue
         muon = row["method"].endswith("-muon")
@@ -154,13 +223,28 @@ def _overlapped(found: Sequence[Row]) -> str:
         parallel = plain.get(("ddp-muon" if muon else "ddp", 4, 1, row["steps"]))
         over = above(row, parallel)
         shared = len(set(row["losses"]) & set(blocking["losses"]))
-        losses = [f"{one['loss']:.3f}" + (f" ± {one['loss_sd']:.3f}" if one["loss_sd"] else "") for one in (blocking, row)]
+        losses = [
+            f"{one['loss']:.3f}" + (f" ± {one['loss_sd']:.3f}" if one["loss_sd"] else "")
+            for one in (blocking, row)
+        ]
         key = (row["steps"], muon, *where)
         first = ["Muon" if muon else "AdamW", *map(str, where)]
-        lines.append((key, [*first, *losses, percent(*late), percent(*over) if over else "", str(shared)]))
+        lines.append(
+            (key, [*first, *losses, percent(*late), percent(*over) if over else "", str(shared)])
+        )
     if not lines:
         return ""
-    heads = ["inner", "peers", "every", "steps", "blocking", "overlapped", "against blocking", "against DDP, same inner", "seeds"]
+    heads = [
+        "inner",
+        "peers",
+        "every",
+        "steps",
+        "blocking",
+        "overlapped",
+        "against blocking",
+        "against DDP, same inner",
+        "seeds",
+    ]
     title = "NoLoCo that overlaps (4 fragments, lag a fifth of every):\n\n"
     return title + markdown_table(heads, [line for _, line in sorted(lines)])
 
@@ -168,7 +252,14 @@ def _overlapped(found: Sequence[Row]) -> str:
 def markdown(found: Sequence[Row]) -> str:
     """The tables for bench/results/tables.md."""
     parts = []
-    for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (-pair[1], pair[0] != 4, pair[0])):
+    for peers, steps in sorted(
+        {(row["peers"], row["steps"]) for row in found},
+        key=lambda pair: (-pair[1], pair[0] != 4, pair[0]),
+    ):
         lines = [_cells(row) for row in found if (row["peers"], row["steps"]) == (peers, steps)]
-        parts.append(f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + markdown_table(HEADS, lines))
-    return "\n".join(filter(None, [_overlapped(found), _two_budgets(found), _codecs(found), *parts]))
+        parts.append(
+            f"{peers} peer{'s' * (peers > 1)}, {steps} steps:\n\n" + markdown_table(HEADS, lines)
+        )
+    return "\n".join(
+        filter(None, [_overlapped(found), _two_budgets(found), _codecs(found), *parts])
+    )

@@ -58,9 +58,13 @@ class QualityText(TextTask):
     """The built-in text task, with its held-out documents cut in two: one half to choose settings by, the other to report."""
 
     def _half(self, number: int) -> Tensor:
-        documents: list[Document] = [d for d in self.held_out() if hash_of(f"half {d.name}") % 2 == number]
+        documents: list[Document] = [
+            d for d in self.held_out() if hash_of(f"half {d.name}") % 2 == number
+        ]
         windows = self._windows(documents, "held-out part")
-        places = torch.randint(len(windows), (WINDOWS,), generator=torch.Generator().manual_seed(number))
+        places = torch.randint(
+            len(windows), (WINDOWS,), generator=torch.Generator().manual_seed(number)
+        )
         return windows[places].long()
 
     @cached_property
@@ -73,7 +77,9 @@ class QualityText(TextTask):
         found = {}
         for name, windows in self.halves.items():
             parts = torch.split(windows, 128)
-            found[name] = sum(float(self.loss(model, (part[:, :-1], part[:, 1:]))) * len(part) for part in parts) / len(windows)
+            found[name] = sum(
+                float(self.loss(model, (part[:, :-1], part[:, 1:]))) * len(part) for part in parts
+            ) / len(windows)
         return found
 
 
@@ -102,23 +108,33 @@ class Meter(Exchange):
         self.exchange, self.bytes = exchange, 0
 
     def start(self, contribution: Contribution) -> Handle:
-        self.bytes += contribution.codec.nbytes([tuple(tensor.shape) for tensor in contribution.tensors])
+        self.bytes += contribution.codec.nbytes(
+            [tuple(tensor.shape) for tensor in contribution.tensors]
+        )
         return self.exchange.start(contribution)
 
 
 def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
     """AdamW; or, where the method's recipe has Muon, that for the matrices of the blocks and AdamW for all else."""
     muon = METHODS[spec.method].inner == "muon"
-    matrices = [p for name, p in model.named_parameters() if muon and p.dim() == 2 and name.startswith("blocks.")]
+    matrices = [
+        p
+        for name, p in model.named_parameters()
+        if muon and p.dim() == 2 and name.startswith("blocks.")
+    ]
     ours = set(map(id, matrices))
     adamw = task.inner_optimizer(p for p in model.parameters() if id(p) not in ours)
     for group in adamw.param_groups:
         group["lr"] = spec.lr * ADAMW_OF_MUON if muon else spec.lr
         group["betas"] = (0.9, dict(spec.outer).get("beta2", 0.95 if muon else 0.99))
-    return as_one([torch.optim.Muon(matrices, lr=spec.lr, weight_decay=0.0), adamw]) if muon else adamw
+    return (
+        as_one([torch.optim.Muon(matrices, lr=spec.lr, weight_decay=0.0), adamw]) if muon else adamw
+    )
 
 
-def backward(task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0) -> None:
+def backward(
+    task: QualityText, model: nn.Module, batch: tuple[Tensor, Tensor], share: float = 1.0
+) -> None:
     loss = task.loss(model, batch)
     if not math.isfinite(value := float(loss.detach())):
         raise Diverged(f"the training loss is {value}")
@@ -163,14 +179,18 @@ def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
         for shard in shards:
             backward(task, model, next(shard), 1 / peers)
         if peers > 1:
-            sent += FLOAT32.encode([p.grad for p in model.parameters() if p.grad is not None]).numel()
+            sent += FLOAT32.encode(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            ).numel()
         inner.step()
         scheduler.step()
         inner.zero_grad()
     return [model], sent, steps * batch * task.context
 
 
-def outer(spec: Spec, size: int | None = None, redrawn: int = 1) -> tuple[list[nn.Module], int, int]:
+def outer(
+    spec: Spec, size: int | None = None, redrawn: int = 1
+) -> tuple[list[nn.Module], int, int]:
     """One model with the slow weights of each peer, the bytes that a peer sends, its tokens. ``size``, ``redrawn``: of groups."""
     recipe = METHODS[spec.method]
     assert recipe.make is not None
@@ -184,9 +204,13 @@ def outer(spec: Spec, size: int | None = None, redrawn: int = 1) -> tuple[list[n
         model, meter = task.model(), Meter(Alone() if recipe.group == "nobody" else exchange)
         codec = codec_named(spec.codec)
         more = {**knobs, **recipe.arguments(spec.every)}
-        optimizer = make(_inner(task, model, spec), meter, every=spec.every, model=model, codec=codec, **more)
+        optimizer = make(
+            _inner(task, model, spec), meter, every=spec.every, model=model, codec=codec, **more
+        )
         scheduler = task.lr_scheduler(optimizer, spec.steps)
-        for data in islice(task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed)), spec.steps):
+        for data in islice(
+            task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed)), spec.steps
+        ):
             backward(task, model, data)
             optimizer.count(data[0].numel())
             outer_step(optimizer, model)
@@ -196,7 +220,11 @@ def outer(spec: Spec, size: int | None = None, redrawn: int = 1) -> tuple[list[n
         return model, meter.bytes
 
     size = size or (2 if recipe.group == "pair" else spec.peers)
-    found = list(Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size, redrawn=redrawn).run(peer).values())
+    found = list(
+        Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size, redrawn=redrawn)
+        .run(peer)
+        .values()
+    )
     sent = max(count for _, count in found) if spec.peers > 1 else 0
     return [model for model, _ in found], sent, spec.steps * batch * task.context
 
@@ -205,7 +233,9 @@ def outer(spec: Spec, size: int | None = None, redrawn: int = 1) -> tuple[list[n
 def _mean(models: Sequence[nn.Module]) -> nn.Module:
     task = task_of(1)
     mean = task.model()
-    for parameter, *theirs in zip(mean.parameters(), *(model.parameters() for model in models), strict=True):
+    for parameter, *theirs in zip(
+        mean.parameters(), *(model.parameters() for model in models), strict=True
+    ):
         parameter.copy_(torch.stack(theirs).mean(0))
     return mean
 
@@ -224,16 +254,32 @@ def run(spec: Spec) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the outer step's stability: here it is tried
-            models, sent, tokens = (data_parallel if METHODS[spec.method].make is None else outer)(spec)
+            models, sent, tokens = (data_parallel if METHODS[spec.method].make is None else outer)(
+                spec
+            )
     except Diverged as error:
-        return {**result, "loss": None, "validation": None, "loss_averaged": None, "bytes_per_token": None, "diverged": str(error)}
+        return {
+            **result,
+            "loss": None,
+            "validation": None,
+            "loss_averaged": None,
+            "bytes_per_token": None,
+            "diverged": str(error),
+        }
     trained = time.perf_counter() - began
     task = task_of(1)
     kept = models[:1] if _equal(models) else models
     each = [task.losses(model) for model in kept]
-    result.update({name: sum(one[name] for one in each) / len(each) for name in ("loss", "validation")})
+    result.update(
+        {name: sum(one[name] for one in each) / len(each) for name in ("loss", "validation")}
+    )
     result["loss_averaged"] = task.losses(_mean(kept))["loss"] if len(kept) > 1 else result["loss"]
     result.update(bytes_per_token=sent / tokens, tokens=tokens, seconds=round(trained, 1))
     if not math.isfinite(result["loss"]):
-        result.update(loss=None, validation=None, loss_averaged=None, diverged="the held-out loss is not finite")
+        result.update(
+            loss=None,
+            validation=None,
+            loss_averaged=None,
+            diverged="the held-out loss is not finite",
+        )
     return result

@@ -11,11 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._table.figure import FADED, INK, LARGE, SMALL, both_schemes
 
-LOOKS = {"together": ("#2da44e", "#8250df", "#bf8700"), "alone": ("#d1495b",), "times": ("#d9822b",), "ddp": ("#2f81f7",)}
+LOOKS = {
+    "together": ("#2da44e", "#8250df", "#bf8700"),
+    "alone": ("#d1495b",),
+    "times": ("#d9822b",),
+    "ddp": ("#2f81f7",),
+}
 """A colour for each way of training: together, of each method."""
 NAMES = {
     "together": "{nodes} nodes, {way}",
@@ -41,7 +48,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(8.4, 4.0), sharey=True)
-    for axes, column, unit, label in zip(panels, (1, 2), (1000, 60), ("thousand tokens, all nodes", "minutes"), strict=True):
+    for axes, column, unit, label in zip(
+        panels, (1, 2), (1000, 60), ("thousand tokens, all nodes", "minutes"), strict=True
+    ):
         colours: dict[str, str] = {}
         for row in rows:
             for name, points in row["curves"].items():

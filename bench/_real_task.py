@@ -25,7 +25,12 @@ BLOCK = 4096  # characters
 HELD = 16  # one block in so many is held out
 FILE = 600_000  # characters of each file, from its middle: books begin with a preface
 SAMPLE = 4 * 2**20  # characters that a tokenizer learns from
-SIZES = {"10m": (5, 352, 8, 4096), "3m": (4, 224, 4, 2048), "1m": (3, 128, 4, 2048), "tiny": (1, 32, 2, 300)}
+SIZES = {
+    "10m": (5, 352, 8, 4096),
+    "3m": (4, 224, 4, 2048),
+    "1m": (3, 128, 4, 2048),
+    "tiny": (1, 32, 2, 300),
+}
 """Layers, width, heads and vocabulary of models from random weights: 10.3, 3.3, 1.1 and 0.03 million parameters."""
 TOKENIZER = "tokenizer.json"
 
@@ -41,7 +46,9 @@ def read(data: str, most: int = FILE) -> list[str]:
         return blocks_of("\n".join(topics[name] for name in sorted(topics)))
     files = [Path(name).read_text(encoding="utf-8", errors="replace") for name in data.split(",")]
     least = min(most, *(len(text) for text in files))
-    return [block for text in files for block in blocks_of(text[(len(text) - least) // 2 :][:least])]
+    return [
+        block for text in files for block in blocks_of(text[(len(text) - least) // 2 :][:least])
+    ]
 
 
 def split(blocks: list[str]) -> tuple[list[str], list[str]]:
@@ -61,8 +68,20 @@ class RealText(Task):
         self, base: str = "", data: str = "", lora: int = 0, context: int = 64, batch: int = 2, lr: float = 1e-4, held: int = 64,
         parts: int = 0, most: int = FILE,
     ) -> None:  # fmt: skip
-        self.base, self.data, self.lora, self.context, self.batch, self.lr, self.held = base, data, lora, context, batch, lr, held
-        self.parts, self.most, self.tokens_of = parts, most, lru_cache(maxsize=None)(self._tokens_of)
+        self.base, self.data, self.lora, self.context, self.batch, self.lr, self.held = (
+            base,
+            data,
+            lora,
+            context,
+            batch,
+            lr,
+            held,
+        )
+        self.parts, self.most, self.tokens_of = (
+            parts,
+            most,
+            lru_cache(maxsize=None)(self._tokens_of),
+        )
 
     def model(self) -> nn.Module:
         """Return the model; only weights with a gradient are exchanged."""
@@ -72,7 +91,9 @@ class RealText(Task):
         if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+            model = get_peft_model(
+                model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            )
         found: nn.Module = model
         return found
 
@@ -84,7 +105,9 @@ class RealText(Task):
     def _encoded(self, text: str) -> list[int]:
         from transformers import AutoTokenizer
 
-        found: list[int] = AutoTokenizer.from_pretrained(self.base)(text, verbose=False)["input_ids"]
+        found: list[int] = AutoTokenizer.from_pretrained(self.base)(text, verbose=False)[
+            "input_ids"
+        ]
         return found
 
     def _tokens_of(self, part: int | None, of: int) -> Tensor:
@@ -93,7 +116,10 @@ class RealText(Task):
 
     def _windows(self, index: int, of: int, seed: int) -> Iterator[Tensor]:
         """Yield windows from random places of a part, int64 (batch, context), without end."""
-        tokens, generator = self.tokens_of(index, of), torch.Generator().manual_seed(1000 * seed + index)
+        tokens, generator = (
+            self.tokens_of(index, of),
+            torch.Generator().manual_seed(1000 * seed + index),
+        )
         while True:
             places = torch.randint(len(tokens) - self.context, (self.batch, 1), generator=generator)
             yield tokens[places + torch.arange(self.context)]
@@ -154,7 +180,9 @@ class FreshText(RealText):
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW as the built-in task has it."""
-        return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+        return torch.optim.AdamW(
+            params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+        )
 
 
 def learn(folder: Path, size: str, data: str, most: int) -> Path:
@@ -168,7 +196,9 @@ def learn(folder: Path, size: str, data: str, most: int) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=SIZES[size][-1], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=SIZES[size][-1],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(training[::every], trainer)
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,12 @@ from shoal.node.watch.swarm_view import Heard
 
 NAMES = ("anna", "bert", "carl", "dora")
 READY_S = 180.0
-SETTINGS = ("swarm.start_when=4", "outer.wait_s=10.0", "train.steps=0", "node.checkpoint_every_rounds=2")
+SETTINGS = (
+    "swarm.start_when=4",
+    "outer.wait_s=10.0",
+    "train.steps=0",
+    "node.checkpoint_every_rounds=2",
+)
 
 
 def record(file: Path, folder: Path, *, seconds: float, every: int) -> tuple[float, float]:
@@ -30,8 +35,17 @@ def record(file: Path, folder: Path, *, seconds: float, every: int) -> tuple[flo
         ports = free_ports(len(NAMES))
 
         def start(command: Sequence[str], index: int, *more: str) -> Process:
-            own = ["--shard", f"{index}/{len(NAMES)}", "--threads", "1", "--listen", f"/ip4/127.0.0.1/tcp/{ports[index]}"]
-            return nodes.start([*command, *own, *more, "--device", "cpu", "--set", SETTINGS[-1]], NAMES[index])
+            own = [
+                "--shard",
+                f"{index}/{len(NAMES)}",
+                "--threads",
+                "1",
+                "--listen",
+                f"/ip4/127.0.0.1/tcp/{ports[index]}",
+            ]
+            return nodes.start(
+                [*command, *own, *more, "--device", "cpu", "--set", SETTINGS[-1]], NAMES[index]
+            )
 
         sets = [word for setting in SETTINGS[:-1] for word in ("--set", setting)]
         link = read_line(start(["up", "--every", str(every)], 0, *sets), LINK_S)

@@ -25,7 +25,9 @@ class Relays:
 
     def __init__(self, nodes: int, rate: float, delay: float) -> None:
         if nodes != 2:
-            raise LinkError("the relay links two nodes; for more, network namespaces are needed (run as root)")
+            raise LinkError(
+                "the relay links two nodes; for more, network namespaces are needed (run as root)"
+            )
         self._ports = [_free_port() for _ in range(nodes)]
         self._lines = [Line(rate, delay) for _ in range(nodes)]  # by sender
         self._loop = asyncio.new_event_loop()
@@ -35,19 +37,27 @@ class Relays:
         self._relays = begun.result(10)
 
     async def _begin(self) -> list[int]:
-        self._servers = [await asyncio.start_server(self._serve(node), "127.0.0.1", 0, limit=CHUNK) for node in range(2)]
+        self._servers = [
+            await asyncio.start_server(self._serve(node), "127.0.0.1", 0, limit=CHUNK)
+            for node in range(2)
+        ]
         return [int(server.sockets[0].getsockname()[1]) for server in self._servers]
 
     def _serve(self, node: int):  # type: ignore[no-untyped-def]  # noqa: ANN202 - asyncio's own type is longer than this
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                there, back = await asyncio.open_connection("127.0.0.1", self._ports[node], limit=CHUNK)
+                there, back = await asyncio.open_connection(
+                    "127.0.0.1", self._ports[node], limit=CHUNK
+                )
             except OSError:
                 writer.close()
                 return
             try:
                 with contextlib.suppress(OSError):  # one side is gone, so the other is told
-                    to, fro = pump(reader, back, self._lines[1 - node]), pump(there, writer, self._lines[node])
+                    to, fro = (
+                        pump(reader, back, self._lines[1 - node]),
+                        pump(there, writer, self._lines[node]),
+                    )
                     await asyncio.gather(to, fro)
             finally:
                 back.close()

@@ -71,7 +71,11 @@ CHEATS = {
     "the fine-tuned model's text, prefilled": Way("tuned", reads=True),
     "truncated, then filler": Way(half=True, reads=True),
 }
-VARIANTS = {"honest, one at a time": Way(batch=1), "honest, 8 at a time": Way(batch=8), "honest, 2 threads": Way(threads=2)}
+VARIANTS = {
+    "honest, one at a time": Way(batch=1),
+    "honest, 8 at a time": Way(batch=8),
+    "honest, 2 threads": Way(threads=2),
+}
 WAYS = {HONEST: Way(), **CHEATS, **VARIANTS}
 
 
@@ -98,7 +102,9 @@ class Adapted(nn.Module):
     def __init__(self, layer: nn.Linear, generator: torch.Generator) -> None:
         super().__init__()
         self.layer = layer
-        self.a = nn.Parameter(torch.randn(RANK, layer.in_features, generator=generator) / math.sqrt(layer.in_features))
+        self.a = nn.Parameter(
+            torch.randn(RANK, layer.in_features, generator=generator) / math.sqrt(layer.in_features)
+        )
         self.b = nn.Parameter(torch.zeros(layer.out_features, RANK))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,14 +124,22 @@ class Policy:
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            self._model = AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype=torch.float32).eval()
+            self._model = AutoModelForCausalLM.from_pretrained(
+                str(folder), local_files_only=True, dtype=torch.float32
+            ).eval()
         except ImportError:
-            raise SystemExit("bench: --policy needs transformers: pip install -e '.[rl]'.") from None
+            raise SystemExit(
+                "bench: --policy needs transformers: pip install -e '.[rl]'."
+            ) from None
         except (OSError, ValueError) as error:
-            raise SystemExit(f"bench: '{folder}' cannot be loaded ({next(iter(str(error).splitlines()), '')}).") from None
+            raise SystemExit(
+                f"bench: '{folder}' cannot be loaded ({next(iter(str(error).splitlines()), '')})."
+            ) from None
         self.changes: dict[str, float] = {}  # norm of the change over that of the changed matrices
         self.right = {side: self._cast(self._model, side) for side in SIDES}
-        self.changed = lru_cache(maxsize=4)(self._changed)  # two of them were trained, which takes a minute
+        self.changed = lru_cache(maxsize=4)(
+            self._changed
+        )  # two of them were trained, which takes a minute
 
     def digest(self) -> str:
         """SHA-256 of all weights."""
@@ -153,7 +167,10 @@ class Policy:
             self._train(other, change == "adapter")
         before, after = self._model.model.layers.state_dict(), other.model.layers.state_dict()
         moved = [name for name in before if not torch.equal(before[name], after[name])]
-        lengths = [sum(float(part[name].square().sum()) for name in moved) for part in (_minus(after, before, moved), before)]
+        lengths = [
+            sum(float(part[name].square().sum()) for name in moved)
+            for part in (_minus(after, before, moved), before)
+        ]
         self.changes[change] = math.sqrt(lengths[0] / lengths[1])
         made: nn.Module = other
         return made
@@ -182,15 +199,21 @@ class Policy:
         model.requires_grad_(False)
 
     def prompts(self, claims: Sequence[int], length: int = ASKED) -> Tensor:
-        return torch.tensor([self._tokenizer(question(claim))["input_ids"][:length] for claim in claims])
+        return torch.tensor(
+            [self._tokenizer(question(claim))["input_ids"][:length] for claim in claims]
+        )
 
     @torch.no_grad()
-    def write(self, model: Any, asked: Tensor, count: int, choose: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, Tensor]:
+    def write(
+        self, model: Any, asked: Tensor, count: int, choose: Callable[[Tensor, int], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """``count`` tokens (B, count) with a KV cache, and the states (B, count, width) from which ``choose`` drew them."""
         past, shown, tokens = None, asked, []
         with LastHidden(model) as hidden:
             for position in range(count):
-                made = model(input_ids=shown, past_key_values=past, use_cache=True, logits_to_keep=1)
+                made = model(
+                    input_ids=shown, past_key_values=past, use_cache=True, logits_to_keep=1
+                )
                 past = made.past_key_values
                 tokens.append(choose(made.logits[:, -1], position))
                 shown = tokens[-1].unsqueeze(1)
@@ -206,7 +229,9 @@ class Policy:
         return hidden.states()[:, -many:], logits
 
 
-def _minus(left: dict[str, Tensor], right: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+def _minus(
+    left: dict[str, Tensor], right: dict[str, Tensor], names: Sequence[str]
+) -> dict[str, Tensor]:
     return {name: left[name] - right[name] for name in names}
 
 
@@ -218,8 +243,12 @@ def noise_of(claims: tuple[int, ...], vocabulary: int) -> Tensor:
     """Gumbel noise (TOKENS, B, V) of the seeds of ``claims``."""
     found = torch.empty(TOKENS, len(claims), vocabulary, dtype=torch.float64)
     for row, claim in enumerate(claims):
-        for position in range(TOKENS):  # one at a time: all of them at once take four times the memory
-            found[position, row] = gumbel(seed_of(claim), range(position, position + 1), vocabulary)[0]
+        for position in range(
+            TOKENS
+        ):  # one at a time: all of them at once take four times the memory
+            found[position, row] = gumbel(
+                seed_of(claim), range(position, position + 1), vocabulary
+            )[0]
     return found
 
 
@@ -227,14 +256,18 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     """``logits`` (B, V), but those outside the smallest set of tokens with a probability of ``top_p`` -inf."""
     ranked, places = logits.sort(dim=-1, descending=True)
     shares = ranked.softmax(dim=-1)
-    out = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, places, shares.cumsum(dim=-1) - shares >= top_p)
+    out = torch.zeros_like(logits, dtype=torch.bool).scatter(
+        -1, places, shares.cumsum(dim=-1) - shares >= top_p
+    )
     return logits.masked_fill(out, float("-inf"))
 
 
 def chooser(noise: Tensor, way: Way) -> Callable[[Tensor, int], Tensor]:
     def choose(logits: Tensor, position: int) -> Tensor:
         wide = logits.double() / way.temperature
-        return (nucleus(wide, way.top_p) + noise[position] if way.top_p < 1 else wide + noise[position]).argmax(dim=-1)
+        return (
+            nucleus(wide, way.top_p) + noise[position] if way.top_p < 1 else wide + noise[position]
+        ).argmax(dim=-1)
 
     return choose
 
@@ -244,11 +277,17 @@ def margins(tokens: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
     found = []
     for at, part in enumerate(noise):
         scores = logits[:, at].double() + part
-        found.append((scores.amax(dim=1) - scores.gather(1, tokens[:, at : at + 1]).squeeze(1)).clamp_max(FARTHEST))
+        found.append(
+            (scores.amax(dim=1) - scores.gather(1, tokens[:, at : at + 1]).squeeze(1)).clamp_max(
+                FARTHEST
+            )
+        )
     return torch.stack(found, dim=1)
 
 
-def unit(policy: Policy, way: Way, prover: str, sides: Sequence[str], claims: Sequence[int]) -> tuple[Rows, dict[str, float]]:
+def unit(
+    policy: Policy, way: Way, prover: str, sides: Sequence[str], claims: Sequence[int]
+) -> tuple[Rows, dict[str, float]]:
     """Features (claims, 6) by verifier of ``sides``, and the processor's seconds of writing and of each reading."""
     right = policy.right[prover]
     noise = noise_of(tuple(claims), int(output_head(right).weight.shape[0]))  # type: ignore[index]
@@ -275,8 +314,12 @@ def unit(policy: Policy, way: Way, prover: str, sides: Sequence[str], claims: Se
     found: Rows = {}
     for side, (own, logits) in seen.items():
         drawn = margins(tokens, logits, noise)
-        told = [ACTIVATIONS.compare(proof, row).means() for proof, row in zip(proofs, own, strict=True)]
-        both = [(*one, *SAMPLING.measured(row).means()) for one, row in zip(told, drawn, strict=True)]
+        told = [
+            ACTIVATIONS.compare(proof, row).means() for proof, row in zip(proofs, own, strict=True)
+        ]
+        both = [
+            (*one, *SAMPLING.measured(row).means()) for one, row in zip(told, drawn, strict=True)
+        ]
         found[side] = [[float(f"{mean:.4g}") for mean in row] for row in both]
     return found, seconds
 
@@ -315,7 +358,9 @@ class Plan:
                 starts = range(0, many, step)
                 # Cheats in the first round already; the honest variants, of which one takes long, later.
                 early = self.rounds - 1 if ways is not VARIANTS else 0
-                begin, end = ((len(starts) * part + early) // self.rounds for part in (number, number + 1))
+                begin, end = (
+                    (len(starts) * part + early) // self.rounds for part in (number, number + 1)
+                )
                 for at in starts[begin:end]:
                     claims = range(first + at, first + min(at + step, many))
                     found += [(way, prover, claims) for way in ways for prover in self.provers]
@@ -345,14 +390,23 @@ def measure(folder: Path, path: Path, plan: Plan, seconds: float) -> bool:
     kept, begin = load(path), time.perf_counter()
     policy = Policy(folder)
     sizes = {"rows": ROWS, "asked": ASKED, "tokens": TOKENS, "steps": STEPS, "rank": RANK}
-    about = {"weights": policy.digest(), "torch": torch.__version__, "machine": platform.machine(), **sizes}
+    about = {
+        "weights": policy.digest(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        **sizes,
+    }
     about["capability"] = torch.backends.cpu.get_cpu_capability()
     if kept["about"] not in ({}, about):
-        raise SystemExit(f"bench: '{path}' is of {kept['about']}, this is {about}: name another file with --kept.")
+        raise SystemExit(
+            f"bench: '{path}' is of {kept['about']}, this is {about}: name another file with --kept."
+        )
     kept["about"] = about
     spent = defaultdict(list, kept["seconds"])
     done: dict[tuple[str, str], int] = {
-        (way, prover): len(kept["rows"].get(f"{prover} {prover} {way}", [])) for way in WAYS for prover in SIDES
+        (way, prover): len(kept["rows"].get(f"{prover} {prover} {way}", []))
+        for way in WAYS
+        for prover in SIDES
     }
     reached: dict[tuple[str, str], int] = defaultdict(int)
     for way, prover, claims in plan.units():
@@ -368,6 +422,8 @@ def measure(folder: Path, path: Path, plan: Plan, seconds: float) -> bool:
             spent[work].append(round(time_s, 2))
         kept |= {"seconds": dict(spent), "changes": {**kept["changes"], **policy.changes}}
         save(path, kept)
-        shown = f"{way}, {prover}: {reached[way, prover]} claims, {time.perf_counter() - begin:.0f} s"
+        shown = (
+            f"{way}, {prover}: {reached[way, prover]} claims, {time.perf_counter() - begin:.0f} s"
+        )
         print(shown, file=sys.stderr, flush=True)
     return True

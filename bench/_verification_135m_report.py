@@ -36,13 +36,17 @@ def evidence(rows: Rows) -> dict[str, Evidence]:
     largest, sizes = max(row[LARGEST] for row in drawn), (1.0,) * len(rows)
     return {
         ACTIVATIONS.name: Evidence(ACTIVATIONS.features, tuple(states), sizes),
-        SAMPLING.name: Evidence(SAMPLING.features, tuple((*row[:LARGEST], largest) for row in drawn), sizes),
+        SAMPLING.name: Evidence(
+            SAMPLING.features, tuple((*row[:LARGEST], largest) for row in drawn), sizes
+        ),
     }
 
 
 def claims_of(rows: Rows, together: int) -> list[dict[str, Evidence]]:
     """Claims of ``together`` windows each; what is left over is no claim."""
-    return [evidence(rows[at : at + together]) for at in range(0, len(rows) - together + 1, together)]
+    return [
+        evidence(rows[at : at + together]) for at in range(0, len(rows) - together + 1, together)
+    ]
 
 
 def calibrated(honest: Iterable[dict[str, Evidence]]) -> Calibration:
@@ -54,13 +58,20 @@ def calibrated(honest: Iterable[dict[str, Evidence]]) -> Calibration:
 
 def refused(known: Calibration, claims: Iterable[dict[str, Evidence]]) -> list[bool]:
     return [
-        not all(known.judge(Pair(name, "model", "prover", "verifier"), one, RATE).accepted for name, one in claim.items())
+        not all(
+            known.judge(Pair(name, "model", "prover", "verifier"), one, RATE).accepted
+            for name, one in claim.items()
+        )
         for claim in claims
     ]
 
 
 def rate(found: Sequence[bool]) -> dict[str, Any]:
-    return {"rate": sum(found) / len(found), "of": len(found), "interval": rate_interval(sum(found), len(found))}
+    return {
+        "rate": sum(found) / len(found),
+        "of": len(found),
+        "interval": rate_interval(sum(found), len(found)),
+    }
 
 
 def detection(kept: dict[str, Rows], together: int) -> dict[str, dict[str, Any]]:
@@ -72,18 +83,24 @@ def detection(kept: dict[str, Rows], together: int) -> dict[str, dict[str, Any]]
         if half < FEWEST:
             continue
         row = table[f"{prover} -> {verifier}"] = {}
-        crossed = refused(calibrated(honest[half:]), honest[:half]) + refused(calibrated(honest[:half]), honest[half:])
+        crossed = refused(calibrated(honest[half:]), honest[:half]) + refused(
+            calibrated(honest[:half]), honest[half:]
+        )
         row[HONEST] = rate(crossed)
         known = calibrated(honest)
         for way in (*VARIANTS, *CHEATS):
             if claims := claims_of(kept.get(f"{prover} {verifier} {way}", []), together):
                 row[way] = rate(refused(known, claims))
-        if (prover, verifier) == ("fp32", "fp32") and (claims := claims_of(kept.get(f"bf16 fp32 {HONEST}", []), together)):
+        if (prover, verifier) == ("fp32", "fp32") and (
+            claims := claims_of(kept.get(f"bf16 fp32 {HONEST}", []), together)
+        ):
             row[DECLARED] = rate(refused(known, claims))
     return table
 
 
-def alarms(kept: dict[str, Rows], tokens_alone: bool = False, seed: int = 0) -> dict[str, dict[str, Any]]:
+def alarms(
+    kept: dict[str, Rows], tokens_alone: bool = False, seed: int = 0
+) -> dict[str, dict[str, Any]]:
     """By pair: the share of honest peers with an alarm, in how many claims, and the median number of claims until one by way.
 
     ``tokens_alone``: without the activations.
@@ -103,14 +120,27 @@ def alarms(kept: dict[str, Rows], tokens_alone: bool = False, seed: int = 0) -> 
             continue
         across, life = prover != verifier, min(half, LIFE)
 
-        def lives(own: sequential.Rows | None, pool: sequential.Rows = pool, half: int = half, life: int = life) -> Any:
+        def lives(
+            own: sequential.Rows | None,
+            pool: sequential.Rows = pool,
+            half: int = half,
+            life: int = life,
+        ) -> Any:
             for _ in range(PEERS):
                 order = source.permutation(len(pool))
-                claims = pool[order[half : half + life]] if own is None else own[source.integers(len(own), size=LIFE)]
+                claims = (
+                    pool[order[half : half + life]]
+                    if own is None
+                    else own[source.integers(len(own), size=LIFE)]
+                )
                 yield pool[order[:half]], claims
 
         tops = sequential.log_odds(list(lives(None)), across).max(axis=0)
-        row: dict[str, Any] = {"calibrated": half, "honest_claims": life, HONEST: float((tops >= ALARM).mean())}
+        row: dict[str, Any] = {
+            "calibrated": half,
+            "honest_claims": life,
+            HONEST: float((tops >= ALARM).mean()),
+        }
         table[f"{prover} -> {verifier}"] = row
         named = {way: f"{prover} {verifier} {way}" for way in (*VARIANTS, *CHEATS)}
         if (prover, verifier) == ("fp32", "fp32"):
@@ -118,7 +148,9 @@ def alarms(kept: dict[str, Rows], tokens_alone: bool = False, seed: int = 0) -> 
         for way, key in named.items():
             if len(own := read(key)):
                 odds = sequential.log_odds(list(lives(own)), across)
-                row[way] = float((odds.max(axis=0) >= ALARM).mean()) if way in VARIANTS else _median(odds)
+                row[way] = (
+                    float((odds.max(axis=0) >= ALARM).mean()) if way in VARIANTS else _median(odds)
+                )
     return table
 
 
@@ -132,7 +164,8 @@ def costs(seconds: dict[str, list[float]]) -> dict[str, float]:
     found = {work: statistics.median(times) for work, times in seconds.items()}
     for side in SIDES:
         write, read = (
-            next((t for work, t in found.items() if work.startswith(f"{what} {side} 32 ")), None) for what in ("write", "read")
+            next((t for work, t in found.items() if work.startswith(f"{what} {side} 32 ")), None)
+            for what in ("write", "read")
         )
         if write and read:
             found[f"read / write, {side}"] = read / write
@@ -143,7 +176,10 @@ def result(kept: dict[str, Any]) -> dict[str, Any]:
     """All figures as one object."""
     rows = kept["rows"]
     counts = {
-        f"{prover}": {way: len(rows.get(f"{prover} {prover} {way}", [])) for way in (HONEST, *CHEATS, *VARIANTS)}
+        f"{prover}": {
+            way: len(rows.get(f"{prover} {prover} {way}", []))
+            for way in (HONEST, *CHEATS, *VARIANTS)
+        }
         for prover in SIDES
     }
     return {
@@ -163,28 +199,50 @@ def markdown(shown: dict[str, Any]) -> str:
     """The three tables."""
     parts = []
     for title, key in (
-        (f"Refused of single claims of {TOKENS} tokens, in % (95 % interval) of so many:", "refused"),
+        (
+            f"Refused of single claims of {TOKENS} tokens, in % (95 % interval) of so many:",
+            "refused",
+        ),
         (f"Refused where {TOGETHER} of them are one claim:", f"refused_of_{TOGETHER}_together"),
     ):
         table = shown[key]
-        ways = [way for way in (HONEST, *VARIANTS, *CHEATS, DECLARED) if any(way in row for row in table.values())]
+        ways = [
+            way
+            for way in (HONEST, *VARIANTS, *CHEATS, DECLARED)
+            if any(way in row for row in table.values())
+        ]
         lines = [_line(["", *table]), _line(["---"] * (1 + len(table)))]
         lines += [_line([way, *(_cell(row.get(way)) for row in table.values())]) for way in ways]
         parts.append(title + "\n\n" + "\n".join(lines))
-    parts += [_alarms(shown["alarms"], "Claims"), _alarms(shown["alarms_by_tokens_alone"], "By the tokens alone, claims")]
+    parts += [
+        _alarms(shown["alarms"], "Claims"),
+        _alarms(shown["alarms_by_tokens_alone"], "By the tokens alone, claims"),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _alarms(table: dict[str, dict[str, Any]], what: str) -> str:
     ways = [way for way in (*CHEATS, DECLARED) if any(way in row for row in table.values())]
     lines = [_line(["", *table]), _line(["---"] * (1 + len(table)))]
-    told = [f"{100 * row[HONEST]:g} % in {row['honest_claims']} ({row['calibrated']} calibrated)" for row in table.values()]
+    told = [
+        f"{100 * row[HONEST]:g} % in {row['honest_claims']} ({row['calibrated']} calibrated)"
+        for row in table.values()
+    ]
     lines.append(_line(["honest: peers with an alarm", *told]))
     for way in VARIANTS:
         if any(way in row for row in table.values()):
-            lines.append(_line([f"{way}: peers with an alarm in {LIFE}", *(_share(row.get(way)) for row in table.values())]))
+            lines.append(
+                _line(
+                    [
+                        f"{way}: peers with an alarm in {LIFE}",
+                        *(_share(row.get(way)) for row in table.values()),
+                    ]
+                )
+            )
     lines += [_line([way, *(_claims(row, way) for row in table.values())]) for way in ways]
-    return f"{what} of {TOKENS} tokens until the alarm (median of {PEERS} peers):\n\n" + "\n".join(lines)
+    return f"{what} of {TOKENS} tokens until the alarm (median of {PEERS} peers):\n\n" + "\n".join(
+        lines
+    )
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -42,14 +42,22 @@ class Scores:
 
 
 def examined(
-    world: World, write: Writer, verifiers: Sequence[nn.Module], claims: Sequence[int], temperature: float
+    world: World,
+    write: Writer,
+    verifiers: Sequence[nn.Module],
+    claims: Sequence[int],
+    temperature: float,
 ) -> list[list[Both]]:
     """What each of ``verifiers`` finds in each of ``claims``."""
     asked = world.prompts(claims)
     tokens, states = write(claims, temperature)
     # Whole windows of claims one after the other are a proof of them all, which is made and compared in less time.
     together = tokens.shape[1] % WINDOW == 0
-    proofs = [ACTIVATIONS.make(states.flatten(0, 1))] if together else [ACTIVATIONS.make(one) for one in states]
+    proofs = (
+        [ACTIVATIONS.make(states.flatten(0, 1))]
+        if together
+        else [ACTIVATIONS.make(one) for one in states]
+    )
     found = []
     for verifier in verifiers:
         own, logits = world.read(verifier, asked, tokens)
@@ -57,8 +65,16 @@ def examined(
         told = [ACTIVATIONS.compare(proof, part) for proof, part in zip(proofs, parts, strict=True)]
         if together:
             told = _parted(told[0], len(claims))
-        drawings = (Drawn(row, seen, seed_of(claim), temperature) for row, seen, claim in zip(tokens, logits, claims, strict=True))
-        found.append([(one, SAMPLING.measured(margins(drawn))) for one, drawn in zip(told, drawings, strict=True)])
+        drawings = (
+            Drawn(row, seen, seed_of(claim), temperature)
+            for row, seen, claim in zip(tokens, logits, claims, strict=True)
+        )
+        found.append(
+            [
+                (one, SAMPLING.measured(margins(drawn)))
+                for one, drawn in zip(told, drawings, strict=True)
+            ]
+        )
     return found
 
 
@@ -67,7 +83,10 @@ def _parted(all_of: Evidence, claims: int) -> list[Evidence]:
         return [all_of] * claims
     each = len(all_of.values) // claims
     starts = range(0, len(all_of.values), each)
-    return [Evidence(all_of.features, all_of.values[at : at + each], all_of.sizes[at : at + each]) for at in starts]
+    return [
+        Evidence(all_of.features, all_of.values[at : at + each], all_of.sizes[at : at + each])
+        for at in starts
+    ]
 
 
 def _rows(first: int, count: int, rows: int) -> Iterator[range]:
@@ -75,7 +94,9 @@ def _rows(first: int, count: int, rows: int) -> Iterator[range]:
         yield range(at, min(at + rows, first + count))
 
 
-def measure(world: World, prover: str, verifiers: Sequence[str], temperature: float, plan: Plan) -> Scores:
+def measure(
+    world: World, prover: str, verifiers: Sequence[str], temperature: float, plan: Plan
+) -> Scores:
     """Calibrate with honest claims, then score fresh ones and every cheat."""
     model = world.model(DTYPES[prover])
     checking = [world.model(DTYPES[name]) for name in verifiers]
@@ -83,7 +104,9 @@ def measure(world: World, prover: str, verifiers: Sequence[str], temperature: fl
     def all_found(write: Writer, first: int, count: int) -> list[list[Both]]:
         found: list[list[Both]] = [[] for _ in verifiers]
         for claims in _rows(first, count, world.rows):
-            for kept, new in zip(found, examined(world, write, checking, claims, temperature), strict=True):
+            for kept, new in zip(
+                found, examined(world, write, checking, claims, temperature), strict=True
+            ):
                 kept += new
         return found
 
@@ -94,17 +117,24 @@ def measure(world: World, prover: str, verifiers: Sequence[str], temperature: fl
     def scores(write: Writer, first: int, count: int) -> dict[str, list[float]]:
         return {
             name: [max(map(_beyond, both, pair, limit)) for both in found]
-            for name, found, pair, limit in zip(verifiers, all_found(write, first, count), expected, thresholds, strict=True)
+            for name, found, pair, limit in zip(
+                verifiers, all_found(write, first, count), expected, thresholds, strict=True
+            )
         }
 
     fresh = scores(honest(world, model, plan.tokens), FRESH, plan.honest)
-    cheating = {name: scores(cheat(world, model, plan.tokens), CHEATING, plan.claims) for name, cheat in CHEATS.items()}
+    cheating = {
+        name: scores(cheat(world, model, plan.tokens), CHEATING, plan.claims)
+        for name, cheat in CHEATS.items()
+    }
     return Scores(fresh, cheating, expected[0][0].warning(plan.rate))
 
 
 def _beyond(evidence: Evidence, expected: Honest, threshold: float) -> float:
     if evidence.fault:
         return float("inf")
-    if not any(map(any, evidence.values)):  # as `Calibration.judge` has it: where nothing differs, nothing is refused
+    if not any(
+        map(any, evidence.values)
+    ):  # as `Calibration.judge` has it: where nothing differs, nothing is refused
         return -threshold
     return expected.statistic(evidence)[0] - threshold

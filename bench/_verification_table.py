@@ -56,29 +56,67 @@ def _pooled(result: dict[str, Any]) -> str:
 
     sizes = ", ".join(
         f"{name} {result[key]:.3g}"
-        for name, key in (("bytes a token", "proof_bytes_per_token"), ("proof", "proof_cost"), ("verifying", "verify_cost"))
+        for name, key in (
+            ("bytes a token", "proof_bytes_per_token"),
+            ("proof", "proof_cost"),
+            ("verifying", "verify_cost"),
+        )
     )
     return (
         f"Refused, of {result['tokens']} tokens each; {result['detection_claims']} claims of each cheat, over all provers, at "
         f"temperature 1 and greedy:\n\n"
-        + _table(("", "by the vote of three dtypes", "by one verifier of the same dtype (honest: bf16 with fp32 too)"), rows())
+        + _table(
+            (
+                "",
+                "by the vote of three dtypes",
+                "by one verifier of the same dtype (honest: bf16 with fp32 too)",
+            ),
+            rows(),
+        )
         + f"\n\nCosts relative to generating: {sizes}."
     )
 
 
 def _pairs(result: dict[str, Any], heat: str) -> str:
-    pairs = {title.split(",")[0]: row for title, row in result["pairs"].items() if title.endswith(f"temperature {heat}")}
-    rows = [["honest", *(f"{100 * row['honest']['rate']:.3g} of {row['honest']['of']}" for row in pairs.values())]]
-    rows += [[name, *(f"{100 * row['detection'][name]:.3g}" for row in pairs.values())] for name in CHEATS]
+    pairs = {
+        title.split(",")[0]: row
+        for title, row in result["pairs"].items()
+        if title.endswith(f"temperature {heat}")
+    }
+    rows = [
+        [
+            "honest",
+            *(
+                f"{100 * row['honest']['rate']:.3g} of {row['honest']['of']}"
+                for row in pairs.values()
+            ),
+        ]
+    ]
+    rows += [
+        [name, *(f"{100 * row['detection'][name]:.3g}" for row in pairs.values())]
+        for name in CHEATS
+    ]
     notes = sorted({row["warning"] for row in pairs.values()} - {""})
-    return "\n\n".join([f"Refused at temperature {heat}, prover -> verifier, in %:", _table(("", *pairs), rows), *notes])
+    return "\n\n".join(
+        [
+            f"Refused at temperature {heat}, prover -> verifier, in %:",
+            _table(("", *pairs), rows),
+            *notes,
+        ]
+    )
 
 
 def _votes(rows: list[dict[str, float]]) -> str:
     shares = sorted({row["collude"] for row in rows})
     seats = sorted({int(row["n"]) for row in rows})
-    cells = {(row["n"], row["collude"]): f"{100 * row['closed']:.3g} ({row['errors']:+.1f})" for row in rows}
-    return "Decided against the truth, in %, by closed form (standard errors to the simulation in brackets):\n\n" + _table(
-        ("verifiers", *(f"{share:.0%} collude" for share in shares)),
-        ([str(n), *(cells[n, share] for share in shares)] for n in seats),
+    cells = {
+        (row["n"], row["collude"]): f"{100 * row['closed']:.3g} ({row['errors']:+.1f})"
+        for row in rows
+    }
+    return (
+        "Decided against the truth, in %, by closed form (standard errors to the simulation in brackets):\n\n"
+        + _table(
+            ("verifiers", *(f"{share:.0%} collude" for share in shares)),
+            ([str(n), *(cells[n, share] for share in shares)] for n in seats),
+        )
     )

@@ -36,7 +36,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: dict[str, Tensor] | None) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, t, 3, HEADS, WIDTH // HEADS)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         if cache is not None:
             if "k" in cache:
                 k, v = torch.cat((cache["k"], k), 2), torch.cat((cache["v"], v), 2)
@@ -58,10 +63,14 @@ class TinyGPT(nn.Module):
             self.norm = nn.LayerNorm(WIDTH)
             self.head = nn.Linear(WIDTH, WORDS, bias=False)
             with torch.no_grad():
-                for weight in self.blocks.parameters():  # larger than torch's start, so that layers and context matter
+                for weight in (
+                    self.blocks.parameters()
+                ):  # larger than torch's start, so that layers and context matter
                     if weight.dim() == 2:
                         weight.mul_(2)
-                self.norm.weight.mul_(torch.exp(torch.randn(WIDTH)))  # channels of unlike size, as trained models have
+                self.norm.weight.mul_(
+                    torch.exp(torch.randn(WIDTH))
+                )  # channels of unlike size, as trained models have
                 self.head.weight.mul_(2)
 
     def forward(self, tokens: Tensor, caches: list[dict[str, Tensor]] | None = None) -> Tensor:
@@ -77,7 +86,12 @@ def prompt(seed: int, length: int = 12) -> Tensor:
 
 
 def generate(
-    model: TinyGPT, asked: Tensor, count: int, seed: bytes = b"seed", temperature: float = 1.0, cached: bool = True
+    model: TinyGPT,
+    asked: Tensor,
+    count: int,
+    seed: bytes = b"seed",
+    temperature: float = 1.0,
+    cached: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Tokens (count,) and the states (count, width) that they were drawn from."""
     caches: list[dict[str, Tensor]] | None = [{} for _ in model.blocks] if cached else None
@@ -86,7 +100,11 @@ def generate(
     with torch.no_grad(), LastHidden(model) as hidden:
         for position in range(count):
             logits = model(shown.unsqueeze(0), caches)[0, -1]
-            tokens.append(int(draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)))
+            tokens.append(
+                int(
+                    draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)
+                )
+            )
             new = torch.tensor([tokens[-1]])
             shown = new if cached else torch.cat((shown, new))
     return torch.tensor(tokens), hidden.states()[0]
@@ -101,8 +119,13 @@ def generate_rows(
     shown = asked
     with torch.no_grad(), LastHidden(model) as hidden:
         for position in range(count):
-            at, rows = range(position, position + 1), zip(model(shown, caches)[:, -1:], seeds, strict=True)
-            tokens.append(torch.cat([draw_each(logits, seed, at, temperature) for logits, seed in rows]))
+            at, rows = (
+                range(position, position + 1),
+                zip(model(shown, caches)[:, -1:], seeds, strict=True),
+            )
+            tokens.append(
+                torch.cat([draw_each(logits, seed, at, temperature) for logits, seed in rows])
+            )
             shown = tokens[-1].unsqueeze(1)
     return torch.stack(tokens, dim=1), hidden.states()
 
@@ -133,7 +156,12 @@ class Tiny:
         return torch.stack([prompt(claim) for claim in claims])
 
     def write(
-        self, model: nn.Module, asked: Tensor, count: int, seeds: Sequence[bytes], temperature: float
+        self,
+        model: nn.Module,
+        asked: Tensor,
+        count: int,
+        seeds: Sequence[bytes],
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         return generate_rows(cast(TinyGPT, model), asked, count, seeds, temperature)
 

@@ -39,7 +39,14 @@ class World(Protocol):
         """Questions (B, p), all of one length."""
         ...
 
-    def write(self, model: nn.Module, asked: Tensor, count: int, seeds: Sequence[bytes], temperature: float) -> Written:
+    def write(
+        self,
+        model: nn.Module,
+        asked: Tensor,
+        count: int,
+        seeds: Sequence[bytes],
+        temperature: float,
+    ) -> Written:
         """``count`` tokens for each of the questions, with a KV cache."""
         ...
 
@@ -140,7 +147,11 @@ CHEATS: dict[str, Cheat] = {
     "a layer dropped": _dropped,
     "another prompt": lambda world, model, length: honest(world, model, length, shift=1),
     "another model": _stranger,
-    "its text, prefilled": lambda world, model, length: prefilled(world, model, _stranger(world, model, length)),
-    "int4's text, prefilled": lambda world, model, length: prefilled(world, model, _by(rounded(4))(world, model, length)),
+    "its text, prefilled": lambda world, model, length: prefilled(
+        world, model, _stranger(world, model, length)
+    ),
+    "int4's text, prefilled": lambda world, model, length: prefilled(
+        world, model, _by(rounded(4))(world, model, length)
+    ),
     "truncated, then filler": half,
 }

@@ -10,7 +10,16 @@ from typing import Protocol
 
 from shoal.verification.consensus.participant import Participant, Slot, Wanted, decode_log, encode
 from shoal.verification.consensus.protocol import Checked
-from shoal.verification.consensus.records import Claim, Commitment, Limits, Refused, Reveal, Sign, Signed, hide
+from shoal.verification.consensus.records import (
+    Claim,
+    Commitment,
+    Limits,
+    Refused,
+    Reveal,
+    Sign,
+    Signed,
+    hide,
+)
 from shoal.verification.consensus.rulings import Rules, ScoreRules
 
 KINDS = (
@@ -40,7 +49,9 @@ def toy_verify(peer: str, data: bytes, signature: bytes) -> bool:
 
 def is_right(claim: Claim) -> bool:
     """Return whether the output is what the model gives, in this world, for a prompt of the round (else it is a replay)."""
-    return claim.output == digest("output", claim.prompt) and claim.prompt == prompt_of(claim.peer, claim.round, claim.slot)
+    return claim.output == digest("output", claim.prompt) and claim.prompt == prompt_of(
+        claim.peer, claim.round, claim.slot
+    )
 
 
 def prompt_of(peer: str, round: int, slot: int) -> bytes:
@@ -121,9 +132,13 @@ class Peer:
         if self.kind == "withholder" and isinstance(signed.record, Reveal):
             self.swarm.spread(self, signed, half)
         elif self.kind == "twofaced" and isinstance(signed.record, Claim):
-            other = Claim(**{**signed.record.model_dump(), "output": digest("other", signed.record.output)})
+            other = Claim(
+                **{**signed.record.model_dump(), "output": digest("other", signed.record.output)}
+            )
             self.swarm.spread(self, signed, half)
-            self.swarm.spread(self, Signed.by(toy_signer(self.name), other), set(self.swarm.names) - set(half))
+            self.swarm.spread(
+                self, Signed.by(toy_signer(self.name), other), set(self.swarm.names) - set(half)
+            )
         else:
             self.swarm.spread(self, signed)
 
@@ -174,7 +189,9 @@ class Peer:
         return Checked("valid" if right else "invalid")
 
     def _claim(self, slot: Slot) -> None:
-        lies = self.kind in ("liar", "colluder") or (self.kind == "farmer" and self.swarm.round >= self.swarm.world.defects)
+        lies = self.kind in ("liar", "colluder") or (
+            self.kind == "farmer" and self.swarm.round >= self.swarm.world.defects
+        )
         prompt = prompt_of(self.name, slot.round if self.kind != "replayer" else 0, slot.slot)
         claim = Claim(
             peer=self.name, run="run", round=slot.round, slot=slot.slot, model=digest("model"), prompt=prompt,
@@ -185,12 +202,16 @@ class Peer:
 
     def _copy(self) -> None:
         """Publish copies of others' votes: there is nothing to copy until it is too late to commit."""
-        for reveal in [record for record in self.participant.consensus.ledger if isinstance(record, Reveal)]:
+        for reveal in [
+            record for record in self.participant.consensus.ledger if isinstance(record, Reveal)
+        ]:
             place = (reveal.case, reveal.attempt)
             if place not in self._copied and reveal.peer != self.name:
                 self._copied.add(place)
                 own = Reveal(**{**reveal.model_dump(), "peer": self.name})
-                commitment = Commitment(peer=self.name, case=own.case, attempt=own.attempt, digest=hide(own))
+                commitment = Commitment(
+                    peer=self.name, case=own.case, attempt=own.attempt, digest=hide(own)
+                )
                 for record in (commitment, own):
                     self.swarm.spread(self, Signed.by(toy_signer(self.name), record))
 

@@ -69,7 +69,9 @@ class Unlike(QualityText):
         files = sorted(self._not_held_out(), key=lambda document: document.name)
         ends = list(accumulate(len(document.content) for document in files))
         places = [min((end - 1) * shard.of // ends[-1], shard.of - 1) for end in ends]
-        return [document for document, place in zip(files, places, strict=True) if place == shard.index]
+        return [
+            document for document, place in zip(files, places, strict=True) if place == shard.index
+        ]
 
 
 @cache
@@ -78,11 +80,18 @@ def task_of(batch: int, data: str) -> QualityText:
     return (Unlike if data == "unlike" else QualityText)(batch=batch, layers=2, width=32, heads=2)
 
 
-def defence_of(name: str, method: str, times: float, fresh: Collection[str], known: Collection[str]) -> DistanceScreen:
+def defence_of(
+    name: str, method: str, times: float, fresh: Collection[str], known: Collection[str]
+) -> DistanceScreen:
     """What an honest peer does. ``fresh``: who comes under another key in each round, among peers ``known`` for long."""
     robust = METHODS[method][0] if name in ("defended", "public") else "none"
     suspect = 3.0 if name in ("checked", "defended") else 0.0
-    settings: dict[str, Any] = {"robust": robust, "suspect": suspect, "times": times, "sends": method_named(method).sends}
+    settings: dict[str, Any] = {
+        "robust": robust,
+        "suspect": suspect,
+        "times": times,
+        "sends": method_named(method).sends,
+    }
     return Fresh(fresh, known, **settings) if fresh else DistanceScreen(**settings)
 
 
@@ -99,14 +108,25 @@ class Fresh(DistanceScreen):
     def _key(self, peer: str) -> str:
         return f"{peer}, round {self._round}" if peer in self._bad else peer
 
-    def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
+    def problem(
+        self,
+        key: RoundKey,
+        own: Callable[[], Sequence[Tensor]],
+        peer: str,
+        theirs: Sequence[Tensor],
+    ) -> str | None:
         """As of the key that the peer has in this round."""
         self._round = key.round
         return super().problem(key, own, self._key(peer), theirs)
 
     def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
         """As of the keys that the peers have in this round."""
-        return super().mean(me, fragment, [(self._key(peer), weight, held) for peer, weight, held in contributions], even)
+        return super().mean(
+            me,
+            fragment,
+            [(self._key(peer), weight, held) for peer, weight, held in contributions],
+            even,
+        )
 
 
 @torch.no_grad()
@@ -143,9 +163,13 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
             wire.slow = optimizer.slow
         if screen == "public" and chosen.group == "pair" and exchange.peer in watches:
             batches = task.batches(Shard(names.index(exchange.peer), len(names), seed + OTHER_SEED))
-            watches[exchange.peer].loss_check = LossCheck(LossTrial(task.loss, batches, model, optimizer, lambda line: None))
+            watches[exchange.peer].loss_check = LossCheck(
+                LossTrial(task.loss, batches, model, optimizer, lambda line: None)
+            )
         scheduler = task.lr_scheduler(optimizer, options.steps)
-        data = islice(task.batches(Shard(names.index(exchange.peer), len(names), seed)), options.steps)
+        data = islice(
+            task.batches(Shard(names.index(exchange.peer), len(names), seed)), options.steps
+        )
         places = torch.Generator().manual_seed(seed)
         try:
             for inputs, targets in data:
@@ -166,7 +190,9 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         size = 2 if chosen.group == "pair" else len(names)
-        ended = Simulation[tuple[float, float]](names, seed=seed, size=size, wait=30.0, screens=watches).run(peer)
+        ended = Simulation[tuple[float, float]](
+            names, seed=seed, size=size, wait=30.0, screens=watches
+        ).run(peer)
     honest = [ended[name] for name in watches]
     loss = mean(one for one, _ in honest) if all(math.isfinite(one) for one, _ in honest) else None
     backdoor = {"learnt": mean(part for _, part in honest)} if attack in BACKDOORS else {}
@@ -181,16 +207,24 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
 
 def setting(options: argparse.Namespace) -> dict[str, Any]:
     """What runs must have in common to stand in one table."""
-    found = {name: getattr(options, name) for name in ("peers", "hostile", "every", "steps", "batch", "times")}
+    found = {
+        name: getattr(options, name)
+        for name in ("peers", "hostile", "every", "steps", "batch", "times")
+    }
     return found if options.data == "alike" else {**found, "data": options.data}
 
 
 def cells(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
     """All runs, those first that say most."""
     pairs = [(method, seed) for seed in options.seeds for method in options.methods]
-    clean = [(method, "none", screen, seed) for method, seed in pairs for screen in options.defences]
+    clean = [
+        (method, "none", screen, seed) for method, seed in pairs for screen in options.defences
+    ]
     return clean + [
-        (method, attack, screen, seed) for attack in options.attacks for method, seed in pairs for screen in options.defences
+        (method, attack, screen, seed)
+        for attack in options.attacks
+        for method, seed in pairs
+        for screen in options.defences
     ]
 
 
@@ -219,13 +253,24 @@ def table(found: Sequence[Row]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for method in dict.fromkeys(row["method"] for row in found):
         mine = [row for row in found if row["method"] == method]
-        plain = {row["seed"]: row["loss"] for row in mine if row["attack"] == "none" and row["defence"] == "undefended"}
+        plain = {
+            row["seed"]: row["loss"]
+            for row in mine
+            if row["attack"] == "none" and row["defence"] == "undefended"
+        }
         for attack in dict.fromkeys(row["attack"] for row in mine):
-            rows = [[row for row in mine if row["attack"] == attack and row["defence"] == screen] for screen in shown]
+            rows = [
+                [row for row in mine if row["attack"] == attack and row["defence"] == screen]
+                for screen in shown
+            ]
             losses = [_cell(some, plain) for some in rows]
-            refused = [sum(row[who] for row in rows[-1]) for who in ("refused_hostile", "refused_honest")]
+            refused = [
+                sum(row[who] for row in rows[-1]) for who in ("refused_hostile", "refused_honest")
+            ]
             seeds = len({row["seed"] for some in rows for row in some})
-            lines.append(f"| {method} | {attack} | {' | '.join(losses)} | {refused[0]}, {refused[1]} | {seeds} |")
+            lines.append(
+                f"| {method} | {attack} | {' | '.join(losses)} | {refused[0]}, {refused[1]} | {seeds} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -235,7 +280,9 @@ def harms(found: Sequence[Row]) -> list[Row]:
     None where a run diverged, or where no plain run has its seed.
     """
     plain = {
-        (row["method"], row["seed"]): row["loss"] for row in found if (row["attack"], row["defence"]) == ("none", "undefended")
+        (row["method"], row["seed"]): row["loss"]
+        for row in found
+        if (row["attack"], row["defence"]) == ("none", "undefended")
     }
     cells: dict[tuple[str, str, str], list[Row]] = {}
     for row in found:
@@ -246,12 +293,23 @@ def harms(found: Sequence[Row]) -> list[Row]:
         before = [value for row in rows if (value := plain.get((method, row["seed"]))) is not None]
         harm = mean(losses) / mean(before) - 1 if len(losses) == len(before) == len(rows) else None
         trigger = {"learnt": mean(parts[0])} if (parts := _learnt(rows)) else {}
-        harms.append({"method": method, "attack": attack, "defence": screen, "harm": harm, "seeds": len(rows), **trigger})
+        harms.append(
+            {
+                "method": method,
+                "attack": attack,
+                "defence": screen,
+                "harm": harm,
+                "seeds": len(rows),
+                **trigger,
+            }
+        )
     return harms
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--attacks", nargs="*", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=["undefended", "public"])
@@ -260,11 +318,27 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hostile", type=int, default=2)
     parser.add_argument("--steps", type=int, default=150, help="inner steps of each peer")
     parser.add_argument("--every", type=int, default=10, help="inner steps in a round")
-    parser.add_argument("--batch", type=int, default=4, help="windows of 64 bytes in a step of a peer")
-    parser.add_argument("--data", choices=list(MARKS), default="alike", help="what the peers read, against each other")
-    parser.add_argument("--times", type=float, default=1.0, help="radius of the robust rule, in median distances")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a line for each run; those that are there are not run again")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="write the table between two comments of a page")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="windows of 64 bytes in a step of a peer"
+    )
+    parser.add_argument(
+        "--data",
+        choices=list(MARKS),
+        default="alike",
+        help="what the peers read, against each other",
+    )
+    parser.add_argument(
+        "--times", type=float, default=1.0, help="radius of the robust rule, in median distances"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="a line for each run; those that are there are not run again",
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="write the table between two comments of a page"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--json", action="store_true", help="print the runs as one JSON object")
     return parser.parse_args(arguments)
@@ -273,7 +347,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
     options = _options(arguments)
-    there = options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.exists() else []
+    there = (
+        options.resume.read_text(encoding="utf-8").splitlines()
+        if options.resume and options.resume.exists()
+        else []
+    )
     found = [row for row in map(json.loads, there) if row["setting"] == setting(options)]
     done = {(row["method"], row["attack"], row["defence"], row["seed"]) for row in found}
     for cell in () if options.report else cells(options):
@@ -281,13 +359,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         row = run(*cell, options)
         found.append(row)
-        print(f"{' / '.join(map(str, cell))}: loss {row['loss']}, {row['seconds']} s", file=sys.stderr)
+        print(
+            f"{' / '.join(map(str, cell))}: loss {row['loss']}, {row['seconds']} s", file=sys.stderr
+        )
         if options.resume is not None:
             with options.resume.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     if options.into is not None:
         put_into(options.into, table(found), *MARKS[options.data])
-    print(json.dumps({"setting": setting(options), "rows": harms(found), "runs": found}) if options.json else table(found))
+    print(
+        json.dumps({"setting": setting(options), "rows": harms(found), "runs": found})
+        if options.json
+        else table(found)
+    )
     return 0
 
 

@@ -31,7 +31,11 @@ def _two(report: Report, first: str, second: str, form: str) -> str:
 
 
 def _what(report: Report) -> str:
-    parts = [f"{report['peers']} × {report['minutes']:g} min", report["method"], f"every {report['every']}"]
+    parts = [
+        f"{report['peers']} × {report['minutes']:g} min",
+        report["method"],
+        f"every {report['every']}",
+    ]
     if report["byzantine"]:
         parts.append(f"{report['byzantine']} hostile ({report['lie']})")
     if report["robust"] != "none":
@@ -49,13 +53,33 @@ COLUMNS: Sequence[tuple[str, Callable[[Report], str]]] = (
     ("run", _what),
     ("load before", lambda r: f"{r['load']:.1f} on {r['cores']} cores"),
     ("kills, stops, rejoins", lambda r: f"{r['kills']}, {r['stops']}, {r['rejoins']}"),
-    ("stall: longest, median node", lambda r: _two(r, "max_stall_s", "median_stall_s", ".2f") + " s"),
-    ("unharmed: longest", lambda r: _unharmed(r, "max_stall_s", ".2f") + (" s" if r["unharmed"] else "")),
-    ("kill to last survivor's step: median, most", lambda r: _two(r, "resume_s", "resume_max_s", ".2f") + " s"),
+    (
+        "stall: longest, median node",
+        lambda r: _two(r, "max_stall_s", "median_stall_s", ".2f") + " s",
+    ),
+    (
+        "unharmed: longest",
+        lambda r: _unharmed(r, "max_stall_s", ".2f") + (" s" if r["unharmed"] else ""),
+    ),
+    (
+        "kill to last survivor's step: median, most",
+        lambda r: _two(r, "resume_s", "resume_max_s", ".2f") + " s",
+    ),
     ("restart to accepted: median, most", lambda r: _two(r, "join_s", "join_max_s", ".1f") + " s"),
-    ("steps lost: living, killed", lambda r: f"{r['steps_lost']}, {r['steps_lost_by_killed']} of {r['steps']}"),
-    ("throughput kept, with starts", lambda r: _two(r, "throughput_kept", "throughput_kept_with_starts", ".3f")),
-    ("loss: first, last, unharmed", lambda r: f"{_two(r, 'loss_first', 'loss_last', '.3f')}, {_unharmed(r, 'loss_last', '.3f')}"),
+    (
+        "steps lost: living, killed",
+        lambda r: f"{r['steps_lost']}, {r['steps_lost_by_killed']} of {r['steps']}",
+    ),
+    (
+        "throughput kept, with starts",
+        lambda r: _two(r, "throughput_kept", "throughput_kept_with_starts", ".3f"),
+    ),
+    (
+        "loss: first, last, unharmed",
+        lambda r: (
+            f"{_two(r, 'loss_first', 'loss_last', '.3f')}, {_unharmed(r, 'loss_last', '.3f')}"
+        ),
+    ),
     ("left behind", lambda r: str(r["orphans"])),
     ("MB/min: node, daemon", lambda r: _two(r, "rss_slope", "daemon_rss_slope", "+.2f")),
     ("files/min", lambda r: _shown(r["fd_slope"], "+.2f")),
@@ -72,11 +96,17 @@ def table(reports: Sequence[Report]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="a report in each line")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="write the table between two comments of a page")
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="write the table between two comments of a page"
+    )
     options = parser.parse_args(arguments)
-    text = table([json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()])
+    text = table(
+        [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
+    )
     if options.into is not None:
         put_into(options.into, text, BEGIN, END)
     print(text, end="")

@@ -69,7 +69,9 @@ class _Clock:
         return time.perf_counter()
 
 
-def measure(size: str, device: torch.device, saves: int, steps: int, folder: Path) -> dict[str, Any]:
+def measure(
+    size: str, device: torch.device, saves: int, steps: int, folder: Path
+) -> dict[str, Any]:
     clock, trainer = _Clock(device), _trainer(size, device)
 
     def timed(count: int) -> list[float]:
@@ -124,7 +126,9 @@ def measure(size: str, device: torch.device, saves: int, steps: int, folder: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="1m,25m", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--saves", type=int, default=5)
@@ -147,9 +151,22 @@ def main() -> None:
             f"steps of {row['step_s']:.3f} s are {row['after_slower_s']:.3f} s slower in all while it is written)",
             file=sys.stderr,
         )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
     if options.json:
-        print(json.dumps({"device": name, "torch": torch.__version__, "threads": options.threads, "rows": rows}))
+        print(
+            json.dumps(
+                {
+                    "device": name,
+                    "torch": torch.__version__,
+                    "threads": options.threads,
+                    "rows": rows,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -64,17 +64,26 @@ wait_s = 20
 steps = 0
 """
 LINE = Uplink(up=5e6 / 8, down=20e6 / 8)
-CITIES = tuple(dataclasses.replace(LINE, delay=delay, loss=loss) for delay, loss in ((0.01, 0), (0.03, 0), (0.06, 0.01), (0.01, 0)))
+CITIES = tuple(
+    dataclasses.replace(LINE, delay=delay, loss=loss)
+    for delay, loss in ((0.01, 0), (0.03, 0), (0.06, 0.01), (0.01, 0))
+)
 MOBILE = dataclasses.replace(LINE, delay=0.1, loss=0.03)
 NAMES = ("anna", "bert", "carl", "dora")
-START_S, MEET_S = 300.0, 600.0  # seconds for a command to say something, and for all to have exchanged twice
+START_S, MEET_S = (
+    300.0,
+    600.0,
+)  # seconds for a command to say something, and for all to have exchanged twice
 CALM_S = 20.0  # seconds of exchanges before something happens
 DOWN_S, ASLEEP_S = 60.0, 120.0
 AFTER_S = 90.0  # seconds that are watched when all is whole again
 ENDED_S = 5.0  # seconds in which exchanges may end that were under way before something happened
 FOUND_S, STOOD_S, COMPUTING, UNHEARD_S = 60.0, 5.0, 0.95, 30.0  # what is promised
 LOSSY, SLOW = "carl", " has a slow link"  # whose line loses packets, so that it is slow indeed
-AFTERWARDS = (("found_s", "exchanged"), ("heard_s", "was shown by watch"))  # what each node is seen to do once all is whole
+AFTERWARDS = (
+    ("found_s", "exchanged"),
+    ("heard_s", "was shown by watch"),
+)  # what each node is seen to do once all is whole
 CALM = ("together", "mobile", "neighbours")  # nothing happens
 BEHIND = ("relayed", "punched")  # how a node behind such a router can be reached
 
@@ -99,16 +108,23 @@ class Node:
 
     def pauses(self, since: float, until: float) -> list[float]:
         """The seconds between any two steps, of those that ended in between."""
-        moments = [float(line) for line in (self._folder / f"{self.name}.steps").read_text().split("\n")[:-1]]
+        moments = [
+            float(line)
+            for line in (self._folder / f"{self.name}.steps").read_text().split("\n")[:-1]
+        ]
         return [
-            later - earlier for earlier, later in itertools.pairwise([*moments, time.time()]) if since < later and earlier < until
+            later - earlier
+            for earlier, later in itertools.pairwise([*moments, time.time()])
+            if since < later and earlier < until
         ]
 
 
 class Team:
     """The bootstrap node and the nodes in their networks. NatError if that does not work here."""
 
-    def __init__(self, folder: Path, uplinks: Iterable[Uplink] = CITIES, *, neighbours: bool = False) -> None:
+    def __init__(
+        self, folder: Path, uplinks: Iterable[Uplink] = CITIES, *, neighbours: bool = False
+    ) -> None:
         self.folder = folder
         self.net = Internet(["port"] * 5, 1, uplinks=[*uplinks, MOBILE])
         self.nodes: dict[str, Node] = {}
@@ -133,26 +149,61 @@ class Team:
         self._others.append(watch)
         self._reading.append(threading.Thread(target=self._listen, args=(watch,), daemon=True))
         self._reading[-1].start()
-        until(lambda: all(len(node.met()) > 1 for node in self.nodes.values()), MEET_S, "an exchange of each")
+        until(
+            lambda: all(len(node.met()) > 1 for node in self.nodes.values()),
+            MEET_S,
+            "an exchange of each",
+        )
 
     def bootstrap(self) -> None:
         """Start the bootstrap node, or start it again."""
-        listen = ("--listen", f"/ip4/{self.net.ip('seed')}/tcp/{PORT}", "--identity", str(self.folder / "seed.key"))
+        listen = (
+            "--listen",
+            f"/ip4/{self.net.ip('seed')}/tcp/{PORT}",
+            "--identity",
+            str(self.folder / "seed.key"),
+        )
         self.seed = self._run("seed", "seed", "seed", "--relay", "--json", *listen)
         addresses = json.loads(self._line(self.seed))["addresses"]
-        (self.address,) = [address for address in addresses if f"{self.net.ip('seed')}/tcp/" in address]
+        (self.address,) = [
+            address for address in addresses if f"{self.net.ip('seed')}/tcp/" in address
+        ]
 
     def _node(self, name: str, place: str) -> None:
-        verb = ["join", self.link] if self.nodes else ["up", str(self.folder / "team.toml"), "--bootstrap", self.address]
-        own = ("--name", name, "--folder", str(self.folder / name), "--identity", str(self.folder / f"{name}.key"))
-        common = ("--listen", f"/ip4/0.0.0.0/tcp/{PORT}", "--task", TASK, "--threads", "1", "--verbose")
+        verb = (
+            ["join", self.link]
+            if self.nodes
+            else ["up", str(self.folder / "team.toml"), "--bootstrap", self.address]
+        )
+        own = (
+            "--name",
+            name,
+            "--folder",
+            str(self.folder / name),
+            "--identity",
+            str(self.folder / f"{name}.key"),
+        )
+        common = (
+            "--listen",
+            f"/ip4/0.0.0.0/tcp/{PORT}",
+            "--task",
+            TASK,
+            "--threads",
+            "1",
+            "--verbose",
+        )
         process = self._run(name, place, *verb, *own, *common)
         if not self.nodes:
             self.link = self._line(process)
         self.nodes[name] = Node(name, place, self.folder, process)
 
     def _run(self, name: str, place: str, *arguments: str) -> subprocess.Popen[str]:
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder), "XDG_CONFIG_HOME": str(self.folder)}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder),
+            "XDG_CONFIG_HOME": str(self.folder),
+        }
         env |= {"CITIES_STEPS": str(self.folder / f"{name}.steps"), "PYTHONPATH": str(ROOT)}
         command = [*self.net.enter(place), sys.executable, "-m", "shoal", *arguments]
         with (self.folder / f"{name}.log").open("a") as log:
@@ -164,11 +215,14 @@ class Team:
     def _line(self, process: subprocess.Popen[str]) -> str:
         found: list[str] = []
         assert process.stdout is not None
-        reader = threading.Thread(target=lambda: found.append(process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+        output = process.stdout
+        reader = threading.Thread(target=lambda: found.append(output.readline()), daemon=True)
         reader.start()
         reader.join(START_S)
         if not found or not found[0]:
-            raise TimeoutError(f"a command said nothing for {START_S:g} s, or ended: {process.args!r}")
+            raise TimeoutError(
+                f"a command said nothing for {START_S:g} s, or ended: {process.args!r}"
+            )
         return found[0].strip()
 
     def _listen(self, watch: subprocess.Popen[str]) -> None:
@@ -187,11 +241,16 @@ class Team:
             said = ""
         report = json.loads(said) if said else {"members": [], "findings": []}
         members = {
-            member["name"]: {key: member[key] for key in ("state", "reach", "seen_s_ago", "exchanges", "failures")}
+            member["name"]: {
+                key: member[key]
+                for key in ("state", "reach", "seen_s_ago", "exchanges", "failures")
+            }
             for member in report["members"]
         }
         took = round(time.monotonic() - began, 1)
-        self.told.append({"when": when, "seconds": took, "members": members, "findings": report["findings"]})
+        self.told.append(
+            {"when": when, "seconds": took, "members": members, "findings": report["findings"]}
+        )
         return self.told[-1]
 
     def signal(self, name: str, number: int) -> None:
@@ -215,7 +274,9 @@ class Team:
 
     def _killed(self) -> list[int]:
         """Kill what runs in the networks, and return what that was."""
-        found = [pid for place in ("seed", "peer-1", *self._places) for pid in self.net.processes(place)]
+        found = [
+            pid for place in ("seed", "peer-1", *self._places) for pid in self.net.processes(place)
+        ]
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -302,7 +363,8 @@ def roam(team: Team) -> set[str]:
 
 
 SCENARIOS: dict[str, Callable[[Team], set[str]]] = {
-    each.__name__: each for each in (together, cut, address, restart, creator, asleep, roam, mobile, neighbours)
+    each.__name__: each
+    for each in (together, cut, address, restart, creator, asleep, roam, mobile, neighbours)
 }
 
 
@@ -323,7 +385,9 @@ def measured(scenario: str, folder: Path) -> dict[str, Any]:
         time.sleep(AFTER_S - 15)
         team.status("after")
         time.sleep(max(whole + AFTER_S - time.time(), 0))
-        return row(scenario, team, struck, broke, whole) | {"seconds": round(time.monotonic() - started)}
+        return row(scenario, team, struck, broke, whole) | {
+            "seconds": round(time.monotonic() - started)
+        }
     finally:
         team.close()
 
@@ -341,7 +405,11 @@ def row(scenario: str, team: Team, struck: set[str], broke: float, whole: float)
         stood[name] = round(max(pauses) - usual, 1)
         waited[name] = round(max((event["wait_s"] for event in node.rounds(broke)), default=0.0), 1)
     statuses = {
-        name: [event["time"] for event in list(team.heard) if event["event"] == "status" and event["status"]["name"] == name]
+        name: [
+            event["time"]
+            for event in list(team.heard)
+            if event["event"] == "status" and event["status"]["name"] == name
+        ]
         for name in there
     }
     queues = [team.net.carried(f"router-{number}")[0]["queue_s"] for number in range(len(NAMES))]
@@ -353,11 +421,20 @@ def row(scenario: str, team: Team, struck: set[str], broke: float, whole: float)
         "stood_s": stood,
         "waited_s": waited,
         "found_s": {
-            name: next((round(e["time"] - whole, 1) for e in node.met(whole + ENDED_S)), None) for name, node in there.items()
+            name: next((round(e["time"] - whole, 1) for e in node.met(whole + ENDED_S)), None)
+            for name, node in there.items()
         },
-        "exchanges": {name: [len(node.met(broke)), len(node.rounds(broke))] for name, node in there.items()},
-        "heard_s": {name: next((round(m - whole, 1) for m in moments if m > whole), None) for name, moments in statuses.items()},
-        "unheard_s": {name: longest([broke, *(m for m in moments if broke < m), end]) for name, moments in statuses.items()},
+        "exchanges": {
+            name: [len(node.met(broke)), len(node.rounds(broke))] for name, node in there.items()
+        },
+        "heard_s": {
+            name: next((round(m - whole, 1) for m in moments if m > whole), None)
+            for name, moments in statuses.items()
+        },
+        "unheard_s": {
+            name: longest([broke, *(m for m in moments if broke < m), end])
+            for name, moments in statuses.items()
+        },
         "status": team.told,
         "queue_s": max(queues),
         "load": round(os.getloadavg()[1], 1),
@@ -365,7 +442,10 @@ def row(scenario: str, team: Team, struck: set[str], broke: float, whole: float)
     if scenario == "neighbours":
         there_too = team.net.local(team.nodes["dora"].place)
         seen = subprocess.run(
-            [*team.net.enter("home-0"), "ss", "-Htun", "dst", there_too], capture_output=True, text=True, check=True
+            [*team.net.enter("home-0"), "ss", "-Htun", "dst", there_too],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         result["local"] = len(seen.stdout.splitlines())
     result["codes"] = {name: code for name, code in team.stop().items() if name not in gone}
@@ -381,17 +461,31 @@ def late(row: dict[str, Any]) -> list[str]:
     """What in a row takes longer than is promised, in sentences: on a machine that does nothing else."""
     found = []
     for name in row["stood_s"]:
-        if row["computing"][name] < COMPUTING and row["scenario"] in CALM and name not in row["struck"]:
+        if (
+            row["computing"][name] < COMPUTING
+            and row["scenario"] in CALM
+            and name not in row["struck"]
+        ):
             found.append(f"{name} computed {row['computing'][name]} of the time")
         if name not in row["struck"] and row["stood_s"][name] > STOOD_S:
-            found.append(f"{name} stood still for {row['stood_s'][name]} s (waited {row['waited_s'][name]} s)")
+            found.append(
+                f"{name} stood still for {row['stood_s'][name]} s (waited {row['waited_s'][name]} s)"
+            )
         for what, said in AFTERWARDS:
             if row[what][name] is not None and row[what][name] > FOUND_S:
                 found.append(f"{name} {said} {row[what][name]} s after all was whole")
-        if name not in row["struck"] and row["scenario"] != "restart" and row["unheard_s"][name] > UNHEARD_S:
+        if (
+            name not in row["struck"]
+            and row["scenario"] != "restart"
+            and row["unheard_s"][name] > UNHEARD_S
+        ):
             found.append(f"watch showed nothing of {name} for {row['unheard_s'][name]} s")
     for told in row["status"]:
-        found += [f"status {told['when']}: {said}" for said in told["findings"] if SLOW in said and not said.startswith(LOSSY)]
+        found += [
+            f"status {told['when']}: {said}"
+            for said in told["findings"]
+            if SLOW in said and not said.startswith(LOSSY)
+        ]
     return found
 
 
@@ -407,7 +501,9 @@ def faults(row: dict[str, Any]) -> list[str]:
     for told in row["status"]:
         for name in row["stood_s"]:
             reach = told["members"].get(name, {}).get("reach")
-            if reach not in BEHIND and (name not in row["struck"] or told["when"] in ("before", "after")):
+            if reach not in BEHIND and (
+                name not in row["struck"] or told["when"] in ("before", "after")
+            ):
                 found.append(f"{name} is {reach} in status {told['when']}")
         found += [f"status {told['when']}: {said}" for said in told["findings"] if wrong(said, row)]
     if row.get("local") == 0:
@@ -424,7 +520,10 @@ def wrong(finding: str, row: dict[str, Any]) -> bool:
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """The rows as a table: of those to whom nothing happened the least and the longest, and of all the latest."""
-    lines = ["| | down | computed | stood still | exchanged again | shown again | exchanges with a partner |", "|" + "---|" * 7]
+    lines = [
+        "| | down | computed | stood still | exchanged again | shown again | exchanges with a partner |",
+        "|" + "---|" * 7,
+    ]
     for row in rows:
         others = [name for name in row["computing"] if name not in row["struck"]]
         back = [name for name in row["struck"] if name in row["computing"]] or others
@@ -434,18 +533,27 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             for found in ([row[k][n] for n in back] for k in ("found_s", "heard_s"))
         ]
         down = f"{row['down_s']:.0f} s" if row["scenario"] in ("cut", "restart", "asleep") else ""
-        computed, stood = min(row["computing"][name] for name in others), max(row["stood_s"][name] for name in others)
-        lines.append(f"| {row['scenario']} | {down} | {computed:.2f} | {stood:.1f} s | {' | '.join(after)} | {met} of {tried} |")
+        computed, stood = (
+            min(row["computing"][name] for name in others),
+            max(row["stood_s"][name] for name in others),
+        )
+        lines.append(
+            f"| {row['scenario']} | {down} | {computed:.2f} | {stood:.1f} s | {' | '.join(after)} | {met} of {tried} |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure the scenarios named, or all, that are not in the results yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", default=list(SCENARIOS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--keep", type=Path, help="a folder for what the nodes wrote")
-    parser.add_argument("--table", action="store_true", help="measure nothing: print the results as a table")
+    parser.add_argument(
+        "--table", action="store_true", help="measure nothing: print the results as a table"
+    )
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.touch()
@@ -463,7 +571,10 @@ def main() -> None:
             finally:
                 if options.keep:
                     shutil.copytree(
-                        folder, options.keep / scenario, ignore=shutil.ignore_patterns("shoal-*", "*.key*"), dirs_exist_ok=True
+                        folder,
+                        options.keep / scenario,
+                        ignore=shutil.ignore_patterns("shoal-*", "*.key*"),
+                        dirs_exist_ok=True,
                     )
         with options.results.open("a") as file:
             file.write(json.dumps(made) + "\n")

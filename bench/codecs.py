@@ -37,7 +37,11 @@ ROUNDS = 10  # of error feedback
 def gaussian(megabytes: float, generator: torch.Generator) -> list[Tensor]:
     """Matrices and biases, about as a transformer has them."""
     rows = max(round(megabytes * 1e6 / 4 / (WIDTH * WIDTH)), 1)
-    return [torch.randn(shape, generator=generator) for _ in range(rows) for shape in [(WIDTH, WIDTH), (WIDTH,)]]
+    return [
+        torch.randn(shape, generator=generator)
+        for _ in range(rows)
+        for shape in [(WIDTH, WIDTH), (WIDTH,)]
+    ]
 
 
 def heavy_tailed(megabytes: float, generator: torch.Generator) -> list[Tensor]:
@@ -70,7 +74,9 @@ def partners(tensors: list[Tensor]) -> tuple[Mod4Codec, PairMessage, PairMessage
         moved = [APART * t.cpu().std() * torch.randn(t.shape, generator=generator) for t in tensors]
         codec = Mod4Codec()
         codec.expect("bench", moved)
-        peers.append((codec, codec.post([t.cpu() + by for t, by in zip(tensors, moved, strict=True)])))
+        peers.append(
+            (codec, codec.post([t.cpu() + by for t, by in zip(tensors, moved, strict=True)]))
+        )
     return peers[0][0], peers[0][1], peers[1][1]
 
 
@@ -80,7 +86,10 @@ def relative_error(codec: Codec, tensors: list[Tensor], rounds: int) -> float:
         read = mine.read(theirs.payload)
         sums = [0.0, 0.0]
         for seen, sent, own in zip(mine.seen(read), theirs.tensors(), mine.tensors(), strict=True):
-            sums = [so_far + float((one - sent).double().square().sum()) for so_far, one in zip(sums, (seen, own), strict=True)]
+            sums = [
+                so_far + float((one - sent).double().square().sum())
+                for so_far, one in zip(sums, (seen, own), strict=True)
+            ]
         return math.sqrt(sums[0] / sums[1])
     codec, shapes = codec.fresh(), [tuple(tensor.shape) for tensor in tensors]
     left = [tensor * rounds for tensor in tensors]
@@ -91,7 +100,9 @@ def relative_error(codec: Codec, tensors: list[Tensor], rounds: int) -> float:
     return math.sqrt(norms[0] / norms[1]) / rounds
 
 
-def measure(codec: Codec, data: dict[str, list[Tensor]], device: torch.device, gbit: float, repeats: int) -> dict[str, Any]:
+def measure(
+    codec: Codec, data: dict[str, list[Tensor]], device: torch.device, gbit: float, repeats: int
+) -> dict[str, Any]:
     tensors = data["gaussian"]
     shapes = [tuple(tensor.shape) for tensor in tensors]
     size, sent = 4 * sum(tensor.numel() for tensor in tensors), codec.nbytes(shapes)
@@ -118,17 +129,29 @@ def measure(codec: Codec, data: dict[str, list[Tensor]], device: torch.device, g
     if codec.name.startswith("auto"):
         row["measure_s"] = seconds(lambda: codec.fresh().encode(tensors), device, 1) - encode
     rounds = ROUNDS if codec.name.partition("+")[2] else 1
-    row.update({f"error_{kind}": relative_error(codec, some, rounds) for kind, some in data.items()})
+    row.update(
+        {f"error_{kind}": relative_error(codec, some, rounds) for kind, some in data.items()}
+    )
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, default=40, help="megabytes (10^6) of float32 tensors")
-    parser.add_argument("--gbit", type=float, default=1, help="speed of the link in Gbit/s, one way")
+    parser.add_argument(
+        "--gbit", type=float, default=1, help="speed of the link in Gbit/s, one way"
+    )
     parser.add_argument("--codecs", default=NAMES, help="comma-separated names")
-    parser.add_argument("--device", default="auto", help="where the tensors to be encoded are; payloads are decoded on the CPU")
-    parser.add_argument("--threads", type=int, default=0, help="threads of PyTorch; 0: its own choice")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="where the tensors to be encoded are; payloads are decoded on the CPU",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of PyTorch; 0: its own choice"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -151,11 +174,16 @@ def main() -> None:
             print(
                 f"{row['codec']:>14} {row['ratio']:7.2f} {row['encode_mb_s']:8.0f} {row['decode_mb_s']:8.0f} {row['cost_s']:6.3f} "
                 f"{row['saved_s']:6.3f} {'yes' if row['pays'] else 'no':>4} {row['error_gaussian']:9.5f} "
-                f"{row['error_heavy_tailed']:9.5f}" + (f"  measure {row['measure_s']:.2f} s" if "measure_s" in row else ""),
+                f"{row['error_heavy_tailed']:9.5f}"
+                + (f"  measure {row['measure_s']:.2f} s" if "measure_s" in row else ""),
                 flush=True,
             )
     if options.json:
-        chip = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+        chip = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else platform.processor() or platform.machine()
+        )
         about = {"device": chip, "threads": torch.get_num_threads(), "torch": torch.__version__}
         print(json.dumps({**about, "mb": options.mb, "gbit": options.gbit, "rows": rows}))
 

@@ -23,7 +23,18 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 DAEMON, GUARD, SERVER = "p2pd", "daemon_guard", "fork_server"
-OWN = ("peers", "rounds", "start_s", "pairs_none", "exchanges", "loss_first", "loss_last", "wait_s", "wall_s", "seconds")
+OWN = (
+    "peers",
+    "rounds",
+    "start_s",
+    "pairs_none",
+    "exchanges",
+    "loss_first",
+    "loss_last",
+    "wait_s",
+    "wall_s",
+    "seconds",
+)
 
 
 def kind(process: psutil.Process) -> str:
@@ -70,10 +81,22 @@ class Usage:
 def measure(peers: int, chosen: argparse.Namespace) -> dict[str, Any]:
     """Run one demo."""
     usage, load = Usage(), os.getloadavg()[0]
-    command = [sys.executable, "-m", "shoal", "demo", "--peers", str(peers), "--rounds", str(chosen.rounds), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "demo",
+        "--peers",
+        str(peers),
+        "--rounds",
+        str(chosen.rounds),
+        "--json",
+    ]
     command += ["--no-compare"] if not chosen.compare else []
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
-        demo = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out, stderr=said)
+        demo = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=out, stderr=said
+        )
         try:
             while demo.poll() is None:
                 usage.look(demo.pid)
@@ -83,17 +106,27 @@ def measure(peers: int, chosen: argparse.Namespace) -> dict[str, Any]:
             demo.wait()
         said.seek(0)
         if demo.returncode:
-            raise SystemExit(f"the demo of {peers} ended with code {demo.returncode}: {said.read()[-2000:]}")
+            raise SystemExit(
+                f"the demo of {peers} ended with code {demo.returncode}: {said.read()[-2000:]}"
+            )
         out.seek(0)
         report = json.loads(out.read().splitlines()[-1])
     each = {f"{what}_mb": sum_mb / peers for what, sum_mb in usage.peak.items()}
     spent = {f"{what}_cpu_s": seconds / peers for what, seconds in usage.cpu().items()}
-    return {**{key: report[key] for key in OWN}, "peak_mb": usage.peak_mb, **each, **spent, "load": load}
+    return {
+        **{key: report[key] for key in OWN},
+        "peak_mb": usage.peak_mb,
+        **each,
+        **spent,
+        "load": load,
+    }
 
 
 def main() -> None:
     """Measure each number of peers, and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", default="4,16,32")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--compare", action="store_true", help="let each node train alone too")

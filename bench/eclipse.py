@@ -37,7 +37,13 @@ from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.peer_exchange import MAX_OFFERED, SHUFFLE_PROTOCOL, PeerExchange, Shuffle, ShuffleReply
+from shoal.swarm.membership.peer_exchange import (
+    MAX_OFFERED,
+    SHUFFLE_PROTOCOL,
+    PeerExchange,
+    Shuffle,
+    ShuffleReply,
+)
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire import envelope
@@ -76,7 +82,9 @@ class Meeting(SimHost):
     async def meet(self, addresses: Sequence[str]) -> None:
         """Do nothing."""
 
-    async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
+    async def open(
+        self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float
+    ) -> Stream:
         """Open a stream, like ``Host.open``."""
         stream = await super().open(peer_id, protocol, addresses=addresses, timeout=timeout)
         other = self.network.hosts[peer_id]
@@ -143,7 +151,12 @@ class Peer:
         self.host.start(self.directory.run())
         self.exchange = (
             PeerExchange(
-                cast(Host, self.host), cast(Directory, self.directory), self.host.identity, SWARM, self.world.now, self.chance
+                cast(Host, self.host),
+                cast(Directory, self.directory),
+                self.host.identity,
+                SWARM,
+                self.world.now,
+                self.chance,
             )
             if exchange
             else None
@@ -187,7 +200,9 @@ class Hostile(Peer):
             victim = self.chance.choice(self.world.honest)
             try:
                 stream = await self.host.open(victim.peer_id, SHUFFLE_PROTOCOL, timeout=5.0)
-                await stream.send(pack(Shuffle(swarm=SWARM, record=self.sealed(), offered=self.offered())), 5.0)
+                await stream.send(
+                    pack(Shuffle(swarm=SWARM, record=self.sealed(), offered=self.offered())), 5.0
+                )
                 await stream.receive(ShuffleReply.LIMIT, 5.0)
                 stream.close()
             except (NetworkError, MessageError):
@@ -197,22 +212,35 @@ class Hostile(Peer):
 class World:
     """A swarm with a share of hostile peers."""
 
-    def __init__(self, loop: VirtualLoop, options: argparse.Namespace, hostile: float, where: str, seed: int) -> None:
+    def __init__(
+        self, loop: VirtualLoop, options: argparse.Namespace, hostile: float, where: str, seed: int
+    ) -> None:
         self.loop, self.seed, self._made, self._records = loop, seed, 0.0, list[Member]()
         self.network = SimNetwork(loop, seed, Links(), Trace())
         self.board = Board(self.network)
         chance = random.Random(f"eclipse {seed}")
         bad = round(hostile * options.peers)
-        ranges = chance.sample(range(1 << 13), options.peers + options.ranges)  # 11.0/16 and on: one for each honest peer
+        ranges = chance.sample(
+            range(1 << 13), options.peers + options.ranges
+        )  # 11.0/16 and on: one for each honest peer
         at = [f"{11 + number // 256}.{number % 256}.0.1" for number in ranges]
         spread = len(at) if where == "many" else options.ranges
-        self.hostile = [Hostile(self, number, _in(at[-1 - number % spread], number)) for number in range(bad)]
+        self.hostile = [
+            Hostile(self, number, _in(at[-1 - number % spread], number)) for number in range(bad)
+        ]
         good = options.peers - bad
         taken = round(options.captured * good)
-        self.honest = [(Captured if number < taken else Peer)(self, bad + number, at[number]) for number in range(good)]
+        self.honest = [
+            (Captured if number < taken else Peer)(self, bad + number, at[number])
+            for number in range(good)
+        ]
         everybody = [*self.hostile, *self.honest]
         for peer in self.honest:
-            peer.host.remember(other.address for other in chance.sample(everybody, options.entries) if other is not peer)
+            peer.host.remember(
+                other.address
+                for other in chance.sample(everybody, options.entries)
+                if other is not peer
+            )
 
     def now(self) -> float:
         """Return Unix time."""
@@ -267,7 +295,10 @@ class World:
 
     def _views(self) -> Mapping[str, set[str]]:
         good = {peer.peer_id for peer in self.honest}
-        return {peer.peer_id: (peer.directory.members().keys() & good) - {peer.peer_id} for peer in self.honest}
+        return {
+            peer.peer_id: (peer.directory.members().keys() & good) - {peer.peer_id}
+            for peer in self.honest
+        }
 
 
 def _in(where: str, number: int) -> str:
@@ -305,7 +336,12 @@ def run(hostile: float, case: str, seed: int, options: argparse.Namespace) -> Ro
     return row
 
 
-CASES = {"none": "no peer exchange", "few": "in a few ranges", "unlimited": "in a few ranges, no limits", "many": "in a range each"}
+CASES = {
+    "none": "no peer exchange",
+    "few": "in a few ranges",
+    "unlimited": "in a few ranges, no limits",
+    "many": "in a range each",
+}
 
 
 def table(found: Sequence[Row]) -> str:
@@ -317,7 +353,9 @@ def table(found: Sequence[Row]) -> str:
             rows = [row for row in found if (row["hostile"], row["case"]) == (hostile, case)]
             if rows:
                 cut = [row["cut_off"] for row in rows]
-                active, passive = (_mean(rows, f"hostile_{view}", ".0%") for view in ("active", "passive"))
+                active, passive = (
+                    _mean(rows, f"hostile_{view}", ".0%") for view in ("active", "passive")
+                )
                 lines.append(
                     f"| {hostile:.0%} | {words} | {mean(cut):.1%} ({max(cut):.1%}) | {_mean(rows, 'parts', '.1%')} | "
                     f"{active} | {passive} | {_mean(rows, 'bytes_per_s', '.0f')} | {len(rows)} |"
@@ -330,23 +368,44 @@ def _mean(rows: Sequence[Row], key: str, form: str) -> str:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hostile", nargs="+", type=float, default=[0.1, 0.3], help="shares of the identities")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--hostile", nargs="+", type=float, default=[0.1, 0.3], help="shares of the identities"
+    )
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--peers", type=int, default=100)
-    parser.add_argument("--captured", type=float, default=0.5, help="share of the honest peers whose DHT is hostile")
+    parser.add_argument(
+        "--captured", type=float, default=0.5, help="share of the honest peers whose DHT is hostile"
+    )
     parser.add_argument("--entries", type=int, default=3, help="peers that each knows at the start")
-    parser.add_argument("--ranges", type=int, default=4, help="ranges of the hostile peers where they are few")
+    parser.add_argument(
+        "--ranges", type=int, default=4, help="ranges of the hostile peers where they are few"
+    )
     parser.add_argument("--minutes", type=float, default=6.0, help="of the swarm's time")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a line for each run; those that are there are not run again")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="write the table between two comments of a page")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="a line for each run; those that are there are not run again",
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="write the table between two comments of a page"
+    )
     parser.add_argument("--json", action="store_true", help="print the runs as one JSON object")
     options = parser.parse_args(arguments)
     if not all(0 < share < 1 for share in options.hostile) or not 0 <= options.captured <= 1:
         parser.error("shares are between 0 and 1")
-    if options.peers < 10 or options.peers + options.ranges > 1 << 13 or not 1 <= options.entries < options.peers:
-        parser.error(f"there are 10 to {(1 << 13) - options.ranges} peers, and each knows some others at the start")
+    if (
+        options.peers < 10
+        or options.peers + options.ranges > 1 << 13
+        or not 1 <= options.entries < options.peers
+    ):
+        parser.error(
+            f"there are 10 to {(1 << 13) - options.ranges} peers, and each knows some others at the start"
+        )
     return options
 
 
@@ -354,10 +413,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The program."""
     options = _options(arguments)
     setting = {name: getattr(options, name) for name in SETTING}
-    there = options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.exists() else []
+    there = (
+        options.resume.read_text(encoding="utf-8").splitlines()
+        if options.resume and options.resume.exists()
+        else []
+    )
     found = [row for row in map(json.loads, there) if row["setting"] == setting]
     done = {(row["hostile"], row["case"], row["seed"]) for row in found}
-    for cell in ((share, case, seed) for seed in options.seeds for share in options.hostile for case in options.cases):
+    for cell in (
+        (share, case, seed)
+        for seed in options.seeds
+        for share in options.hostile
+        for case in options.cases
+    ):
         if cell in done:
             continue
         row = run(*cell, options)

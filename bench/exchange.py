@@ -37,7 +37,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # called by its path, Python looks only beside this file
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # called by its path, Python looks only beside this file
 
 from bench._contenders import GROUP
 from bench._link import Link, LinkError, Namespaces
@@ -50,7 +52,9 @@ RATE = 125e6  # bytes a second of the link of --rtt
 WARM, PAUSE_S = 25, 2.0  # exchanges over it that do not count, and seconds between two
 LIMIT = 1800.0  # seconds that the whole may take
 PATIENCE = 180.0  # seconds for one answer of a process
-ATTEMPTS = 3  # of a rival to give the right mean; without it its times are left out, and "wrong" names it
+ATTEMPTS = (
+    3  # of a rival to give the right mean; without it its times are left out, and "wrong" names it
+)
 
 
 class BenchError(Exception):
@@ -91,7 +95,9 @@ class Process:
         try:
             line = self.answers.get(timeout=patience)
         except queue.Empty:
-            raise BenchError(f"the process {self.name} did not answer within {patience:g} s.") from None
+            raise BenchError(
+                f"the process {self.name} did not answer within {patience:g} s."
+            ) from None
         if not line:
             raise BenchError(f"the process {self.name} died: its messages above say why.")
         return dict(json.loads(line))
@@ -143,7 +149,12 @@ class Contender:
                 command = [*self._link.enter(number), *command, self._link.ip(number)]
             self.ends.append(Process(self.kind, number, command))
         addresses = [end.answer()["address"] for end in self.ends]
-        self._all([{"do": "meet", "others": [other for other in addresses if other is not own]} for own in addresses])
+        self._all(
+            [
+                {"do": "meet", "others": [other for other in addresses if other is not own]}
+                for own in addresses
+            ]
+        )
 
     def _all(self, orders: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for end, order in zip(self.ends, orders, strict=True):
@@ -191,7 +202,9 @@ def measure(sizes: list[int], rivals: list[str], repeats: int) -> list[dict[str,
                 for contender in right:
                     seconds[contender.kind].append(contender.turn(mb))
             rows.append(row(mb, seconds, contenders[0]))
-            rows[-1]["processor_seconds"] = {each.kind: round(statistics.median(each.computed), 3) for each in right}
+            rows[-1]["processor_seconds"] = {
+                each.kind: round(statistics.median(each.computed), 3) for each in right
+            }
     finally:
         for contender in contenders:
             contender.close()
@@ -202,23 +215,31 @@ def row(mb: int, seconds: dict[str, list[float]], ours: Contender) -> dict[str, 
     median = {kind: statistics.median(values) for kind, values in seconds.items() if values}
     found: dict[str, Any] = {"mb": mb, "seconds": round(median["ours"], 4)}
     for rival in RIVALS:
-        found[f"ratio_{rival}"] = round(median[rival] / median["ours"], 3) if rival in median else None
+        found[f"ratio_{rival}"] = (
+            round(median[rival] / median["ours"], 3) if rival in median else None
+        )
         found[f"{rival}_seconds"] = round(median[rival], 4) if rival in median else None
     found["wrong"] = [kind for kind, values in seconds.items() if not values]
     found["peak_rss_mb"] = round(ours.peak, 1)
     found["before_rss_mb"] = round(ours.before, 1)
-    found["all_seconds"] = {kind: [round(value, 4) for value in values] for kind, values in seconds.items()}
+    found["all_seconds"] = {
+        kind: [round(value, 4) for value in values] for kind, values in seconds.items()
+    }
     return found
 
 
-def over_distance(sizes: list[int], trips: list[int], kinds: list[str], repeats: int) -> list[dict[str, Any]]:
+def over_distance(
+    sizes: list[int], trips: list[int], kinds: list[str], repeats: int
+) -> list[dict[str, Any]]:
     """One row per round trip, in ms, kind and size: the median exchange, with a kernel as it is and one that stays quick."""
     rows = []
     for trip, kind in itertools.product(trips, kinds):
         kernels: list[dict[int, float]] = []
         for knobs in ({}, {"tcp_slow_start_after_idle": "0"}):
             try:
-                link = Namespaces(GROUP if kind in GROUPS else 2, RATE, trip / 2000, mtu=1500, knobs=knobs)
+                link = Namespaces(
+                    GROUP if kind in GROUPS else 2, RATE, trip / 2000, mtu=1500, knobs=knobs
+                )
             except LinkError as error:
                 raise BenchError(f"--rtt: {error}.") from None
             contender = Contender(kind, link)
@@ -239,14 +260,32 @@ def over_distance(sizes: list[int], trips: list[int], kinds: list[str], repeats:
         for mb in sizes:
             slow, quick = (found[mb] for found in kernels)
             rows.append(
-                {"kind": kind, "rtt_ms": trip, "mb": mb, "seconds": round(slow, 4), "round_trips": round(slow * 1000 / trip, 2)}
+                {
+                    "kind": kind,
+                    "rtt_ms": trip,
+                    "mb": mb,
+                    "seconds": round(slow, 4),
+                    "round_trips": round(slow * 1000 / trip, 2),
+                }
             )
-            rows[-1] |= {"quick_seconds": round(quick, 4), "quick_round_trips": round(quick * 1000 / trip, 2)}
+            rows[-1] |= {
+                "quick_seconds": round(quick, 4),
+                "quick_round_trips": round(quick * 1000 / trip, 2),
+            }
     return rows
 
 
 def show_distance(rows: list[dict[str, Any]]) -> None:
-    table = Table("kind", "round trip ms", "MB", "s", "round trips", "quick s", "quick round trips", title="Over a distance")
+    table = Table(
+        "kind",
+        "round trip ms",
+        "MB",
+        "s",
+        "round trips",
+        "quick s",
+        "quick round trips",
+        title="Over a distance",
+    )
     for row in rows:
         names = ("rtt_ms", "mb", "seconds", "round_trips", "quick_seconds", "quick_round_trips")
         table.add_row(row["kind"], *(f"{row[name]:g}" for name in names))
@@ -254,9 +293,26 @@ def show_distance(rows: list[dict[str, Any]]) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("MB", "ours s", "TCP s", "hivemind s", "TCP / ours", "hivemind / ours", "peak MB", title="Pair exchange")
+    table = Table(
+        "MB",
+        "ours s",
+        "TCP s",
+        "hivemind s",
+        "TCP / ours",
+        "hivemind / ours",
+        "peak MB",
+        title="Pair exchange",
+    )
     for row in rows:
-        names = ("mb", "seconds", "tcp_seconds", "hivemind_seconds", "ratio_tcp", "ratio_hivemind", "peak_rss_mb")
+        names = (
+            "mb",
+            "seconds",
+            "tcp_seconds",
+            "hivemind_seconds",
+            "ratio_tcp",
+            "ratio_hivemind",
+            "peak_rss_mb",
+        )
         table.add_row(*("-" if row[name] is None else f"{row[name]:g}" for name in names))
     Console(stderr=True).print(table)
 
@@ -291,12 +347,32 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError("must be at least 1")
         return int(text)
 
-    parser = argparse.ArgumentParser(description="Time the exchange of a pair or a group of nodes on this machine.")
-    parser.add_argument("--mb", type=sizes, default=[4, 40, 400], help="sizes in million bytes, separated by commas")
-    parser.add_argument("--against", type=rivals, default=list(RIVALS), help="of tcp, hivemind and allreduce, or '' for none")
-    parser.add_argument("--rtt", type=delays, help="ours alone over links with these round trips, in ms, separated by commas")
-    parser.add_argument("--kinds", type=kinds, default=list(OURS), help="of --rtt: ours (a pair), reduced, gathered (groups)")
-    parser.add_argument("--repeats", type=count, default=5, help="exchanges of each size that count")
+    parser = argparse.ArgumentParser(
+        description="Time the exchange of a pair or a group of nodes on this machine."
+    )
+    parser.add_argument(
+        "--mb", type=sizes, default=[4, 40, 400], help="sizes in million bytes, separated by commas"
+    )
+    parser.add_argument(
+        "--against",
+        type=rivals,
+        default=list(RIVALS),
+        help="of tcp, hivemind and allreduce, or '' for none",
+    )
+    parser.add_argument(
+        "--rtt",
+        type=delays,
+        help="ours alone over links with these round trips, in ms, separated by commas",
+    )
+    parser.add_argument(
+        "--kinds",
+        type=kinds,
+        default=list(OURS),
+        help="of --rtt: ours (a pair), reduced, gathered (groups)",
+    )
+    parser.add_argument(
+        "--repeats", type=count, default=5, help="exchanges of each size that count"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser.parse_args()
 
@@ -317,11 +393,17 @@ def main() -> int:
         return 130
     (show if options.rtt is None else show_distance)(rows)
     if options.json:
-        machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
+        machine = {
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
         with contextlib.suppress(OSError):
             machine["tcp"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
         took = round(time.monotonic() - began, 1)
-        print(json.dumps({"rows": rows, "machine": machine, "repeats": options.repeats, "took": took}))
+        print(
+            json.dumps({"rows": rows, "machine": machine, "repeats": options.repeats, "took": took})
+        )
     return 0
 
 

@@ -56,7 +56,9 @@ def screen(link: str) -> Generator[bytes, None, None]:
     here, there = pty.openpty()
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
     env = {**os.environ, "TERM": "xterm-256color"}
-    with subprocess.Popen(watch(link, "--tui"), stdin=there, stdout=there, stderr=there, env=env) as process:
+    with subprocess.Popen(
+        watch(link, "--tui"), stdin=there, stdout=there, stderr=there, env=env
+    ) as process:
         os.close(there)
         try:
             while select.select([here], [], [], LIMIT_S)[0]:
@@ -83,25 +85,37 @@ def measure(form: str, link: str, peers: int) -> tuple[float, float]:
                 return first, now
     finally:
         shown.close()
-    raise SystemExit(f"{form}: {len(names)} of {peers} peers were seen in {LIMIT_S} s: is the demo still running?")
+    raise SystemExit(
+        f"{form}: {len(names)} of {peers} peers were seen in {LIMIT_S} s: is the demo still running?"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("link")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
-    found = {form: [measure(form, chosen.link, chosen.peers) for _ in range(chosen.runs)] for form in FORMS}
+    found = {
+        form: [measure(form, chosen.link, chosen.peers) for _ in range(chosen.runs)]
+        for form in FORMS
+    }
     if chosen.json:
         print(json.dumps({"load": os.getloadavg()[0], "seconds": found}))
         return
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors; median (least to most) of {chosen.runs}, seconds")
+    print(
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors; median (least to most) of {chosen.runs}, seconds"
+    )
     print("| form | first peer | all |\n|---|---|---|")
     for form, runs in found.items():
         first, both = ([run[at] for run in runs] for at in (0, 1))
-        cells = [f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})" for times in (first, both)]
+        cells = [
+            f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+            for times in (first, both)
+        ]
         print(f"| `{form}` | {cells[0]} | {cells[1]} |")
 
 

@@ -37,9 +37,19 @@ class Node:
     """One ``shoal`` process; notes when each line came, counted from its start."""
 
     def __init__(self, home: Path, name: str, *arguments: str) -> None:
-        self.name, self.folder, self.began, self.began_at = name, home / name, time.monotonic(), time.time()
+        self.name, self.folder, self.began, self.began_at = (
+            name,
+            home / name,
+            time.monotonic(),
+            time.time(),
+        )
         self.lines: list[tuple[float, str]] = []
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(home),
+            "OMP_NUM_THREADS": "1",
+        }
         more = ["--name", name, "--folder", str(self.folder), "--identity", str(home / f"{name}.key"), "--threads", "1",
                 "--listen", "/ip4/127.0.0.1/tcp/0"]  # fmt: skip
         self.process = subprocess.Popen(
@@ -72,12 +82,20 @@ class Node:
         """What it did up to its first step: ``at_s``, seconds after its start when that began, and ``cpu_s`` used by then."""
         self.until(lambda: self.events("begun"), "first step")
         found = self.events("begun")[0]["phases"]
-        return [{"doing": one["doing"], "at_s": one["time"] - self.began_at, "cpu_s": one["cpu_s"]} for one in found]
+        return [
+            {"doing": one["doing"], "at_s": one["time"] - self.began_at, "cpu_s": one["cpu_s"]}
+            for one in found
+        ]
 
     def cpu_s(self) -> float | None:
         """Processor seconds of the process so far, without its daemon; None where the system does not show them."""
         try:
-            fields = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            fields = (
+                Path(f"/proc/{self.process.pid}/stat")
+                .read_text(encoding="utf-8")
+                .rpartition(")")[2]
+                .split()
+            )
         except OSError:
             return None
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -86,7 +104,9 @@ class Node:
         """Seconds after the start at which ``condition`` became true."""
         while not condition():
             if self.process.poll() is not None or time.monotonic() - self.began > LIMIT_S:
-                raise SystemExit(f"{self.name}: no {what}; it said: {[line for _, line in self.lines][-3:]}")
+                raise SystemExit(
+                    f"{self.name}: no {what}; it said: {[line for _, line in self.lines][-3:]}"
+                )
             time.sleep(0.02)
         return time.monotonic() - self.began
 
@@ -101,16 +121,25 @@ def help_s(times: int = 5) -> tuple[float, float]:
     found = []
     for _ in range(times):
         began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        program, environment = [sys.executable, "-m", "shoal", "--help"], {**os.environ, "PYTHONPATH": str(ROOT)}
+        program, environment = (
+            [sys.executable, "-m", "shoal", "--help"],
+            {**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         subprocess.run(program, check=True, env=environment, stdout=subprocess.DEVNULL)
         now = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found.append((time.monotonic() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime))
+        found.append(
+            (time.monotonic() - began, now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
+        )
     return statistics.median(wall for wall, _ in found), statistics.median(cpu for _, cpu in found)
 
 
 def table_of(arguments: argparse.Namespace, peers: int) -> str:
     """The settings of a swarm that begins with so many peers."""
-    size = f"layers = {arguments.layers}\nwidth = {arguments.width}\nbatch = 2\n" if arguments.layers else ""
+    size = (
+        f"layers = {arguments.layers}\nwidth = {arguments.width}\nbatch = 2\n"
+        if arguments.layers
+        else ""
+    )
     return (
         f'[swarm]\nname = "join"\nstart_when = {peers}\n[outer]\nmethod = "{arguments.method}"\nevery = {arguments.every}\n'
         f"[train]\nsteps = 0\n[task.options]\n{size}"
@@ -121,8 +150,15 @@ def together(every: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The medians of several nodes' phases; those that all of them had, in the order of the first."""
     shared = []
     for number, one in enumerate(every[0]):
-        same = [phases[number] for phases in every if len(phases) == len(every[0]) and phases[number]["doing"] == one["doing"]]
-        medians = {key: round(statistics.median(phase[key] for phase in same), 2) for key in ("at_s", "cpu_s")}
+        same = [
+            phases[number]
+            for phases in every
+            if len(phases) == len(every[0]) and phases[number]["doing"] == one["doing"]
+        ]
+        medians = {
+            key: round(statistics.median(phase[key] for phase in same), 2)
+            for key in ("at_s", "cpu_s")
+        }
         shared.append({"doing": one["doing"], **medians})
     return shared
 
@@ -148,20 +184,27 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         table = home / "swarm.toml"
         table.write_text(table_of(arguments, 2))
         up, helped = (
-            together([alone(home, number, arguments) for number in range(arguments.ups)]) if arguments.ups else [],
+            together([alone(home, number, arguments) for number in range(arguments.ups)])
+            if arguments.ups
+            else [],
             help_s(),
         )
         first = Node(home, "first", "up", str(table))
         nodes = [first]
         try:
-            first.until(lambda: any(line.startswith("shoal://") for _, line in list(first.lines)), "link")
+            first.until(
+                lambda: any(line.startswith("shoal://") for _, line in list(first.lines)), "link"
+            )
             link = next(line for _, line in first.lines if line.startswith("shoal://"))
             nodes.append(Node(home, "second", "join", link))
             first.until(lambda: len(first.rounds()) >= 2, "rounds of two")
             for number in range(arguments.joins):
                 late = Node(home, f"late{number}", "join", link)
                 nodes.append(late)
-                late.until(lambda late=late: late.said("took over the swarm's weights") is not None, "weights")
+                late.until(
+                    lambda late=late: late.said("took over the swarm's weights") is not None,
+                    "weights",
+                )
                 weights = late.said("took over the swarm's weights")
                 once = late.until(lambda late=late: len(late.rounds()) >= 1, "round")
                 counted = late.until(lambda late=late: len(late.rounds()) >= 2, "second round")
@@ -189,12 +232,21 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--method", default="noloco")
     parser.add_argument("--every", type=int, default=10, help="inner steps of a round")
-    parser.add_argument("--layers", type=int, default=5, help="5 of width 128: about 1 million parameters; 0: the built-in model")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=5,
+        help="5 of width 128: about 1 million parameters; 0: the built-in model",
+    )
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--params", type=float, help="about so many parameters, in place of --layers and --width")
+    parser.add_argument(
+        "--params", type=float, help="about so many parameters, in place of --layers and --width"
+    )
     parser.add_argument("--joins", type=int, default=3)
     parser.add_argument(
         "--ups",

@@ -70,7 +70,9 @@ def variance_of_max(sigma: float, mu: float = 0.0) -> float:
     return second - mean_of_max(sigma, mu) ** 2
 
 
-def tree_times(peers: int, samples: int, generator: torch.Generator, spreads: tuple[float, ...] = SPREADS) -> Tensor:
+def tree_times(
+    peers: int, samples: int, generator: torch.Generator, spreads: tuple[float, ...] = SPREADS
+) -> Tensor:
     """Times of a reduction to the root of a binary tree with ``peers`` leaves, float64 [spreads, samples].
 
     All spreads are made of the same normal numbers, so that a row of the table is smooth. Where a level is odd, its last node goes
@@ -85,8 +87,12 @@ def tree_times(peers: int, samples: int, generator: torch.Generator, spreads: tu
         while (width := times.shape[2]) > 1:
             even = width - width % 2
             normal = torch.randn(size, even, generator=generator, dtype=torch.float64)
-            arrived = times[:, :, :even] + (sigma * normal - sigma * sigma / 2).exp()  # each message's mean is 1
-            times = torch.cat([arrived.view(*arrived.shape[:2], -1, 2).amax(3), times[:, :, even:]], dim=2)
+            arrived = (
+                times[:, :, :even] + (sigma * normal - sigma * sigma / 2).exp()
+            )  # each message's mean is 1
+            times = torch.cat(
+                [arrived.view(*arrived.shape[:2], -1, 2).amax(3), times[:, :, even:]], dim=2
+            )
         found.append(times[:, :, 0])
     return torch.cat(found, dim=1)
 
@@ -95,7 +101,10 @@ def tree_ratios(peers: int, samples: int, generator: torch.Generator) -> list[Es
     """Figure 5A: E[tree all-reduce] / E[pair exchange] for each of SPREADS. Both go there and back, so the factor 2 cancels."""
     times = tree_times(peers, samples, generator)
     sigmas = [sigma_of(cv) for cv in SPREADS]
-    return [estimate(row) / mean_of_max(sigma, -sigma * sigma / 2) for sigma, row in zip(sigmas, times, strict=True)]
+    return [
+        estimate(row) / mean_of_max(sigma, -sigma * sigma / 2)
+        for sigma, row in zip(sigmas, times, strict=True)
+    ]
 
 
 def barrier_ratio(peers: int, generator: torch.Generator, rounds: int = ROUNDS) -> list[float]:
@@ -107,7 +116,9 @@ def barrier_ratio(peers: int, generator: torch.Generator, rounds: int = ROUNDS) 
         parts = []
         for start in range(0, peers, chunk):
             normal = torch.randn(min(chunk, peers - start), max(STEPS), generator=generator)
-            parts.append((1 + math.sqrt(STEP_VARIANCE) * normal).exp().cumsum(1, dtype=torch.float64))
+            parts.append(
+                (1 + math.sqrt(STEP_VARIANCE) * normal).exp().cumsum(1, dtype=torch.float64)
+            )
         spent = torch.cat(parts)
         order = torch.randperm(peers, generator=generator)
         first, second = order[: peers // 2], order[peers // 2 : peers // 2 * 2]
@@ -121,13 +132,19 @@ def barrier_ratio(peers: int, generator: torch.Generator, rounds: int = ROUNDS) 
     return [total / float(clock.max()) for total, clock in zip(everybody, clocks, strict=True)]
 
 
-def barrier_ratios(peers: int, runs: int, generator: torch.Generator, rounds: int = ROUNDS) -> list[Estimate]:
+def barrier_ratios(
+    peers: int, runs: int, generator: torch.Generator, rounds: int = ROUNDS
+) -> list[Estimate]:
     """Figure 5B over ``runs`` independent runs."""
-    values = torch.tensor([barrier_ratio(peers, generator, rounds) for _ in range(runs)], dtype=torch.float64)
+    values = torch.tensor(
+        [barrier_ratio(peers, generator, rounds) for _ in range(runs)], dtype=torch.float64
+    )
     return [estimate(column) for column in values.T]
 
 
-def tables(sizes: Sequence[int], samples: int, runs: int, seed: int) -> dict[str, list[dict[str, Any]]]:
+def tables(
+    sizes: Sequence[int], samples: int, runs: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
     """Both tables; more than 1,024 peers get fewer samples, for the same work."""
     trees, barriers = [], []
     for peers in sizes:
@@ -138,18 +155,28 @@ def tables(sizes: Sequence[int], samples: int, runs: int, seed: int) -> dict[str
         trees.append({"peers": peers, "samples": count, "cells": cells})
         count = max(runs * 1024 // max(peers, 1024), 2)
         means = zip(STEPS, barrier_ratios(peers, count, generator), strict=True)
-        cells = [{"steps": steps, "ratio": cell.value, "error": cell.error} for steps, cell in means]
+        cells = [
+            {"steps": steps, "ratio": cell.value, "error": cell.error} for steps, cell in means
+        ]
         barriers.append({"peers": peers, "runs": count, "cells": cells})
     return {"tree": trees, "barrier": barriers}
 
 
 def show(found: dict[str, list[dict[str, Any]]]) -> None:
-    heads = {"tree": ("all-reduce by a tree / pair exchange", "cv"), "barrier": ("barrier over all / over pairs", "steps")}
+    heads = {
+        "tree": ("all-reduce by a tree / pair exchange", "cv"),
+        "barrier": ("barrier over all / over pairs", "steps"),
+    }
     for name, (title, column) in heads.items():
         rows = found[name]
-        table = Table("peers", *(f"{column} {cell[column]:g}" for cell in rows[0]["cells"]), title=title)
+        table = Table(
+            "peers", *(f"{column} {cell[column]:g}" for cell in rows[0]["cells"]), title=title
+        )
         for row in rows:
-            table.add_row(f"{row['peers']:,}", *(f"{cell['ratio']:.4g} ± {cell['error']:.1g}" for cell in row["cells"]))
+            table.add_row(
+                f"{row['peers']:,}",
+                *(f"{cell['ratio']:.4g} ± {cell['error']:.1g}" for cell in row["cells"]),
+            )
         Console(stderr=True, width=132).print(table)
 
 
@@ -171,12 +198,20 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         rows = found[name]
         for network, cell in enumerate(rows[0]["cells"]):
             ratios = [row["cells"][network]["ratio"] for row in rows]
-            axes.plot([row["peers"] for row in rows], ratios, marker="o", markersize=3, label=f"{cell[column]:g}")
+            axes.plot(
+                [row["peers"] for row in rows],
+                ratios,
+                marker="o",
+                markersize=3,
+                label=f"{cell[column]:g}",
+            )
         axes.set(xscale="log", xlabel="peers", ylabel=label)
         axes.legend(title=legend, fontsize="small")
         axes.grid(alpha=0.3)
         axes.minorticks_off()
-    left.set(yscale="log", yticks=[1, 2, 5, 10, 20, 50], yticklabels=["1", "2", "5", "10", "20", "50"])
+    left.set(
+        yscale="log", yticks=[1, 2, 5, 10, 20, 50], yticklabels=["1", "2", "5", "10", "20", "50"]
+    )
     left.minorticks_off()
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
@@ -195,11 +230,25 @@ def arguments() -> argparse.Namespace:
         return values
 
     parser = argparse.ArgumentParser(description="Simulate NoLoCo's latency model.")
-    parser.add_argument("--peers", type=sizes, default=list(PEERS), help="numbers of peers, separated by commas")
-    parser.add_argument("--samples", type=count, default=40_000, help="trees per number of peers (fewer above 1,024 peers)")
-    parser.add_argument("--runs", type=count, default=20, help="runs of the barriers per number of peers (fewer above 1,024)")
+    parser.add_argument(
+        "--peers", type=sizes, default=list(PEERS), help="numbers of peers, separated by commas"
+    )
+    parser.add_argument(
+        "--samples",
+        type=count,
+        default=40_000,
+        help="trees per number of peers (fewer above 1,024 peers)",
+    )
+    parser.add_argument(
+        "--runs",
+        type=count,
+        default=20,
+        help="runs of the barriers per number of peers (fewer above 1,024)",
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--figure", type=Path, help="draw both tables into this file (needs matplotlib)")
+    parser.add_argument(
+        "--figure", type=Path, help="draw both tables into this file (needs matplotlib)"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser.parse_args()
 
@@ -213,10 +262,16 @@ def main() -> int:
         try:
             draw(found, options.figure)
         except ModuleNotFoundError:
-            print("bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.", file=sys.stderr)
+            print(
+                "bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.",
+                file=sys.stderr,
+            )
             return 1
         except (OSError, ValueError) as error:
-            print(f"bench: the figure could not be drawn ({error}): choose another --figure.", file=sys.stderr)
+            print(
+                f"bench: the figure could not be drawn ({error}): choose another --figure.",
+                file=sys.stderr,
+            )
             return 1
     if options.json:
         took = round(time.monotonic() - began, 1)

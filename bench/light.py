@@ -83,14 +83,26 @@ class Daemon:
 class LightPeer:
     """One peer: its key and directory, and later its gossip. ``size``: of the swarm, if it is known, as to those there before."""
 
-    def __init__(self, options: argparse.Namespace, daemon: Daemon, size: int | None = None, *, first: bool = True) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        daemon: Daemon,
+        size: int | None = None,
+        *,
+        first: bool = True,
+    ) -> None:
         from shoal.swarm.identity import Identity
         from shoal.swarm.membership.directory import Directory
 
         self.daemon, self.host, self.sent, self.first = daemon, daemon.host, 0, first
         self.identity = daemon.identity if first else Identity.ephemeral()
         self.directory = Directory(
-            self.host, self.identity, SWARM, period=options.period, bucket=options.bucket, epoch_s=options.epoch_s
+            self.host,
+            self.identity,
+            SWARM,
+            period=options.period,
+            bucket=options.bucket,
+            epoch_s=options.epoch_s,
         )
         if size is not None:
             self.directory._index.begin(size)
@@ -111,7 +123,9 @@ class LightPeer:
                 steps_per_s=1.0, sent=0, received=0, issued=time.time(), version="0",
             )  # fmt: skip
 
-        self.publisher = RecordPublisher(Gossip(self.host, self.identity, SWARM), Status, status, self.directory.size)
+        self.publisher = RecordPublisher(
+            Gossip(self.host, self.identity, SWARM), Status, status, self.directory.size
+        )
 
     def sight(self, everyone: list[str]) -> tuple[int, int, int]:
         """Return how many of its bucket it lists, how many there are, and the bucket's depth."""
@@ -119,7 +133,9 @@ class LightPeer:
         return len(there & set(self.directory.members())), len(there), self.directory._index.depth
 
 
-def serve(pipe: Connection, options: argparse.Namespace, bootstrap: tuple[str, ...], count: int) -> None:
+def serve(
+    pipe: Connection, options: argparse.Namespace, bootstrap: tuple[str, ...], count: int
+) -> None:
     """One process of ``count`` peers, which answers what its parent asks until that says end."""
     peers: list[LightPeer] = []
     daemons: list[Daemon] = []
@@ -151,7 +167,11 @@ def serve(pipe: Connection, options: argparse.Namespace, bootstrap: tuple[str, .
 
 def loopback() -> int:
     """Return the bytes that this namespace's loopback interface has carried."""
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    line = next(
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if line.strip().startswith("lo:")
+    )
     return int(line.split(":")[1].split()[0])
 
 
@@ -163,7 +183,9 @@ def resident(pids: set[int]) -> float:
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
         except OSError:
             continue
-        total += next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+        total += next(
+            int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:")
+        )
     return total / 1024
 
 
@@ -173,7 +195,9 @@ def below(pid: int) -> set[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(folder.name)] = int(
+                    (folder / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except OSError:
                 continue
     while more := {child for child, parent in parents.items() if parent in found} - found:
@@ -185,12 +209,16 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Run it and return what was measured."""
     context, pipes, processes, everyone = multiprocessing.get_context("spawn"), [], [], []
     bootstrap: tuple[str, ...] = ()
-    shares = [len(range(number, options.peers, options.processes)) for number in range(options.processes)]
+    shares = [
+        len(range(number, options.peers, options.processes)) for number in range(options.processes)
+    ]
     began = time.monotonic()
     try:
         for count in shares:
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, options, bootstrap, count), daemon=False)
+            process = context.Process(
+                target=serve, args=(there, options, bootstrap, count), daemon=False
+            )
             process.start()
             pipes.append(here)
             processes.append(process)
@@ -208,7 +236,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             before, link, at = ask("counts"), loopback(), time.monotonic()
             time.sleep(options.seconds)
             after, more, took = ask("counts"), loopback() - link, time.monotonic() - at
-            nbytes, keys, sent = (sum(a[i] for a in after) - sum(b[i] for b in before) for i in range(3))
+            nbytes, keys, sent = (
+                sum(a[i] for a in after) - sum(b[i] for b in before) for i in range(3)
+            )
             return {
                 "record_bytes": nbytes / options.peers / took,
                 "keys_per_minute": 60 * keys / options.peers / took,
@@ -273,7 +303,12 @@ def model(options: argparse.Namespace) -> dict[str, float]:
     from bench.sim.report import run_sim
     from shoal.swarm.membership.directory import PERIOD
 
-    overrides = {"swarm.bucket": options.bucket, "swarm.epoch_s": options.epoch_s, "outer.method": "noloco", "outer.every": 1000}
+    overrides = {
+        "swarm.bucket": options.bucket,
+        "swarm.epoch_s": options.epoch_s,
+        "outer.method": "noloco",
+        "outer.every": 1000,
+    }
     found = run_sim(None, peers=options.peers, minutes=1.0, parameters=64, overrides=overrides)
     slower = PERIOD / options.period
     return {
@@ -285,16 +320,25 @@ def model(options: argparse.Namespace) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--peers", type=int, default=32)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--share", type=int, default=1, help="peers to a daemon")
     parser.add_argument("--bucket", type=int, default=16)
     parser.add_argument("--epoch-s", type=float, default=3600.0)
-    parser.add_argument("--period", type=float, default=15.0, help="seconds between two readings of a peer, below 30")
+    parser.add_argument(
+        "--period",
+        type=float,
+        default=15.0,
+        help="seconds between two readings of a peer, below 30",
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each of the two phases")
     parser.add_argument("--newcomers", type=int, default=5)
-    parser.add_argument("--into", type=Path, help="append the result, one line of JSON, to this file")
+    parser.add_argument(
+        "--into", type=Path, help="append the result, one line of JSON, to this file"
+    )
     options = parser.parse_args(arguments)
     if options.peers < 2 or not 1 <= options.processes <= options.peers:
         parser.error("there must be two peers, and no more processes than peers")
@@ -305,7 +349,9 @@ def main(arguments: list[str] | None = None) -> int:
     if os.geteuid() == 0 and INSIDE not in os.environ:
         script = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
         inner = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", *script]
-        return subprocess.run(["unshare", "--net", *inner], env={**os.environ, INSIDE: "1"}, check=False).returncode
+        return subprocess.run(
+            ["unshare", "--net", *inner], env={**os.environ, INSIDE: "1"}, check=False
+        ).returncode
     found = measured(options)
     line = json.dumps(found)
     if options.into:

@@ -47,11 +47,23 @@ class Process:
 
     def __init__(self, home: Path, name: str, command: list[str]) -> None:
         self.name, self.peak, self.anonymous, self.lines = name, 0, 0, list[str]()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(home),
+            "OMP_NUM_THREADS": "1",
+        }
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._watch)]
+        self.threads = [
+            threading.Thread(target=work, daemon=True) for work in (self._read, self._watch)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -80,7 +92,9 @@ class Process:
         try:
             code = self.process.wait(max(LIMIT_S - (time.monotonic() - began), 1.0))
         except subprocess.TimeoutExpired:
-            raise SystemExit(f"{self.name} did not end in {LIMIT_S:g} s; it said: {self.lines[-5:]}") from None
+            raise SystemExit(
+                f"{self.name} did not end in {LIMIT_S:g} s; it said: {self.lines[-5:]}"
+            ) from None
         if code not in (0, 130):
             raise SystemExit(f"{self.name} ended with {code}; it said: {self.lines[-5:]}")
         for thread in self.threads:
@@ -94,7 +108,11 @@ def _status(pid: int) -> dict[str, int]:
     except OSError:
         return {}
     words = (line.split() for line in lines)
-    return {found[0].rstrip(":"): 1024 * int(found[1]) for found in words if len(found) == 3 and found[2] == "kB"}
+    return {
+        found[0].rstrip(":"): 1024 * int(found[1])
+        for found in words
+        if len(found) == 3 and found[2] == "kB"
+    }
 
 
 def alone(options: argparse.Namespace) -> None:
@@ -127,12 +145,23 @@ def baseline(options: argparse.Namespace, home: Path, began: float) -> tuple[int
     return int(process.lines[-1]), process.peak, process.anonymous
 
 
-def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[int, int, int], *, offload: bool) -> dict[str, Any]:
+def measure(
+    method: str,
+    options: argparse.Namespace,
+    home: Path,
+    plain: tuple[int, int, int],
+    *,
+    offload: bool,
+) -> dict[str, Any]:
     """Return one row."""
     params, peak, anonymous = plain
     layers, width = shape_for(options.params)
     began = time.monotonic()
-    lag = f"lag = {options.lag if options.lag.isdigit() else json.dumps(options.lag)}\n" if options.lag and overlaps(method) else ""
+    lag = (
+        f"lag = {options.lag if options.lag.isdigit() else json.dumps(options.lag)}\n"
+        if options.lag and overlaps(method)
+        else ""
+    )
     table = home / "swarm.toml"
     table.write_text(
         f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = {options.every}\n{lag}'
@@ -141,19 +170,40 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     )
 
     def node(name: str, *arguments: str) -> Process:
-        own = ["--name", name, "--folder", str(home / name), "--identity", str(home / f"{name}.key"), "--threads", "1"]
-        more = ["--task", TASK, "--listen", "/ip4/127.0.0.1/tcp/0", *_extra(options, peak, params, offload=offload)]
+        own = [
+            "--name",
+            name,
+            "--folder",
+            str(home / name),
+            "--identity",
+            str(home / f"{name}.key"),
+            "--threads",
+            "1",
+        ]
+        more = [
+            "--task",
+            TASK,
+            "--listen",
+            "/ip4/127.0.0.1/tcp/0",
+            *_extra(options, peak, params, offload=offload),
+        ]
         return Process(home, name, [sys.executable, "-m", "shoal", *arguments, *own, *more])
 
     first = node("first", "up", str(table))
     nodes = [first]
     try:
-        link = first.until(lambda: next((line for line in first.lines if line.startswith("shoal://")), None), "link", began)
+        link = first.until(
+            lambda: next((line for line in first.lines if line.startswith("shoal://")), None),
+            "link",
+            began,
+        )
         nodes.append(node("second", "join", link))
         first.until(lambda: _rounds(home / "first") >= options.rounds, "rounds", began)
         if options.newcomer:
             nodes.append(node("late", "join", link))
-            nodes[-1].until(lambda: _rounds(home / "late") >= options.rounds, "rounds of the newcomer", began)
+            nodes[-1].until(
+                lambda: _rounds(home / "late") >= options.rounds, "rounds of the newcomer", began
+            )
         for one in nodes:
             one.process.send_signal(signal.SIGINT)
         for one in nodes:
@@ -199,15 +249,41 @@ def _rounds(folder: Path) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", default="10e6,135e6", help="numbers of parameters, with commas between them")
-    parser.add_argument("--methods", default="", help="names of methods, with commas between them [default: all]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--params", default="10e6,135e6", help="numbers of parameters, with commas between them"
+    )
+    parser.add_argument(
+        "--methods", default="", help="names of methods, with commas between them [default: all]"
+    )
     parser.add_argument("--every", type=int, default=8, help="inner steps of a round")
-    parser.add_argument("--lag", default="", help='of methods that overlap: 0 to every - 1, or "auto" [default: the method\'s]')
-    parser.add_argument("--rounds", type=int, default=4, help="rounds with others before the newcomer comes, and with it")
-    parser.add_argument("--newcomer", action=argparse.BooleanOptionalAction, default=True, help="a third node joins later")
-    parser.add_argument("--offload", type=Path, help="measure each method once more, with its state in files in this folder")
-    parser.add_argument("--roomy", action="store_true", help="no --ram: checkpoints are written from a copy")
+    parser.add_argument(
+        "--lag",
+        default="",
+        help='of methods that overlap: 0 to every - 1, or "auto" [default: the method\'s]',
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=4,
+        help="rounds with others before the newcomer comes, and with it",
+    )
+    parser.add_argument(
+        "--newcomer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a third node joins later",
+    )
+    parser.add_argument(
+        "--offload",
+        type=Path,
+        help="measure each method once more, with its state in files in this folder",
+    )
+    parser.add_argument(
+        "--roomy", action="store_true", help="no --ram: checkpoints are written from a copy"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -225,7 +301,9 @@ def main(argv: list[str] | None = None) -> None:
         options.params = size
         with tempfile.TemporaryDirectory(prefix="memory-") as folder:
             plain = baseline(options, Path(folder), time.monotonic())
-        for method, offload in itertools.product(methods, [False, True] if options.offload else [False]):
+        for method, offload in itertools.product(
+            methods, [False, True] if options.offload else [False]
+        ):
             with tempfile.TemporaryDirectory(prefix="memory-") as folder:
                 rows.append(measure(method, options, Path(folder), plain, offload=offload))
             row = rows[-1]
@@ -237,7 +315,11 @@ def main(argv: list[str] | None = None) -> None:
             )
     if options.json:
         report = {"bench": "memory", "machine": platform.machine(), "processors": os.cpu_count()}
-        print(json.dumps({**report, "load": [round(load, 2), round(os.getloadavg()[0], 2)], "rows": rows}))
+        print(
+            json.dumps(
+                {**report, "load": [round(load, 2), round(os.getloadavg()[0], 2)], "rows": rows}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -11,16 +11,22 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._moving_picture import draw, read
 from bench._recorded_run import record
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--record", type=Path, help="run the nodes, and keep the recording in this new file")
+    source.add_argument(
+        "--record", type=Path, help="run the nodes, and keep the recording in this new file"
+    )
     source.add_argument("--replay", type=Path, help="an earlier recording")
     parser.add_argument("--seconds", type=float, default=150.0, help="of training")
     parser.add_argument("--every", type=int, default=25, help="inner steps in a round")

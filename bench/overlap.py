@@ -40,7 +40,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # called by its path, Python looks only beside this file
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # called by its path, Python looks only beside this file
 
 from bench._link import Link, LinkError, Namespaces
 from bench._link_check import check
@@ -112,7 +114,9 @@ def missing(method: str, link: Link) -> str | None:
 def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
     """One row: all nodes of one method, from their start to their end."""
     warm, steps = plan.steps(method)
-    patience = SPARE_S + 3 * max(plan.rounds, plan.warm) * (plan.every * plan.step_s + plan.sync_s())
+    patience = SPARE_S + 3 * max(plan.rounds, plan.warm) * (
+        plan.every * plan.step_s + plan.sync_s()
+    )
     limit = str(3 * patience)
     ends: list[Process] = []
     addresses: list[dict[str, Any]] = []
@@ -122,7 +126,13 @@ def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
                 method, rank, plan.nodes, link.ip(rank), link.port(rank), link.announced(rank), plan.step_s, plan.every,
                 plan.layers, WIDTH, plan.fragments, plan.lag, plan.codec, addresses,
             )  # fmt: skip
-            command = [sys.executable, "-m", "bench._overlap_node", json.dumps(asdict(setup)), limit]
+            command = [
+                sys.executable,
+                "-m",
+                "bench._overlap_node",
+                json.dumps(asdict(setup)),
+                limit,
+            ]
             ends.append(Process(method, rank, [*link.enter(rank), *scheduled(method), *command]))
             addresses.append(ends[-1].answer(SPARE_S)["address"])
 
@@ -169,7 +179,9 @@ def row(method: str, windows: list[dict[str, Any]], sent: list[int], steps: int)
         "blocked_s": round(mean("waited_s"), 2) if windows[0]["waited_s"] is not None else None,
         "utilisation": round(busy / wall, 4),
         "sent_mb": round(sum(sent) / len(sent) / 1e6, 1),
-        "lag": max((window["lag"] for window in windows if window["lag"] is not None), default=None),
+        "lag": max(
+            (window["lag"] for window in windows if window["lag"] is not None), default=None
+        ),
     }
 
 
@@ -178,7 +190,13 @@ def with_delay(delay: int, methods: list[str], plan: Plan, kind: str, note: Any)
     link = make_link(kind, plan.nodes, plan.mbit, delay, note)
     try:
         ruler = check(link, plan.mbit * 1e6 / 8, delay / 1000)
-        found: dict[str, Any] = {"delay_ms": delay, "link": link.kind, "check": ruler, "rows": [], "skipped": {}}
+        found: dict[str, Any] = {
+            "delay_ms": delay,
+            "link": link.kind,
+            "check": ruler,
+            "rows": [],
+            "skipped": {},
+        }
         for method in methods:
             why = missing(method, link)
             if why is None:
@@ -230,8 +248,19 @@ def show(found: list[dict[str, Any]], plan: Plan) -> None:
             f"{plan.step_s * 1000:g} ms a round, simulated by timed waits",
         )  # fmt: skip
         for row in at["rows"]:
-            names = ("rounds", "steps", "wall_s", "wait_s", "blocked_s", "utilisation", "sent_mb", "lag")
-            table.add_row(row["method"], *("-" if row[name] is None else f"{row[name]:g}" for name in names))
+            names = (
+                "rounds",
+                "steps",
+                "wall_s",
+                "wait_s",
+                "blocked_s",
+                "utilisation",
+                "sent_mb",
+                "lag",
+            )
+            table.add_row(
+                row["method"], *("-" if row[name] is None else f"{row[name]:g}" for name in names)
+            )
         console.print(table)
         for method, why in at["skipped"].items():
             console.print(f"{method}: skipped, {why}")
@@ -260,28 +289,59 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError("must be from 1 to 10000")
         return int(text)
 
-    parser = argparse.ArgumentParser(description="Measure how much of its time a node computes behind a slow link.")
+    parser = argparse.ArgumentParser(
+        description="Measure how much of its time a node computes behind a slow link."
+    )
     parser.add_argument("--mbit", type=positive, default=100.0, help="rate of every link, each way")
-    parser.add_argument("--delay", type=delays, default=[0, 50, 200], help="milliseconds one way, separated by commas")
+    parser.add_argument(
+        "--delay",
+        type=delays,
+        default=[0, 50, 200],
+        help="milliseconds one way, separated by commas",
+    )
     parser.add_argument("--methods", type=methods, default=list(KINDS), help="separated by commas")
     parser.add_argument("--nodes", type=count, default=2)
-    parser.add_argument("--layers", type=count, default=10, help="of a million float32 parameters each")
+    parser.add_argument(
+        "--layers", type=count, default=10, help="of a million float32 parameters each"
+    )
     parser.add_argument("--every", type=count, default=100, help="inner steps of a round")
-    parser.add_argument("--step", type=positive, default=100.0, help="milliseconds of an inner step")
+    parser.add_argument(
+        "--step", type=positive, default=100.0, help="milliseconds of an inner step"
+    )
     parser.add_argument("--rounds", type=count, default=3, help="rounds that are measured")
-    parser.add_argument("--warm", type=count, default=2, help="rounds before those, which are not measured")
+    parser.add_argument(
+        "--warm", type=count, default=2, help="rounds before those, which are not measured"
+    )
     parser.add_argument("--fragments", type=count, default=4, help="of the streaming methods")
-    parser.add_argument("--lag", type=count, help="inner steps that a fragment of ours may take; else each node finds its own")
+    parser.add_argument(
+        "--lag",
+        type=count,
+        help="inner steps that a fragment of ours may take; else each node finds its own",
+    )
     parser.add_argument("--codec", help="of ours, as in `shoal up --codec`; else each method's own")
     parser.add_argument("--link", choices=("auto", "namespaces", "relay"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="measure nothing: tables of the last run in such a file")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help="with --report: write them between two comments of a page")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: tables of the last run in such a file",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help="with --report: write them between two comments of a page",
+    )
     options = parser.parse_args()
     if options.nodes < 2:
         parser.error("argument --nodes: at least 2 are needed")
-    if options.fragments > min(options.layers, options.every) or (options.lag is not None and options.lag >= options.every):
-        parser.error("argument --fragments: at most as many as layers and steps of a round; --lag: less than those steps")
+    if options.fragments > min(options.layers, options.every) or (
+        options.lag is not None and options.lag >= options.every
+    ):
+        parser.error(
+            "argument --fragments: at most as many as layers and steps of a round; --lag: less than those steps"
+        )
     if options.codec is not None:
         try:
             codec_named(options.codec)
@@ -325,7 +385,9 @@ def main() -> int:
         print(f"bench: {text}", file=sys.stderr, flush=True)
 
     try:
-        found = [with_delay(delay, options.methods, plan, options.link, note) for delay in options.delay]
+        found = [
+            with_delay(delay, options.methods, plan, options.link, note) for delay in options.delay
+        ]
     except BenchError as error:
         note(str(error))
         return 1

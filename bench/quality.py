@@ -51,7 +51,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._quality_methods import METHODS, RATES, Setting
 from bench._quality_plan import PLANS, Cell, Stage
@@ -72,28 +74,41 @@ class TimeUp(Exception):
 class Runner:
     """Runs what is not in the file of results yet, and writes each result there as it comes."""
 
-    def __init__(self, file: Path | None, jobs: int, until: float, kind: type[Any] = Spec, run: Run = run) -> None:
+    def __init__(
+        self, file: Path | None, jobs: int, until: float, kind: type[Any] = Spec, run: Run = run
+    ) -> None:
         self.file, self.jobs, self.until, self.kind, self.run = file, jobs, until, kind, run
         self.results: dict[str, dict[str, Any]] = {}
         if file is not None and file.exists():
             text = file.read_text(encoding="utf-8")
             whole = text[: text.rfind("\n") + 1]
             if whole != text:
-                file.write_text(whole, encoding="utf-8")  # the last line was cut off when a run was stopped
+                file.write_text(
+                    whole, encoding="utf-8"
+                )  # the last line was cut off when a run was stopped
             for line in whole.splitlines():
                 self._keep(json.loads(line))
 
     def _keep(self, result: dict[str, Any]) -> dict[str, Any]:
         names = [name for name in self.kind.__dataclass_fields__ if name != "outer"]
-        spec = self.kind(**{name: result[name] for name in names}, outer=tuple(result["outer"].items()))
+        spec = self.kind(
+            **{name: result[name] for name in names}, outer=tuple(result["outer"].items())
+        )
         self.results[spec.key] = result
         return result
 
     def _finished(self, result: dict[str, Any]) -> None:
         self._keep(result)
         loss = "diverged" if result["loss"] is None else f"{result['loss']:.4f}"
-        about = " ".join(f"{name}={result[name]}" for name in ("method", "codec", "peers", "every", "steps", "lr", "outer", "seed"))
-        print(f"{time.strftime('%H:%M:%S')} {about}: {loss} in {result.get('seconds', 0)} s", file=sys.stderr, flush=True)
+        about = " ".join(
+            f"{name}={result[name]}"
+            for name in ("method", "codec", "peers", "every", "steps", "lr", "outer", "seed")
+        )
+        print(
+            f"{time.strftime('%H:%M:%S')} {about}: {loss} in {result.get('seconds', 0)} s",
+            file=sys.stderr,
+            flush=True,
+        )
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
@@ -124,7 +139,9 @@ def validation(result: dict[str, Any]) -> float:
     return float("inf") if value is None else float(value)
 
 
-def by_five_runs(best: Callable[[list[Chosen]], Chosen], settings: Sequence[Setting], rates: Sequence[float]) -> Chosen:
+def by_five_runs(
+    best: Callable[[list[Chosen]], Chosen], settings: Sequence[Setting], rates: Sequence[float]
+) -> Chosen:
     """The best of three settings at the second of four rates, then at the third rate and the one beyond the better side."""
     middle, higher = rates[1:3]
     _, setting = best([(middle, setting) for setting in settings])
@@ -140,7 +157,17 @@ class Quality:
 
     def spec(self, cell: Cell, chosen: Chosen, seed: int) -> Spec:
         lr, setting = chosen
-        return Spec(cell.method, cell.codec, cell.peers, cell.every, cell.steps, self.batch, lr, tuple(setting.items()), seed)
+        return Spec(
+            cell.method,
+            cell.codec,
+            cell.peers,
+            cell.every,
+            cell.steps,
+            self.batch,
+            lr,
+            tuple(setting.items()),
+            seed,
+        )
 
     def _best(self, cell: Cell, tried: Sequence[Chosen]) -> Chosen:
         results = self.runner(self.spec(cell, chosen, 0) for chosen in tried)
@@ -153,8 +180,14 @@ class Quality:
             return self.lr, recipe.settings[0]
         cell = Cell(method, recipe.codec, recipe.tuned_at, every, self.tune_steps)
         by_five_runs(lambda tried: self._best(cell, tried), recipe.settings, RATES[recipe.inner])
-        like = self.spec(cell, (0.0, {}), 0)  # a file of results may hold more that was tried: the best of all is taken
-        tried = [result for result in self.runner.results.values() if all(result[name] == getattr(like, name) for name in SAME)]
+        like = self.spec(
+            cell, (0.0, {}), 0
+        )  # a file of results may hold more that was tried: the best of all is taken
+        tried = [
+            result
+            for result in self.runner.results.values()
+            if all(result[name] == getattr(like, name) for name in SAME)
+        ]
         best = min(tried, key=validation)
         return best["lr"], best["outer"]
 
@@ -163,7 +196,11 @@ class Quality:
         method = METHODS[cell.method].like or cell.method
         chosen = self.tuned(method, METHODS[method].every or cell.tuned_every or cell.every)
         if again and self.lr is None:
-            plain = again if isinstance(again, Cell) else cell._replace(codec=METHODS[cell.method].codec)
+            plain = (
+                again
+                if isinstance(again, Cell)
+                else cell._replace(codec=METHODS[cell.method].codec)
+            )
             chosen = self._best(plain, [chosen, (chosen[0] / 2, chosen[1])])
         self.runner(self.spec(cell, chosen, seed) for seed in seeds)
 
@@ -172,9 +209,14 @@ def _cells(options: argparse.Namespace) -> list[Cell]:
     found = []
     for method in options.methods:
         recipe = METHODS[method]
-        for codec in options.codecs if recipe.make is not None and options.codecs else [recipe.codec]:
+        for codec in (
+            options.codecs if recipe.make is not None and options.codecs else [recipe.codec]
+        ):
             if recipe.weights and codec_named(codec).displacement:
-                print(f"skipped: {method} with {codec}, which is for pseudo-gradients only", file=sys.stderr)
+                print(
+                    f"skipped: {method} with {codec}, which is for pseudo-gradients only",
+                    file=sys.stderr,
+                )
                 continue
             for peers in options.peers:
                 for every in [recipe.every] if recipe.every else options.every:
@@ -209,30 +251,85 @@ def _codecs(text: str) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=numbers, default=[8], help="numbers of peers, separated by commas")
-    parser.add_argument("--every", type=numbers, default=[50], help="inner steps between two exchanges, separated by commas")
-    parser.add_argument("--methods", type=_methods, default=list(METHODS), help="separated by commas; default: all")
-    parser.add_argument("--codecs", type=_codecs, help="separated by commas; default: float32, and the sparse one for sparseloco")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peers", type=numbers, default=[8], help="numbers of peers, separated by commas"
+    )
+    parser.add_argument(
+        "--every",
+        type=numbers,
+        default=[50],
+        help="inner steps between two exchanges, separated by commas",
+    )
+    parser.add_argument(
+        "--methods", type=_methods, default=list(METHODS), help="separated by commas; default: all"
+    )
+    parser.add_argument(
+        "--codecs",
+        type=_codecs,
+        help="separated by commas; default: float32, and the sparse one for sparseloco",
+    )
     parser.add_argument("--seeds", type=number, default=3, help="runs of each row")
     parser.add_argument("--steps", type=number, default=500, help="inner steps of each peer")
-    parser.add_argument("--batch", type=number, default=32, help="windows a step of all peers together")
-    parser.add_argument("--lr", type=float, help="inner learning rate, with each method's default setting: nothing is tuned then")
-    parser.add_argument("--tune-steps", type=number, default=500, help="inner steps of each peer in the runs that choose")
-    parser.add_argument("--jobs", type=number, default=1, help="runs at once, each in a process with one thread")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON lines of results: what is there is not run again")
-    parser.add_argument("--plan", nargs="?", const="methods", choices=PLANS, help="run a plan of bench/_quality_plan.py instead")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="run nothing: print the tables of a file as Markdown")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help=f"with --report: write them between {BEGIN} and {END} of a page")
+    parser.add_argument(
+        "--batch", type=number, default=32, help="windows a step of all peers together"
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        help="inner learning rate, with each method's default setting: nothing is tuned then",
+    )
+    parser.add_argument(
+        "--tune-steps",
+        type=number,
+        default=500,
+        help="inner steps of each peer in the runs that choose",
+    )
+    parser.add_argument(
+        "--jobs", type=number, default=1, help="runs at once, each in a process with one thread"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines of results: what is there is not run again",
+    )
+    parser.add_argument(
+        "--plan",
+        nargs="?",
+        const="methods",
+        choices=PLANS,
+        help="run a plan of bench/_quality_plan.py instead",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no run after so many"
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="run nothing: print the tables of a file as Markdown",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help=f"with --report: write them between {BEGIN} and {END} of a page",
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     wrong = [peers for peers in options.peers if options.batch % peers]
     if wrong:
-        parser.error(f"argument --batch: {options.batch} windows cannot be shared out equally among {wrong[0]} peers")
+        parser.error(
+            f"argument --batch: {options.batch} windows cannot be shared out equally among {wrong[0]} peers"
+        )
     wrong = [every for every in options.every if options.steps % every]
     if wrong and not options.plan:
-        parser.error(f"argument --steps: must be a multiple of --every ({wrong[0]}), else the last steps would count for nothing")
+        parser.error(
+            f"argument --steps: must be a multiple of --every ({wrong[0]}), else the last steps would count for nothing"
+        )
     return options
 
 
@@ -243,7 +340,10 @@ def report(options: argparse.Namespace) -> int:
         return 0
     page = options.into.read_text(encoding="utf-8")
     if page.count(BEGIN) != 1 or page.count(END) != 1:
-        print(f"bench: {options.into} has no place for the tables: put {BEGIN} and {END} there.", file=sys.stderr)
+        print(
+            f"bench: {options.into} has no place for the tables: put {BEGIN} and {END} there.",
+            file=sys.stderr,
+        )
         return 2
     head, tail = page.split(BEGIN)[0], page.split(END)[1]
     options.into.write_text(f"{head}{BEGIN}\n{text}{END}{tail}", encoding="utf-8")
@@ -259,7 +359,9 @@ def main() -> int:
     quality = Quality(runner, options.tune_steps, options.batch, options.lr)
     done, complete = [], False
     try:
-        for stage in PLANS[options.plan] if options.plan else [Stage(_cells(options), range(options.seeds))]:
+        for stage in (
+            PLANS[options.plan] if options.plan else [Stage(_cells(options), range(options.seeds))]
+        ):
             for cell in stage.cells:
                 quality.run(cell, stage.seeds, stage.again)
                 done.append(cell)
@@ -269,12 +371,29 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     asked = {(cell.method, cell.codec, cell.peers, cell.every, cell.steps) for cell in done}
-    found = [row for row in rows(list(runner.results.values())) if tuple(row[name] for name in Cell._fields[:5]) in asked]
+    found = [
+        row
+        for row in rows(list(runner.results.values()))
+        if tuple(row[name] for name in Cell._fields[:5]) in asked
+    ]
     for table in tables(found):
         Console(stderr=True, width=140).print(table)
     if options.json:
-        machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
-        print(json.dumps({"rows": found, "machine": machine, "complete": complete, "took": round(time.monotonic() - began, 1)}))
+        machine = {
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+        print(
+            json.dumps(
+                {
+                    "rows": found,
+                    "machine": machine,
+                    "complete": complete,
+                    "took": round(time.monotonic() - began, 1),
+                }
+            )
+        )
     return 0
 
 

@@ -53,7 +53,9 @@ PUNCHED = "punched"
 RATE = 12.5e6  # bytes a second each way, of a home's line with a delay or loss
 LATE_S = 0.3  # seconds between two dials that are meant to be at the same moment
 
-fork = mp.get_context("fork")  # a node takes over what is imported: the import of torch costs more than all the rest of a pair
+fork = mp.get_context(
+    "fork"
+)  # a node takes over what is imported: the import of torch costs more than all the rest of a pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,11 @@ def seed(setup: Setup, namespace: str, ip: str, relay: bool, tell: Connection) -
     from shoal.swarm.seed import Seed
 
     _settle(namespace, setup)
-    asyncio.run(Seed(Identity.ephemeral(), listen=setup.addresses(ip), relay=relay, on_ready=tell.send).run())
+    asyncio.run(
+        Seed(
+            Identity.ephemeral(), listen=setup.addresses(ip), relay=relay, on_ready=tell.send
+        ).run()
+    )
 
 
 def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Connection) -> None:
@@ -96,12 +102,26 @@ def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Co
 
     _settle(namespace, setup)
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(250, 250, bias=False) for _ in range(max(round(setup.mb * 4), 1))))
-    network = NetworkOptions(listen=setup.addresses("0.0.0.0"), bootstrap=bootstrap, relay=setup.relay)  # type: ignore[arg-type]
+    model = nn.Sequential(
+        *(nn.Linear(250, 250, bias=False) for _ in range(max(round(setup.mb * 4), 1)))
+    )
+    network = NetworkOptions(
+        listen=setup.addresses("0.0.0.0"),
+        bootstrap=bootstrap,
+        relay=setup.relay,  # type: ignore[arg-type]
+    )
     if link:
         place = _joined(link, model, network, tell)
     else:
-        place = session.create(state=model, network=network, start_when=2, method="noloco", every=EVERY, lag=0, wait_s=5.0)
+        place = session.create(
+            state=model,
+            network=network,
+            start_when=2,
+            method="noloco",
+            every=EVERY,
+            lag=0,
+            wait_s=5.0,
+        )
         tell.send(("link", place.link))
     exchanges, host = 0, place._membership.host
     if not setup.punch:
@@ -137,14 +157,18 @@ def _rates(host: Any) -> dict[str, Any]:
     return found
 
 
-def dialler(setup: Setup, namespace: str, own: str, other: str, address: str, late: float, tell: Connection) -> None:
+def dialler(
+    setup: Setup, namespace: str, own: str, other: str, address: str, late: float, tell: Connection
+) -> None:
     """Be a daemon that dials another when told; send the seconds that it took, and the addresses of the connections 2 s later."""
     from shoal.swarm.identity import Identity
     from shoal.swarm.p2p.addresses import to_text
     from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
 
     async def dial() -> None:
-        daemon = await Daemon.launch(Identity.load(own), listen=setup.addresses("0.0.0.0"), relay="off", idle="")
+        daemon = await Daemon.launch(
+            Identity.load(own), listen=setup.addresses("0.0.0.0"), relay="off", idle=""
+        )
         tell.send("up")
         await asyncio.to_thread(tell.recv)
         await asyncio.sleep(late)
@@ -177,7 +201,10 @@ def _joined(link: str, model: Any, network: Any, tell: Connection) -> Any:
 def _connections(place: Any) -> list[str]:
     """The remote addresses of the connections to the other members."""
     membership = place._membership
-    host, members = membership.host, set(membership.directory.members()) - {membership.identity.peer_id}
+    host, members = (
+        membership.host,
+        set(membership.directory.members()) - {membership.identity.peer_id},
+    )
     ways = host.call(host._supervisor.running().ways(), 5.0)
     past = [PUNCHED for peer in members if peer in host.puncher.reached]
     return past + [way for peer in members for way in ways.get(peer, [])]
@@ -194,13 +221,19 @@ def _settle(namespace: str, setup: Setup) -> None:
 
 def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
     """Measure one pair of routers. Raises NatError."""
-    uplink = Uplink(setup.delay / 1000, RATE, RATE, loss=setup.loss / 100) if setup.delay or setup.loss else None
+    uplink = (
+        Uplink(setup.delay / 1000, RATE, RATE, loss=setup.loss / 100)
+        if setup.delay or setup.loss
+        else None
+    )
     net = Internet([first, second], setup.seeds - 1, same_lan=setup.same_lan, uplinks=[uplink] * 2)
     processes: list[Any] = []
 
     def start(work: Any, place: str, *args: Any) -> Connection:
         mine, its = fork.Pipe()
-        processes.append(fork.Process(target=work, args=(setup, net.full(place), *args, its), daemon=False))
+        processes.append(
+            fork.Process(target=work, args=(setup, net.full(place), *args, its), daemon=False)
+        )
         processes[-1].start()
         its.close()
         return mine
@@ -210,7 +243,12 @@ def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
             return _dialled(net, start)
         places = ["seed", *(f"peer-{number + 1}" for number in range(setup.seeds - 1))]
         seeds = [start(seed, place, net.ip(place), place == "seed") for place in places]
-        bootstrap = [address for each in seeds for address in _received(each, 30.0) if "127.0.0.1" not in address]
+        bootstrap = [
+            address
+            for each in seeds
+            for address in _received(each, 30.0)
+            if "127.0.0.1" not in address
+        ]
         began = time.monotonic()
         nodes = [start(node, "home-0", bootstrap, "")]
         link = _received(nodes[0], 60.0)[1]
@@ -240,7 +278,11 @@ def _carried(nodes: list[Connection], net: Internet, setup: Setup) -> dict[str, 
                 ways[rates.pop("last", "")] += values[0] > seen.get(each, values[0])
                 seen[each] = values[0]
     carried = {"rates": rates, "by_way": dict(ways)} if setup.mb else {}
-    return {"rounds_then": made / len(nodes), "seed_mb_then": round((net.received("seed") - before) / 1e6, 3), **carried}
+    return {
+        "rounds_then": made / len(nodes),
+        "seed_mb_then": round((net.received("seed") - before) / 1e6, 3),
+        **carried,
+    }
 
 
 def _dialled(net: Internet, start: Callable[..., Connection]) -> dict[str, Any]:
@@ -254,14 +296,20 @@ def _dialled(net: Internet, start: Callable[..., Connection]) -> dict[str, Any]:
         ends = []
         for number, home in enumerate(homes):
             other = f"/ip4/{net.ip(homes[1 - number])}/udp/{PORT}/quic-v1"
-            ends.append(start(dialler, home, keys[number], peers[1 - number], other, number * LATE_S))
+            ends.append(
+                start(dialler, home, keys[number], peers[1 - number], other, number * LATE_S)
+            )
         for end in ends:
             _received(end, 60.0)
         for end in ends:
             end.send("go")
         took, ways = zip(*(_received(end, 60.0) for end in ends), strict=True)
     outcome = "direct" if all(ways) else "failed"
-    return {"outcome": outcome, "direct_s": max(took) if outcome == "direct" else None, "ways": ways}
+    return {
+        "outcome": outcome,
+        "direct_s": max(took) if outcome == "direct" else None,
+        "ways": ways,
+    }
 
 
 def _received(connection: Connection, seconds: float) -> Any:
@@ -291,11 +339,30 @@ def _watched(nodes: list[Connection], began: float) -> dict[str, Any]:
             met, counted = now, list(exchanges)
         own = all(any(way and "p2p-circuit" not in way for way in each) for each in ways)
         direct = (direct or now) if own else None
-        if met is not None and direct is not None and all(a > b + 2 for a, b in zip(exchanges, counted, strict=True)):
+        if (
+            met is not None
+            and direct is not None
+            and all(a > b + 2 for a, b in zip(exchanges, counted, strict=True))
+        ):
             break
     past = any(PUNCHED in each for each in ways)
-    outcome = "failed" if met is None else "relayed" if direct is None else "punched" if past else "direct"
-    return {"outcome": outcome, "met_s": met, "direct_s": direct, "refused": refused, "exchanges": exchanges, "ways": ways}
+    outcome = (
+        "failed"
+        if met is None
+        else "relayed"
+        if direct is None
+        else "punched"
+        if past
+        else "direct"
+    )
+    return {
+        "outcome": outcome,
+        "met_s": met,
+        "direct_s": direct,
+        "refused": refused,
+        "exchanges": exchanges,
+        "ways": ways,
+    }
 
 
 def run(setup: Setup, kinds: list[str], results: Path | None) -> list[dict[str, Any]]:
@@ -329,25 +396,52 @@ def table(rows: list[dict[str, Any]], kinds: list[str]) -> str:
     lines = ["| | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
     for first in kinds:
         found = [cells.get(frozenset((first, second))) for second in kinds]
-        lines.append(f"| {first} | " + " | ".join(row["outcome"] if row else "" for row in found) + " |")
+        lines.append(
+            f"| {first} | " + " | ".join(row["outcome"] if row else "" for row in found) + " |"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="See which pairs of home routers let two nodes meet.")
+    parser = argparse.ArgumentParser(
+        description="See which pairs of home routers let two nodes meet."
+    )
     parser.add_argument("--kinds", default=",".join(KINDS), help="of routers, by commas")
-    parser.add_argument("--listen", choices=["tcp", "quic"], default="tcp", help="quic: TCP and QUIC")
-    parser.add_argument("--seeds", type=int, default=1, help="bootstrap nodes, each at an address of its own")
-    parser.add_argument("--reuse", action="store_true", help="dial TCP from the port that is listened on")
+    parser.add_argument(
+        "--listen", choices=["tcp", "quic"], default="tcp", help="quic: TCP and QUIC"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="bootstrap nodes, each at an address of its own"
+    )
+    parser.add_argument(
+        "--reuse", action="store_true", help="dial TCP from the port that is listened on"
+    )
     parser.add_argument("--relay", choices=["auto", "only"], default="auto")
-    parser.add_argument("--same-lan", action="store_true", help="both homes use the same private addresses")
-    parser.add_argument("--dials", action="store_true", help="no swarm: two daemons dial each other by QUIC at the same moment")
-    parser.add_argument("--delay", type=float, default=0.0, help="of each home's line, milliseconds one way")
+    parser.add_argument(
+        "--same-lan", action="store_true", help="both homes use the same private addresses"
+    )
+    parser.add_argument(
+        "--dials",
+        action="store_true",
+        help="no swarm: two daemons dial each other by QUIC at the same moment",
+    )
+    parser.add_argument(
+        "--delay", type=float, default=0.0, help="of each home's line, milliseconds one way"
+    )
     parser.add_argument("--loss", type=float, default=0.0, help="on each home's line, percent")
-    parser.add_argument("--mb", type=float, default=0.0, help="megabytes of the model; without it a quarter")
-    parser.add_argument("--seconds", type=float, default=CARRIED_S, help="for which exchanges are then counted")
+    parser.add_argument(
+        "--mb", type=float, default=0.0, help="megabytes of the model; without it a quarter"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=CARRIED_S, help="for which exchanges are then counted"
+    )
     parser.add_argument("--no-punch", action="store_true", help="the relay alone")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="rows, appended; measured rows are not measured again")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help="rows, appended; measured rows are not measured again",
+    )
     parser.add_argument("--json", action="store_true", help="print the rows instead of the table")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -37,7 +37,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._real_figure import draw
 from bench._real_task import FILE, SIZES, learn
@@ -60,12 +62,35 @@ Events = list[dict[str, Any]]
 def flags(chosen: argparse.Namespace, index: int) -> list[str]:
     """Return the flags of one node, whether together or alone."""
     rounds = max(1, CHECKPOINT // chosen.every)
-    own = ["--shard", f"{index}/{chosen.nodes}", "--threads", "1", "--set", f"node.checkpoint_every_rounds={rounds}"]
-    own += ["--data", chosen.data] if chosen.data else []  # a path, which no swarm names for its members
-    return ["--task", TASK + ("FreshText" if chosen.from_scratch else "RealText"), "--listen", LOCAL, *own, *chosen.node]
+    own = [
+        "--shard",
+        f"{index}/{chosen.nodes}",
+        "--threads",
+        "1",
+        "--set",
+        f"node.checkpoint_every_rounds={rounds}",
+    ]
+    own += (
+        ["--data", chosen.data] if chosen.data else []
+    )  # a path, which no swarm names for its members
+    return [
+        "--task",
+        TASK + ("FreshText" if chosen.from_scratch else "RealText"),
+        "--listen",
+        LOCAL,
+        *own,
+        *chosen.node,
+    ]
 
 
-def swarm(chosen: argparse.Namespace, method: str, *, start_when: int = 1, steps: int = 0, ddp: bool = False) -> list[str]:
+def swarm(
+    chosen: argparse.Namespace,
+    method: str,
+    *,
+    start_when: int = 1,
+    steps: int = 0,
+    ddp: bool = False,
+) -> list[str]:
     """Return the flags of the first node: those of its swarm."""
     options = {
         "base": str(Path(chosen.model).resolve()), "lora": chosen.lora, "context": chosen.context, "batch": chosen.batch,
@@ -80,7 +105,12 @@ def swarm(chosen: argparse.Namespace, method: str, *, start_when: int = 1, steps
     if chosen.schedule != "task":
         settings["train.warmup"] = chosen.warmup
     given = [f"--option={key}={json.dumps(value)}" for key, value in options.items()]
-    return ["--method", method, *(f"--set={key}={value}" for key, value in settings.items()), *given]
+    return [
+        "--method",
+        method,
+        *(f"--set={key}={value}" for key, value in settings.items()),
+        *given,
+    ]
 
 
 def resumed(folder: Path) -> list[str]:
@@ -147,13 +177,18 @@ def step_of(events: Events) -> int:
     return max((event["step"] for event in events if event["event"] == "round"), default=0)
 
 
-def wait(nodes: Nodes, liveness: Liveness, chosen: argparse.Namespace, link: str, display: Display) -> None:
+def wait(
+    nodes: Nodes, liveness: Liveness, chosen: argparse.Namespace, link: str, display: Display
+) -> None:
     """Wait until all nodes have ended, and kill one and start one where that was asked for."""
     late, kill = chosen.nodes - 1 if chosen.late else None, chosen.kill
     names = [f"peer-{index}" for index in range(chosen.nodes)]
 
     def start(index: int) -> Process:
-        return nodes.start(["join", link, *flags(chosen, index), *resumed(nodes.folder / names[index])], names[index])
+        return nodes.start(
+            ["join", link, *flags(chosen, index), *resumed(nodes.folder / names[index])],
+            names[index],
+        )
 
     for index in range(1, chosen.nodes):
         if index != late:
@@ -187,19 +222,33 @@ def together(chosen: argparse.Namespace, folder: Path, display: Display) -> dict
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"peer-{index}" for index in range(chosen.nodes)]
     first = swarm(chosen, chosen.method, start_when=chosen.nodes - bool(chosen.late))
-    first += ["--set", "outer.wait_s=60", *chosen.outer, *flags(chosen, 0), *resumed(folder / names[0])]
+    first += [
+        "--set",
+        "outer.wait_s=60",
+        *chosen.outer,
+        *flags(chosen, 0),
+        *resumed(folder / names[0]),
+    ]
     began = time.monotonic()
     liveness = Liveness([folder / name for name in names], lambda: time.monotonic() / PATIENCE)
     with Nodes(folder) as nodes:
         link = start_first(nodes, ["up", *first], display, liveness)
         wait(nodes, liveness, chosen, link, display)
     # Of the largest node: the peak of all processes that have ended so far, which are the nodes' and their daemons'.
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / MIB
-    found = [result(folder / name) for name in names if (folder / name / RESULT).exists()]  # the late one may never have begun
+    peak = (
+        resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+        / MIB
+    )
+    found = [
+        result(folder / name) for name in names if (folder / name / RESULT).exists()
+    ]  # the late one may never have begun
     return {"nodes": found, "peak_mb": peak, "seconds": time.monotonic() - began}
 
 
-def single(chosen: argparse.Namespace, folder: Path, parts: Sequence[str], display: Display) -> dict[str, Any]:
+def single(
+    chosen: argparse.Namespace, folder: Path, parts: Sequence[str], display: Display
+) -> dict[str, Any]:
     """Train some of ``alone-I``, ``times`` and ``ddp`` at once, each in a swarm of its own; return the result of each."""
     processes = []
     for part in parts:
@@ -207,15 +256,33 @@ def single(chosen: argparse.Namespace, folder: Path, parts: Sequence[str], displ
         own.mkdir(parents=True, exist_ok=True)
         index = int(part.rpartition("-")[2]) if part.startswith("alone-") else 0
         steps = chosen.steps * (chosen.times if part == "times" else 1)
-        command = ["up", *swarm(chosen, "none", steps=steps, ddp=part == "ddp"), *flags(chosen, index), *resumed(own)]
+        command = [
+            "up",
+            *swarm(chosen, "none", steps=steps, ddp=part == "ddp"),
+            *flags(chosen, index),
+            *resumed(own),
+        ]
         log = (own / "log").open("a", encoding="utf-8")
-        started = [sys.executable, "-m", "shoal", *command, "--folder", str(own), "--name", part, "--identity", str(own / "key")]
+        started = [
+            sys.executable,
+            "-m",
+            "shoal",
+            *command,
+            "--folder",
+            str(own),
+            "--name",
+            part,
+            "--identity",
+            str(own / "key"),
+        ]
         processes.append((own, log, subprocess.Popen(started, stdout=log, stderr=log, text=True)))
     display.message(f"alone: {', '.join(parts)}")
     try:
         for own, _, process in processes:
             if process.wait():
-                raise SystemExit(f"{own.name} ended with code {process.returncode}: read {own / 'log'}")
+                raise SystemExit(
+                    f"{own.name} ended with code {process.returncode}: read {own / 'log'}"
+                )
     finally:
         for _, log, process in processes:
             end(process)
@@ -225,7 +292,9 @@ def single(chosen: argparse.Namespace, folder: Path, parts: Sequence[str], displ
 
 def kept(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the parts that an earlier call with the same settings has finished."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings}
+    found = (
+        json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"settings": settings}
+    )
     if found["settings"] != settings:
         raise SystemExit(f"{path} is of other settings: name another --folder.")
     return dict(found)
@@ -235,7 +304,14 @@ def curve(nodes: Sequence[dict[str, Any]], tokens: int) -> list[list[float]]:
     """Return the mean of the nodes' losses where all of them have measured it: [steps, tokens of all, seconds, loss]."""
     each = [{step: (seconds, loss) for step, seconds, loss in node["measured"]} for node in nodes]
     steps = sorted(set.intersection(*map(set, each)))
-    return [[step, step * tokens, *(statistics.fmean(one[step][number] for one in each) for number in (0, 1))] for step in steps]
+    return [
+        [
+            step,
+            step * tokens,
+            *(statistics.fmean(one[step][number] for one in each) for number in (0, 1)),
+        ]
+        for step in steps
+    ]
 
 
 def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
@@ -261,7 +337,9 @@ def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
         "exchanges": sum(node["exchanges"] for node in nodes),
         "pairs_none": sum(node["pairs_none"] for node in nodes),
         "last": [node["loss_last"] for node in ended],
-        "late_measured": [node["measured"][-1] for node in nodes if node["loss_last"] is None and node["measured"]],
+        "late_measured": [
+            node["measured"][-1] for node in nodes if node["loss_last"] is None and node["measured"]
+        ],
         "seconds": parts["together"]["seconds"] + parts.get("alone_s", 0.0),
     }
     single = [parts[name] for index in range(chosen.alone) if (name := f"alone-{index}") in parts]
@@ -273,7 +351,9 @@ def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
         curves["times"] = curve([parts["times"]], one)
     if "ddp" in parts:
         made |= {"loss_ddp": parts["ddp"]["loss_last"]}
-        made["ddp_bytes"] = 8 * (chosen.nodes - 1) * made["params"] * parts["ddp"]["steps"]  # a ring's 2 (n - 1) / n each
+        made["ddp_bytes"] = (
+            8 * (chosen.nodes - 1) * made["params"] * parts["ddp"]["steps"]
+        )  # a ring's 2 (n - 1) / n each
         curves["ddp"] = curve([parts["ddp"]], one * chosen.nodes)
     shown = (
         "from_scratch",
@@ -290,7 +370,11 @@ def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
         "kill",
         "late",
     )
-    return {**made, "curves": curves, **{key: value for key, value in vars(chosen).items() if key in shown}}
+    return {
+        **made,
+        "curves": curves,
+        **{key: value for key, value in vars(chosen).items() if key in shown},
+    }
 
 
 def mean_last(results: Sequence[dict[str, Any]]) -> float:
@@ -304,36 +388,70 @@ def victim(text: str) -> tuple[int, int]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of a causal language model")
-    which.add_argument("--from-scratch", choices=sorted(SIZES), help="our own transformer of this size, with a BPE tokenizer")
-    parser.add_argument("--data", default="", help="text files, separated by commas: best as many as nodes")
+    which.add_argument(
+        "--from-scratch",
+        choices=sorted(SIZES),
+        help="our own transformer of this size, with a BPE tokenizer",
+    )
+    parser.add_argument(
+        "--data", default="", help="text files, separated by commas: best as many as nodes"
+    )
     parser.add_argument("--most", type=int, default=FILE, help="characters of each file")
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter, which alone is trained and sent; 0: all weights")
+    parser.add_argument(
+        "--lora",
+        type=int,
+        default=0,
+        help="rank of an adapter, which alone is trained and sent; 0: all weights",
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="inner steps in a round")
     parser.add_argument("--method", default="noloco")
     parser.add_argument(
-        "--outer", action="append", default=[], help="a further flag of the swarm, such as --outer=--set=outer.lr=1"
+        "--outer",
+        action="append",
+        default=[],
+        help="a further flag of the swarm, such as --outer=--set=outer.lr=1",
     )
     parser.add_argument("--node", action="append", default=[], help="a further flag of each node")
-    parser.add_argument("--lr", type=float, help="of AdamW; by default 1e-4, of an adapter 1e-3, from scratch 3e-3")
-    parser.add_argument("--schedule", default="task", choices=("task", "constant", "cosine", "wsd"), help="task: constant")
+    parser.add_argument(
+        "--lr", type=float, help="of AdamW; by default 1e-4, of an adapter 1e-3, from scratch 3e-3"
+    )
+    parser.add_argument(
+        "--schedule",
+        default="task",
+        choices=("task", "constant", "cosine", "wsd"),
+        help="task: constant",
+    )
     parser.add_argument("--warmup", type=int, default=0, help="steps, with another schedule")
-    parser.add_argument("--eval", type=int, default=0, help="steps between two points of the curves; 0: none")
+    parser.add_argument(
+        "--eval", type=int, default=0, help="steps between two points of the curves; 0: none"
+    )
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--held", type=int, default=64, help="held-out windows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kill", type=victim, metavar="I@STEP")
     parser.add_argument("--late", type=int, default=0, metavar="STEP")
-    parser.add_argument("--alone", type=int, help="nodes that are trained alone too; by default all")
-    parser.add_argument("--times", type=int, default=0, help="train the first node alone with so many times the steps")
+    parser.add_argument(
+        "--alone", type=int, help="nodes that are trained alone too; by default all"
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=0,
+        help="train the first node alone with so many times the steps",
+    )
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--at-once", type=int, default=2, help="nodes that train alone at once")
-    parser.add_argument("--folder", type=Path, help="keep what is done here; by default a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="keep what is done here; by default a temporary one"
+    )
     parser.add_argument("--figure", type=Path, metavar="FILE.svg", help="draw the curves")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args()
@@ -349,7 +467,9 @@ def main() -> None:
     """Run what is not done yet, and print the report."""
     chosen = arguments()
     whatever = ("folder", "json", "at_once", "figure", "alone", "times", "ddp")
-    settings = json.loads(json.dumps({key: value for key, value in vars(chosen).items() if key not in whatever}))
+    settings = json.loads(
+        json.dumps({key: value for key, value in vars(chosen).items() if key not in whatever})
+    )
     display = make_display()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (chosen.folder or Path(temporary)).resolve()
@@ -357,7 +477,9 @@ def main() -> None:
         path = folder / "parts.json"
         parts = kept(path, settings)
         if chosen.from_scratch:
-            chosen.model = learn(folder / "tokenizer", chosen.from_scratch, chosen.data, chosen.most)
+            chosen.model = learn(
+                folder / "tokenizer", chosen.from_scratch, chosen.data, chosen.most
+            )
 
         def keep(more: dict[str, Any]) -> None:
             parts.update(more)

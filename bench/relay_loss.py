@@ -35,7 +35,10 @@ from bench import reach  # noqa: E402
 from bench._nat import Internet  # noqa: E402
 
 CASES = ("cut", "address", "restart", "two", "late")
-WHOLE_S, WAIT_S = 12.0, 120.0  # seconds of exchanges before something breaks, and that are waited for one after it
+WHOLE_S, WAIT_S = (
+    12.0,
+    120.0,
+)  # seconds of exchanges before something breaks, and that are waited for one after it
 
 
 def seed(namespace: str, ip: str, key: str, tell: Connection) -> None:
@@ -46,7 +49,14 @@ def seed(namespace: str, ip: str, key: str, tell: Connection) -> None:
     from shoal.swarm.seed import Seed
 
     reach._settle(namespace, reach.Setup())
-    asyncio.run(Seed(Identity.load(key), listen=[f"/ip4/{ip}/tcp/{reach.PORT}"], relay=True, on_ready=tell.send).run())
+    asyncio.run(
+        Seed(
+            Identity.load(key),
+            listen=[f"/ip4/{ip}/tcp/{reach.PORT}"],
+            relay=True,
+            on_ready=tell.send,
+        ).run()
+    )
 
 
 def node(namespace: str, bootstrap: list[str], link: str, wait: float, tell: Connection) -> None:
@@ -64,7 +74,15 @@ def node(namespace: str, bootstrap: list[str], link: str, wait: float, tell: Con
     if link:
         place = reach._joined(link, model, network, tell)
     else:
-        place = session.create(state=model, network=network, start_when=1, method="noloco", every=20, lag=0, wait_s=wait)
+        place = session.create(
+            state=model,
+            network=network,
+            start_when=1,
+            method="noloco",
+            every=20,
+            lag=0,
+            wait_s=wait,
+        )
         tell.send(("link", place.link))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     partners = [1]
@@ -155,7 +173,9 @@ def measured(case: str, down: float, wait: float) -> dict[str, Any]:
         until(lambda: first.link, 60)
         second = None
         if case != "late":
-            second = partner = Node(start("home-1", node, net.full("home-1"), addresses, first.link, wait))
+            second = partner = Node(
+                start("home-1", node, net.full("home-1"), addresses, first.link, wait)
+            )
             if until(lambda: partner.exchanges, 120) is None:
                 return {"case": case, "outcome": "no exchange before anything broke"}
             time.sleep(WHOLE_S)
@@ -185,7 +205,9 @@ def measured(case: str, down: float, wait: float) -> dict[str, Any]:
             "relay_s": round(back[0] - whole, 1) if back else None,
             "exchanges_30s": len([when for when in second.exchanges if when > time.time() - 30]),
             "stood_s": second.longest(broke),
-            "relayed": [[round(when - whole, 1), relayed] for when, relayed in first.relayed if when],
+            "relayed": [
+                [round(when - whole, 1), relayed] for when, relayed in first.relayed if when
+            ],
         }
     finally:
         for name in processes:
@@ -197,10 +219,14 @@ def measured(case: str, down: float, wait: float) -> dict[str, Any]:
 
 def main() -> None:
     """Measure the cases named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--down", type=float, default=60.0)
-    parser.add_argument("--wait", type=float, default=5.0, help="seconds that a round waits for a partner")
+    parser.add_argument(
+        "--wait", type=float, default=5.0, help="seconds that a round waits for a partner"
+    )
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch  # noqa: F401

@@ -69,7 +69,9 @@ class Linear:
 
     def __init__(self, features: Tensor, right: Tensor, settings: Settings, seed: int) -> None:
         self.features, self.right, self.loss = features, right, settings.loss
-        self.weights = torch.zeros(features.shape[1], ANSWERS, dtype=torch.float64, requires_grad=True)
+        self.weights = torch.zeros(
+            features.shape[1], ANSWERS, dtype=torch.float64, requires_grad=True
+        )
         self.optimizer = torch.optim.SGD([self.weights], lr=settings.rate or RATE)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -86,7 +88,11 @@ class Linear:
         return tuple(Completion(str(int(number)), (float(known[number]),)) for number in drawn)
 
     def learn(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> None:
-        written = [(network, group.question, one) for network, group in enumerate(groups) for one in group.completions]
+        written = [
+            (network, group.question, one)
+            for network, group in enumerate(groups)
+            for one in group.completions
+        ]
         places, questions = (torch.tensor([entry[part] for entry in written]) for part in (0, 1))
         tokens = torch.tensor([int(one.text) for _, _, one in written])
         behaviour = torch.tensor([one.log_probs for _, _, one in written], dtype=torch.float64)
@@ -106,7 +112,9 @@ class Linear:
 
 def linear_world(settings: Settings, seed: int) -> World:
     generator = torch.Generator().manual_seed(seed)
-    shared = torch.randn(QUESTIONS, FEATURES, generator=generator, dtype=torch.float64) / FEATURES**0.5
+    shared = (
+        torch.randn(QUESTIONS, FEATURES, generator=generator, dtype=torch.float64) / FEATURES**0.5
+    )
     features = torch.cat([settings.overlap * shared, torch.eye(QUESTIONS, dtype=torch.float64)], 1)
     right = torch.randint(ANSWERS, (QUESTIONS,), generator=generator)
     wrong = (right + torch.randint(1, ANSWERS, (QUESTIONS,), generator=generator)) % ANSWERS
@@ -143,45 +151,86 @@ def train(
     before: list[list[list[Group]]] = []
 
     def accuracy(last: bool = False) -> float:
-        return statistics.fmean(world.policies[node].accuracy(last) for node in nodes if node != liar)
+        return statistics.fmean(
+            world.policies[node].accuracy(last) for node in nodes if node != liar
+        )
 
     history = []
     for round in range(rounds):
         written: list[list[Group]] = [[] for _ in nodes]
         for node in nodes:
             questions = torch.randperm(len(world.right), generator=draws)[:own].tolist()
-            for question, completions in zip(questions, world.policies[node].complete(questions, GROUP), strict=True):
+            for question, completions in zip(
+                questions, world.policies[node].complete(questions, GROUP), strict=True
+            ):
                 if node == liar:
-                    completions = (replace(completions[0], text=world.wrong[question]), *completions[1:])
+                    completions = (
+                        replace(completions[0], text=world.wrong[question]),
+                        *completions[1:],
+                    )
                 written[node].append(Group(question, beliefs[node][question], completions))
         before.append(written)
         history.append(accuracy())
         for node in nodes:
             others = [author for author in nodes if author != node]
             made = dict(
-                zip(others, (round - torch.randint(late + 1, (len(others),), generator=delays)).clamp(0).tolist(), strict=True)
+                zip(
+                    others,
+                    (round - torch.randint(late + 1, (len(others),), generator=delays))
+                    .clamp(0)
+                    .tolist(),
+                    strict=True,
+                )
             )
             pool = [(author, group) for author in others for group in before[made[author]][author]]
-            answers = [group.answer if trusting and node != liar else beliefs[node][group.question] for _, group in pool]
-            judged = [rewards_of(world, group, answer) for (_, group), answer in zip(pool, answers, strict=True)]
+            answers = [
+                group.answer if trusting and node != liar else beliefs[node][group.question]
+                for _, group in pool
+            ]
+            judged = [
+                rewards_of(world, group, answer)
+                for (_, group), answer in zip(pool, answers, strict=True)
+            ]
             candidates = [
-                Candidate(f"{author}:{group.question}", str(author), round, rewards, round - made[author])
+                Candidate(
+                    f"{author}:{group.question}", str(author), round, rewards, round - made[author]
+                )
                 for (author, group), rewards in zip(pool, judged, strict=True)
             ]
-            picked = select(candidates, foreign, seed=seed * len(nodes) + node, round=round, max_age=0, max_behind=behind).places
+            picked = select(
+                candidates,
+                foreign,
+                seed=seed * len(nodes) + node,
+                round=round,
+                max_age=0,
+                max_behind=behind,
+            ).places
             groups = [*written[node], *(pool[network][1] for network in picked)]
-            rewards = [rewards_of(world, group, group.answer) for group in written[node]] + [judged[network] for network in picked]
+            rewards = [rewards_of(world, group, group.answer) for group in written[node]] + [
+                judged[network] for network in picked
+            ]
             world.policies[node].learn(groups, rewards)
     return history, accuracy(last=True)
 
 
-def run(make: Callable[[int], World], seed: int, rounds: int, share: tuple[int, int], **faults: Any) -> dict[str, Any]:
+def run(
+    make: Callable[[int], World], seed: int, rounds: int, share: tuple[int, int], **faults: Any
+) -> dict[str, Any]:
     """One run: the accuracy by rounds, "final", and what a language model's nodes spent together."""
     world = make(seed)
     history, final = train(world, *share, rounds, seed, **faults)
     learners = [policy for policy in world.policies if isinstance(policy, Learner)]
-    parts = {part: sum(one.seconds[part] for one in learners) for part in ("write", "judge", "learn")} if learners else {}
-    return {"history": history, "final": final, "parts": parts, "tokens": sum(one.tokens for one in learners)}
+    parts = (
+        {part: sum(one.seconds[part] for one in learners) for part in ("write", "judge", "learn")}
+        if learners
+        else {}
+    )
+    return {
+        "history": history,
+        "final": final,
+        "parts": parts,
+        "tokens": sum(one.tokens for one in learners),
+    }
 
 
 def run_one(settings: Settings, seed: int, rounds: int, case: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,30 +296,70 @@ def policy(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=policy, default="linear", help="what is trained: linear, tiny, small or hf:DIR")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--policy",
+        type=policy,
+        default="linear",
+        help="what is trained: linear, tiny, small or hf:DIR",
+    )
     parser.add_argument("--nodes", type=count, default=4, help="in the swarm, at least 2")
     parser.add_argument("--seeds", type=count, default=5, help="runs of each row")
     parser.add_argument("--rounds", type=count, default=150)
-    parser.add_argument("--loss", choices=sorted(LOSSES), help="[default: positive for tiny, else sapo]")
     parser.add_argument(
-        "--rate", type=float, help="learning rate; of linear that of plain gradient ascent, 8  [default: the policy's]"
+        "--loss", choices=sorted(LOSSES), help="[default: positive for tiny, else sapo]"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="at which transformers write")
-    parser.add_argument("--env", default="families", help="of language models, as of `shoal up`, or six families of reasoning-gym")
     parser.add_argument(
-        "--base", type=Path, default=Path("runs/sapo-small"), help="where what learnt from solved questions is kept"
+        "--rate",
+        type=float,
+        help="learning rate; of linear that of plain gradient ascent, 8  [default: the policy's]",
     )
-    parser.add_argument("--solved", type=count, help="batches of solved questions to begin with  [default: small 900, hf: none]")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="at which transformers write"
+    )
+    parser.add_argument(
+        "--env",
+        default="families",
+        help="of language models, as of `shoal up`, or six families of reasoning-gym",
+    )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        default=Path("runs/sapo-small"),
+        help="where what learnt from solved questions is kept",
+    )
+    parser.add_argument(
+        "--solved",
+        type=count,
+        help="batches of solved questions to begin with  [default: small 900, hf: none]",
+    )
     parser.add_argument("--device", default="cpu", help="of language models")
     parser.add_argument("--at-once", type=count, default=1, help="runs of language models at once")
     parser.add_argument(
-        "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
+        "--overlap",
+        type=float,
+        default=1.0,
+        help="linear: length of a question's shared features, its own one being 1",
     )
-    parser.add_argument("--late", type=int, default=0, help="rounds that others' groups come late at most")
-    parser.add_argument("--behind", type=int, help="versions of its author's policy that a group may be older  [default: any]")
-    parser.add_argument("--figure", type=Path, help="draw the accuracy by rounds into this file (needs matplotlib)")
-    parser.add_argument("--resume", type=Path, metavar="FILE", help="a line for each run; those that are there are not run again")
+    parser.add_argument(
+        "--late", type=int, default=0, help="rounds that others' groups come late at most"
+    )
+    parser.add_argument(
+        "--behind",
+        type=int,
+        help="versions of its author's policy that a group may be older  [default: any]",
+    )
+    parser.add_argument(
+        "--figure", type=Path, help="draw the accuracy by rounds into this file (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="a line for each run; those that are there are not run again",
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     if options.nodes < 2:
@@ -283,19 +372,34 @@ def main() -> None:
         temperature=options.temperature, env=options.env, base=options.base, solved=options.solved, device=options.device,
     )  # fmt: skip
     cases: dict[str, dict[str, Any]] = {
-        f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in (LANGUAGE_SHARES if language else SHARES)
+        f"{own}/{foreign}": {"share": (own, foreign)}
+        for own, foreign in (LANGUAGE_SHARES if language else SHARES)
     }
     if not language:
         cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
         cases["trusting"] = {**cases["poison"], "trusting": True}
-    about = {"policy": options.policy, "nodes": options.nodes, "rounds": options.rounds, "loss": options.loss, "rate": options.rate}
+    about = {
+        "policy": options.policy,
+        "nodes": options.nodes,
+        "rounds": options.rounds,
+        "loss": options.loss,
+        "rate": options.rate,
+    }
     about |= {"overlap": options.overlap, "late": options.late, "behind": options.behind}
     if language:
         about |= {"env": options.env, "temperature": options.temperature, "solved": options.solved}
-    made = options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.exists() else []
-    found = {(run["row"], run["seed"]): run for run in map(json.loads, made) if run["about"] == about}
+    made = (
+        options.resume.read_text(encoding="utf-8").splitlines()
+        if options.resume and options.resume.exists()
+        else []
+    )
+    found = {
+        (run["row"], run["seed"]): run for run in map(json.loads, made) if run["about"] == about
+    }
     faults = {"late": options.late, "behind": options.behind}
-    left = [(name, seed) for seed in range(options.seeds) for name in cases if (name, seed) not in found]
+    left = [
+        (name, seed) for seed in range(options.seeds) for name in cases if (name, seed) not in found
+    ]
 
     def keep(name: str, seed: int, one: dict[str, Any]) -> None:
         found[name, seed] = {"about": about, "row": name, "seed": seed, **one}
@@ -310,7 +414,11 @@ def main() -> None:
         prepare(settings)  # so that they do not all do it
         with ProcessPoolExecutor(options.at_once, multiprocessing.get_context("spawn")) as pool:
             work = {
-                pool.submit(run_one, settings, seed, options.rounds, {**cases[name], **faults}): (name, seed) for name, seed in left
+                pool.submit(run_one, settings, seed, options.rounds, {**cases[name], **faults}): (
+                    name,
+                    seed,
+                )
+                for name, seed in left
             }
             for done in as_completed(work):
                 keep(*work[done], done.result())
@@ -319,17 +427,38 @@ def main() -> None:
     for name in cases:
         runs = [found[name, seed] for seed in range(options.seeds)]
         row = rows[name] = row_of(runs)
-        curves[name] = [statistics.fmean(each) for each in zip(*([*one["history"], one["final"]] for one in runs), strict=True)]
-        print(f"{name:>10} {row['cumulative']:11.1f} {row['sd']:6.1f} {row['final']:7.3f}", file=sys.stderr, flush=True)
+        curves[name] = [
+            statistics.fmean(each)
+            for each in zip(*([*one["history"], one["final"]] for one in runs), strict=True)
+        ]
+        print(
+            f"{name:>10} {row['cumulative']:11.1f} {row['sd']:6.1f} {row['final']:7.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
     if options.figure is not None:
         title = f"{options.nodes} nodes, the {options.policy} policy, {options.seeds} seeds"
         try:
-            sums = {name: list(itertools.accumulate(curve[:-1], initial=0.0)) for name, curve in curves.items()}
-            draw(sums if language else curves, title, options.figure, "cumulative reward" if language else "right answers")
+            sums = {
+                name: list(itertools.accumulate(curve[:-1], initial=0.0))
+                for name, curve in curves.items()
+            }
+            draw(
+                sums if language else curves,
+                title,
+                options.figure,
+                "cumulative reward" if language else "right answers",
+            )
         except ImportError:
-            print("bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.", file=sys.stderr)
+            print(
+                "bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.",
+                file=sys.stderr,
+            )
         except (OSError, ValueError) as error:
-            print(f"bench: the figure could not be drawn ({error}): choose another --figure.", file=sys.stderr)
+            print(
+                f"bench: the figure could not be drawn ({error}): choose another --figure.",
+                file=sys.stderr,
+            )
     if options.json:
         machine = {"python": platform.python_version(), "torch": torch.__version__}
         print(json.dumps({**about, "seeds": options.seeds, **machine, "rows": rows}))

@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._table.methods import TUNED_EVERY, TUNED_PEERS
 from bench._table.text import TableText, TextError, corpus
@@ -38,7 +40,14 @@ from shoal.optim.schedule import Apply, Send
 RESULTS = Path(__file__).resolve().parent / "results" / "schedules.jsonl"
 MODEL, LR = "tiny", 0.04
 TRIED = {
-    ("diloco", 0.7, 0.6): ("even", "qsr:25", "to-mean", "momentum-line:0:1.5", "lr-line:1:0.5", "lr-line:0.5:1"),
+    ("diloco", 0.7, 0.6): (
+        "even",
+        "qsr:25",
+        "to-mean",
+        "momentum-line:0:1.5",
+        "lr-line:1:0.5",
+        "lr-line:0.5:1",
+    ),
     ("diloco", 0.7, 0.9): ("even", "restarts:5"),
     ("noloco-overlap", 1.0, 0.3): ("even", "qsr:25"),
 }
@@ -64,13 +73,19 @@ class Uneven:
     def at(self, step: int) -> list[Send | Apply]:
         sent = _sent(self.ends, self.fragments)
         sends, applies = sent.get(step), sent.get(step - self.lag)
-        return ([] if sends is None else [Send(sends)]) + ([] if applies is None else [Apply(applies, self.lag)])
+        return ([] if sends is None else [Send(sends)]) + (
+            [] if applies is None else [Apply(applies, self.lag)]
+        )
 
 
 @lru_cache
 def _sent(ends: tuple[int, ...], fragments: int) -> dict[int, int]:
     rounds = zip((0, *ends[:-1]), ends, strict=True)
-    return {start + (f + 1) * (end - start) // fragments: f for start, end in rounds for f in range(fragments)}
+    return {
+        start + (f + 1) * (end - start) // fragments: f
+        for start, end in rounds
+        for f in range(fragments)
+    }
 
 
 def inner_rates(task: TableText, steps: int) -> list[float]:
@@ -119,12 +134,18 @@ def steering(spec: Steered, place: Place) -> Steer:
     """What a run does before each step."""
     made, rounds = dict(spec.outer), spec.steps // spec.every
     kind, *numbers = spec.schedule.split(":")
-    ends = qsr(inner_rates(place.task(spec), spec.steps), rounds, int(numbers[0])) if kind == "qsr" else ()
+    ends = (
+        qsr(inner_rates(place.task(spec), spec.steps), rounds, int(numbers[0]))
+        if kind == "qsr"
+        else ()
+    )
 
     def steer(optimizer: OuterOptimizer, step: int) -> None:
         if ends and step == 1:
             even: Any = optimizer.schedule
-            optimizer.schedule = Uneven(even.every, ends, getattr(even, "fragments", 1), getattr(even, "lag", 0))
+            optimizer.schedule = Uneven(
+                even.every, ends, getattr(even, "fragments", 1), getattr(even, "lag", 0)
+            )
         done, rest = divmod(step - 1, spec.every)
         if rest:
             return
@@ -153,11 +174,21 @@ def specs(text: str, steps: int, seeds: int) -> Iterator[Steered]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="text files, as for bench/table.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="text files, as for bench/table.py"
+    )
     parser.add_argument("--steps", type=number, default=1000)
     parser.add_argument("--seeds", type=number, default=1)
-    parser.add_argument("--resume", type=Path, default=RESULTS, metavar="FILE", help="JSON lines of results; default: %(default)s")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help="JSON lines of results; default: %(default)s",
+    )
     options = parser.parse_args()
     cache = options.resume.parent / "table_text"
     try:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._browser import browser, chromium
 from shoal.node.watch.source import recorded, replayed
@@ -37,8 +39,21 @@ async def pages(recording: Path, out: Path, at: float | None) -> None:
     """Write the pictures of the page, ``at`` seconds after the beginning of ``recording``, or at its end."""
     program = chromium()
     if program is None:
-        raise SystemExit("No Chromium is installed, so there are no pictures of the page (apt install chromium).")
-    command = [sys.executable, "-m", "shoal", "watch", "--replay", str(recording), "--speed", "0", "--web", "0"]
+        raise SystemExit(
+            "No Chromium is installed, so there are no pictures of the page (apt install chromium)."
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "watch",
+        "--replay",
+        str(recording),
+        "--speed",
+        "0",
+        "--web",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -46,13 +61,22 @@ async def pages(recording: Path, out: Path, at: float | None) -> None:
             for name, (width, dark) in PAGES.items():
                 async with browser(program) as tab:
                     await tab.open(address, width=width, height=900, dark=dark)
-                    await tab.until("document.getElementById('state')?.textContent === 'end of the recording'", LIMIT_S)
+                    await tab.until(
+                        "document.getElementById('state')?.textContent === 'end of the recording'",
+                        LIMIT_S,
+                    )
                     await tab.until("document.querySelectorAll('canvas').length >= 5")
                     if at is not None:
                         move = f"document.getElementById('time').value = {10 * at:.0f}"
-                        await tab.value(f"{move}; document.getElementById('time').dispatchEvent(new Event('input'))")
-                        await tab.until("document.getElementById('state').textContent === 'recording'", LIMIT_S)
-                    await tab.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+                        await tab.value(
+                            f"{move}; document.getElementById('time').dispatchEvent(new Event('input'))"
+                        )
+                        await tab.until(
+                            "document.getElementById('state').textContent === 'recording'", LIMIT_S
+                        )
+                    await tab.value(
+                        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+                    )
                     await tab.picture(out / f"{name}.png")
                     smaller(out / f"{name}.png")
                     for error in tab.errors:
@@ -75,7 +99,12 @@ async def terminals(recording: Path, out: Path) -> None:
                 app.frame()
             await pilot.pause()
             # Without the fonts that it would fetch from elsewhere: the reader's own monospace does.
-            drawn = re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(title="shoal watch"), flags=re.DOTALL)
+            drawn = re.sub(
+                r"@font-face \{.*?\}",
+                "",
+                app.export_screenshot(title="shoal watch"),
+                flags=re.DOTALL,
+            )
             (out / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
@@ -86,9 +115,15 @@ def smaller(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recording", type=Path)
-    parser.add_argument("--at", type=float, help="seconds after its beginning at which the page is shown; default: the end")
+    parser.add_argument(
+        "--at",
+        type=float,
+        help="seconds after its beginning at which the page is shown; default: the end",
+    )
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

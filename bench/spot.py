@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 import shoal
 from bench._link import LinkError, Namespaces
@@ -78,17 +80,29 @@ def node(index: int, spec: Spec, cache: Path, host: str, folder: Path) -> dict[s
         wall = time.monotonic() - began
         with optimizer.averaged():
             loss = held_out(task, model, "loss")
-        return {"loss": loss, "met": met, "lag": getattr(optimizer, "lag", None), "wall_s": round(wall, 1)}
+        return {
+            "loss": loss,
+            "met": met,
+            "lag": getattr(optimizer, "lag", None),
+            "wall_s": round(wall, 1),
+        }
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mbit", type=float, default=100, help="of each link, each way")
     parser.add_argument("--delay", type=float, default=50, help="milliseconds one way")
     parser.add_argument("--steps", type=int, default=SIZES["mini"].steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--text", help="digest of the text; default: the only one in the cache")
-    parser.add_argument("--cache", type=Path, default=RESULTS / "table_text", help="where bench/table.py keeps its text")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=RESULTS / "table_text",
+        help="where bench/table.py keeps its text",
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--node", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -96,9 +110,16 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    texts = [options.text] if options.text else sorted(file.stem for file in options.cache.glob("*.safetensors"))
+    texts = (
+        [options.text]
+        if options.text
+        else sorted(file.stem for file in options.cache.glob("*.safetensors"))
+    )
     if len(texts) != 1 or not (options.cache / f"{texts[0]}.safetensors").is_file():
-        print(f"bench: {len(texts)} texts in {options.cache}: run bench/table.py first, or choose one by --text.", file=sys.stderr)
+        print(
+            f"bench: {len(texts)} texts in {options.cache}: run bench/table.py first, or choose one by --text.",
+            file=sys.stderr,
+        )
         return 2
     cell = DEFAULT
     place = (texts[0], "mini", cell.method, cell.inner, cell.codec, cell.peers, cell.every)
@@ -119,7 +140,12 @@ def main() -> int:
                 more = ["--node", json.dumps([index, link.ip(index), folder])]
                 command = [*link.enter(index), sys.executable, __file__, *sys.argv[1:], *more]
                 nodes.append(
-                    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                    subprocess.Popen(
+                        command,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    )
                 )
             said = [process.communicate(timeout=PATIENCE_S)[0] for process in nodes]
         finally:
@@ -132,7 +158,14 @@ def main() -> int:
         return 1
     found = [json.loads(lines.splitlines()[-1]) for lines in said]
     loss = statistics.fmean(each["loss"] for each in found)
-    result = {"loss": loss, "seed": spec.seed, "steps": spec.steps, "mbit": options.mbit, "delay_ms": options.delay, "nodes": found}
+    result = {
+        "loss": loss,
+        "seed": spec.seed,
+        "steps": spec.steps,
+        "mbit": options.mbit,
+        "delay_ms": options.delay,
+        "nodes": found,
+    }
     result["sent_mb"] = round(sum(sent) / len(sent) / 1e6, 2)
     print(json.dumps(result) if options.json else f"held-out loss {loss:.4f}: {result}")
     return 0

@@ -47,7 +47,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # run as a file, its own folder stands there
 
 from bench._page import put_into
 from bench._table.figure import write as write_figure
@@ -83,14 +85,29 @@ class Bench:
     """Chooses settings and runs rows."""
 
     def __init__(self, runner: Runner, text: str, model: str, steps: int, tune_steps: int) -> None:
-        self.runner, self.text, self.model, self.steps, self.tune_steps = runner, text, model, steps, tune_steps
+        self.runner, self.text, self.model, self.steps, self.tune_steps = (
+            runner,
+            text,
+            model,
+            steps,
+            tune_steps,
+        )
         self.known: Sequence[dict[str, Any]] = ()
         """Results of other runs, whose choices are taken over where there are any."""
         self.tunes = True
 
     def spec(self, cell: Cell, choice: Chosen, seed: int, steps: int) -> Spec:
         lr, outer = choice
-        place = (self.text, self.model, cell.method, cell.inner, cell.codec, cell.peers, cell.every, steps)
+        place = (
+            self.text,
+            self.model,
+            cell.method,
+            cell.inner,
+            cell.codec,
+            cell.peers,
+            cell.every,
+            steps,
+        )
         return Spec(*place, lr, tuple(outer.items()), seed)
 
     def _tuning(self, method: str, inner: str) -> Cell:
@@ -103,8 +120,16 @@ class Bench:
         method = made.like or method
         cell = self._tuning(method, inner)
         if not self.tunes:
-            same = [run for run in self.known if all(run[name] == value for name, value in cell._asdict().items())]
-            tried = [run for run in same if run["seed"] == 0 and run["steps"] == min(other["steps"] for other in same)]
+            same = [
+                run
+                for run in self.known
+                if all(run[name] == value for name, value in cell._asdict().items())
+            ]
+            tried = [
+                run
+                for run in same
+                if run["seed"] == 0 and run["steps"] == min(other["steps"] for other in same)
+            ]
             if tried:
                 best = min(tried, key=validation)
                 return best["lr"], best["outer"]
@@ -155,7 +180,11 @@ def asked(options: argparse.Namespace) -> list[Stage]:
             and (not options.peers or cell.peers in (1, *options.peers))
             and (not options.every or cell.every in (1, *options.every))
         ]
-        seeds = range(options.seeds) if options.small else [seed for seed in stage.seeds if seed < options.seeds]
+        seeds = (
+            range(options.seeds)
+            if options.small
+            else [seed for seed in stage.seeds if seed < options.seeds]
+        )
         if kept:
             found.append(Stage(kept, tuple(seeds)))
     return found
@@ -165,7 +194,10 @@ def skipped() -> dict[str, str]:
     """What has no row, and why."""
     if importlib.util.find_spec("torchft") is not None:
         return SKIPPED
-    return {**SKIPPED, **dict.fromkeys(TORCHFT, "torchft is not installed (pip install -e '.[bench]')")}
+    return {
+        **SKIPPED,
+        **dict.fromkeys(TORCHFT, "torchft is not installed (pip install -e '.[bench]')"),
+    }
 
 
 def arguments() -> argparse.Namespace:
@@ -178,30 +210,75 @@ def arguments() -> argparse.Namespace:
 
         return names
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="text files; default: what Debian's packages left in /usr/share"
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="text files; default: what Debian's packages left in /usr/share",
     )
     parser.add_argument("--model", choices=tuple(SIZES), help="default: mini, with --small: micro")
-    parser.add_argument("--steps", type=number, help="inner steps of each peer; default: the model's")
-    parser.add_argument("--small", action="store_true", help="some rows of the smallest model, without tuning")
-    parser.add_argument("--methods", type=among(tuple(RECIPES)), default=list(RECIPES), help="of the plan, separated by commas")
-    parser.add_argument("--inner", type=among(INNERS), default=list(INNERS), help="of the plan, separated by commas")
-    parser.add_argument("--peers", type=numbers, default=[], help="of the plan, separated by commas")
-    parser.add_argument("--every", type=numbers, default=[], help="of the plan, separated by commas")
+    parser.add_argument(
+        "--steps", type=number, help="inner steps of each peer; default: the model's"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="some rows of the smallest model, without tuning"
+    )
+    parser.add_argument(
+        "--methods",
+        type=among(tuple(RECIPES)),
+        default=list(RECIPES),
+        help="of the plan, separated by commas",
+    )
+    parser.add_argument(
+        "--inner", type=among(INNERS), default=list(INNERS), help="of the plan, separated by commas"
+    )
+    parser.add_argument(
+        "--peers", type=numbers, default=[], help="of the plan, separated by commas"
+    )
+    parser.add_argument(
+        "--every", type=numbers, default=[], help="of the plan, separated by commas"
+    )
     parser.add_argument("--seeds", type=number, default=3)
     parser.add_argument(
-        "--jobs", type=number, help="runs at once, each in a process with one thread; default: 1, with --small: cores"
+        "--jobs",
+        type=number,
+        help="runs at once, each in a process with one thread; default: 1, with --small: cores",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help=f"JSON lines of results; default: {RESULTS.name}; --small: none"
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help=f"JSON lines of results; default: {RESULTS.name}; --small: none",
     )
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no run after so many"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    parser.add_argument("--report", nargs="?", type=Path, const=RESULTS, metavar="FILE", help="run nothing: write its tables")
-    parser.add_argument("--into", type=Path, default=PAGE, metavar="PAGE", help="with --report: between two comments of that page")
-    parser.add_argument("--figure", type=Path, metavar="SVG", help="with --report: the picture, and beside it its numbers as .csv")
+    parser.add_argument(
+        "--report",
+        nargs="?",
+        type=Path,
+        const=RESULTS,
+        metavar="FILE",
+        help="run nothing: write its tables",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        default=PAGE,
+        metavar="PAGE",
+        help="with --report: between two comments of that page",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        metavar="SVG",
+        help="with --report: the picture, and beside it its numbers as .csv",
+    )
     options = parser.parse_args()
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"argument --device: there is no {options.device} here: leave it out")
@@ -214,7 +291,9 @@ def report(options: argparse.Namespace) -> int:
     for row in known:
         key = (row["text"], row["model"])
         longest[key] = max(longest.get(key, 0), row["steps"])
-    found = [row for row in known if row["steps"] == longest[row["text"], row["model"]]]  # the others chose settings
+    found = [
+        row for row in known if row["steps"] == longest[row["text"], row["model"]]
+    ]  # the others chose settings
     picture = ""
     if options.figure is not None:
         # Of the model with the most rows: the losses of others differ.
@@ -237,9 +316,17 @@ def main() -> int:
     steps, stages = options.steps or size.steps, asked(options)
     tune = min(size.tune, max(steps // 2, 1))
     # What is left over after the last round is not exchanged: no more than a fifth of a round.
-    uneven = [cell.every for stage in stages for cell in stage.cells if 5 * (steps % cell.every) > cell.every or tune % TUNED_EVERY]
+    uneven = [
+        cell.every
+        for stage in stages
+        for cell in stage.cells
+        if 5 * (steps % cell.every) > cell.every or tune % TUNED_EVERY
+    ]
     if uneven and not (options.small and all(steps % every == 0 for every in uneven)):
-        print(f"bench: --steps {steps} must be a multiple of {2 * TUNED_EVERY} and of {uneven[0]}.", file=sys.stderr)
+        print(
+            f"bench: --steps {steps} must be a multiple of {2 * TUNED_EVERY} and of {uneven[0]}.",
+            file=sys.stderr,
+        )
         return 2
     cache = (file or RESULTS).parent / "table_text"
     try:
@@ -248,7 +335,13 @@ def main() -> int:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     jobs = options.jobs or (len(os.sched_getaffinity(0)) if options.small else 1)
-    runner = Runner(file, jobs, began + 60 * options.minutes, Spec, partial(run, place=Place(cache, options.device)))
+    runner = Runner(
+        file,
+        jobs,
+        began + 60 * options.minutes,
+        Spec,
+        partial(run, place=Place(cache, options.device)),
+    )
     bench = Bench(runner, text.digest, model, steps, tune)
     if options.small:
         known = [Runner(file, 1, 0, Spec).results.values() for file in (RESULTS, FIRST_TEXT)]
@@ -270,9 +363,23 @@ def main() -> int:
         shown.add_row(*cells(row))
     Console(stderr=True, width=160).print(shown)
     if options.json:
-        machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
+        machine = {
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
         took = round(time.monotonic() - began, 1)
-        print(json.dumps({"rows": found, "skipped": skipped(), "machine": machine, "complete": complete, "took": took}))
+        print(
+            json.dumps(
+                {
+                    "rows": found,
+                    "skipped": skipped(),
+                    "machine": machine,
+                    "complete": complete,
+                    "took": took,
+                }
+            )
+        )
     return 0
 
 

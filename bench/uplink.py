@@ -39,7 +39,8 @@ def node(setup: dict[str, Any]) -> None:
     from shoal.swarm.training import session
 
     logging.basicConfig(
-        level=logging.INFO if setup["verbose"] else logging.WARNING, format=f"%(asctime)s {setup['ip'][-1]} %(name)s %(message)s"
+        level=logging.INFO if setup["verbose"] else logging.WARNING,
+        format=f"%(asctime)s {setup['ip'][-1]} %(name)s %(message)s",
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -54,7 +55,12 @@ def node(setup: dict[str, Any]) -> None:
 
     def on_round(info: Any) -> None:
         took = time.monotonic() - began
-        print(json.dumps({"round": info.key.round, "members": len(info.members), "at": round(took, 1)}), flush=True)
+        print(
+            json.dumps(
+                {"round": info.key.round, "members": len(info.members), "at": round(took, 1)}
+            ),
+            flush=True,
+        )
 
     inner = torch.optim.SGD(model.parameters(), lr=1e-4)
     opt = place.optimizer(inner, on_round=on_round)
@@ -77,7 +83,21 @@ def make(names: list[str], mbit: float, buffer: float) -> None:
     for name in names:
         call("ip", "netns", "add", name)
         call("ip", "-n", name, "link", "set", "lo", "up")
-    call("ip", "-n", names[0], "link", "add", "up0", "type", "veth", "peer", "name", "up0", "netns", names[1])
+    call(
+        "ip",
+        "-n",
+        names[0],
+        "link",
+        "add",
+        "up0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "up0",
+        "netns",
+        names[1],
+    )
     for number, name in enumerate(names):
         call("ip", "-n", name, "addr", "add", f"{NET}{number + 1}/24", "dev", "up0")
         call("ip", "-n", name, "link", "set", "up0", "up")
@@ -92,7 +112,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sends = options.mb * 8 / options.mbit  # seconds of a round's bytes
     # Where training waits for the exchange, it computes for the rest of the time.
     overlaps = options.method == "streaming" or bool(options.lag)
-    round_s = sends / options.busy if overlaps or options.method == "diloco" else sends / options.busy - sends
+    round_s = (
+        sends / options.busy
+        if overlaps or options.method == "diloco"
+        else sends / options.busy - sends
+    )
     outer: dict[str, Any] = {"method": options.method, "every": STEPS}
     if overlaps:
         lag = options.lag or str(STEPS // options.fragments - 1)
@@ -118,9 +142,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             assert output is not None
             if not link:
                 link = json.loads(output.readline())["link"]
-            readers.append(threading.Thread(target=_read, args=(output, lines[number], options.verbose, number), daemon=True))
+            readers.append(
+                threading.Thread(
+                    target=_read, args=(output, lines[number], options.verbose, number), daemon=True
+                )
+            )
             readers[-1].start()
-        watch = threading.Thread(target=_watch, args=(names, nodes, options.mbit, queues), daemon=True)
+        watch = threading.Thread(
+            target=_watch, args=(names, nodes, options.mbit, queues), daemon=True
+        )
         watch.start()
         for process in nodes:
             process.wait(JOIN_S + options.rounds * 4 * (round_s + sends))
@@ -142,11 +172,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _watch(names: list[str], nodes: list[subprocess.Popen[str]], mbit: float, queues: list[float]) -> None:
+def _watch(
+    names: list[str], nodes: list[subprocess.Popen[str]], mbit: float, queues: list[float]
+) -> None:
     """Note for how long a packet would wait in each modem's buffer, until a node ends."""
     while all(process.poll() is None for process in nodes):
         for name in names:
-            shown = subprocess.run(["tc", "-n", name, "-s", "-j", "qdisc", "show", "dev", "up0"], capture_output=True, check=False)
+            shown = subprocess.run(
+                ["tc", "-n", name, "-s", "-j", "qdisc", "show", "dev", "up0"],
+                capture_output=True,
+                check=False,
+            )
             with contextlib.suppress(ValueError, IndexError, KeyError):
                 queues.append(json.loads(shown.stdout)[0]["backlog"] / (mbit * 125_000))
         time.sleep(0.5)
@@ -164,16 +200,33 @@ def _read(output: Any, lines: list[dict[str, Any]], verbose: bool, number: int) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Count the rounds that two nodes pair behind slow uplinks.")
-    parser.add_argument("--mbit", type=float, default=1.0, help="megabits a second up, of each node")
-    parser.add_argument("--buffer", type=float, default=1.0, help="seconds of bytes that the modem holds")
+    parser = argparse.ArgumentParser(
+        description="Count the rounds that two nodes pair behind slow uplinks."
+    )
+    parser.add_argument(
+        "--mbit", type=float, default=1.0, help="megabits a second up, of each node"
+    )
+    parser.add_argument(
+        "--buffer", type=float, default=1.0, help="seconds of bytes that the modem holds"
+    )
     parser.add_argument("--mb", type=float, default=3.0, help="megabytes of weights")
     parser.add_argument("--method", choices=["noloco", "diloco", "streaming"], default="streaming")
-    parser.add_argument("--fragments", type=int, default=2, help="streaming, and noloco with a lag: parts of the model")
-    parser.add_argument("--lag", default="", help="inner steps, or auto; noloco without it waits for each exchange")
-    parser.add_argument("--busy", type=float, default=0.8, help="part of the time that the link is to be in use")
+    parser.add_argument(
+        "--fragments",
+        type=int,
+        default=2,
+        help="streaming, and noloco with a lag: parts of the model",
+    )
+    parser.add_argument(
+        "--lag", default="", help="inner steps, or auto; noloco without it waits for each exchange"
+    )
+    parser.add_argument(
+        "--busy", type=float, default=0.8, help="part of the time that the link is to be in use"
+    )
     parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--upload", type=float, default=0.0, help="limit of both nodes, Mbit/s; 0: none")
+    parser.add_argument(
+        "--upload", type=float, default=0.0, help="limit of both nodes, Mbit/s; 0: none"
+    )
     parser.add_argument("--verbose", action="store_true", help="show rounds as they end")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -35,7 +35,9 @@ from typing import Any
 
 import torch
 
-if not __package__:  # run as a file: its folder comes first on the path, where this very file hides the package
+if (
+    not __package__
+):  # run as a file: its folder comes first on the path, where this very file hides the package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import _verification_sequential as sequential
@@ -52,26 +54,45 @@ Found = dict[tuple[str, float], Scores]
 """By the prover's dtype and temperature."""
 
 
-def one(policy: str, prover: str, verifiers: list[str], temperature: float, plan: Plan, keep: Path | None) -> Scores:
+def one(
+    policy: str,
+    prover: str,
+    verifiers: list[str],
+    temperature: float,
+    plan: Plan,
+    keep: Path | None,
+) -> Scores:
     """``measure``, or what an earlier run with the same settings kept of it."""
     torch.set_num_threads(1)
     begin = time.perf_counter()
     numbers = "-".join(f"{value:g}" for value in (*astuple(plan), temperature))
-    kept = keep / f"{Path(policy).stem}-{prover}-{'.'.join(verifiers)}-{numbers}.json" if keep else None
+    kept = (
+        keep / f"{Path(policy).stem}-{prover}-{'.'.join(verifiers)}-{numbers}.json"
+        if keep
+        else None
+    )
     if kept and kept.exists():
         return Scores(**json.loads(kept.read_text(encoding="utf-8")))
     found = measure(Tiny(), prover, verifiers, temperature, plan)
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(asdict(found)), encoding="utf-8")
-    print(f"{policy}, {prover}, temperature {temperature:g}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{policy}, {prover}, temperature {temperature:g}: {time.perf_counter() - begin:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return found
 
 
 def rate(scores: Iterable[float]) -> dict[str, Any]:
     """Of refusals."""
     refused = [score > 0 for score in scores]
-    return {"rate": sum(refused) / len(refused), "of": len(refused), "interval": rate_interval(sum(refused), len(refused))}
+    return {
+        "rate": sum(refused) / len(refused),
+        "of": len(refused),
+        "interval": rate_interval(sum(refused), len(refused)),
+    }
 
 
 def voted(by_verifier: dict[str, list[float]]) -> list[float]:
@@ -83,22 +104,39 @@ def table(found: Found) -> dict[str, Any]:
     """All rates: by pair, by vote, and pooled."""
     rows: dict[str, Any] = {}
     for (prover, temperature), scores in found.items():
-        sides = {f"{prover} -> {verifier}": verifier for verifier in scores.honest} | {f"{prover} -> vote": ""}
+        sides = {f"{prover} -> {verifier}": verifier for verifier in scores.honest} | {
+            f"{prover} -> vote": ""
+        }
         for title, verifier in sides.items():
             rows[f"{title}, temperature {temperature:g}"] = {
                 "honest": rate(scores.honest[verifier] if verifier else voted(scores.honest)),
-                "detection": {name: rate(of[verifier] if verifier else voted(of))["rate"] for name, of in scores.cheats.items()},
+                "detection": {
+                    name: rate(of[verifier] if verifier else voted(of))["rate"]
+                    for name, of in scores.cheats.items()
+                },
                 "warning": scores.warning,
             }
-    named = [score for p, v in NAMED for score in (found[p, 1.0].honest.get(v, []) if (p, 1.0) in found else [])]
+    named = [
+        score
+        for p, v in NAMED
+        for score in (found[p, 1.0].honest.get(v, []) if (p, 1.0) in found else [])
+    ]
     pooled = rate(named)
-    by_vote = {name: rate(score for of in found.values() for score in voted(of.cheats[name])) for name in CHEATS}
-    same = {name: rate(score for (prover, _), of in found.items() for score in of.cheats[name][prover]) for name in CHEATS}
+    by_vote = {
+        name: rate(score for of in found.values() for score in voted(of.cheats[name]))
+        for name in CHEATS
+    }
+    same = {
+        name: rate(score for (prover, _), of in found.items() for score in of.cheats[name][prover])
+        for name in CHEATS
+    }
     return {
         "honest_false_positive_rate": pooled["rate"],
         "honest_claims": pooled["of"],
         "honest_interval": pooled["interval"],
-        "honest_vote": rate(score for (_, heat), of in found.items() if heat for score in voted(of.honest)),
+        "honest_vote": rate(
+            score for (_, heat), of in found.items() if heat for score in voted(of.honest)
+        ),
         "detection": {name: row["rate"] for name, row in by_vote.items()},
         "detection_interval": {name: row["interval"] for name, row in by_vote.items()},
         "detection_same_dtype": {name: row["rate"] for name, row in same.items()},
@@ -139,26 +177,68 @@ def costs(world: World, length: int) -> dict[str, float]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--policy", default="tiny", choices=["tiny"], help="the policy")
-    parser.add_argument("--claims", type=int, default=50, help="of each cheat, dtype and temperature")
-    parser.add_argument("--honest", type=int, help="fresh honest claims of each dtype; as many as --claims if not given")
-    parser.add_argument("--calibrate", type=int, default=200, help="honest claims to calibrate with, at least 20")
+    parser.add_argument(
+        "--claims", type=int, default=50, help="of each cheat, dtype and temperature"
+    )
+    parser.add_argument(
+        "--honest",
+        type=int,
+        help="fresh honest claims of each dtype; as many as --claims if not given",
+    )
+    parser.add_argument(
+        "--calibrate", type=int, default=200, help="honest claims to calibrate with, at least 20"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="of a claim, at most 240")
     parser.add_argument("--dtypes", default="fp32,bf16,fp16", help="of provers and verifiers")
-    parser.add_argument("--rate", type=float, default=1e-4, help="of false alarms, as stated to each of the two tests")
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=1e-4,
+        help="of false alarms, as stated to each of the two tests",
+    )
     parser.add_argument("--votes", type=int, default=100_000, help="simulated votes in each row")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--keep", type=Path, help="keep the scores of each dtype in this folder, and go on from there")
-    parser.add_argument("--figure", type=Path, help="draw detection against false alarms into this file (needs matplotlib)")
-    parser.add_argument("--into", type=Path, metavar="PAGE", help=f"write the tables between {BEGIN} and {END} of a page")
-    parser.add_argument("--sequential", action="store_true", help="claims until the odds against a peer are an alarm")
-    parser.add_argument("--peers", type=int, default=300, help="sequential: honest peers of each pair of dtypes")
-    parser.add_argument("--cheats", type=int, default=30, help="sequential: peers of each cheat and pair")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="keep the scores of each dtype in this folder, and go on from there",
+    )
+    parser.add_argument(
+        "--figure",
+        type=Path,
+        help="draw detection against false alarms into this file (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="PAGE",
+        help=f"write the tables between {BEGIN} and {END} of a page",
+    )
+    parser.add_argument(
+        "--sequential",
+        action="store_true",
+        help="claims until the odds against a peer are an alarm",
+    )
+    parser.add_argument(
+        "--peers", type=int, default=300, help="sequential: honest peers of each pair of dtypes"
+    )
+    parser.add_argument(
+        "--cheats", type=int, default=30, help="sequential: peers of each cheat and pair"
+    )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     options.honest = options.claims if options.honest is None else options.honest
-    bounds = (("claims", 1, 50_000), ("honest", 1, 50_000), ("calibrate", 20, 50_000), ("tokens", 1, 240), ("rate", 1e-9, 0.5))
+    bounds = (
+        ("claims", 1, 50_000),
+        ("honest", 1, 50_000),
+        ("calibrate", 20, 50_000),
+        ("tokens", 1, 240),
+        ("rate", 1e-9, 0.5),
+    )
     simulated = (("peers", 1, 10**6), ("cheats", 1, 10**6))
     for name, low, high in (*bounds, *simulated, ("votes", 1, 10**8), ("jobs", 1, 64)):
         if not low <= getattr(options, name) <= high:
@@ -177,16 +257,32 @@ def main() -> None:
         print(json.dumps(shown) if options.json else sequential.markdown(shown))
         return
     plan = Plan(options.claims, options.honest, options.calibrate, options.tokens, options.rate)
-    greedy = Plan(options.claims, max(1, options.honest // 10), max(20, options.calibrate // 10), options.tokens, options.rate)
+    greedy = Plan(
+        options.claims,
+        max(1, options.honest // 10),
+        max(20, options.calibrate // 10),
+        options.tokens,
+        options.rate,
+    )
     spent = costs(Tiny(), options.tokens)
     kinds = [(prover, heat) for heat in (1.0, 0.0) for prover in options.dtypes]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [
-            pool.submit(one, options.policy, prover, options.dtypes, heat, plan if heat else greedy, options.keep)
+            pool.submit(
+                one,
+                options.policy,
+                prover,
+                options.dtypes,
+                heat,
+                plan if heat else greedy,
+                options.keep,
+            )
             for prover, heat in kinds
         ]
         found: Found = dict(zip(kinds, (job.result() for job in waiting), strict=True))
-    how = {name: getattr(options, name) for name in ("policy", "claims", "calibrate", "tokens", "rate")}
+    how = {
+        name: getattr(options, name) for name in ("policy", "claims", "calibrate", "tokens", "rate")
+    }
     machine = {"python": platform.python_version(), "torch": torch.__version__}
     result = {**how, **machine, **spent, **table(found), "vote": votes.rows(options.votes)}
     tables = markdown(result)

@@ -44,14 +44,22 @@ def rows(claims: int, seed: int = 0) -> list[dict[str, float]]:
             closed = vote(n, collude, miss=ERROR, alarm=ERROR).wrong_accepted
             simulated = simulate(claims, n, collude, random)
             error = math.sqrt(closed * (1 - closed) / claims)
-            row = {"n": n, "collude": collude, "closed": closed, "simulated": simulated, "errors": (simulated - closed) / error}
+            row = {
+                "n": n,
+                "collude": collude,
+                "closed": closed,
+                "simulated": simulated,
+                "errors": (simulated - closed) / error,
+            }
             found.append(row)
     return found
 
 
 def main() -> None:
     """Print a table, or one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--claims", type=int, default=1_000_000)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -63,7 +71,9 @@ def main() -> None:
         return
     print("  n  colluders  closed form  simulated  standard errors")
     for row in found:
-        print(f"{row['n']:3}  {row['collude']:9.0%}  {row['closed']:11.5f}  {row['simulated']:9.5f}  {row['errors']:+15.2f}")
+        print(
+            f"{row['n']:3}  {row['collude']:9.0%}  {row['closed']:11.5f}  {row['simulated']:9.5f}  {row['errors']:+15.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ class Swarm:
     def post(self, action: Callable[[], None]) -> None:
         """Do ``action`` after a message's delay."""
         self.sent += 1
-        heapq.heappush(self._mail, (self.now + self._random.uniform(0, self.world.delay), self.sent, action))
+        heapq.heappush(
+            self._mail, (self.now + self._random.uniform(0, self.world.delay), self.sent, action)
+        )
 
     def run(self, rounds: int, each: Callable[[int], None] = lambda round: None) -> None:
         """Simulate ``rounds`` rounds; ``each`` is called at the end of every one."""
@@ -78,12 +80,18 @@ def outcomes(swarm: Swarm) -> Counter[tuple[bool, str]]:
 
 def main() -> None:
     """Run a simulation and print the table of the first peer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--loss", type=float, default=0.0)
     for kind in KINDS:
-        parser.add_argument(f"--{kind}", type=int, default=5 if kind == "honest" else 1 if kind in ("lazy", "liar") else 0)
+        parser.add_argument(
+            f"--{kind}",
+            type=int,
+            default=5 if kind == "honest" else 1 if kind in ("lazy", "liar") else 0,
+        )
     given = vars(parser.parse_args())
     kinds = {f"{kind}-{number}": kind for kind in KINDS for number in range(given[kind])}
     swarm = Swarm(kinds, World(seed=given["seed"], loss=given["loss"]))
@@ -94,8 +102,15 @@ def main() -> None:
         if standing is not None:
             until = table.banned_until(name)
             state = f"banned until round {until}" if until is not None else ""
-            print(f"{name:12} {standing.score / 1000:8.2f}  claims {standing.claims}  votes {standing.votes}  {state}")
-    print({f"{'right' if right else 'wrong'} {outcome}": count for (right, outcome), count in sorted(outcomes(swarm).items())})
+            print(
+                f"{name:12} {standing.score / 1000:8.2f}  claims {standing.claims}  votes {standing.votes}  {state}"
+            )
+    print(
+        {
+            f"{'right' if right else 'wrong'} {outcome}": count
+            for (right, outcome), count in sorted(outcomes(swarm).items())
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def pair(hosts: list[tuple[Host, Identity]]) -> list[Exchange]:
         )
         for host, _ in hosts
     }  # fmt: skip
-    contexts = [PeerContext(host, identity, SWARM, "0" * 64, 0, lambda: members) for host, identity in hosts]
+    contexts = [
+        PeerContext(host, identity, SWARM, "0" * 64, 0, lambda: members) for host, identity in hosts
+    ]
     return [PairExchange(context, ExchangeTimeouts(exchange=120.0)) for context in contexts]
 
 
@@ -82,14 +84,24 @@ def plain_step(task: TextTask, device: torch.device) -> Counter[str]:
 def measure(task: TextTask, device: torch.device, *, slow_on_device: bool) -> dict[str, Any]:
     """Waits of one inner step, of the plain one, and of one exchange, with where they were."""
     outer = OuterSettings(method="noloco", every=EVERY, lag=LAG, fragments=1)
-    trainer = Trainer(task, outer, TrainSettings(steps=0), device=device, slow_on_device=slow_on_device)
+    trainer = Trainer(
+        task, outer, TrainSettings(steps=0), device=device, slow_on_device=slow_on_device
+    )
     still = task.model()
-    partner = make_outer(outer, torch.optim.SGD(still.parameters(), lr=1e-6), Alone(), model=still, slow_device=torch.device("cpu"))
+    partner = make_outer(
+        outer,
+        torch.optim.SGD(still.parameters(), lr=1e-6),
+        Alone(),
+        model=still,
+        slow_device=torch.device("cpu"),
+    )
     hosts: list[tuple[Host, Identity]] = []
     try:
         for _ in range(2):
             identity = Identity.ephemeral()
-            hosts.append((Host.start(identity, bootstrap=hosts[0][0].addresses() if hosts else ()), identity))
+            hosts.append(
+                (Host.start(identity, bootstrap=hosts[0][0].addresses() if hosts else ()), identity)
+            )
         ours, theirs = pair(hosts)
         trainer.connect(ours, SWARM, Shard(0, 1, 0))
         partner.exchange, partner.run = theirs, SWARM
@@ -128,12 +140,21 @@ def _counted(trainer: Trainer, partner: OuterOptimizer) -> dict[str, Any]:
     counted = by_step[EVERY + LAG :]
     total: Counter[str] = sum(counted, Counter())
     total.subtract({what: number * len(counted) for what, number in inner.items()})
-    return {"inner": inner, "exchange": {what: number / ROUNDS for what, number in total.items() if number}}
+    return {
+        "inner": inner,
+        "exchange": {what: number / ROUNDS for what, number in total.items() if number},
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", default="1000000,10000000", help=f"comma-separated, of {', '.join(map(str, SHAPES))}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--params",
+        default="1000000,10000000",
+        help=f"comma-separated, of {', '.join(map(str, SHAPES))}",
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if WAITS not in sys.modules:
@@ -144,10 +165,14 @@ def main() -> None:
     for params in map(int, options.params.split(",")):
         for slow_on_device in (False, True):
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(task_of(params, Path(folder)), device, slow_on_device=slow_on_device)
+                found = measure(
+                    task_of(params, Path(folder)), device, slow_on_device=slow_on_device
+                )
             counts = {"inner_step": "inner", "plain_step": "plain", "exchange": "exchange"}
             row = {"params": params, "slow": "device" if slow_on_device else "cpu"}
-            rows.append(row | {name: round(sum(found[part].values()), 2) for name, part in counts.items()})
+            rows.append(
+                row | {name: round(sum(found[part].values()), 2) for name, part in counts.items()}
+            )
             print(rows[-1], file=sys.stderr)
             for name, part in counts.items():
                 for what, number in sorted(found[part].items(), key=lambda one: -one[1]):

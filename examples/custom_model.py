@@ -31,7 +31,9 @@ class Teacher(Task):
     def model(self) -> nn.Module:
         """Return an MLP with two hidden layers."""
         w = self.width
-        return nn.Sequential(nn.Linear(16, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 8))
+        return nn.Sequential(
+            nn.Linear(16, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 8)
+        )
 
     def batches(self, shard: Shard) -> Iterator[Batch]:
         """Yield batches of 32 of the shard's own examples, without end."""
@@ -49,7 +51,9 @@ class Teacher(Task):
     def evaluate(self, model: nn.Module) -> float:
         """Return the cross-entropy on points that are in no shard, the same on every peer."""
         device = next(model.parameters()).device
-        return float(self.loss(model, {k: v.to(device) for k, v in self.draw(2000, seed=0).items()}))
+        return float(
+            self.loss(model, {k: v.to(device) for k, v in self.draw(2000, seed=0).items()})
+        )
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return Adam."""

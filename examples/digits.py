@@ -30,7 +30,9 @@ class Digits(Task):
         """Images, float32 (1797, 1, 8, 8) from 0 to 1, and digits, int64 (1797,), in an order that all peers share."""
         raw = load_digits()
         order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
-        return torch.tensor(raw.images, dtype=torch.float32)[order].unsqueeze(1) / 16, torch.tensor(raw.target)[order]
+        return torch.tensor(raw.images, dtype=torch.float32)[order].unsqueeze(1) / 16, torch.tensor(
+            raw.target
+        )[order]
 
     def model(self) -> nn.Module:
         """Return a model that maps images (B, 1, 8, 8) to logits (B, 10)."""
@@ -61,7 +63,9 @@ class Digits(Task):
     def evaluate(self, model: nn.Module) -> float:
         """Return the cross-entropy on the fifth that is held out."""
         device, count = next(model.parameters()).device, len(self.images[1]) // 5
-        return float(self.loss(model, (self.images[0][:count].to(device), self.images[1][:count].to(device))))
+        return float(
+            self.loss(model, (self.images[0][:count].to(device), self.images[1][:count].to(device)))
+        )
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW."""

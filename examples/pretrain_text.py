@@ -24,12 +24,18 @@ def show(info: RoundInfo) -> None:
 
 def main() -> None:
     """Train, and print the loss on held-out text."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--link", help="of the swarm to join; without it a new one begins")
     parser.add_argument("--data", default="", help="files or folders of text")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--every", type=int, default=25, help="inner steps between two exchanges, of a new swarm")
-    parser.add_argument("--peers", type=int, default=1, help="peers that a new swarm waits for before it begins")
+    parser.add_argument(
+        "--every", type=int, default=25, help="inner steps between two exchanges, of a new swarm"
+    )
+    parser.add_argument(
+        "--peers", type=int, default=1, help="peers that a new swarm waits for before it begins"
+    )
     parser.add_argument("--width", type=int, default=64, help="of the model; the same everywhere")
     parser.add_argument("--listen", default=LISTEN, help="where others reach this peer")
     chosen = parser.parse_args()
@@ -41,7 +47,13 @@ def main() -> None:
     if chosen.link:
         session = shoal.join(chosen.link, state=model, network=network)
     else:
-        session = shoal.create(state=model, every=chosen.every, start_when=chosen.peers, network=network, finish="average")
+        session = shoal.create(
+            state=model,
+            every=chosen.every,
+            start_when=chosen.peers,
+            network=network,
+            finish="average",
+        )
         print(session.link, flush=True)
     with session as s:
         opt = s.optimizer(inner, on_round=show)

@@ -42,13 +42,25 @@ DIAL_S = ASK_S = 10.0  # seconds to connect, and for one question and its answer
 async def main(link: Link) -> None:
     """Connect to the peers of ``link``, then print title and statuses for as long as it runs."""
     host: Any = new_host(key_pair=create_new_key_pair())
-    router = GossipSub(protocols=[TProtocol("/meshsub/1.1.0")], degree=6, degree_low=4, degree_high=12, heartbeat_interval=1)
+    router = GossipSub(
+        protocols=[TProtocol("/meshsub/1.1.0")],
+        degree=6,
+        degree_low=4,
+        degree_high=12,
+        heartbeat_interval=1,
+    )
     topic = topic_of(link.swarm, Status)
     pubsub = Pubsub(host, router, max_inbound_rpc_size=4 * MAX_MESSAGE, allowed_topics={topic})
-    async with host.run(listen_addrs=[]), background_trio_service(pubsub), background_trio_service(router):
+    async with (
+        host.run(listen_addrs=[]),
+        background_trio_service(pubsub),
+        background_trio_service(router),
+    ):
         await pubsub.wait_until_ready()
         subscription = await pubsub.subscribe(topic)
-        reached = [peer for address in link.bootstrap if (peer := await connect(host, address)) is not None]
+        reached = [
+            peer for address in link.bootstrap if (peer := await connect(host, address)) is not None
+        ]
         if not reached:
             sys.exit("No peer of the link answers: ask for a fresh one.")
         with trio.move_on_after(ASK_S):
@@ -56,7 +68,10 @@ async def main(link: Link) -> None:
         while True:
             message = await subscription.get()
             if (status := opened(bytes(message.data), link.swarm)) is not None:
-                print(status.model_dump_json(include={"name", "peer", "state", "round", "loss"}), flush=True)
+                print(
+                    status.model_dump_json(include={"name", "peer", "state", "round", "loss"}),
+                    flush=True,
+                )
 
 
 async def connect(host: Any, address: str) -> ID | None:

@@ -36,15 +36,23 @@ def make_model(shards: int) -> tuple[nn.Module, Distributed | None]:
         return model, None
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("peer", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("peer", "shard")
+    )
     fully_shard(model, mesh=mesh["shard"])
     return model, Distributed.for_shards(mesh)
 
 
 def main() -> None:
     """Train, and print the loss over the whole text before and after."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", action="store_true", help="NoLoCo with one other peer in place of DiLoCo with all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="NoLoCo with one other peer in place of DiLoCo with all",
+    )
     parser.add_argument("--shards", type=int, default=1, help="processes of one peer")
     parser.add_argument("--steps", type=int, default=300)
     chosen = parser.parse_args()
@@ -71,10 +79,14 @@ def main() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         opt.step()  # every 25th step also averages with the other peers
         opt.zero_grad()
-    opt.finish(average=True)  # the mean of the slow weights; if it is over all peers, they end with one model
+    opt.finish(
+        average=True
+    )  # the mean of the slow weights; if it is over all peers, they end with one model
     after = loss_over_all()
     if dist.get_rank() == 0:
-        print(f"loss over the whole text: {before:.3f} before, {after:.3f} after {chosen.steps} steps, each on its own part")
+        print(
+            f"loss over the whole text: {before:.3f} before, {after:.3f} after {chosen.steps} steps, each on its own part"
+        )
     exchange.close()
     dist.destroy_process_group()
 

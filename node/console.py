@@ -40,7 +40,10 @@ class ExitCode(IntEnum):
     SWARM_FAILED = 3, "the swarm or one of its nodes failed"
     REFUSED = 4, "a claim was checked and refused (`shoal verify`)"
     DEVICE_FAILED = 5, "the device (a GPU) failed; the last checkpoint remains"
-    UNFIT_MACHINE = 10, "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way"
+    UNFIT_MACHINE = (
+        10,
+        "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way",
+    )
     NO_DAEMON = 11, "`shoal doctor`: the network daemon does not start, or the port is taken"
     UNREACHED = 12, "`shoal doctor`: nobody behind the link can be reached"
     DIFFERS = 13, "`shoal doctor`: swarm id, version, task or model differ from the swarm's"
@@ -67,7 +70,14 @@ def dumps(value: Any) -> str:
     return json.dumps(finite(value), allow_nan=False)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Collection[str], width: int, title: str = "") -> str:
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Collection[str],
+    width: int,
+    title: str = "",
+) -> str:
     """Return a table for people, ``width`` characters wide at most: ``words`` are the columns that stand to the left."""
     from rich.console import Console
     from rich.table import Table
@@ -129,11 +139,19 @@ def drop_lost_output() -> None:
     """Let this process go on when the reader of its stdout or stderr is gone."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, name)
-        if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__"):  # else someone reads it in this process
+        if isinstance(old, io.TextIOWrapper) and old is getattr(
+            sys, f"__{name}__"
+        ):  # else someone reads it in this process
             raw = _Lasting(number, "wb", closefd=False)
-            buffer: Any = raw if isinstance(old.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw: PYTHONUNBUFFERED
+            buffer: Any = (
+                raw if isinstance(old.buffer, io.RawIOBase) else io.BufferedWriter(raw)
+            )  # raw: PYTHONUNBUFFERED
             new = io.TextIOWrapper(
-                buffer, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=old.write_through
+                buffer,
+                old.encoding,
+                old.errors,
+                line_buffering=old.line_buffering,
+                write_through=old.write_through,
             )
             setattr(sys, name, new)
 
@@ -148,12 +166,16 @@ def log_to_stderr(verbose: bool) -> None:
     """Log to stderr, for as long as the process lives."""
     # Warnings of shoal are for the user; the rest, and what libraries log, come only with --verbose.
     level = logging.WARNING if verbose else logging.ERROR
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True
+    )
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.WARNING)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")
 
 
-def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
+def free_memory(
+    proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
+) -> tuple[float, float]:
     """Return the bytes of main memory available now, and in all: the machine's, or its container's where that is less."""
     try:
         values = _numbers(proc / "meminfo", 1024)
@@ -162,7 +184,10 @@ def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
         free = total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:  # of a container, as it sees it; a word in place of a number: no limit
         limit = float((group / "memory.max").read_text(encoding="ascii"))
-        used = float((group / "memory.current").read_text(encoding="ascii")) - _numbers(group / "memory.stat", 1)["inactive_file"]
+        used = (
+            float((group / "memory.current").read_text(encoding="ascii"))
+            - _numbers(group / "memory.stat", 1)["inactive_file"]
+        )
     except (OSError, ValueError, KeyError):
         return free, total
     return max(min(free, limit - used), 0.0), min(total, limit)
@@ -190,16 +215,24 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def require(error: type[ShoalError], what: str, *packages: str, extra: str, otherwise: str = "") -> None:
+def require(
+    error: type[ShoalError], what: str, *packages: str, extra: str, otherwise: str = ""
+) -> None:
     """Raise ``error`` unless all ``packages``, which ``what`` needs and shoal's ``extra`` installs, can be found; none is imported.
 
     ``otherwise``: what can be done without them, such as "name files".
     """
     missing = [package for package in packages if not _is_there(package)]
     if missing:
-        lacking = f"the package {missing[0]}, which is" if len(missing) == 1 else f"the packages {', '.join(missing)}, which are"
+        lacking = (
+            f"the package {missing[0]}, which is"
+            if len(missing) == 1
+            else f"the packages {', '.join(missing)}, which are"
+        )
         instead = f", or {otherwise}" if otherwise else ""
-        raise error(f"{what} needs {lacking} not installed: run pip install 'shoal[{extra}]'{instead}.")
+        raise error(
+            f"{what} needs {lacking} not installed: run pip install 'shoal[{extra}]'{instead}."
+        )
 
 
 def _is_there(package: str) -> bool:
@@ -233,5 +266,7 @@ def parse_address(text: str) -> Address:
     """Return ``text`` as an address; without a host it is loopback, which other machines cannot reach. Raises ValueError."""
     found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):)?([0-9]{1,5})", text)
     if found is None or int(found[2]) > MAX_PORT:
-        raise ValueError("it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at most 65535")
+        raise ValueError(
+            "it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at most 65535"
+        )
     return Address((found[1] or HERE).strip("[]"), int(found[2]))

@@ -33,7 +33,11 @@ class Row:
     @property
     def memory(self) -> float | None:
         """Bytes beyond training alone, if they were measured with this method; mod4, which keeps what it sent, was not."""
-        return None if self.outer.codec == "mod4" else memory_of(self.outer.method, self.params, overlapped=bool(self.work.lag))
+        return (
+            None
+            if self.outer.codec == "mod4"
+            else memory_of(self.outer.method, self.params, overlapped=bool(self.work.lag))
+        )
 
     @property
     def blocks(self) -> bool:
@@ -42,7 +46,11 @@ class Row:
 
     def toml(self) -> str:
         """Return the settings as a file that `shoal up` takes."""
-        lines = [f"{key} = {json.dumps(value)}" for key in COPIED if (value := getattr(self.outer, key)) is not None]
+        lines = [
+            f"{key} = {json.dumps(value)}"
+            for key in COPIED
+            if (value := getattr(self.outer, key)) is not None
+        ]
         return "\n".join(["[outer]", *lines]) + "\n"
 
     def json(self) -> dict[str, Any]:
@@ -106,13 +114,21 @@ def choices(every: int | None = None) -> Iterator[OuterSettings]:
                 method.check_codec(codec_named(name))
             except ValueError:
                 continue
-            lags = [None] if method.schedule != "overlaps" else ["auto", 0] if method.group == "pair" else ["auto"]
+            lags = (
+                [None]
+                if method.schedule != "overlaps"
+                else ["auto", 0]
+                if method.group == "pair"
+                else ["auto"]
+            )
             for lag in lags:
                 given = {"method": method.name, "codec": name, "every": every, "lag": lag}
                 yield OuterSettings.model_validate(given)
 
 
-def rows(line: Line, *, params: int, peers: int, step_s: float, every: int | None = None) -> list[Row]:
+def rows(
+    line: Line, *, params: int, peers: int, step_s: float, every: int | None = None
+) -> list[Row]:
     """Return all choices: those that compute nearly always first, by bytes; then the others, by how much they compute."""
     made = []
     for outer in choices(every):

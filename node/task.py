@@ -30,7 +30,18 @@ from shoal.swarm.training.shard import Shard as Shard
 log = logging.getLogger(__name__)
 
 _SEQUENCES = (tuple, list, UserList, deque)  # others may be ranges, or draw their items from a disk
-_PLAIN = (torch.Tensor, np.ndarray, np.generic, Number, str, bytes, bytearray, torch.dtype, torch.device, type(None))
+_PLAIN = (
+    torch.Tensor,
+    np.ndarray,
+    np.generic,
+    Number,
+    str,
+    bytes,
+    bytearray,
+    torch.dtype,
+    torch.device,
+    type(None),
+)
 
 
 def parts(value: Any) -> dict[Any, Any] | None:
@@ -43,7 +54,11 @@ def parts(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     own = getattr(value, "__dict__", {})
     if is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)} | own
+        return {
+            field.name: getattr(value, field.name)
+            for field in fields(value)
+            if hasattr(value, field.name)
+        } | own
     return dict(own) if own and _has_to(value) else None
 
 
@@ -71,7 +86,9 @@ def mapped(batch: Any, change: Callable[[Any], Any], *, anew: bool = False) -> A
     return _with(batch, inside, lambda part: mapped(part, change, anew=anew), anew=anew)
 
 
-def _with(batch: Any, inside: dict[Any, Any], change: Callable[[Any], Any], *, anew: bool = False) -> Any:
+def _with(
+    batch: Any, inside: dict[Any, Any], change: Callable[[Any], Any], *, anew: bool = False
+) -> Any:
     changed = {key: change(part) for key, part in inside.items()}
     if not anew and all(changed[key] is part for key, part in inside.items()):
         return batch
@@ -99,7 +116,9 @@ def _filled(like: Any, inside: dict[Any, Any]) -> Any:
         return new
     if isinstance(like, _SEQUENCES):
         items = inside.values()
-        return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)  # a named tuple takes them one by one
+        return (
+            type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+        )  # a named tuple takes them one by one
     new = copy.copy(like)
     for name, part in inside.items():
         object.__setattr__(new, name, part)  # the dataclass may be frozen
@@ -130,15 +149,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     inside = parts(batch)
-    if _has_to(batch) and not isinstance(batch, dict | UserDict):  # those move their values only, not what lies deeper
+    if _has_to(batch) and not isinstance(
+        batch, dict | UserDict
+    ):  # those move their values only, not what lies deeper
         held = () if inside is None else leaves(batch)
-        if device.type == "cpu" and all(leaf.device == device for leaf in held if isinstance(leaf, torch.Tensor)):
+        if device.type == "cpu" and all(
+            leaf.device == device for leaf in held if isinstance(leaf, torch.Tensor)
+        ):
             return batch
         try:
             new = copy.copy(batch)  # which may be the data set's own
             moved = new.to(device)
         except Exception as error:
-            raise failed(f"The object of type {type(batch).__name__} in a batch", "to(device)", error) from error
+            raise failed(
+                f"The object of type {type(batch).__name__} in a batch", "to(device)", error
+            ) from error
         return new if moved is None else moved
     if inside is None:
         if device.type != "cpu" and not isinstance(batch, _PLAIN):
@@ -187,7 +212,9 @@ class NumberedBatches(Iterator[Any]):
         return self.batch(self.next_number - 1)
 
     def batch(self, number: int) -> Any:
-        return self._dataset[number % len(self._dataset) if hasattr(self._dataset, "__len__") else number]
+        return self._dataset[
+            number % len(self._dataset) if hasattr(self._dataset, "__len__") else number
+        ]
 
 
 class LoadedBatches(Batches):
@@ -221,7 +248,9 @@ class LoadedBatches(Batches):
         return self._next()
 
     def _next(self) -> Any:
-        for _ in range(2):  # an epoch may have ended just now; a second one without any batch is the end
+        for _ in range(
+            2
+        ):  # an epoch may have ended just now; a second one without any batch is the end
             if self._inner is None:
                 self._begin_epoch()
             try:
@@ -245,7 +274,12 @@ class LoadedBatches(Batches):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the place in it; of a loader with a state (torchdata's StatefulDataLoader) that too."""
-        found = {"epoch": self._epoch, "drawn": self._drawn, "dropping": self._to_drop, "workers": self._loader.num_workers}
+        found = {
+            "epoch": self._epoch,
+            "drawn": self._drawn,
+            "dropping": self._to_drop,
+            "workers": self._loader.num_workers,
+        }
         known = self._inner is not None and hasattr(self._loader, "load_state_dict")
         return {**found, "loader": self._loader.state_dict() if known else None}
 
@@ -336,7 +370,9 @@ class Task:
         """
         return hidden_matrices(model)
 
-    def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
+    def lr_scheduler(
+        self, optimizer: torch.optim.Optimizer, steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end). Default: none."""
         return None
 
@@ -349,5 +385,7 @@ def tokens_in(task: Any, batch: Any) -> int:
     own = getattr(task, "tokens", None)
     tokens = int(own(batch)) if callable(own) else elements(batch)
     if tokens < 1:
-        raise OuterError(f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number of at least 1.")
+        raise OuterError(
+            f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number of at least 1."
+        )
     return tokens

@@ -55,7 +55,11 @@ class DeviceError(ShoalError):
             f"An operation on the device failed ({said}), often because an index is too large, and this came up only now{which}: "
             "mend that, or the driver, and go on from the last checkpoint with --resume."
         )
-        self.trace = user_trace(error) if any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__)) else ""
+        self.trace = (
+            user_trace(error)
+            if any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+            else ""
+        )
 
 
 def belongs_to_user(*, folder: Path | None = None, module: str = "") -> None:
@@ -89,7 +93,11 @@ def calling(owner: object, function: str, through: object = None) -> Iterator[No
         yield
     except (Exception, SystemExit) as error:
         subject = getattr(owner, "user_subject", None)
-        if subject is None or isinstance(error, ShoalError) or not (through is None or blamed(error, through)):
+        if (
+            subject is None
+            or isinstance(error, ShoalError)
+            or not (through is None or blamed(error, through))
+        ):
             raise
         raise failed(subject, function, error) from error
 
@@ -99,14 +107,22 @@ def failed(subject: str, function: str, error: BaseException) -> ShoalError:
     if device_failed(error):
         return DeviceError(error)
     said = f"{subject} failed in {function}: {summary(error)}"
-    return UserCodeError(f"{said}: {SMALLER if out_of_memory(error) else 'mend it'}.", user_trace(error))
+    return UserCodeError(
+        f"{said}: {SMALLER if out_of_memory(error) else 'mend it'}.", user_trace(error)
+    )
 
 
 def summary(error: BaseException) -> str:
     """Return ``error`` in a few words, with the last line of the user's that it came from."""
     said = str(error).splitlines() or [""]
-    first = said[-1 if said[0].startswith("Caught ") else 0][:300].rstrip(" .:")  # torch wraps an error of a DataLoader's worker
-    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if _is_users(f)]
+    first = said[-1 if said[0].startswith("Caught ") else 0][:300].rstrip(
+        " .:"
+    )  # torch wraps an error of a DataLoader's worker
+    lines = [
+        (f.f_code.co_filename, line)
+        for f, line in traceback.walk_tb(error.__traceback__)
+        if _is_users(f)
+    ]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         lines = [(error.filename, error.lineno)]
         first = error.msg
@@ -127,7 +143,10 @@ def user_trace(error: BaseException) -> str:
 
 def blamed(error: BaseException, owner: object) -> bool:
     """Return whether ``error`` came through a method of ``owner``, or through a file of the user's."""
-    return any(_is_users(frame) or frame.f_locals.get("self") is owner for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(
+        _is_users(frame) or frame.f_locals.get("self") is owner
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def explained(error: Exception) -> ShoalError | None:
@@ -143,7 +162,9 @@ def explained(error: Exception) -> ShoalError | None:
         return failed("Your code", f"{frames[-1].f_code.co_name}()", error)
     if out_of_memory(error):
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
-        return ShoalError(f"There is not enough memory ({why[:300]}): train a smaller model or batch, or end other programs.")
+        return ShoalError(
+            f"There is not enough memory ({why[:300]}): train a smaller model or batch, or end other programs."
+        )
     return None
 
 

@@ -45,7 +45,11 @@ class Beside:
     """A stream beside that of the thread which makes this. A ``device`` without streams (Apple's) has one for all."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = (torch.accelerator.current_stream(device), torch.Stream(device)) if copies_beside(device) else None
+        self._streams = (
+            (torch.accelerator.current_stream(device), torch.Stream(device))
+            if copies_beside(device)
+            else None
+        )
 
     @contextmanager
     def before(self) -> Iterator[None]:
@@ -88,7 +92,11 @@ def allocated(device: torch.device) -> int:
 
 def peak(device: torch.device) -> int | None:
     """Return the most bytes that tensors of this process had there since `forget_peak`; None where the kind does not tell."""
-    return int(torch.get_device_module(device).max_memory_allocated(device)) if copies_beside(device) else None
+    return (
+        int(torch.get_device_module(device).max_memory_allocated(device))
+        if copies_beside(device)
+        else None
+    )
 
 
 def forget_peak(device: torch.device) -> None:
@@ -107,16 +115,29 @@ def current_device() -> Callable[[], None]:
 def accelerator_of(tensors: Iterable[Tensor]) -> torch.device | None:
     """Return the accelerator on which all tensors are; None if there is none, or one is elsewhere."""
     devices = {tensor.device for tensor in tensors}
-    return devices.pop() if len(devices) == 1 and not devices & {torch.device("cpu"), torch.device("meta")} else None
+    return (
+        devices.pop()
+        if len(devices) == 1 and not devices & {torch.device("cpu"), torch.device("meta")}
+        else None
+    )
 
 
 def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the other in few pieces (`pieces`)."""
-    sizes, found = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors], dict[int, Tensor]()
+    sizes, found = (
+        [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors],
+        dict[int, Tensor](),
+    )
     for places in pieces(sizes):
-        memory = torch.empty(sum(sizes[place] for place in places), dtype=torch.uint8, device="cpu", pin_memory=True)
-        for place, part in zip(places, torch.split(memory, [sizes[place] for place in places]), strict=True):
-            found[place] = part[: tensors[place].nbytes].view(tensors[place].dtype).view(tensors[place].shape)
+        memory = torch.empty(
+            sum(sizes[place] for place in places), dtype=torch.uint8, device="cpu", pin_memory=True
+        )
+        for place, part in zip(
+            places, torch.split(memory, [sizes[place] for place in places]), strict=True
+        ):
+            found[place] = (
+                part[: tensors[place].nbytes].view(tensors[place].dtype).view(tensors[place].shape)
+            )
     return [found[place] for place in range(len(tensors))]
 
 
@@ -142,7 +163,10 @@ def pieces(sizes: Sequence[int]) -> list[list[int]]:
 
 def pinned_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes that torch takes from the system for the pinned memory of ``tensors``: of each piece a power of two."""
-    pieces = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors if tensor.is_pinned())}
+    pieces = {
+        s.data_ptr(): s.nbytes()
+        for s in (tensor.untyped_storage() for tensor in tensors if tensor.is_pinned())
+    }
     return sum(1 << (size - 1).bit_length() for size in pieces.values() if size)
 
 
@@ -172,7 +196,11 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         # Torch takes this memory back once the copy has ended, not before.
         flat = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=copies_beside(device))
         torch.cat([tensors[place].reshape(-1) for place in places], out=flat)
-        for place, part in zip(places, torch.split(flat.to(device, non_blocking=copies_beside(device)), sizes), strict=True):
+        for place, part in zip(
+            places,
+            torch.split(flat.to(device, non_blocking=copies_beside(device)), sizes),
+            strict=True,
+        ):
             found[place] = part.view(tensors[place].shape)
     return [tensor.to(device) for tensor in found]
 
@@ -193,6 +221,8 @@ def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
         beside = not waits and copies_beside(flat.device)
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=beside)
         flat = host.copy_(flat, non_blocking=beside)
-        for place, part in zip(places, torch.split(flat, [tensors[place].numel() for place in places]), strict=True):
+        for place, part in zip(
+            places, torch.split(flat, [tensors[place].numel() for place in places]), strict=True
+        ):
             found[place] = part.view(tensors[place].shape)
     return found

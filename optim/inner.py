@@ -20,7 +20,9 @@ from shoal.optim.ranks.group import cut_like
 if TYPE_CHECKING:
     from torch.optim import Muon
 else:
-    Muon = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # it came with 2.9, and all else here needs no more than 2.7
+    Muon = getattr(
+        torch.optim, "Muon", torch.optim.Optimizer
+    )  # it came with 2.9, and all else here needs no more than 2.7
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -39,7 +41,9 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _is_block(module: nn.Module) -> bool:
     parts = sum(any(True for _ in child.parameters()) for child in module.children())
-    return parts > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # they are never called
+    return parts > 1 and not isinstance(
+        module, nn.ModuleList | nn.ModuleDict
+    )  # they are never called
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
@@ -61,12 +65,22 @@ def hidden_matrices(model: nn.Module) -> list[str]:
     hidden = {id(parameter) for module in within for parameter in _weights(module)}
     outputs = [found for module in modules if (found := _output(module)) is not None]
     looked_up = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    hidden -= {id(parameter) for module in [*looked_up, *outputs] for parameter in module.parameters()}
-    return [name for name, p in model.named_parameters() if id(p) in hidden and p.requires_grad and p.ndim == 2]
+    hidden -= {
+        id(parameter) for module in [*looked_up, *outputs] for parameter in module.parameters()
+    }
+    return [
+        name
+        for name, p in model.named_parameters()
+        if id(p) in hidden and p.requires_grad and p.ndim == 2
+    ]
 
 
 def _weights(module: nn.Module) -> Iterator[Tensor]:
-    return (p for name, p in module.named_parameters(recurse=False) if name == "weight" or name.endswith("_weight"))
+    return (
+        p
+        for name, p in module.named_parameters(recurse=False)
+        if name == "weight" or name.endswith("_weight")
+    )
 
 
 def _output(module: nn.Module) -> nn.Module | None:
@@ -105,18 +119,32 @@ def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
         if every[name].ndim != 2 or not every[name].requires_grad:
             shape = "x".join(map(str, every[name].shape)) or "one number"
             what = f"is not a matrix ({shape})" if every[name].ndim != 2 else "is frozen"
-            raise ValueError(f"the parameter {name!r}, which Muon is to train, {what}: leave it to AdamW")
+            raise ValueError(
+                f"the parameter {name!r}, which Muon is to train, {what}: leave it to AdamW"
+            )
         chosen.add(id(every[name]))
     if not chosen:
         raise ValueError(
             "the model has no matrix for Muon (weights of hidden layers that are trained): choose AdamW, or name its matrices"
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    muon, adamw = ({n: p.numel() for n, p in trained.items() if (id(p) in chosen) is mine} for mine in (True, False))
+    muon, adamw = (
+        {n: p.numel() for n, p in trained.items() if (id(p) in chosen) is mine}
+        for mine in (True, False)
+    )
     return Split(muon, adamw)
 
 
-OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+OPTIONS = (
+    "lr",
+    "weight_decay",
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+)
 """Muon's own settings: a group has more of them once an outer optimizer wraps it, or it was loaded."""
 
 
@@ -151,7 +179,10 @@ class WholeMuon(Muon):
         once = Muon([whole], **options)
         once.state[whole]["momentum_buffer"] = _whole(momentum)
         once.step()  # type: ignore[no-untyped-call]
-        for mine, moved in ((parameter, whole.detach()), (momentum, once.state[whole]["momentum_buffer"])):
+        for mine, moved in (
+            (parameter, whole.detach()),
+            (momentum, once.state[whole]["momentum_buffer"]),
+        ):
             local(mine).copy_(local(cut_like(moved, mine)))
 
 
@@ -191,15 +222,21 @@ def muon(
         ValueError: there is no matrix for Muon, a name in ``matrices`` is not that of a trained one, or torch has no Muon.
     """
     if not hasattr(torch.optim, "Muon"):
-        raise ValueError(f"PyTorch {torch.__version__} has no Muon: install 2.9 or newer, or choose AdamW")
+        raise ValueError(
+            f"PyTorch {torch.__version__} has no Muon: install 2.9 or newer, or choose AdamW"
+        )
     found = split(model, matrices)
     named: dict[str, Tensor] = dict(model.named_parameters())
     ours, others = ([named[name] for name in names] for names in (found.muon, found.adamw))
     kind = WholeMuon if any(hasattr(matrix, "full_tensor") for matrix in ours) else Muon
-    parts: list[torch.optim.Optimizer] = [kind(ours, lr=lr, momentum=momentum, weight_decay=weight_decay)]
+    parts: list[torch.optim.Optimizer] = [
+        kind(ours, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    ]
     if others:
         # The fused kernel halves AdamW's time on the CPU; elsewhere torch chooses.
         fused = True if all(p.device.type == "cpu" for p in others) else None
         rate = lr if adamw_lr is None else adamw_lr
-        parts.append(torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused))
+        parts.append(
+            torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused)
+        )
     return Combined(parts, order=list(named.values()))

@@ -68,7 +68,9 @@ class Method:
     @property
     def optimizer(self) -> type[OuterOptimizer]:
         module, _, name = self.place.partition(".")
-        found: type[OuterOptimizer] = getattr(importlib.import_module(f"shoal.optim.rules.{module}"), name)
+        found: type[OuterOptimizer] = getattr(
+            importlib.import_module(f"shoal.optim.rules.{module}"), name
+        )
         return found
 
     @property
@@ -81,7 +83,9 @@ class Method:
         """The method's own keyword arguments and their defaults; besides them it takes all ``Options``."""
         parameters = inspect.signature(self.optimizer).parameters.values()
         skip = (*NO_KNOBS, *self.fixed)
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in skip}
+        return {
+            p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in skip
+        }
 
     def make(self, inner: Inner, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
         """Return the optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that method or codec cannot use."""

@@ -32,4 +32,15 @@ from shoal.optim.outer.rule import RoundContext, Rule
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.rules.diloco import *
 from shoal.optim.rules.gossip import *
-from shoal.optim.schedule import Apply, Delayed, Every, RoundLength, Schedule, Seconds, Send, Steps, Streaming, Tokens
+from shoal.optim.schedule import (
+    Apply,
+    Delayed,
+    Every,
+    RoundLength,
+    Schedule,
+    Seconds,
+    Send,
+    Steps,
+    Streaming,
+    Tokens,
+)

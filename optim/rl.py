@@ -47,9 +47,13 @@ def group_advantages(rewards: Tensor, group: Tensor) -> Tensor:
     nothing to any gradient, though its tokens count in the mean. ValueError if shapes differ or a reward is not finite.
     """
     if rewards.ndim != 1 or rewards.shape != group.shape:
-        raise ValueError(f"rewards and group must be two equally long rows, got {tuple(rewards.shape)} and {tuple(group.shape)}")
+        raise ValueError(
+            f"rewards and group must be two equally long rows, got {tuple(rewards.shape)} and {tuple(group.shape)}"
+        )
     if not bool(rewards.isfinite().all()):
-        raise ValueError("a reward is not finite: the environment must return a finite number for every completion")
+        raise ValueError(
+            "a reward is not finite: the environment must return a finite number for every completion"
+        )
     values = rewards.double()
     ids, place = torch.unique(group, return_inverse=True)
     zeros = values.new_zeros(ids.numel())
@@ -86,18 +90,30 @@ class Completions:
     def __post_init__(self) -> None:
         shape = self.new.shape
         if len(shape) != 2 or self.mask.dtype != torch.bool:
-            raise ValueError(f"new must be (B, T) and mask bool, got {tuple(shape)} and {self.mask.dtype}")
-        given = {"old": self.old, "mask": self.mask} | ({} if self.behaviour is None else {"behaviour": self.behaviour})
+            raise ValueError(
+                f"new must be (B, T) and mask bool, got {tuple(shape)} and {self.mask.dtype}"
+            )
+        given = {"old": self.old, "mask": self.mask} | (
+            {} if self.behaviour is None else {"behaviour": self.behaviour}
+        )
         for name, tensor in given.items():
             if tensor.shape != shape:
-                raise ValueError(f"{name} must have the shape of new, {tuple(shape)}, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"{name} must have the shape of new, {tuple(shape)}, got {tuple(tensor.shape)}"
+                )
         if self.advantages.shape != shape[:1]:
-            raise ValueError(f"advantages must be one number per completion, ({shape[0]},), got {tuple(self.advantages.shape)}")
+            raise ValueError(
+                f"advantages must be one number per completion, ({shape[0]},), got {tuple(self.advantages.shape)}"
+            )
         if not bool((self.new.detach() < math.inf).logical_or(~self.mask).all()):
-            raise ValueError("new holds NaN or infinity: the policy that is updated has diverged, so lower its learning rate")
+            raise ValueError(
+                "new holds NaN or infinity: the policy that is updated has diverged, so lower its learning rate"
+            )
         for name, tensor in {**given, "advantages": self.advantages[:, None]}.items():
             if not bool((tensor.isfinite() | ~self.mask).all()):
-                raise ValueError(f"{name} holds a number that is not finite: leave that completion out")
+                raise ValueError(
+                    f"{name} holds a number that is not finite: leave that completion out"
+                )
 
     def ratio(self) -> Tensor:
         """Return new over old policy, (B, T), at least float32; 1 where the mask is not set."""
@@ -116,7 +132,9 @@ class Completions:
 
     def _ratio(self, above: Tensor, below: Tensor) -> Tensor:
         # Both are masked before the subtraction: the padding may be infinite or NaN.
-        difference = _wide(above).masked_fill(~self.mask, 0.0) - _wide(below).masked_fill(~self.mask, 0.0)
+        difference = _wide(above).masked_fill(~self.mask, 0.0) - _wide(below).masked_fill(
+            ~self.mask, 0.0
+        )
         return difference.clamp(-MAX_LOG, MAX_LOG).exp()
 
 
@@ -189,11 +207,15 @@ def prime(
     return torch.where(kept, terms, 0.0)
 
 
-LOSSES: dict[str, TokenLoss] = {loss.__name__: loss for loss in (sapo, tis, decoupled, positive, prime)}
+LOSSES: dict[str, TokenLoss] = {
+    loss.__name__: loss for loss in (sapo, tis, decoupled, positive, prime)
+}
 """Losses by the names used in settings (``rl.loss``). For other parameters use ``functools.partial(tis, cap=4.0)``."""
 
 
-def policy_loss(batch: Completions, loss: TokenLoss = sapo, *, per: str = "token", total: int | None = None) -> Tensor:
+def policy_loss(
+    batch: Completions, loss: TokenLoss = sapo, *, per: str = "token", total: int | None = None
+) -> Tensor:
     """Return the scalar to minimise: the mean of ``loss`` over all tokens, or over completions.
 
     ``per="token"`` (SAPO's; DAPO's, 2503.14476, section 3.3): every token counts the same, so a long completion counts more.
@@ -205,7 +227,9 @@ def policy_loss(batch: Completions, loss: TokenLoss = sapo, *, per: str = "token
     if per not in ("token", "completion"):
         raise ValueError(f'per must be "token" or "completion", got {per!r}')
     if total is not None and total < 1:
-        raise ValueError(f"total must be at least 1, got {total}: it is the number of tokens or completions in the whole update")
+        raise ValueError(
+            f"total must be at least 1, got {total}: it is the number of tokens or completions in the whole update"
+        )
     terms = loss(batch).masked_fill(~batch.mask, 0.0)
     length = batch.mask.sum(1)
     if per == "completion":
@@ -289,12 +313,16 @@ def select(
     if max_behind is not None and max_behind < 0:
         raise ValueError(f"max_behind must be at least 0, got {max_behind}")
     if count < 0 or max_age < 0 or (per_sender is not None and per_sender < 1):
-        raise ValueError(f"count and max_age must be at least 0 and per_sender at least 1, got {count}, {max_age} and {per_sender}")
+        raise ValueError(
+            f"count and max_age must be at least 0 and per_sender at least 1, got {count}, {max_age} and {per_sender}"
+        )
     left = dict.fromkeys(REASONS, 0)
     keys: set[str] = set()
     taken: Counter[str] = Counter()
     places: list[int] = []
-    for place in sorted(range(len(candidates)), key=lambda place: _order(candidates[place], seed, round)):
+    for place in sorted(
+        range(len(candidates)), key=lambda place: _order(candidates[place], seed, round)
+    ):
         candidate = candidates[place]
         if candidate.key in keys:
             left["duplicate"] += 1
@@ -317,7 +345,9 @@ def select(
     return Picked(tuple(places), left)
 
 
-def _order(candidate: Candidate, seed: int, round: int) -> tuple[bytes, int, str, tuple[float, ...]]:
+def _order(
+    candidate: Candidate, seed: int, round: int
+) -> tuple[bytes, int, str, tuple[float, ...]]:
     digest = hashlib.sha256(f"shoal/rollouts/1:{seed}:{round}:{candidate.key}".encode()).digest()
     # Beyond the digest, uniform and new each round, it decides which of several copies counts: the oldest, so that resending does
     # not make a group younger.

@@ -109,7 +109,9 @@ def _check_every(every: int, fragments: int = 1) -> None:
     if every < 1:
         raise ValueError(f"every must be at least 1 inner step, got {every}")
     if not 1 <= fragments <= every:
-        raise ValueError(f"fragments must be between 1 and every ({every}) so that each has a step of its own, got {fragments}")
+        raise ValueError(
+            f"fragments must be between 1 and every ({every}) so that each has a step of its own, got {fragments}"
+        )
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,9 @@ class Tokens(RoundLength):
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
         if tokens == 0:
-            raise ValueError("no tokens were counted: call opt.count(tokens) before each opt.step(), or let rounds be steps")
+            raise ValueError(
+                "no tokens were counted: call opt.count(tokens) before each opt.step(), or let rounds be steps"
+            )
         rounds, rest = divmod(tokens - self._began, self.tokens)
         # In whole numbers, so that every peer and every resumed run computes the same.
         part = 1.0 if rounds else (rest * schedule.every // self.tokens + 0.5) / schedule.every
@@ -274,7 +278,9 @@ class Seconds(RoundLength):
     def _now_seconds(self) -> float:
         value = self.seconds() if callable(self.seconds) else self.seconds
         if not 0 < value < math.inf:
-            raise ValueError(f"a round must have a positive and finite number of seconds, got {value}")
+            raise ValueError(
+                f"a round must have a positive and finite number of seconds, got {value}"
+            )
         return float(value)
 
     def _begin(self, now: float) -> None:
@@ -283,7 +289,9 @@ class Seconds(RoundLength):
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
         now = self._clock()
-        if not now >= self._began:  # the first step, which also compiles and warms up, or the clock was set back
+        if (
+            not now >= self._began
+        ):  # the first step, which also compiles and warms up, or the clock was set back
             self._begin(now)
         part = 1.0 if now >= self._until else 1.0 - (self._until - now) / self._length
         target = _target(position, schedule.every, min(part, 1.0))
@@ -329,10 +337,16 @@ def agreed_seconds(speeds: Iterable[float]) -> float:
     return min(max(rounded, SHORTEST_S), LONGEST_S)
 
 
-def bounded_speeds(speeds: Collection[float], trusted: Collection[float], most: float) -> list[float]:
+def bounded_speeds(
+    speeds: Collection[float], trusted: Collection[float], most: float
+) -> list[float]:
     """Return ``speeds`` for `agreed_seconds`, or one in their place that makes the length ``most`` times longer or shorter than the
     ``trusted`` speeds do, if they would move it further. Whoever sees the same within that bound agrees on the same length.
     """
     wanted, near = agreed_seconds(speeds), agreed_seconds(trusted)
     bounded = min(max(wanted, near / most), near * most)
-    return [*speeds] if bounded == wanted or not any(speed > 0 for speed in trusted) else [STEPS / bounded]
+    return (
+        [*speeds]
+        if bounded == wanted or not any(speed > 0 for speed in trusted)
+        else [STEPS / bounded]
+    )

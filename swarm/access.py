@@ -40,7 +40,20 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.errors import AdmissionError, LinkError, MessageError, Repeats
 from shoal.swarm.identity import Identity, b58decode, is_peer_id, verify
-from shoal.swarm.wire.envelope import ENVELOPE, KIB, MAX_COUNT, Message, Moment, Nonce, PeerId, SwarmId, pack, seal, unpack, unseal
+from shoal.swarm.wire.envelope import (
+    ENVELOPE,
+    KIB,
+    MAX_COUNT,
+    Message,
+    Moment,
+    Nonce,
+    PeerId,
+    SwarmId,
+    pack,
+    seal,
+    unpack,
+    unseal,
+)
 
 MAX_USES = 65_536
 MAX_SHOWN = KIB  # bytes of an admission, packed
@@ -96,13 +109,23 @@ class AdmittedBy:
     uses: int
 
 
-def issue(identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: str | None = None, now: float | None = None) -> str:
+def issue(
+    identity: Identity,
+    swarm: str,
+    *,
+    lives: float,
+    uses: int = 1,
+    peer: str | None = None,
+    now: float | None = None,
+) -> str:
     """Make the text of an invitation by ``identity``, for a link; valid for ``lives`` seconds.
 
     ``uses``: number of peers that may use it at a time. ``peer``: the only one that may. Raises ValueError for invalid arguments.
     """
     if not 0 < lives < math.inf or not 1 <= uses <= MAX_USES or (peer is not None and uses != 1):
-        raise ValueError(f"lives must be positive, uses from 1 to {MAX_USES}, and 1 for a certain peer")
+        raise ValueError(
+            f"lives must be positive, uses from 1 to {MAX_USES}, and 1 for a certain peer"
+        )
     now = time.time() if now is None else now
     seed = b"" if peer is not None else secrets.token_bytes(_SEED)
     invitation = Invitation(
@@ -114,7 +137,11 @@ def issue(identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: 
         key=_one_time(seed).peer_id if seed else None,
         peer=peer,
     )
-    return base64.urlsafe_b64encode(msgpack.packb([seal(invitation, identity), seed])).rstrip(b"=").decode()
+    return (
+        base64.urlsafe_b64encode(msgpack.packb([seal(invitation, identity), seed]))
+        .rstrip(b"=")
+        .decode()
+    )
 
 
 def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
@@ -123,12 +150,18 @@ def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
     try:
         _, invitation = unseal(sealed, Invitation)
     except MessageError as error:
-        raise AdmissionError(f"The invitation in the link is damaged: copy the whole link again, or {ASK}.") from error
+        raise AdmissionError(
+            f"The invitation in the link is damaged: copy the whole link again, or {ASK}."
+        ) from error
     if invitation.key is None:
         return pack(Admission(invitation=sealed))
     if len(seed) != _SEED or (key := _one_time(seed)).peer_id != invitation.key:
-        raise AdmissionError(f"The key of the invitation in the link is damaged: copy the whole link again, or {ASK}.")
-    since = max(time.time() if now is None else now, invitation.issued)  # a slow clock is no reason to be refused
+        raise AdmissionError(
+            f"The key of the invitation in the link is damaged: copy the whole link again, or {ASK}."
+        )
+    since = max(
+        time.time() if now is None else now, invitation.issued
+    )  # a slow clock is no reason to be refused
     signature = key.sign(_CONTEXT, _entry(sealed, identity.peer_id, since))
     return pack(Admission(invitation=sealed, since=since, signature=signature))
 
@@ -159,7 +192,9 @@ def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | 
         if invitation.peer != peer:
             return f"its invitation is for peer {invitation.peer}, not for {peer}: use that one's key file (--identity), or {ASK}."
         return AdmittedBy(invitation.id, 0.0, invitation.expires, 1)
-    if not verify(invitation.key, _CONTEXT, _entry(found.invitation, peer, found.since), found.signature):
+    if not verify(
+        invitation.key, _CONTEXT, _entry(found.invitation, peer, found.since), found.signature
+    ):
         return f"its invitation was used by another peer, not by {peer}: {ASK}."
     if found.since < invitation.issued:
         return f"its invitation was used before it was made: set the clock by NTP, or {ASK}."
@@ -188,11 +223,17 @@ def _parts(text: str) -> tuple[bytes, bytes]:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         parts = msgpack.unpackb(raw, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
         sealed, seed = parts
-        if isinstance(sealed, bytes) and isinstance(seed, bytes) and len(sealed) <= Invitation.LIMIT + ENVELOPE:
+        if (
+            isinstance(sealed, bytes)
+            and isinstance(seed, bytes)
+            and len(sealed) <= Invitation.LIMIT + ENVELOPE
+        ):
             return sealed, seed
     except (binascii.Error, ValueError, TypeError, msgpack.UnpackException):
         pass
-    raise AdmissionError(f"The invitation in the link is damaged: copy the whole link again, or {ASK}.")
+    raise AdmissionError(
+        f"The invitation in the link is damaged: copy the whole link again, or {ASK}."
+    )
 
 
 MAX_PEERS = 4096  # peers whose admission is noted; the one heard of longest ago is dropped
@@ -239,7 +280,9 @@ class AccessPolicy:
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _PeerState] = OrderedDict()
         self._by_invitation: dict[bytes, set[str]] = {}
-        self._first: dict[bytes, tuple[float, list[tuple[float, str]]]] = {}  # invitation -> when counted, peers admitted
+        self._first: dict[
+            bytes, tuple[float, list[tuple[float, str]]]
+        ] = {}  # invitation -> when counted, peers admitted
         self._said = Repeats()
 
     @property
@@ -251,7 +294,9 @@ class AccessPolicy:
 
     def blocks(self, peer: str) -> bool:
         """Return whether ``peer`` is on the deny list, or missing from an allow list that is not empty."""
-        return self.denies(peer) or (bool(self.lists.allow) and peer not in self.lists.allow and peer != self.me)
+        return self.denies(peer) or (
+            bool(self.lists.allow) and peer not in self.lists.allow and peer != self.me
+        )
 
     def refusal(self, peer: str, shown: bytes) -> str:
         """Note that ``peer`` is here and shows this admission; return one sentence if it is not admitted, else nothing."""
@@ -276,7 +321,11 @@ class AccessPolicy:
             return True
         with self._lock:
             state, now = self._peers.get(peer), self._clock()
-            return state is not None and not expiry(state.entry, now) and not self._ahead(peer, state, now)
+            return (
+                state is not None
+                and not expiry(state.entry, now)
+                and not self._ahead(peer, state, now)
+            )
 
     def check_own(self) -> None:
         """Raise AdmissionError, one sentence, if this node itself is not admitted by what is known now."""
@@ -324,17 +373,31 @@ class AccessPolicy:
             while len(self._peers) > MAX_PEERS:
                 self._forget(next(iter(self._peers)))
             ahead = self._ahead(peer, state, now) if judge else ""
-        return f"its invitation, for {entry.uses}, is used by peer {ahead} already: {ASK}." if ahead else ""
+        return (
+            f"its invitation, for {entry.uses}, is used by peer {ahead} already: {ASK}."
+            if ahead
+            else ""
+        )
 
     def _ahead(self, peer: str, state: _PeerState, now: float) -> str:
         """Return the last of the peers that fill all places of the invitation before ``peer``; nothing if one is left."""
         when, first = self._first.get(state.entry.id, (0.0, []))
-        if not first or not 0 <= now - when < FRESH_S:  # called for every member at a time, so the count is kept for a while
-            users = [(other, self._peers[other]) for other in self._by_invitation.get(state.entry.id, ())]
-            live = sorted((user.entry.since, other) for other, user in users if user.heard >= now - self._ttl)
+        if (
+            not first or not 0 <= now - when < FRESH_S
+        ):  # called for every member at a time, so the count is kept for a while
+            users = [
+                (other, self._peers[other]) for other in self._by_invitation.get(state.entry.id, ())
+            ]
+            live = sorted(
+                (user.entry.since, other) for other, user in users if user.heard >= now - self._ttl
+            )
             first = live[: state.entry.uses]
             self._first[state.entry.id] = now, first
-        return first[-1][1] if len(first) >= state.entry.uses and (state.entry.since, peer) > first[-1] else ""
+        return (
+            first[-1][1]
+            if len(first) >= state.entry.uses and (state.entry.since, peer) > first[-1]
+            else ""
+        )
 
     def _forget(self, peer: str) -> None:
         state = self._peers.pop(peer, None)
@@ -353,7 +416,9 @@ AGAIN = "copy the whole link again"
 
 # The last character carries one bit of the hash, so it is a or q.
 _SWARM = re.compile(r"[a-z2-7]{51}[aq]")
-_HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?")
+_HOST = re.compile(
+    r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*\.?"
+)
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _INVITE = re.compile(r"[A-Za-z0-9_-]{1,1536}")
 
@@ -404,7 +469,9 @@ def _is_host(kind: str, host: str) -> bool:
 def _is_relay_id(text: str) -> bool:
     """Return whether ``text`` is the id of a possible relay, which may have another key: an RSA key's id is a SHA-256 multihash."""
     try:
-        return is_peer_id(text) or (len(text) <= 64 and len(raw := b58decode(text)) == 34 and raw[:2] == b"\x12\x20")
+        return is_peer_id(text) or (
+            len(text) <= 64 and len(raw := b58decode(text)) == 34 and raw[:2] == b"\x12\x20"
+        )
     except ValueError:
         return False
 
@@ -422,22 +489,32 @@ class Link:
 
     def __post_init__(self) -> None:
         if not _SWARM.fullmatch(self.swarm):
-            raise LinkError(f"The swarm id in the link is not 52 characters of a-z and 2-7: {AGAIN}.")
+            raise LinkError(
+                f"The swarm id in the link is not 52 characters of a-z and 2-7: {AGAIN}."
+            )
         if not self.bootstrap:
             raise LinkError(f"The link names no peer to join through (?peer=…): {AGAIN}.")
         if len(self.bootstrap) > MAX_ADDRESSES:
-            raise LinkError(f"The link holds {len(self.bootstrap)} addresses, at most {MAX_ADDRESSES} are allowed: remove some.")
+            raise LinkError(
+                f"The link holds {len(self.bootstrap)} addresses, at most {MAX_ADDRESSES} are allowed: remove some."
+            )
         for address in self.bootstrap:
             if problem := address_problem(address):
-                raise LinkError(f"The address {_quoted(address)} in the link is malformed, {problem}: {AGAIN}.")
+                raise LinkError(
+                    f"The address {_quoted(address)} in the link is malformed, {problem}: {AGAIN}."
+                )
         if self.invite and not _INVITE.fullmatch(self.invite):
             raise LinkError(f"The invitation in the link is malformed: {AGAIN}.")
         if len(str(self)) > MAX_CHARS:
-            raise LinkError(f"The link is longer than {MAX_CHARS} characters: remove some of its addresses.")
+            raise LinkError(
+                f"The link is longer than {MAX_CHARS} characters: remove some of its addresses."
+            )
 
     def __str__(self) -> str:
         parts = [f"peer={quote(address, safe='/:')}" for address in self.bootstrap]
-        return f"{SCHEME}{self.swarm}?" + "&".join([*parts, f"invite={self.invite}"] if self.invite else parts)
+        return f"{SCHEME}{self.swarm}?" + "&".join(
+            [*parts, f"invite={self.invite}"] if self.invite else parts
+        )
 
     def also(self, addresses: Iterable[str]) -> Link:
         """Return a link with these addresses behind its own, as far as they are valid and the bounds of a link allow."""
@@ -457,7 +534,9 @@ class Link:
         if len(text) > MAX_CHARS:
             raise LinkError(f"The link is longer than {MAX_CHARS} characters: {AGAIN}.")
         if not text.startswith(SCHEME):
-            raise LinkError(f"{_quoted(text)} does not start with {SCHEME}: pass the link that `shoal up` printed.")
+            raise LinkError(
+                f"{_quoted(text)} does not start with {SCHEME}: pass the link that `shoal up` printed."
+            )
         swarm, _, query = text[len(SCHEME) :].partition("?")
         addresses, invite = [], ""
         for part in query.split("&") if query else []:
@@ -466,6 +545,10 @@ class Link:
                 invite = value
                 continue
             if name != "peer":
-                raise LinkError(f"The link holds an unknown part {_quoted(part)}: quote it in the shell, and {AGAIN}.")
-            addresses.append(unquote(value))  # bytes that are no UTF-8 become a character that no address may have
+                raise LinkError(
+                    f"The link holds an unknown part {_quoted(part)}: quote it in the shell, and {AGAIN}."
+                )
+            addresses.append(
+                unquote(value)
+            )  # bytes that are no UTF-8 become a character that no address may have
         return cls(swarm, tuple(addresses), invite)

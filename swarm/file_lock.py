@@ -56,18 +56,26 @@ class FileLock:
             while (fd := self._take()) is None:
                 pass  # its holder released it, and removed the file, between the opening and the locking
         except OSError as error:
-            log.warning("%s cannot be locked (%s): make sure that no second node uses it", what, error.strerror)
+            log.warning(
+                "%s cannot be locked (%s): make sure that no second node uses it",
+                what,
+                error.strerror,
+            )
             fd = None
         self._fd = fd
         if fd is not None:
             _held.add(self)
-            with contextlib.suppress(OSError):  # on a full disk the lock holds, only the holder is not named
+            with contextlib.suppress(
+                OSError
+            ):  # on a full disk the lock holds, only the holder is not named
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()} {socket.gethostname()[:200]}\n".encode(), 0)
 
     def _take(self) -> int | None:
         """Return the locked file; None if it is not the one at the path any more. Raises InUseError or OSError."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        fd = os.open(
+            self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+        )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):

@@ -44,7 +44,9 @@ def b58decode(text: str) -> bytes:
     """Decode base58 ``text``. Quadratic in the length, so bound it first. Raises ValueError."""
     number = 0
     for char in text:
-        number = number * 58 + ALPHABET.index(char)  # ValueError for a character outside the alphabet
+        number = number * 58 + ALPHABET.index(
+            char
+        )  # ValueError for a character outside the alphabet
     zeros = len(text) - len(text.lstrip("1"))
     return b"\x00" * zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
@@ -57,7 +59,11 @@ def public_key_of(peer_id: object) -> bytes | None:
         raw = b58decode(peer_id)
     except ValueError:
         return None
-    return raw[len(ID_HEADER) :] if len(raw) == len(ID_HEADER) + 32 and raw.startswith(ID_HEADER) else None
+    return (
+        raw[len(ID_HEADER) :]
+        if len(raw) == len(ID_HEADER) + 32 and raw.startswith(ID_HEADER)
+        else None
+    )
 
 
 def is_peer_id(text: object) -> bool:
@@ -141,18 +147,30 @@ class Identity:
             _make_private(path.parent)
             _write_new(scratch, blob)
             try:
-                os.link(scratch, path)  # the name appears with its whole content or not at all, and only if it is free
+                os.link(
+                    scratch, path
+                )  # the name appears with its whole content or not at all, and only if it is free
             except OSError as error:
-                if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                if error.errno not in (
+                    errno.EPERM,
+                    errno.EACCES,
+                    errno.ENOTSUP,
+                    errno.ENOSYS,
+                    errno.EMLINK,
+                ):
                     raise
                 _write_new(path, blob)  # a file system without hard links
             finally:
                 os.unlink(scratch)
             _sync_folder(path.parent)
         except FileExistsError as error:
-            raise IdentityError(f"{path} exists already and is not overwritten: choose another path.") from error
+            raise IdentityError(
+                f"{path} exists already and is not overwritten: choose another path."
+            ) from error
         except (OSError, ValueError) as error:
-            raise IdentityError(f"Cannot write the key file {path} ({_why(error)}): choose a writable path.") from error
+            raise IdentityError(
+                f"Cannot write the key file {path} ({_why(error)}): choose a writable path."
+            ) from error
         return Identity(self._key, path)
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
@@ -176,26 +194,40 @@ class Identity:
 
 
 def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return (
+        (error.strerror if isinstance(error, OSError) else None)
+        or str(error)
+        or type(error).__name__
+    )
 
 
 def _read(path: Path) -> bytes:
     """Read at most one byte more than a key file has, after checking kind and mode. Raises IdentityError."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO must not hang the node
+        fd = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        )  # O_NONBLOCK: a FIFO must not hang the node
     except FileNotFoundError as error:
-        raise IdentityError(f"There is no key file {path}: run `shoal id new` to make one.") from error
+        raise IdentityError(
+            f"There is no key file {path}: run `shoal id new` to make one."
+        ) from error
     except (OSError, ValueError) as error:
-        raise IdentityError(f"Cannot read the key file {path} ({_why(error)}): make it readable to you.") from error
+        raise IdentityError(
+            f"Cannot read the key file {path} ({_why(error)}): make it readable to you."
+        ) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise IdentityError(f"The key file {path} is not a regular file: choose another path.")
         if status.st_mode & 0o077:
-            raise IdentityError(f"The key file {path} can be read by others: run `chmod 600 {path}` and start again.")
+            raise IdentityError(
+                f"The key file {path} can be read by others: run `chmod 600 {path}` and start again."
+            )
         return os.read(fd, KEY_SIZE + 1)
     except OSError as error:
-        raise IdentityError(f"Cannot read the key file {path} ({_why(error)}): check the disk.") from error
+        raise IdentityError(
+            f"Cannot read the key file {path} ({_why(error)}): check the disk."
+        ) from error
     finally:
         os.close(fd)
 

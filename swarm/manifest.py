@@ -19,7 +19,17 @@ from pydantic import (
     model_validator,
 )
 
-from shoal.optim.methods import ALONE, DEFAULT, DEFAULT_LAG, METHODS, OVERLAPPED, Method, methods_of, methods_with, one_of
+from shoal.optim.methods import (
+    ALONE,
+    DEFAULT,
+    DEFAULT_LAG,
+    METHODS,
+    OVERLAPPED,
+    Method,
+    methods_of,
+    methods_with,
+    one_of,
+)
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, PeerId, peek, unseal
 
@@ -105,7 +115,10 @@ class OuterSettings(BaseModel):
         f"{one_of(methods_of('everyone'))} (averages over everyone), or {ALONE} (trains alone).",
     )
     every: int | None = Field(
-        default=None, ge=1, le=MAX_STEPS, description="Inner steps in a round, between two exchanges of the same weights."
+        default=None,
+        ge=1,
+        le=MAX_STEPS,
+        description="Inner steps in a round, between two exchanges of the same weights.",
     )
     round: RoundSetting = Field(
         default="steps",
@@ -115,7 +128,10 @@ class OuterSettings(BaseModel):
     lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
     fragments: int | None = Field(
-        default=None, ge=1, le=1024, description=f"{_OVERLAPPING}: parts of the model, by layer, sent one after another."
+        default=None,
+        ge=1,
+        le=1024,
+        description=f"{_OVERLAPPING}: parts of the model, by layer, sent one after another.",
     )
     lag: Lag = Field(
         default=None,
@@ -123,10 +139,12 @@ class OuterSettings(BaseModel):
         "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
     )
     weights: Literal["equal", "tokens", "rate"] | None = Field(
-        default=None, description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps)."
+        default=None,
+        description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps).",
     )
     buffers: Literal["ignore", "average"] = Field(
-        default="ignore", description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average)."
+        default="ignore",
+        description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average).",
     )
     codec: str | None = Field(
         default=None,
@@ -161,14 +179,18 @@ class OuterSettings(BaseModel):
     @classmethod
     def _codec(cls, value: str | None) -> str | None:
         if value is not None:
-            from shoal.optim import codec_named  # here, as below: with torch, which takes a second, and not every command needs it
+            from shoal.optim import (
+                codec_named,
+            )  # here, as below: with torch, which takes a second, and not every command needs it
 
             codec_named(value)
         return value
 
     @model_validator(mode="after")
     def _fits_the_method(self) -> OuterSettings:
-        if not self.model_fields_set:  # nor does a node that joins, and takes these settings from the manifest
+        if (
+            not self.model_fields_set
+        ):  # nor does a node that joins, and takes these settings from the manifest
             return self
         from shoal.optim import codec_named
 
@@ -176,19 +198,29 @@ class OuterSettings(BaseModel):
         for knob in KNOBS:
             if getattr(self, knob) is not None and knob not in method.knobs:
                 able = ", ".join(methods_with(knob))
-                raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
+                raise ValueError(
+                    f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})"
+                )
         self._fits_the_round()
         if self.codec is not None:
             method.check_codec(codec_named(self.codec))
-        wanted = {"clipped-gossip": "pair", "centered-clip": "everyone"}.get(self.robust, method.group)
+        wanted = {"clipped-gossip": "pair", "centered-clip": "everyone"}.get(
+            self.robust, method.group
+        )
         if wanted != method.group:
             able = "clipped-gossip for one partner, centered-clip for everyone"
-            raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
+            raise ValueError(
+                f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})"
+            )
         if self.check_loss and method.group != "pair":
             able = ", ".join(methods_of("pair"))
-            raise ValueError(f"check_loss is for methods with one partner ({able}), and {self.method!r} is none: leave it out")
+            raise ValueError(
+                f"check_loss is for methods with one partner ({able}), and {self.method!r} is none: leave it out"
+            )
         if self.robust != "none" and self.weights not in (None, "equal"):
-            raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
+            raise ValueError(
+                "a robust rule counts every peer the same: leave out weights, or robust"
+            )
         if self.robust != "none" and "-senders" in (self.codec or ""):
             raise ValueError(
                 f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave out robust, or take topk2"
@@ -228,7 +260,9 @@ class OuterSettings(BaseModel):
             return {}
         pair, lag = method.group == "pair", DEFAULT_LAG if self.lag is None else self.lag
         usual = OVERLAPPED if pair else method.knobs["fragments"]
-        fragments = 1 if pair and lag == 0 else min(usual, self._every)  # each has a step of its own
+        fragments = (
+            1 if pair and lag == 0 else min(usual, self._every)
+        )  # each has a step of its own
         return {"fragments": self.fragments or fragments, "lag": lag}
 
     def guarded(self) -> OuterSettings:
@@ -241,7 +275,11 @@ class OuterSettings(BaseModel):
         chosen: dict[str, Any] = {"check_loss": True} if group == "pair" else {}
         if self.weights in (None, "equal") and "-senders" not in (self.codec or ""):
             chosen["robust"] = "clipped-gossip" if group == "pair" else "centered-clip"
-        return self.model_copy(update={name: value for name, value in chosen.items() if name not in self.model_fields_set})
+        return self.model_copy(
+            update={
+                name: value for name, value in chosen.items() if name not in self.model_fields_set
+            }
+        )
 
     @property
     def weighing(self) -> Literal["equal", "tokens", "rate"]:
@@ -250,19 +288,27 @@ class OuterSettings(BaseModel):
         In rounds of steps or tokens all process the same amount, and weights would only cost gossip twice the bytes.
         """
         method = self.row
-        if method.group == "nobody" or self.robust != "none":  # a peer's weight is a claim that nobody checks
+        if (
+            method.group == "nobody" or self.robust != "none"
+        ):  # a peer's weight is a claim that nobody checks
             return "equal"
         uneven = self.round.startswith("seconds") and method.weights == "equal"
         return self.weights or ("tokens" if uneven else method.weights)
 
     def knobs(self) -> dict[str, int | float | str]:
-        return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None} | self.overlap()
+        return {
+            knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None
+        } | self.overlap()
 
     def resolved(self) -> OuterSettings:
         """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
         method = self.row
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
-        return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec, "weights": self.weighing})
+        return self.model_copy(
+            update=own
+            | self.knobs()
+            | {"codec": self.codec or method.codec, "weights": self.weighing}
+        )
 
     def fitted(self, fragments: int) -> OuterSettings:
         """Return the settings for a model that is cut into so many ``fragments``, fewer where it has few layers."""
@@ -273,10 +319,23 @@ class TrainSettings(BaseModel):
     """Settings of the training run."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    steps: int = Field(default=0, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the first weights, the shards and the pairing.")
+    steps: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Inner steps of every node; 0 trains until it is stopped.",
+    )
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**63,
+        description="Seed of the first weights, the shards and the pairing.",
+    )
     eval_every: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="Inner steps between two evaluations; 0: only at the start and end."
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Inner steps between two evaluations; 0: only at the start and end.",
     )
     optimizer: Literal["task", "adamw", "muon"] = Field(
         default="task",
@@ -284,10 +343,16 @@ class TrainSettings(BaseModel):
         "layers, with adamw, betas 0.9 and 0.95, for the rest).",
     )
     lr: float | None = Field(
-        default=None, gt=0, le=10, description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02)."
+        default=None,
+        gt=0,
+        le=10,
+        description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02).",
     )
     weight_decay: float | None = Field(
-        default=None, ge=0, le=10, description="adamw, muon: weight decay; not given, 0.01 (muon: 0)."
+        default=None,
+        ge=0,
+        le=10,
+        description="adamw, muon: weight decay; not given, 0.01 (muon: 0).",
     )
     schedule: Literal["task", "constant", "cosine", "wsd"] = Field(
         default="task",
@@ -295,7 +360,10 @@ class TrainSettings(BaseModel):
         "last step), or wsd (constant, and down to 0 over the last fifth of the steps).",
     )
     warmup: int = Field(
-        default=0, ge=0, le=MAX_COUNT, description="Inner steps up to the full learning rate, in a schedule other than the task's."
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Inner steps up to the full learning rate, in a schedule other than the task's.",
     )
     clip: float = Field(
         default=0.0,
@@ -308,11 +376,17 @@ class TrainSettings(BaseModel):
     def _fits_together(self) -> TrainSettings:
         given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
         if given and self.optimizer == "task":
-            raise ValueError(f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw")
+            raise ValueError(
+                f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw"
+            )
         if self.warmup and self.schedule == "task":
-            raise ValueError("the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd")
+            raise ValueError(
+                "the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd"
+            )
         if self.schedule in ("cosine", "wsd") and not self.steps:
-            raise ValueError(f"the schedule {self.schedule} leads to an end: set steps, or choose constant")
+            raise ValueError(
+                f"the schedule {self.schedule} leads to an end: set steps, or choose constant"
+            )
         return self
 
 
@@ -351,7 +425,10 @@ MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
 
 MIN_BUCKET, MAX_BUCKET = 4, 64  # records; nodes store no more of one key
-MIN_EPOCH_S, MAX_EPOCH_S = 30.0, 86_400.0  # seconds; members need some 19 to publish and read ahead of an epoch
+MIN_EPOCH_S, MAX_EPOCH_S = (
+    30.0,
+    86_400.0,
+)  # seconds; members need some 19 to publish and read ahead of an epoch
 
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
@@ -395,41 +472,73 @@ class Manifest(Message):
     name: Label = Field(description="Name of the swarm, for people.")
     created: float = Field(ge=0, description="When it was created, in Unix seconds.")
     creator: PeerId = Field(description="Peer id of the creator, who signed this.")
-    protocol: int = Field(default=PROTOCOL, ge=1, le=65_535, description="Protocol that the peers speak.")
+    protocol: int = Field(
+        default=PROTOCOL, ge=1, le=65_535, description="Protocol that the peers speak."
+    )
     task: str = Field(
         max_length=256,
         pattern=TASK_NAME,
         description="Name of the task, such as `text` or `module:Class`; every peer must have it installed already.",
     )
     task_options: dict[OptionName, Option] = Field(
-        default_factory=dict, max_length=32, description="Options of the task that are the same on all peers."
+        default_factory=dict,
+        max_length=32,
+        description="Options of the task that are the same on all peers.",
     )
     outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
-    verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
-    terms: Terms | None = Field(default=None, description="How claimed completions are made; none without claims.")
-    model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
+    verify: VerifySettings = Field(
+        default_factory=VerifySettings, description="What is claimed, and checked."
+    )
+    terms: Terms | None = Field(
+        default=None, description="How claimed completions are made; none without claims."
+    )
+    model: Digest = Field(
+        description="Hex SHA-256 of the shapes and types of the model's parameters."
+    )
     fragment_of: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1024)], ...],
-        Field(max_length=8192, description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer."),
+        Field(
+            max_length=8192,
+            description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer.",
+        ),
         BeforeValidator(_numbers),
         PlainSerializer(lambda numbers: struct.pack(f"<{len(numbers)}H", *numbers)),
     ] = ()
-    start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
-    shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is divided into.")
-    invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
-    public: bool = Field(default=False, description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.")
-    bucket: Bucket = Field(default=0, description="Most members that one peer reads and is paired with in an epoch; 0: all.")
-    epoch_s: EpochSeconds = Field(default=60.0, description="Seconds of an epoch, after which buckets are drawn anew.")
+    start_when: int = Field(
+        default=1, ge=1, le=65_536, description="Number of peers at which training begins."
+    )
+    shards: int = Field(
+        default=1, ge=1, le=65_536, description="Parts that the training data is divided into."
+    )
+    invite_only: bool = Field(
+        default=False,
+        description="Whether only the creator, and whom it has invited, may be members.",
+    )
+    public: bool = Field(
+        default=False,
+        description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.",
+    )
+    bucket: Bucket = Field(
+        default=0,
+        description="Most members that one peer reads and is paired with in an epoch; 0: all.",
+    )
+    epoch_s: EpochSeconds = Field(
+        default=60.0, description="Seconds of an epoch, after which buckets are drawn anew."
+    )
 
     @model_validator(mode="after")
     def _goes_together(self) -> Manifest:
         if self.public and self.invite_only:
             raise ValueError("a swarm is public or invite_only, not both")
         if self.bucket and self.verify.audit_rate:
-            raise ValueError("verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out")
+            raise ValueError(
+                "verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out"
+            )
         if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
-            raise ValueError("the manifest's fragments are others than those that its parameters are divided into")
+            raise ValueError(
+                "the manifest's fragments are others than those that its parameters are divided into"
+            )
         return self
 
 
@@ -450,7 +559,11 @@ def title_of(sealed: bytes) -> Title:
     """
     fields = peek(sealed, Manifest.LIMIT)
     outer = fields.get("outer")
-    found = (fields.get("name"), fields.get("task"), outer.get("method") if isinstance(outer, dict) else None)
+    found = (
+        fields.get("name"),
+        fields.get("task"),
+        outer.get("method") if isinstance(outer, dict) else None,
+    )
     if not all(isinstance(text, str) for text in found):
         raise MessageError("A malformed manifest was refused: it names no task and method.")
     parts = outer.get("fragments") if isinstance(outer, dict) else None
@@ -478,5 +591,7 @@ def open_manifest(sealed: bytes, expected_id: str | None = None) -> Manifest:
     _, manifest = unseal(sealed, Manifest)
     if manifest.protocol != PROTOCOL:
         where = "here" if manifest.protocol > PROTOCOL else "on its creator's node"
-        raise MessageError(f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}.")
+        raise MessageError(
+            f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}."
+        )
     return manifest

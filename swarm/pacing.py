@@ -84,7 +84,9 @@ class Progress:
         self.longest = max(deadline, longest)
         """The instant at which it is given up however fast it is."""
         self._deadline = deadline
-        self._marks: deque[tuple[float, tuple[int, int]]] = deque()  # instants, and the bytes that were left then each way
+        self._marks: deque[tuple[float, tuple[int, int]]] = (
+            deque()
+        )  # instants, and the bytes that were left then each way
 
     def overdue(self, now: float, left: tuple[int, int]) -> bool:
         """Return whether the transfer is to be given up ``now``, with so many bytes ``left`` to receive and to send."""
@@ -96,7 +98,10 @@ class Progress:
             return False
         since, before = self._marks[0]
         spent, rest = now - since, self.longest - now
-        return rest <= 0 or any(after and (first - after) * rest < after * spent for first, after in zip(before, left, strict=True))
+        return rest <= 0 or any(
+            after and (first - after) * rest < after * spent
+            for first, after in zip(before, left, strict=True)
+        )
 
     def next(self, now: float) -> float:
         """Return the seconds until it may become overdue, so that this is noticed when it does."""
@@ -107,17 +112,33 @@ class Progress:
 # bytes take.
 DELAY_S = (0.05, 0.1)
 SURPLUS = 12 << 10  # over all peers to which bulk goes
-FIRST, LEAST, MOST = 32 << 10, 16 << 10, 256 << 20  # bytes on their way: at first, at least, at most
+FIRST, LEAST, MOST = (
+    32 << 10,
+    16 << 10,
+    256 << 20,
+)  # bytes on their way: at first, at least, at most
 LEAST_RATE = 125e3  # bytes a second that a long link carries at least: with fewer bytes on their way each lost packet stops it
 CHANGED = 2  # times the empty link's delay, and the least of `DELAY_S`: it is another link
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
-PINGS, FEWER = 16, 4  # in a window of bytes, at most; and of which the delay is the mean once they are quicker
-PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer, after which it begins anew
+PINGS, FEWER = (
+    16,
+    4,
+)  # in a window of bytes, at most; and of which the delay is the mean once they are quicker
+PONG_S, PONGS = (
+    (2.0, 4.5),
+    6,
+)  # seconds, and empty links' delays within them, without an answer, after which it begins anew
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
-SPREAD, SPREAD_S = 1.25, 1.0  # times a window in a round trip, at which bytes go out at most, and seconds to wait at most
-LINES, LINE_S = 24, 0.25  # rates at which bytes arrived recently, of which the largest counts, and seconds for one
+SPREAD, SPREAD_S = (
+    1.25,
+    1.0,
+)  # times a window in a round trip, at which bytes go out at most, and seconds to wait at most
+LINES, LINE_S = (
+    24,
+    0.25,
+)  # rates at which bytes arrived recently, of which the largest counts, and seconds for one
 FALLEN = 0.25  # times the largest of these: one that carries less has become slow
 FLOODED_S = 0.4  # seconds of a queue that is not let drain by degrees
 GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
@@ -158,23 +179,44 @@ class Pace:
     ``shared``: returns the number of peers to which bulk goes, which share the uplink.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, shared: Callable[[], int] = lambda: 1) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, shared: Callable[[], int] = lambda: 1
+    ) -> None:
         self.window = float(FIRST)
         self.users = 0
         self.task: asyncio.Future[None] | None = None
         self._clock, self._shared = clock, shared
         self._echo: Echo | None = None
-        self._sent = self._answered = self._pinged = self._turn = 0  # bytes: in all, before pings, at the last change of the window
-        self._turned, self._before, self._rate = 0.0, 0, 0.0  # the time of that change, bytes answered then, bytes a second before
+        self._sent = self._answered = self._pinged = self._turn = (
+            0  # bytes: in all, before pings, at the last change of the window
+        )
+        self._turned, self._before, self._rate = (
+            0.0,
+            0,
+            0.0,
+        )  # the time of that change, bytes answered then, bytes a second before
         self._pings: deque[_Ping] = deque()
-        self._delay = float("inf")  # the shortest since the last change: the others may have waited for a processor
+        self._delay = float(
+            "inf"
+        )  # the shortest since the last change: the others may have waited for a processor
         self._quickest = float("inf")  # the shortest of the transfers that are under way
-        self._bases: deque[float] = deque(maxlen=BASES)  # seconds that the quickest ping took, of each of the last minutes of bulk
+        self._bases: deque[float] = deque(
+            maxlen=BASES
+        )  # seconds that the quickest ping took, of each of the last minutes of bulk
         self._measured = float("-inf")  # the time at which the last of these began
         self._lines: deque[float] = deque(maxlen=LINES)  # bytes a second that arrived
-        self._mark, self._next = (0.0, 0), 0.0  # when the last of them began, with the bytes answered then; when more may go out
+        self._mark, self._next = (
+            (0.0, 0),
+            0.0,
+        )  # when the last of them began, with the bytes answered then; when more may go out
         self._trip = 0.0  # seconds that pings took recently, on average
-        self._holding, self._starting, self._young, self._full, self._ending = False, True, True, False, False
+        self._holding, self._starting, self._young, self._full, self._ending = (
+            False,
+            True,
+            True,
+            False,
+            False,
+        )
         self._moved, self._flying, self._turns = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
     async def room(self, most: int) -> int:
@@ -196,7 +238,9 @@ class Pace:
             size = min(most, int(grain))
             if not self._starting and self.window <= MOST:
                 # Answers that waited behind the peer's bulk come in lumps; bytes that went out in lumps would make a queue here.
-                self._next = max(self._next, self._clock()) + size * self._trip / (SPREAD * self.window)
+                self._next = max(self._next, self._clock()) + size * self._trip / (
+                    SPREAD * self.window
+                )
             self._sent += size
             return size
 
@@ -207,7 +251,9 @@ class Pace:
         if self.window > MOST:
             self.window, self._starting, self._young, self._holding = float(FIRST), True, True, True
         self._ping()  # also because bulk may wait for room already
-        while self._echo is echo:  # ``wait_for`` loses a cancellation that comes together with an answer (Python below 3.12)
+        while (
+            self._echo is echo
+        ):  # ``wait_for`` loses a cancellation that comes together with an answer (Python below 3.12)
             if not self._pings:
                 if self._ending:
                     if last and self._fresh():
@@ -220,7 +266,9 @@ class Pace:
                 continue
             data = b""
             with contextlib.suppress(asyncio.TimeoutError):
-                patience = min(PONG_S[0] + PONGS * min(self._bases, default=0.0), PONG_S[1])  # a silent stream is given up soon
+                patience = min(
+                    PONG_S[0] + PONGS * min(self._bases, default=0.0), PONG_S[1]
+                )  # a silent stream is given up soon
                 data = await asyncio.wait_for(echo.read(), patience)
             if self._echo is not echo or (not data and self._ending):
                 return
@@ -235,7 +283,12 @@ class Pace:
     def begin(self) -> None:
         """Start a transfer while there is none: bulk waits until the empty link was measured, if it never was."""
         self._ending, self._starting, self._full = False, True, False
-        self._turned, self._before, self._rate, self._quickest = self._clock(), self._answered, 0.0, float("inf")
+        self._turned, self._before, self._rate, self._quickest = (
+            self._clock(),
+            self._answered,
+            0.0,
+            float("inf"),
+        )
         self._hold(self.window <= MOST and not self._bases)
 
     def end(self) -> None:
@@ -263,7 +316,9 @@ class Pace:
         return self._clock() - self._measured <= EMPTY_S
 
     def _least(self) -> float:
-        return max(LEAST, LEAST_RATE * (min(self._bases, default=0.0) + DELAY_S[1])) / self._shared()
+        return (
+            max(LEAST, LEAST_RATE * (min(self._bases, default=0.0) + DELAY_S[1])) / self._shared()
+        )
 
     def _hold(self, holding: bool) -> None:
         self._holding = holding
@@ -286,17 +341,27 @@ class Pace:
                 self._lines.append((self._answered - before) / (now - began))
             self._mark = now, self._answered
         self._quickest = min(self._quickest, delay)
-        if self._ending and not self._pings and self._quickest > CHANGED * min(self._bases, default=delay) + DELAY_S[0]:
+        if (
+            self._ending
+            and not self._pings
+            and self._quickest > CHANGED * min(self._bases, default=delay) + DELAY_S[0]
+        ):
             self._bases.clear()  # so slow from the first ping to the last: the peer, or this machine, is in another network now
         # Not in the midst of a transfer, where the peer's own bulk delays the answers.
-        if self._holding or not self._bases or (self._ending and not self._pings and not self._fresh()):
+        if (
+            self._holding
+            or not self._bases
+            or (self._ending and not self._pings and not self._fresh())
+        ):
             self._bases.append(delay)
             self._measured = self._clock()
             self._hold(False)
         self._bases[-1] = min(self._bases[-1], delay)
         self._delay = min(self._delay, delay)
         # Quicker ones count more: another transfer has ended, and what it leaves free is used at once.
-        self._trip += (delay - self._trip) / (PINGS if delay > self._trip else FEWER) if self._trip else delay
+        self._trip += (
+            (delay - self._trip) / (PINGS if delay > self._trip else FEWER) if self._trip else delay
+        )
         if ping.ahead > self._turn:  # the last change has shown its effect
             self._adapt(self._delay, min(self._bases))
             self._turn, self._turned, self._before = self._sent, self._clock(), self._answered
@@ -309,7 +374,10 @@ class Pace:
         rate = (self._answered - self._before) / max(self._clock() - self._turned, 1e-6)
         allowed = min(max(least / 4, DELAY_S[0]), DELAY_S[1])
         grows = rate > GROWN * self._rate
-        self._starting, self._rate = self._starting and (grows or (self._young and queue < DELAY_S[0])), rate
+        self._starting, self._rate = (
+            self._starting and (grows or (self._young and queue < DELAY_S[0])),
+            rate,
+        )
         self._young = self._young and self._starting and (grows or not self._lines)
         surplus = SURPLUS / self._shared() + window / delay * allowed
         aim = (window + window * least / delay + surplus) / 2
@@ -317,7 +385,11 @@ class Pace:
             aim = (2 if self._young else GROWN) * window if queue < DELAY_S[0] else window
         elif queue < allowed:
             aim = max(aim, (GROWN if queue < DELAY_S[0] else 1.125) * window)
-        if self._full and delay > 2 * (least + DELAY_S[1]) and rate < FALLEN * max(self._lines, default=0.0):
+        if (
+            self._full
+            and delay > 2 * (least + DELAY_S[1])
+            and rate < FALLEN * max(self._lines, default=0.0)
+        ):
             self._lines.clear()  # the link has become slow
         # So many bytes make no long queue here, whatever the delay. With fewer, of two that send to each other the one with more
         # bytes on their way would starve the other, whose pings wait behind those.
@@ -335,7 +407,9 @@ class Pacer:
     """The paces of the peers to which one host sends bulk. ``echo`` pings a peer; it yields None for one that is not paced."""
 
     def __init__(
-        self, echo: Callable[[str], AbstractAsyncContextManager[Echo | None]], clock: Callable[[], float] = time.monotonic
+        self,
+        echo: Callable[[str], AbstractAsyncContextManager[Echo | None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._echo, self._clock = echo, clock
         self._paces: OrderedDict[str, Pace] = OrderedDict()
@@ -381,7 +455,9 @@ class Pacer:
                     if echo is None:
                         break
                     await pace.measure(echo)
-                if not pace.users:  # another transfer may have begun while the pings of the last one ended
+                if (
+                    not pace.users
+                ):  # another transfer may have begun while the pings of the last one ended
                     pace.stop()
                     return
         except Exception as error:  # bulk that waits for its pace must go on
@@ -391,11 +467,19 @@ class Pacer:
         pace.free()
 
 
-BULKS, KNOWN_S = 8, 5.0  # times of bulk whose rate counts, and seconds of it from which on it is known
+BULKS, KNOWN_S = (
+    8,
+    5.0,
+)  # times of bulk whose rate counts, and seconds of it from which on it is known
 
-LARGE = 256 << 10  # bytes each way of an exchange that measures its way: fewer have arrived before TCP or QUIC is up to speed
+LARGE = (
+    256 << 10
+)  # bytes each way of an exchange that measures its way: fewer have arrived before TCP or QUIC is up to speed
 FASTER = 1.1  # times what a connection past a relay carries, that the relay has to carry to be taken: its bytes are others' as well
-EVERY, RARELY = 32, 64  # exchanges until the slower way is tried again, as often as the other is faster, and that factor at most
+EVERY, RARELY = (
+    32,
+    64,
+)  # exchanges until the slower way is tried again, as often as the other is faster, and that factor at most
 FAILED = 0.25  # times what it carried, at least: what a way counts for after it failed
 PEERS = 256  # whose ways are remembered
 
@@ -415,7 +499,9 @@ class Ways:
     def note(self, peer: str, past: bool, rate: float) -> None:
         known = self._known.pop(peer, {})
         was = known.get(past, (rate, 0))[0] or rate
-        self._known[peer] = {way: (before, since + 1) for way, (before, since) in known.items()} | {past: ((rate + was) / 2, 0)}
+        self._known[peer] = {way: (before, since + 1) for way, (before, since) in known.items()} | {
+            past: ((rate + was) / 2, 0)
+        }
         while len(self._known) > PEERS:
             self._known.popitem(last=False)
 
@@ -430,7 +516,11 @@ class Ways:
     def tries(self, peer: str, past: bool) -> bool:
         """Return whether an exchange that goes so now tries what is not the better way, as far as is known."""
         known = self._known.get(peer, {})
-        return (not past) in known and past == self.choose(peer) and (past not in known or past != self.best(peer))
+        return (
+            (not past) in known
+            and past == self.choose(peer)
+            and (past not in known or past != self.best(peer))
+        )
 
     def several(self, peer: str) -> bool:
         """Return whether exchanges with ``peer`` have gone past its relay, so that there is a choice."""
@@ -449,7 +539,10 @@ class Ways:
 
     def rate(self) -> float:
         """Return the bytes a second of exchanges by the better way, the median of the peers; 0 while none is known."""
-        found = [max((rate for rate, _ in list(known.values())), default=0.0) for known in list(self._known.values())]
+        found = [
+            max((rate for rate, _ in list(known.values())), default=0.0)
+            for known in list(self._known.values())
+        ]
         return median(filter(None, found)) if any(found) else 0.0
 
 
@@ -462,7 +555,10 @@ class TrafficMeter:
     __slots__ = ("_bulk", "_clock", "_since", "pacer", "received", "sent", "upload", "ways")
 
     def __init__(
-        self, upload: BandwidthLimiter | None = None, pacer: Pacer | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        upload: BandwidthLimiter | None = None,
+        pacer: Pacer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sent = 0
         self.received = 0
@@ -471,7 +567,9 @@ class TrafficMeter:
         self.ways = Ways()
         self._clock = clock
         self._bulk = 0  # sends of bulk under way
-        self._since: deque[tuple[float, int, float]] = deque(maxlen=BULKS)  # when bulk began, bytes sent before, when it ended
+        self._since: deque[tuple[float, int, float]] = deque(
+            maxlen=BULKS
+        )  # when bulk began, bytes sent before, when it ended
 
     def forget(self, peer: str) -> None:
         """Note that ``peer``, or this machine, is in another network: what was measured between them counts no more."""

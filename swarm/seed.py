@@ -38,7 +38,14 @@ from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, is_public, swarm_id, title_of
 from shoal.swarm.p2p.addresses import by_turns, range_of
-from shoal.swarm.p2p.connections import beside, check_announced, check_free, fixed_ports, launch_relay, obtain_ports
+from shoal.swarm.p2p.connections import (
+    beside,
+    check_announced,
+    check_free,
+    fixed_ports,
+    launch_relay,
+    obtain_ports,
+)
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.daemon_supervisor import started_again
 from shoal.swarm.p2p.host import Subscription
@@ -87,24 +94,35 @@ def _most(ranges: Iterable[str]) -> str:
 class SeedRegistry:
     """The members of swarms, and of the public ones what is announced; not for several threads. ``clock`` in seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None
+    ) -> None:
         self._clock = clock
         self._chance = chance or random.Random()
-        self._swarms: dict[str, OrderedDict[str, _Place]] = {}  # swarm -> peer, the one heard of longest ago first
+        self._swarms: dict[
+            str, OrderedDict[str, _Place]
+        ] = {}  # swarm -> peer, the one heard of longest ago first
         self._places: Counter[str] = Counter()
-        self._listed: dict[str, tuple[float, str, bytes]] = {}  # swarm -> when heard, of whom, the sealed announcement
+        self._listed: dict[
+            str, tuple[float, str, bytes]
+        ] = {}  # swarm -> when heard, of whom, the sealed announcement
 
     def answer(self, peer: str, request: SeedRequest, host: str = "") -> SeedReply:
         """Reply to ``peer``, which called from the IP address ``host``, after noting its record if it brought one."""
         self._forget_silent()
-        reason = "" if request.record is None else self._note(peer, request.swarm, request.record, host)
+        reason = (
+            "" if request.record is None else self._note(peer, request.swarm, request.record, host)
+        )
         return SeedReply(members=self._named(request.swarm, MAX_NAMED, but=peer), reason=reason)
 
     def _named(self, swarm: str, most: int, but: str = "") -> tuple[bytes, ...]:
         """Return the records of at most ``most`` members, drawn at random from each address range in turn."""
         members = self._swarms.get(swarm, OrderedDict())
         drawn = self._chance.sample(sorted(members.keys() - {but}), len(members.keys() - {but}))
-        return tuple(members[peer].record for peer in by_turns((peer, members[peer].host) for peer in drawn)[:most])
+        return tuple(
+            members[peer].record
+            for peer in by_turns((peer, members[peer].host) for peer in drawn)[:most]
+        )
 
     def has(self, swarm: str, peer: str) -> bool:
         self._forget_silent()
@@ -122,7 +140,9 @@ class SeedRegistry:
         if member.state in GONE:
             self._forget(swarm, peer)
             return ""
-        if peer not in self._swarms.get(swarm, {}):  # who renews a record keeps the place, and its swarm that of a listed one
+        if peer not in self._swarms.get(
+            swarm, {}
+        ):  # who renews a record keeps the place, and its swarm that of a listed one
             if self._places[peer] >= MAX_PLACES:
                 return "places"
             if swarm not in self._swarms and not self._has_room(host, listed=False):
@@ -133,20 +153,32 @@ class SeedRegistry:
         members.move_to_end(peer)
         if len(members) > MAX_MEMBERS:
             crowded = _most(place.range for place in members.values())
-            self._forget(swarm, next(other for other, place in members.items() if place.range == crowded))
+            self._forget(
+                swarm, next(other for other, place in members.items() if place.range == crowded)
+            )
         return ""
 
     def listing(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
         """Reply to ``peer``, which asks for public swarms, after noting its announcement if it brought one."""
         self._forget_silent()
-        reason = "" if request.announcement is None else self._note_public(peer, request.announcement)
-        behind = [swarm for swarm in sorted(self._listed) if request.after is None or swarm > request.after]
+        reason = (
+            "" if request.announcement is None else self._note_public(peer, request.announcement)
+        )
+        behind = [
+            swarm
+            for swarm in sorted(self._listed)
+            if request.after is None or swarm > request.after
+        ]
         swarms = tuple(self._packed(swarm) for swarm in behind[:MAX_LISTED])
         return SwarmsReply(swarms=swarms, more=len(behind) > MAX_LISTED, reason=reason)
 
     def _packed(self, swarm: str) -> bytes:
         announcement, peers = self._listed[swarm][2], len(self._swarms[swarm])
-        return pack(ListedSwarm(announcement=announcement, peers=peers, contacts=self._named(swarm, MAX_CONTACTS)))
+        return pack(
+            ListedSwarm(
+                announcement=announcement, peers=peers, contacts=self._named(swarm, MAX_CONTACTS)
+            )
+        )
 
     def _note_public(self, peer: str, sealed: bytes) -> str:
         """Note an announcement; return why not, if it is refused."""
@@ -168,7 +200,10 @@ class SeedRegistry:
             for member in list(self._swarms[said.swarm]):
                 self._forget(said.swarm, member)
             return "full"
-        if before is None or peer in (before[1], peek(said.manifest, Manifest.LIMIT).get("creator")):
+        if before is None or peer in (
+            before[1],
+            peek(said.manifest, Manifest.LIMIT).get("creator"),
+        ):
             self._listed[said.swarm] = (self._clock(), peer, sealed)
         return ""
 
@@ -178,10 +213,16 @@ class SeedRegistry:
         Of its members' ranges a swarm counts for that with the fewest swarms: who joins it does not make it one of theirs. Of a
         range's swarms that goes whose newest member was heard of longest ago.
         """
-        here = {swarm: members for swarm, members in self._swarms.items() if (swarm in self._listed) == listed}
+        here = {
+            swarm: members
+            for swarm, members in self._swarms.items()
+            if (swarm in self._listed) == listed
+        }
         if len(here) < MAX_SWARMS:
             return True
-        known = {swarm: {place.range for place in members.values()} for swarm, members in here.items()}
+        known = {
+            swarm: {place.range for place in members.values()} for swarm, members in here.items()
+        }
         common = Counter(one for ranges in known.values() for one in ranges)
         ranges = {swarm: min(sorted(of), key=common.__getitem__) for swarm, of in known.items()}
         crowded = _most(ranges.values())
@@ -217,7 +258,9 @@ class SeedRegistry:
 
 MAX_TOPICS, MAX_ASKED = 256, 64  # that are forwarded at once, and asked for from one address range
 LOOK_S = 1.0  # seconds between two looks at what is asked for, and at who is connected
-BUDGET = RateLimit(messages=3000, nbytes=16 << 20, senders=4 * MAX_TOPICS)  # of one topic, in a minute
+BUDGET = RateLimit(
+    messages=3000, nbytes=16 << 20, senders=4 * MAX_TOPICS
+)  # of one topic, in a minute
 REST_S = 60.0  # seconds for which one is not forwarded that exceeded it
 
 
@@ -241,17 +284,30 @@ class GossipForwarding:
     def chosen(self) -> list[str]:
         """Return the topics to forward: where too many are asked for, one of each address range in turn."""
         now = self._clock()
-        live = {where: {topic: until for topic, until in asked.items() if until >= now} for where, asked in self._asked.items()}
+        live = {
+            where: {topic: until for topic, until in asked.items() if until >= now}
+            for where, asked in self._asked.items()
+        }
         self._asked = {where: asked for where, asked in live.items() if asked}
         self._rests = {topic: until for topic, until in self._rests.items() if until >= now}
-        turns = dict.fromkeys(topic for row in zip_longest(*self._asked.values()) for topic in row if topic is not None)
+        turns = dict.fromkeys(
+            topic
+            for row in zip_longest(*self._asked.values())
+            for topic in row
+            if topic is not None
+        )
         return [topic for topic in turns if topic not in self._rests][:MAX_TOPICS]
 
     def takes(self, topic: str, nbytes: int) -> bool:
         """Count a message of ``topic``; return False, and let it rest, if that is more than it may have."""
         if self._budgets.take(topic, 1, nbytes):
             return True
-        log.warning("%s is not forwarded for %g s: more is published than %d MiB a minute", topic, REST_S, BUDGET.nbytes >> 20)
+        log.warning(
+            "%s is not forwarded for %g s: more is published than %d MiB a minute",
+            topic,
+            REST_S,
+            BUDGET.nbytes >> 20,
+        )
         self._rests[topic] = self._clock() + REST_S
         return False
 
@@ -262,7 +318,9 @@ class GossipForwarding:
             while True:
                 await asyncio.sleep(LOOK_S)
                 chosen = self.chosen()
-                for topic in [topic for topic, task in running.items() if task.done() or topic not in chosen]:
+                for topic in [
+                    topic for topic, task in running.items() if task.done() or topic not in chosen
+                ]:
                     running.pop(topic).cancel()
                 for topic in chosen:
                     if topic not in running:
@@ -343,7 +401,9 @@ class Seed:
 
     async def _launch(self) -> Daemon:
         """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""
-        quic = beside(self._listen)  # for members that ask by what port their packets come; it is in no link
+        quic = beside(
+            self._listen
+        )  # for members that ask by what port their packets come; it is in no link
         daemon = await launch_relay(
             self._identity,
             listen=[*self._listen, *quic],
@@ -360,13 +420,17 @@ class Seed:
         except BaseException as error:
             await daemon.shutdown()
             if isinstance(error, (*DAEMON_GONE, ValueError, asyncio.TimeoutError)):
-                raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
+                raise StartupError(
+                    f"the network daemon started but cannot be talked to ({error}): try again."
+                ) from error
             raise
         daemon.at_end.append(asyncio.ensure_future(self._share(daemon)).cancel)
         if self._relay:
             daemon.at_end.append(asyncio.ensure_future(self.forwarding.run(daemon)).cancel)
         mute = "/p2p-circuit" if any("/quic-v1" in each for each in self._listen) else "/quic-v1"
-        addresses = tuple(address for address in found if "/p2p-circuit" not in address and mute not in address)
+        addresses = tuple(
+            address for address in found if "/p2p-circuit" not in address and mute not in address
+        )
         self._listen = fixed_ports(self._listen, addresses)
         self._on_ready(addresses)
         return daemon
@@ -377,7 +441,9 @@ class Seed:
             await asyncio.sleep(LOOK_S)
             try:
                 gone = crowding_peers(await asyncio.wait_for(daemon.origins(), ANSWER_S))
-                for at in range(0, len(gone), AT_ONCE):  # the end of one can take the daemon a tenth of a second
+                for at in range(
+                    0, len(gone), AT_ONCE
+                ):  # the end of one can take the daemon a tenth of a second
                     ends = (daemon.disconnect(peer) for peer in gone[at : at + AT_ONCE])
                     await asyncio.wait_for(asyncio.gather(*ends), ANSWER_S)
             except (TimeoutError, *DAEMON_GONE) as error:
@@ -387,7 +453,9 @@ class Seed:
                 log.info("ended the connections of %d peers of crowded address ranges", len(gone))
 
     def _handler(self, answer: Callable[[Stream], Awaitable[None]]) -> Incoming:
-        async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def incoming(
+            peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             await self._limited(Stream(peer_id, reader, writer, self._traffic, origin), answer)
 
         return incoming
@@ -404,7 +472,9 @@ class Seed:
         await stream.send(pack(self.registry.listing(stream.peer_id, request)), SMALL_S)
 
     async def _limited(self, stream: Stream, answer: Callable[[Stream], Awaitable[None]]) -> None:
-        if self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER or not self._places.take(stream):
+        if self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER or not self._places.take(
+            stream
+        ):
             stream.abort()
             return
         try:

@@ -41,7 +41,11 @@ settings.load_profile("shoal")
 @functools.cache
 def share(place):
     """Return which tests share a worker with that at ``place``: the timed ones of its kind, else those of its file."""
-    kinds = (kind for kind, places in TIMED.items() if any(place.is_relative_to(HERE / part) for part in places))
+    kinds = (
+        kind
+        for kind, places in TIMED.items()
+        if any(place.is_relative_to(HERE / part) for part in places)
+    )
     return next(kinds, place.as_posix())
 
 
@@ -64,7 +68,9 @@ def turn(place):
     kinds, named = [*TIMED], share(place)
     if named in kinds:
         return kinds.index(named), named
-    return len(kinds) + next((n for n, part in enumerate(LONG) if place.is_relative_to(HERE / part)), len(LONG)), named
+    return len(kinds) + next(
+        (n for n, part in enumerate(LONG) if place.is_relative_to(HERE / part)), len(LONG)
+    ), named
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
@@ -107,7 +113,9 @@ def pytest_runtest_setup(item):
         if mark.kwargs.get("standin", False) and "standin" not in sys.modules:
             pytest.skip("needs the stand-in for a GPU: make gpu-test")
         if torch.cuda.device_count() < devices:
-            pytest.skip(f"needs {'a GPU' if devices == 1 else f'{devices} GPUs'}, or the stand-in: make gpu-test")
+            pytest.skip(
+                f"needs {'a GPU' if devices == 1 else f'{devices} GPUs'}, or the stand-in: make gpu-test"
+            )
 
 
 @pytest.fixture
@@ -115,7 +123,11 @@ def same_adam(monkeypatch):
     """Have Adam compute by the same formula everywhere: by default each kind of device has its own order of operations."""
     module = importlib.import_module("torch.optim.adam")
     adam = module.adam
-    monkeypatch.setattr(module, "adam", lambda *given, **options: adam(*given, **(options | {"foreach": False, "fused": False})))
+    monkeypatch.setattr(
+        module,
+        "adam",
+        lambda *given, **options: adam(*given, **(options | {"foreach": False, "fused": False})),
+    )
 
 
 def pytest_runtest_teardown():

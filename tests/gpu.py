@@ -15,6 +15,8 @@ def assert_same(found, expected, rtol=1e-4, atol=1e-5):
     for number, (here, there) in enumerate(zip(found, expected, strict=True)):
         here, there = here.detach().cpu(), there.detach().cpu()
         if STANDIN:
-            assert torch.equal(here, there), f"tensor {number} differs by up to {(here.double() - there.double()).abs().max():.1e}"
+            assert torch.equal(here, there), (
+                f"tensor {number} differs by up to {(here.double() - there.double()).abs().max():.1e}"
+            )
         else:
             torch.testing.assert_close(here, there, rtol=rtol, atol=atol)

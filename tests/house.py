@@ -47,11 +47,16 @@ def lines_of(files: list[Path]) -> int:
 
 
 def sizes() -> dict[str, int]:
-    importers = Counter(other for name in MODULES for other in imported(MODULES[name]) & set(MODULES) - {name})
+    importers = Counter(
+        other for name in MODULES for other in imported(MODULES[name]) & set(MODULES) - {name}
+    )
     short = [
         name
         for name, file in MODULES.items()
-        if importers[name] == 1 and file.name != "__init__.py" and file not in TEMPLATES and lines_of([file]) < MIN_LINES
+        if importers[name] == 1
+        and file.name != "__init__.py"
+        and file not in TEMPLATES
+        and lines_of([file]) < MIN_LINES
     ]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return {
@@ -74,7 +79,9 @@ def entered(run: Callable[[], Any]) -> list[str]:
         if code.co_filename not in places:
             path = Path(code.co_filename).resolve()
             place = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
-            places[code.co_filename] = place if place.split("/")[0] in TOPS and not place.startswith(PLAIN) else None
+            places[code.co_filename] = (
+                place if place.split("/")[0] in TOPS and not place.startswith(PLAIN) else None
+            )
         if places[code.co_filename] is None:
             return
         above: FrameType | None = frame
@@ -122,13 +129,18 @@ def join() -> Callable[[], Any]:
 
     import shoal
 
-    creator = subprocess.Popen([sys.executable, "-c", CREATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    creator = subprocess.Popen(
+        [sys.executable, "-c", CREATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
     stop = threading.Timer(600.0, creator.kill)
     stop.daemon = True
     stop.start()
     assert creator.stdout is not None
     link = creator.stdout.readline().decode().strip()
-    net, here = torch.nn.Linear(4, 4), shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+    net, here = (
+        torch.nn.Linear(4, 4),
+        shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off"),
+    )
 
     def run() -> None:
         with shoal.join(link, state=net, network=here) as session:
@@ -143,7 +155,10 @@ def claim() -> Callable[[], Any]:
 
     folder = Path(tempfile.mkdtemp())
     calibration, board = calibrate(folder / "tiny.calibration", claims=40), Board()
-    nodes = [Node(board, name, folder, calibration, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))]
+    nodes = [
+        Node(board, name, folder, calibration, seed=seed)
+        for seed, name in enumerate(("ann", "bob", "cat", "dan"))
+    ]
 
     def vote() -> None:
         run(board, nodes, 6)
@@ -159,7 +174,9 @@ def main(argv: list[str]) -> int:
     found: dict[str, Any] = dict(sizes())
     if "--no-streets" not in argv:
         files = {name: entered(street()) for name, street in STREETS.items()}
-        found["streets"] = files if "--files" in argv else {name: len(each) for name, each in files.items()}
+        found["streets"] = (
+            files if "--files" in argv else {name: len(each) for name, each in files.items()}
+        )
     print(json.dumps(found, indent=None if "--json" in argv else 2))
     return 0
 

@@ -11,4 +11,6 @@ ABOUT = {
 
 
 def member_of(peer, /, **changes):
-    return Member(**{"swarm": SWARM, "peer": peer, "addresses": (), "issued": 0.0, **ABOUT, **changes})
+    return Member(
+        **{"swarm": SWARM, "peer": peer, "addresses": (), "issued": 0.0, **ABOUT, **changes}
+    )

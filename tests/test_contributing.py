@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S | re.M)
+SHOWN = re.findall(
+    r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S | re.M
+)
 DIFFS = [diff for diff in SHOWN if "+++ b/optim/" in diff]
 PROGRAM = """
 import torch
@@ -60,9 +62,21 @@ def test_they_are_small():
 def test_they_work(tmp_path):
     for top in ("shoal", "node", "optim", "swarm", "verification"):
         shutil.copytree(ROOT / top, tmp_path / top, symlinks=True)
-    alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # else git would look for a repository above
+    alone = {
+        **os.environ,
+        "GIT_CEILING_DIRECTORIES": str(tmp_path.parent),
+    }  # else git would look for a repository above
     for diff in DIFFS:
         command = ["git", "apply", "--unidiff-zero", "-"]
-        subprocess.run(command, cwd=tmp_path, env=alone, input=diff, text=True, timeout=60, check=True)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+        subprocess.run(
+            command, cwd=tmp_path, env=alone, input=diff, text=True, timeout=60, check=True
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,15 @@ from shoal.node.cli.prepare import FILES, TEMPLATES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("node", "optim", "swarm", "verification")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "constraints.txt", "shoal", *TOPS)
+SOURCES = (
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "constraints.txt",
+    "shoal",
+    *TOPS,
+)
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -50,7 +58,9 @@ def setuptools_is_new_enough():
         return False
 
 
-needs_setuptools = pytest.mark.skipif(not setuptools_is_new_enough(), reason="building needs setuptools 77 or newer")
+needs_setuptools = pytest.mark.skipif(
+    not setuptools_is_new_enough(), reason="building needs setuptools 77 or newer"
+)
 
 
 def run(*command, folder, **env):
@@ -73,7 +83,12 @@ def copied(copy):
     copy.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name,
+                copy / name,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
         else:
             shutil.copy(ROOT / name, copy / name)
     return copy
@@ -88,7 +103,9 @@ def built(tmp_path_factory):
     (folder / "again").mkdir()
     run("-c", BUILD, "sdist", folder, "wheel", folder, "editable", folder / "editable", folder=copy)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        archive.extractall(
+            folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     run("-c", BUILD, "wheel", folder / "again", folder=next(folder.glob("shoal-*/")))
     return folder
 
@@ -106,18 +123,27 @@ def test_the_links_are_relative_and_git_keeps_them():
         assert (ROOT / "shoal" / name).readlink() == Path("..") / name
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("this is no checkout of git's")
-    listed = subprocess.run(["git", "ls-files", "-s", "shoal"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-s", "shoal"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert set(re.findall(r"^120000 .*\tshoal/(\w+)$", listed, re.M)) == set(TOPS)
 
 
 @needs_setuptools
 def test_the_wheel_holds_every_module_template_and_page_below_shoal(site):
-    files = (file for top in TOPS for file in (ROOT / top).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    files = (
+        file
+        for top in TOPS
+        for file in (ROOT / top).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    )
     expected = {"shoal" / file.relative_to(ROOT) for file in files}
     expected |= {Path("shoal") / name for name in ("__init__.py", "__main__.py", "py.typed")}
     found = {file.relative_to(site) for file in site.rglob("*") if file.is_file()}
     assert {file for file in found if not file.parts[0].endswith(".dist-info")} == expected
-    assert {Path("shoal/node/templates") / template / file for template in TEMPLATES for file in FILES} <= found
+    assert {
+        Path("shoal/node/templates") / template / file for template in TEMPLATES for file in FILES
+    } <= found
     assert not any(file.is_symlink() for file in site.rglob("*"))
 
 
@@ -126,8 +152,15 @@ def test_the_source_distribution_builds_the_same_wheel(built):
     assert unpacked(next(built.glob("*.whl"))) == unpacked(next((built / "again").glob("*.whl")))
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
-    assert {Path("LICENSE"), Path("README.md"), Path("constraints.txt"), Path("shoal/optim/__init__.py")} <= names
-    assert not {Path("tests"), Path("optim"), Path("bench")} & {Path(*name.parts[:1]) for name in names}
+    assert {
+        Path("LICENSE"),
+        Path("README.md"),
+        Path("constraints.txt"),
+        Path("shoal/optim/__init__.py"),
+    } <= names
+    assert not {Path("tests"), Path("optim"), Path("bench")} & {
+        Path(*name.parts[:1]) for name in names
+    }
 
 
 @needs_setuptools
@@ -136,7 +169,9 @@ def test_an_editable_install_finds_the_checkout(built):
         wheel.extractall(built / "linked")
     program = "import site; site.addsitedir('linked'); import shoal.swarm.errors; print(shoal.swarm.errors.__file__)"
     # Without the interpreter's own site-packages (-S), where shoal may be installed already.
-    assert run("-S", "-c", program, folder=built).strip() == str(built / "copy" / "shoal" / "swarm" / "errors.py")
+    assert run("-S", "-c", program, folder=built).strip() == str(
+        built / "copy" / "shoal" / "swarm" / "errors.py"
+    )
 
 
 @pytest.mark.ci
@@ -146,7 +181,14 @@ def test_a_users_own_modules_of_the_same_names_do_no_harm(site, tmp_path):
         (tmp_path / f"{name}.py").write_text("MINE = True\n")
     (tmp_path / "train.py").write_text(USERS_PROGRAM)
     said = run("train.py", folder=tmp_path, PYTHONPATH=str(site), OMP_NUM_THREADS="1")
-    assert said.split() == ["{'0':", "3,", "'1':", "3}", str(site / "shoal/__init__.py"), str(site / "shoal/optim/__init__.py")]
+    assert said.split() == [
+        "{'0':",
+        "3,",
+        "'1':",
+        "3}",
+        str(site / "shoal/__init__.py"),
+        str(site / "shoal/optim/__init__.py"),
+    ]
 
 
 @needs_setuptools
@@ -157,7 +199,13 @@ def test_types_are_seen_from_an_installed_wheel(site, tmp_path):
     shutil.copytree(site, packages, dirs_exist_ok=True)
     program = "import shoal\nfrom shoal import Alone\nreveal_type(Alone())\nreveal_type(shoal.optim.Alone)\n"
     (tmp_path / "use.py").write_text(program)
-    options = ["--python-executable", tmp_path / "v" / "bin" / "python", "--cache-dir", tmp_path / "cache", "--no-error-summary"]
+    options = [
+        "--python-executable",
+        tmp_path / "v" / "bin" / "python",
+        "--cache-dir",
+        tmp_path / "cache",
+        "--no-error-summary",
+    ]
     said = run("-m", "mypy", *options, "use.py", folder=tmp_path)
     home = "shoal.optim.exchange.base.Alone"
     assert re.findall(r'Revealed type is "(.+)"', said) == [home, f"def () -> {home}"]

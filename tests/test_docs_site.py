@@ -21,13 +21,19 @@ Lenient.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix
 def pages(entry):
     if isinstance(entry, str):
         return [entry]
-    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+    return [
+        page
+        for part in (entry.values() if isinstance(entry, dict) else entry)
+        for page in pages(part)
+    ]
 
 
 def test_every_page_is_in_the_navigation_once():
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Lenient)
     written = [page.name for page in (ROOT / "docs").glob("*.md")]
-    assert sorted(pages(settings["nav"])) == sorted(["index.md", *written])  # index.md is made of the README
+    assert sorted(pages(settings["nav"])) == sorted(
+        ["index.md", *written]
+    )  # index.md is made of the README
 
 
 @pytest.mark.slow(reason="mkdocs renders the whole site and the API")

@@ -31,7 +31,13 @@ ELSEWHERE = {
 
 
 def start(name, *arguments, folder):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "HF_HUB_OFFLINE": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+        "HF_HUB_OFFLINE": "1",
+    }
     return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)], cwd=folder, env=env, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -49,7 +55,9 @@ def ended(process, seconds=120):
 
 def test_every_example_is_run_by_a_test():
     here = set(re.findall(r'"(\w+\.(?:py|ipynb))"', Path(__file__).read_text())) | {"digits.py"}
-    assert {file.name for kind in ("*.py", "*.ipynb") for file in (ROOT / "examples").glob(kind)} <= here
+    assert {
+        file.name for kind in ("*.py", "*.ipynb") for file in (ROOT / "examples").glob(kind)
+    } <= here
     for name, tests in ELSEWHERE.items():
         found = ROOT / tests
         files = found.rglob("*.py") if found.is_dir() else [found]
@@ -74,18 +82,24 @@ def test_the_cells_of_the_notebook_run_in_their_order(tmp_path):
 
 @pytest.mark.ci
 def test_text_is_pretrained_alone(tmp_path):
-    (tmp_path / "text").write_text("a shoal of fish stays together while each swims its own way " * 200)
+    (tmp_path / "text").write_text(
+        "a shoal of fish stays together while each swims its own way " * 200
+    )
     options = ["--data", tmp_path / "text", "--width", 16, "--steps", 11, "--every", 5]
     out = ended(start("pretrain_text.py", *options, HERE, folder=tmp_path))
     link, *rounds, loss = out.splitlines()
     assert link.startswith("shoal://")
-    assert rounds == [f"round {number}: 1 peers" for number in range(13)]  # of 5, 5 and 1 steps in 4 fragments; the mean
+    assert rounds == [
+        f"round {number}: 1 peers" for number in range(13)
+    ]  # of 5, 5 and 1 steps in 4 fragments; the mean
     assert float(re.fullmatch(r"held-out loss: (\d\.\d{4}) nats a byte", loss)[1]) < 5.6
 
 
 @pytest.mark.slow(reason="two real nodes train on text")
 def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
-    (tmp_path / "text").write_text("a shoal of fish stays together while each swims its own way " * 200)
+    (tmp_path / "text").write_text(
+        "a shoal of fish stays together while each swims its own way " * 200
+    )
     options = ["--data", tmp_path / "text", "--steps", 40, "--width", 16, HERE]
     first = start("pretrain_text.py", *options, "--every", 10, "--peers", 2, folder=tmp_path)
     timer = threading.Timer(120, first.kill)
@@ -95,14 +109,28 @@ def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
     second = start("pretrain_text.py", *options, "--link", link, folder=tmp_path)
     outs = [ended(process).splitlines() for process in (first, second)]
     assert outs[0][-1] == outs[1][-1]
-    assert sorted(outs[0]) == sorted(outs[1])  # a round that overlaps with the next may end after it
+    assert sorted(outs[0]) == sorted(
+        outs[1]
+    )  # a round that overlaps with the next may end after it
     assert {f"round {number}: 2 peers" for number in range(4)} <= set(outs[0])
 
 
 @pytest.mark.slow(reason="two processes train with transformers")
 def test_adapters_are_trained_by_transformers_own_trainer(tmp_path):
     pytest.importorskip("peft", reason="peft is not installed")
-    out = ended(start("lora.py", "--steps", 4, "--every", 2, "--out", tmp_path / "adapters", HERE, folder=tmp_path))
+    out = ended(
+        start(
+            "lora.py",
+            "--steps",
+            4,
+            "--every",
+            2,
+            "--out",
+            tmp_path / "adapters",
+            HERE,
+            folder=tmp_path,
+        )
+    )
     assert out.startswith("shoal://")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 100_000
 
@@ -129,7 +157,9 @@ def test_the_compose_file_starts_commands_that_exist():
     services = yaml.safe_load((ROOT / "examples" / "compose.yaml").read_text())
     assert set(services["services"]) == set(services["volumes"]) == {"first", "second", "seed"}
     for name, service in services["services"].items():
-        assert (ROOT / "examples" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        assert (
+            ROOT / "examples" / service["build"]["context"] / service["build"]["dockerfile"]
+        ).is_file()
         assert service["volumes"] == [f"{name}:/data"]
         verb, *rest = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in service["command"]]
         cli.commands[verb].make_context(verb, rest, parent=click.Context(cli))
@@ -148,7 +178,10 @@ def test_the_swarm_of_docker_compose_up_starts_commands_that_exist():
         assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         (script,) = service["command"]
         asked = re.findall(r"\$\$\(shoal ([^)|]*)", script)
-        (run,) = re.findall(r"exec shoal (.*)", re.sub(r"\$\$\([^)]*\)", "x", script).replace("$$resume", "--resume"))
+        (run,) = re.findall(
+            r"exec shoal (.*)",
+            re.sub(r"\$\$\([^)]*\)", "x", script).replace("$$resume", "--resume"),
+        )
         for line in (run, *asked):
             command, (verb, *rest) = cli, shlex.split(line)
             while isinstance(command.commands[verb], click.Group):

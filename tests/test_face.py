@@ -22,5 +22,7 @@ def test_every_name_of_optim_is_a_name_of_shoal_too():
 
 def test_importing_shoal_loads_neither_torch_nor_hivemind():
     program = "import json, sys, shoal; dir(shoal); print(json.dumps(sorted({'torch', 'hivemind', 'numpy'} & set(sys.modules))))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(done.stdout) == []

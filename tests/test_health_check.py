@@ -25,7 +25,9 @@ def daemon(tmp_path):
 
 def health(folder):
     """The sentence of the health check of the node of ``folder``; empty if all is well."""
-    ended = subprocess.run(["sh", SCRIPT, folder], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        ["sh", SCRIPT, folder], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (ended.returncode == 0) is (ended.stdout == ""), ended.stderr
     assert ended.stderr == ""
     return ended.stdout

@@ -59,7 +59,9 @@ def test_the_clock_is_that_of_the_whole_process():
 
 
 def test_memory_held_is_what_macos_counts_in_bytes(monkeypatch):
-    monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("/proc")))
+    monkeypatch.setattr(
+        "builtins.open", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("/proc"))
+    )
     assert resources.held() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

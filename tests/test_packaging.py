@@ -29,13 +29,17 @@ def make(*arguments):
     ours = ("MAKE", "MFLAGS", "PYTHON", "VENV", "PIP_ARGS", "PEERS", "ROUNDS", "ARGS")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     command = ["make", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def python_that(folder, refuses):
     """An interpreter that fails when its arguments hold the text ``refuses``, and else is this one."""
     script = folder / "python"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *{refuses}*) exit 1;; esac\nexec {sys.executable} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\ncase "$*" in *{refuses}*) exit 1;; esac\nexec {sys.executable} "$@"\n'
+    )
     script.chmod(0o755)
     return script
 
@@ -53,11 +57,15 @@ class TestMake:
 
     def test_python_is_missing(self, tmp_path):
         ended = make("demo", "PYTHON=/no/such/python", f"VENV={tmp_path}/venv")
-        assert "/no/such/python was not found: install Python 3.11 or newer" in self.said(ended, tmp_path)
+        assert "/no/such/python was not found: install Python 3.11 or newer" in self.said(
+            ended, tmp_path
+        )
 
     def test_python_is_too_old(self, tmp_path):
         old = python_that(tmp_path, "version_info")
-        assert "needs Python 3.11 or newer" in self.said(make("test", f"PYTHON={old}", f"VENV={tmp_path}/venv"), tmp_path)
+        assert "needs Python 3.11 or newer" in self.said(
+            make("test", f"PYTHON={old}", f"VENV={tmp_path}/venv"), tmp_path
+        )
 
     def test_venv_is_missing(self, tmp_path):
         bare = python_that(tmp_path, "venv")
@@ -88,18 +96,29 @@ def test_dockerfile_runs_shoal_without_root():
     assert users
     assert users[-1] not in ("root", "0")
     assert re.search(rf"useradd .*\b{users[-1]}\b", DOCKER)
-    entry = [json.loads(line.split(maxsplit=1)[1]) for line in lines if line.startswith("ENTRYPOINT ")]
+    entry = [
+        json.loads(line.split(maxsplit=1)[1]) for line in lines if line.startswith("ENTRYPOINT ")
+    ]
     assert entry == [["shoal"]]
     assert any(line.split()[:1] == ["EXPOSE"] and "4001" in line for line in lines)
 
 
 def test_dockerfile_copies_all_that_is_installed():
-    copied = {word.rstrip("/") for line in DOCKER.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]}
+    copied = {
+        word.rstrip("/")
+        for line in DOCKER.splitlines()
+        if line.startswith("COPY ")
+        for word in line.split()[1:-1]
+    }
     copied -= {"--from=build", "/opt/venv"}  # of the stage before
     assert {"shoal", *TOPS} <= copied
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= copied
     assert all((ROOT / path).exists() for path in copied)
-    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    sent = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert copied <= sent
 
 
@@ -135,7 +154,11 @@ def test_hooks_before_a_commit_are_those_of_make_lint_and_fetch_nothing():
 
 def test_reports_of_bugs_ask_for_what_the_doctor_says():
     form = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
-    asked = [part for part in form["body"] if "shoal doctor --json" in part["attributes"].get("label", "")]
+    asked = [
+        part
+        for part in form["body"]
+        if "shoal doctor --json" in part["attributes"].get("label", "")
+    ]
     assert [part["validations"] for part in asked] == [{"required": True}]
     assert "shoal doctor --json" in (ROOT / ".github/pull_request_template.md").read_text()
 
@@ -144,14 +167,23 @@ def test_coverage_has_a_floor_and_measures_the_whole_product_with_its_processes(
     recipe = re.search(r"^coverage: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     assert all(word in recipe for word in ("--cov=shoal", "--cov-fail-under="))
     settings = PROJECT["tool"]["coverage"]["run"]
-    assert {"shoal", *(link.name for link in (ROOT / "shoal").iterdir() if link.is_symlink())} == {*settings["source_dirs"]}
+    assert {"shoal", *(link.name for link in (ROOT / "shoal").iterdir() if link.is_symlink())} == {
+        *settings["source_dirs"]
+    }
     assert "subprocess" in settings["patch"]
-    assert any(line.startswith("pytest-cov") for line in PROJECT["project"]["optional-dependencies"]["test"])
+    assert any(
+        line.startswith("pytest-cov")
+        for line in PROJECT["project"]["optional-dependencies"]["test"]
+    )
 
 
 def test_commits_to_ignore_in_blame_are_whole_hashes():
     lines = (ROOT / ".git-blame-ignore-revs").read_text().splitlines()
-    assert [line for line in lines if not line.startswith("#") and not re.fullmatch(r"[0-9a-f]{40}", line)] == []
+    assert [
+        line
+        for line in lines
+        if not line.startswith("#") and not re.fullmatch(r"[0-9a-f]{40}", line)
+    ] == []
     assert len(lines) - sum(line.startswith("#") for line in lines) >= 2
 
 
@@ -164,7 +196,16 @@ def test_ruff_and_mypy_are_strict():
 
 def test_core_installs_little():
     names = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
-    wanted = {"torch", "hivemind", "msgpack", "cryptography", "click", "pydantic", "rich", "safetensors"}
+    wanted = {
+        "torch",
+        "hivemind",
+        "msgpack",
+        "cryptography",
+        "click",
+        "pydantic",
+        "rich",
+        "safetensors",
+    }
     assert wanted <= names
     # uvloop and numpy come with hivemind in any case; prometheus-client needs nothing else; torchdata only what torch brings
     assert len(names) <= len(wanted) + 6
@@ -174,7 +215,11 @@ def test_core_installs_little():
 
 def test_watching_needs_nothing_that_must_be_compiled():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert {re.match(r"[\w-]+", line)[0] for line in extras["watch"]} == {"textual", "aiohttp", "segno"}
+    assert {re.match(r"[\w-]+", line)[0] for line in extras["watch"]} == {
+        "textual",
+        "aiohttp",
+        "segno",
+    }
     assert extras["libp2p"] == ["libp2p==0.8.1"]
     assert "--no-deps libp2p==0.8.1\n" in (ROOT / "Makefile").read_text()
     assert "libp2p" not in str([extras[name] for name in extras if name != "libp2p"])
@@ -190,5 +235,7 @@ def test_licence():
 
 def test_one_version(monkeypatch):
     assert PROJECT["project"]["version"] == SHOAL_VERSION == installed_version()
-    monkeypatch.setattr("importlib.metadata.distribution", Mock(side_effect=PackageNotFoundError("shoal")))
+    monkeypatch.setattr(
+        "importlib.metadata.distribution", Mock(side_effect=PackageNotFoundError("shoal"))
+    )
     assert installed_version() == "0+unknown"  # a checkout that is not installed

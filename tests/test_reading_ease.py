@@ -17,20 +17,44 @@ def prose(text):
 
 def syllables(word):
     """Count groups of vowels, but for a silent e at the end: by a dictionary it is a few per cent more or less."""
-    word = re.sub(r"((?<=[^aeiouyl])|(?<=[aeiouy]l))e$|(?<=[^aeiouytd])ed$|(?<=[^aeiouysxzcg])es$", "", word.lower())
+    word = re.sub(
+        r"((?<=[^aeiouyl])|(?<=[aeiouy]l))e$|(?<=[^aeiouytd])ed$|(?<=[^aeiouysxzcg])es$",
+        "",
+        word.lower(),
+    )
     return max(1, len(re.findall("[aeiouy]+", word)))
 
 
 def ease(text):
-    sentences = [words for part in re.split(r"[.!?]\s|\n\n", text) if (words := re.findall(r"[A-Za-z][A-Za-z'-]*", part))]
+    sentences = [
+        words
+        for part in re.split(r"[.!?]\s|\n\n", text)
+        if (words := re.findall(r"[A-Za-z][A-Za-z'-]*", part))
+    ]
     words = [word for sentence in sentences for word in sentence]
-    return 206.835 - 1.015 * len(words) / len(sentences) - 84.6 * sum(map(syllables, words)) / len(words)
+    return (
+        206.835
+        - 1.015 * len(words) / len(sentences)
+        - 84.6 * sum(map(syllables, words)) / len(words)
+    )
 
 
 def test_syllables_and_the_formula():
-    words = {"table": 2, "averages": 4, "weights": 1, "train": 1, "killed": 1, "waited": 2, "the": 1, "else": 1, "whole": 1}
+    words = {
+        "table": 2,
+        "averages": 4,
+        "weights": 1,
+        "train": 1,
+        "killed": 1,
+        "waited": 2,
+        "the": 1,
+        "else": 1,
+        "whole": 1,
+    }
     assert {word: syllables(word) for word in words} == words
-    assert abs(ease("The cat sat on the mat.") - 116.145) < 0.001  # 6 words of 6 syllables in one sentence
+    assert (
+        abs(ease("The cat sat on the mat.") - 116.145) < 0.001
+    )  # 6 words of 6 syllables in one sentence
 
 
 def test_the_readme_is_easy_to_read():

@@ -52,7 +52,13 @@ def blocks():
                 opened = number
                 continue
             excused = bool(MARK.fullmatch(lines[opened - 1]))
-            yield Block(page.name, opened + 1, lines[opened][3:], "\n".join(lines[opened + 1 : number]) + "\n", excused)
+            yield Block(
+                page.name,
+                opened + 1,
+                lines[opened][3:],
+                "\n".join(lines[opened + 1 : number]) + "\n",
+                excused,
+            )
             opened = None
         assert opened is None, f"{page.name}: the block of line {opened} does not end"
 
@@ -65,7 +71,11 @@ def name(block):
 
 
 def chosen(language, *, excused=False):
-    return [pytest.param(b, id=name(b)) for b in BLOCKS if b.language == language and b.excused == excused]
+    return [
+        pytest.param(b, id=name(b))
+        for b in BLOCKS
+        if b.language == language and b.excused == excused
+    ]
 
 
 @pytest.fixture
@@ -73,20 +83,35 @@ def scratch(tmp_path):
     """A folder that looks like the repository to the commands of the README, and an environment for them."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return tmp_path, {**os.environ, "PATH": path, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    return tmp_path, {
+        **os.environ,
+        "PATH": path,
+        "HOME": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(command, scratch):
     folder, env = scratch
     ended = subprocess.run(
-        command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
 
 def test_every_block_has_a_known_language():
-    assert {b.language for b in BLOCKS} <= LANGUAGES, [name(b) for b in BLOCKS if b.language not in LANGUAGES]
+    assert {b.language for b in BLOCKS} <= LANGUAGES, [
+        name(b) for b in BLOCKS if b.language not in LANGUAGES
+    ]
     assert any(b.language == "python" and b.page == "README.md" for b in BLOCKS)
 
 
@@ -97,14 +122,18 @@ def test_shell_block_runs(block, scratch):
 
 @pytest.mark.parametrize("block", chosen("python"))
 def test_python_block_runs(block, scratch):
-    assert run([sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", block.code], scratch)
+    assert run(
+        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", block.code], scratch
+    )
 
 
 def test_the_task_of_the_readme_trains(tmp_path):
     """As the demo that stands below it would train it, but in this process and without a swarm."""
     (code,) = [b.code for b in BLOCKS if b.page == "README.md" and "(Task):" in b.code]
     (tmp_path / "sums.py").write_text(code)
-    trainer = Trainer(load_task(f"{tmp_path}/sums.py:Sums", {}), OuterSettings(every=25), TrainSettings(steps=400))
+    trainer = Trainer(
+        load_task(f"{tmp_path}/sums.py:Sums", {}), OuterSettings(every=25), TrainSettings(steps=400)
+    )
     trainer.connect(trainer.opt.exchange, "run", Shard(0, 2, 0))
     before = trainer.evaluate()
     trainer.run()
@@ -144,9 +173,15 @@ def test_commands_of_a_block_that_is_not_run_exist(block):
     for line in block.code.splitlines():
         words = shlex.split(line, comments=True)
         if words and words[0] == "make" and shutil.which("make"):
-            env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+            env = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("MAKE", "MFLAGS"))
+            }
             command = ["make", "--dry-run", *words[1:]]
-            dry = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+            dry = subprocess.run(
+                command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False
+            )
             assert dry.returncode == 0, dry.stderr
 
 
@@ -160,18 +195,28 @@ def test_files_that_the_pages_name_exist():
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
-        for path in re.findall(r"`((?:optim|swarm|node|verification|tests|examples|bench|docs)/[\w/]+\.\w+)`", text):
+        for path in re.findall(
+            r"`((?:optim|swarm|node|verification|tests|examples|bench|docs)/[\w/]+\.\w+)`", text
+        ):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def test_headings_that_the_pages_link_to_exist():
     def anchors(page):
-        headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), re.M)
+        headings = re.findall(
+            r"^#+ (.*)$",
+            re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S),
+            re.M,
+        )
         return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
     for page in PAGES:
-        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
-            assert anchor in anchors(page.parent / target if target else page), f"{page.name} links to {target}#{anchor}"
+        for target, anchor in re.findall(
+            r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")
+        ):
+            assert anchor in anchors(page.parent / target if target else page), (
+                f"{page.name} links to {target}#{anchor}"
+            )
 
 
 def exists(name):
@@ -196,10 +241,14 @@ def test_modules_and_names_that_the_pages_name_exist():
 def test_modules_that_the_pages_name_in_short_exist():
     """ARCHITECTURE.md and docs/internals.md leave out the leading ``shoal.``."""
     for page in (ROOT / "ARCHITECTURE.md", ROOT / "docs" / "internals.md"):
-        for name in re.findall(rf"`((?:{'|'.join(TOPS)})(?:\.\w+)+)`", page.read_text(encoding="utf-8")):
+        for name in re.findall(
+            rf"`((?:{'|'.join(TOPS)})(?:\.\w+)+)`", page.read_text(encoding="utf-8")
+        ):
             assert exists(f"shoal.{name}"), f"{page.name} names {name}"
 
 
 def test_exit_codes_are_those_of_the_program():
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M
+    )
     assert rows == [(str(int(code)), code.meaning) for code in ExitCode]

@@ -15,7 +15,9 @@ from shoal.node.doctor.network_checks import Visit
 from shoal.swarm.access import Link
 from shoal.swarm.errors import ShoalError
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md").read_text(
+    encoding="utf-8"
+)
 ID = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
 SWARM = "a" * 52
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{ID}"
@@ -27,7 +29,9 @@ REMEDY = re.compile(
 
 
 def test_every_exit_code_has_a_section_in_order():
-    assert [int(code) for code in re.findall(r"^## Exit code (\d+): ", PAGE, re.M)] == [int(code) for code in ExitCode]
+    assert [int(code) for code in re.findall(r"^## Exit code (\d+): ", PAGE, re.M)] == [
+        int(code) for code in ExitCode
+    ]
 
 
 def test_every_check_of_the_doctor_is_in_the_table_with_its_code():
@@ -36,7 +40,9 @@ def test_every_check_of_the_doctor_is_in_the_table_with_its_code():
     table = {name: code for names, code in rows for name in re.findall(r"`([^`]+)`", names)}
     assert set(table) == {check.name for check in checks}
     notes = {"dialled back", "nat", "bandwidth", "bucket"}
-    assert table == {check.name: "" if check.name in notes else str(int(check.code)) for check in checks}
+    assert table == {
+        check.name: "" if check.name in notes else str(int(check.code)) for check in checks
+    }
 
 
 @pytest.fixture

@@ -18,18 +18,48 @@ from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
 from shoal.swarm.membership.dht import CAP
 from shoal.swarm.membership.directory import MAX_ADDRESSES
-from shoal.swarm.membership.peer_exchange import ACTIVE, AGE, LOOK, MAX_OFFERED, PASSIVE, SHARE, SHUFFLE, SHUFFLE_PROTOCOL
+from shoal.swarm.membership.peer_exchange import (
+    ACTIVE,
+    AGE,
+    LOOK,
+    MAX_OFFERED,
+    PASSIVE,
+    SHARE,
+    SHUFFLE,
+    SHUFFLE_PROTOCOL,
+)
 from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
 from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
-from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, RateLimit, Rates
+from shoal.swarm.p2p.limits import (
+    ADMISSION_PROTOCOL,
+    MAX_HANDLERS,
+    MAX_HANDLERS_PER_PEER,
+    MAX_STRANGERS,
+    RateLimit,
+    Rates,
+)
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
 from shoal.swarm.p2p.reachability import ALL as DIALS
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT, MOVE_S, SPEED_PROTOCOL, TESTS, TESTS_EACH
+from shoal.swarm.p2p.reachability import (
+    DIAL_PROTOCOL,
+    LOWEST_PORT,
+    MOVE_S,
+    SPEED_PROTOCOL,
+    TESTS,
+    TESTS_EACH,
+)
 from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
 from shoal.swarm.p2p.reachability import MAX_BYTES as TEST_BYTES
 from shoal.swarm.state.selection import SAMPLE, STATE_PROTOCOL
 from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, KEPT, UNUSED_S
-from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, LOG_PROTOCOL, MAX_BYTES, MAX_LOG, MAX_RECORD, Attestation
+from shoal.swarm.topics.attestation import (
+    EVIDENCE_PROTOCOL,
+    LOG_PROTOCOL,
+    MAX_BYTES,
+    MAX_LOG,
+    MAX_RECORD,
+    Attestation,
+)
 from shoal.swarm.topics.attestation import LOG_QUOTA as LOGS
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
@@ -65,7 +95,9 @@ def test_every_message_is_in_the_table_with_its_limit():
     rows = re.findall(r"^\| `([a-z-]+)` \| (\d+) \| (yes|no) \|", PAGE, re.M)
     documented = {kind: (int(limit), sealed == "yes") for kind, limit, sealed in rows}
     for module in pkgutil.walk_packages(shoal.swarm.__path__, "shoal.swarm."):
-        importlib.import_module(module.name)  # else only those messages are known that this file or another test imports
+        importlib.import_module(
+            module.name
+        )  # else only those messages are known that this file or another test imports
     # What node/ makes of messages is no message of the swarm's, and there only if another test has imported it.
     sent = [kind for kind in Message.__subclasses__() if kind.__module__.startswith("shoal.swarm.")]
     assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in sent}
@@ -73,9 +105,31 @@ def test_every_message_is_in_the_table_with_its_limit():
 
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
-    served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL, SHUFFLE_PROTOCOL, SEEN_PROTOCOL, PUNCH_PROTOCOL]
-    served += [STATE_PROTOCOL, CHUNKS_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL, SWARMS_PROTOCOL]
+    served = [
+        EXCHANGE_PROTOCOL,
+        OUTCOME_PROTOCOL,
+        LEADER_PROTOCOL,
+        PAYLOAD_PROTOCOL,
+        DECISION_PROTOCOL,
+        MANIFEST_PROTOCOL,
+    ]
+    served += [
+        ADMISSION_PROTOCOL,
+        DIAL_PROTOCOL,
+        SPEED_PROTOCOL,
+        SHUFFLE_PROTOCOL,
+        SEEN_PROTOCOL,
+        PUNCH_PROTOCOL,
+    ]
+    served += [
+        STATE_PROTOCOL,
+        CHUNKS_PROTOCOL,
+        BODY_PROTOCOL,
+        SEED_PROTOCOL,
+        EVIDENCE_PROTOCOL,
+        LOG_PROTOCOL,
+        SWARMS_PROTOCOL,
+    ]
     assert sorted(rows) == sorted(served)
 
 
@@ -91,7 +145,10 @@ def test_bounds_of_streams_and_calls_are_those_of_the_code():
     page, rates = (DOCS / "security.md").read_text(encoding="utf-8"), Rates()
     assert f"| {MAX_HANDLERS} at a time (and {MAX_HANDLERS} first ones" in page
     assert f", {MAX_HANDLERS_PER_PEER} of one peer, {MAX_STRANGERS} of non-members; " in page
-    assert f"; {rates.streams:,} a minute of one peer, {rates.streams_of_range:,} of one address range" in page
+    assert (
+        f"; {rates.streams:,} a minute of one peer, {rates.streams_of_range:,} of one address range"
+        in page
+    )
     assert f"| {rates.calls:,} a minute and {rates.call_bytes >> 20} MiB of one peer |" in page
 
 
@@ -127,6 +184,9 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE
     assert f"a port from {LOWEST_PORT} up" in PAGE
     assert f"{DIALS_EACH} times a minute for one address and {DIALS} times in all" in PAGE
-    assert f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a minute" in PAGE
+    assert (
+        f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a minute"
+        in PAGE
+    )
     assert f"{TESTS} times in all, and\nnever" in PAGE
     assert f"at most {MAX_LOG >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

@@ -48,7 +48,11 @@ def prose(text):
 
 
 def retired(text):
-    found = [(word, better) for word, better in RETIRED.items() if re.search(rf"\b{word}\b", text, re.IGNORECASE)]
+    found = [
+        (word, better)
+        for word, better in RETIRED.items()
+        if re.search(rf"\b{word}\b", text, re.IGNORECASE)
+    ]
     return found + [(sentence[:60], "a noun first") for sentence in INVERTED.findall(text)]
 
 
@@ -71,9 +75,15 @@ def test_pages_use_the_words_of_the_field(page):
 def test_help_texts_use_the_words_of_the_field():
     said = {("shoal",): cli.help}
     for path, command in commands():
-        options = (option.help or "" for option in command.params if isinstance(option, click.Option))
+        options = (
+            option.help or "" for option in command.params if isinstance(option, click.Option)
+        )
         said[path] = " ".join([command.help or "", command.epilog or "", *options])
-    assert {" ".join(path): found for path, text in said.items() if (found := retired(prose(text or "")))} == {}
+    assert {
+        " ".join(path): found
+        for path, text in said.items()
+        if (found := retired(prose(text or "")))
+    } == {}
 
 
 def sentences(file):
@@ -83,15 +93,29 @@ def sentences(file):
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             parts.update(map(id, node.values))
-            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield (
+                node.lineno,
+                "".join(
+                    part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+                ),
+            )
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 3 and id(node) not in parts:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.count(" ") > 3
+            and id(node) not in parts
+        ):
             yield node.lineno, node.value
 
 
 def test_errors_and_messages_use_the_words_of_the_field():
     """So do descriptions of settings, which help texts and docs show."""
-    files = [file for top in ("node", "optim", "swarm", "verification") for file in sorted((ROOT / top).rglob("*.py"))]
+    files = [
+        file
+        for top in ("node", "optim", "swarm", "verification")
+        for file in sorted((ROOT / top).rglob("*.py"))
+    ]
     found = {
         f"{file.relative_to(ROOT)}:{line}": words
         for file in files
@@ -107,8 +131,17 @@ def test_a_retired_word_would_be_found(tmp_path):
         ("rendezvous", "matchmaking"),
         ("vouch(?:es|ed|ing)?", "confirm"),
     ]
-    assert retired(prose("Late peers wait. Who comes late is lost.")) == [(". Who comes late is lost.", "a noun first")]
-    assert [better for _, better in retired(prose("At the end say `shoal up`."))] == ["pass, run, set"]
-    (tmp_path / "module.py").write_text('"""Docstring of a door that is left."""\nraise X(f"{a} is the door to it: say --b")\n')
+    assert retired(prose("Late peers wait. Who comes late is lost.")) == [
+        (". Who comes late is lost.", "a noun first")
+    ]
+    assert [better for _, better in retired(prose("At the end say `shoal up`."))] == [
+        "pass, run, set"
+    ]
+    (tmp_path / "module.py").write_text(
+        '"""Docstring of a door that is left."""\nraise X(f"{a} is the door to it: say --b")\n'
+    )
     assert list(sentences(tmp_path / "module.py")) == [(2, "{} is the door to it: say --b")]
-    assert retired(prose("The message `parcel`, and\n```text\na door\n```\nand [a page](door.md).")) == []
+    assert (
+        retired(prose("The message `parcel`, and\n```text\na door\n```\nand [a page](door.md)."))
+        == []
+    )

@@ -38,7 +38,9 @@ RATE = 1e-4
 FEWEST = 20
 TAIL = 0.1  # of the honest claims; the tail beyond is taken for exponential
 SURENESS = NormalDist().inv_cdf(0.95)  # one-sided, for what is estimated from a small sample
-LEAST_SLOPE = 0.6  # of the tail, in standard deviations: a normal one has 0.47, an exponential one 1
+LEAST_SLOPE = (
+    0.6  # of the tail, in standard deviations: a normal one has 0.47, an exponential one 1
+)
 MOST_CLAIMS = 1 << 20
 
 
@@ -57,7 +59,9 @@ class Pair:
 
     def __post_init__(self) -> None:
         if not all(0 < len(part) <= 256 and part.isprintable() for part in astuple(self)):
-            raise ValueError("each part of a calibration's name must be 1 to 256 printable characters")
+            raise ValueError(
+                "each part of a calibration's name must be 1 to 256 printable characters"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,18 +83,27 @@ class Honest:
     def of(claims: Sequence[Evidence]) -> Honest:
         """Calibrate. Raises ``CalibrationError`` for fewer than 20 claims, one with a fault, or claims of unlike fingerprints."""
         if not FEWEST <= len(claims) <= MOST_CLAIMS:
-            raise CalibrationError(f"a calibration needs {FEWEST} to {MOST_CLAIMS} honest claims, not {len(claims)}")
+            raise CalibrationError(
+                f"a calibration needs {FEWEST} to {MOST_CLAIMS} honest claims, not {len(claims)}"
+            )
         features = claims[0].features
         for claim in claims:
             if claim.fault:
                 raise CalibrationError(f"a claim that should be honest has a fault: {claim.fault}")
             if claim.features != features:
                 raise CalibrationError("the claims of one calibration must be of one fingerprint")
-        mean, between, within = zip(*(_components(claims, at) for at in range(len(features))), strict=True)
+        mean, between, within = zip(
+            *(_components(claims, at) for at in range(len(features))), strict=True
+        )
         honest = Honest(features, tuple(claims), mean, between, within, (), (), ())
-        starts, slopes = zip(*(_tail(sorted(column)) for column in zip(*map(honest.scores, claims), strict=True)), strict=True)
+        starts, slopes = zip(
+            *(_tail(sorted(column)) for column in zip(*map(honest.scores, claims), strict=True)),
+            strict=True,
+        )
         honest = replace(honest, starts=starts, slopes=slopes)
-        return replace(honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims)))
+        return replace(
+            honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims))
+        )
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
         rows = zip(evidence.means(), self.mean, self.spreads(evidence.size), strict=True)
@@ -100,12 +113,17 @@ class Honest:
         """Return the standard deviation of each feature's mean over an honest claim of ``size`` windows, at least its grain."""
         return tuple(
             math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
-            for between, within, feature in zip(self.between, self.within, self.features, strict=True)
+            for between, within, feature in zip(
+                self.between, self.within, self.features, strict=True
+            )
         )
 
     def statistic(self, evidence: Evidence) -> tuple[float, int]:
         """Return the most extreme feature, in units of its honest tail, and its index."""
-        scores = [(z - start) / slope for z, start, slope in zip(self.scores(evidence), self.starts, self.slopes, strict=True)]
+        scores = [
+            (z - start) / slope
+            for z, start, slope in zip(self.scores(evidence), self.starts, self.slopes, strict=True)
+        ]
         worst = max(range(len(scores)), key=scores.__getitem__)
         return scores[worst], worst
 
@@ -115,7 +133,9 @@ class Honest:
         ranked, many = self.statistics, len(self.statistics)
         # What a normal distribution would have: one sample that happens to be narrow does not make the test sharper.
         least = (NormalDist().inv_cdf(1 - rate) - NormalDist().inv_cdf(1 - TAIL)) / LEAST_SLOPE
-        over = math.floor(rate * (many + 1))  # this many ranks from the top, the claim's own among them, may be refused
+        over = math.floor(
+            rate * (many + 1)
+        )  # this many ranks from the top, the claim's own among them, may be refused
         if over >= 1:
             return max(least, ranked[many - over])
         # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample leaves open of the spread.
@@ -167,7 +187,9 @@ class Calibration:
         if evidence.fault:
             _check_rate(rate)
             return Judgement(False, math.inf, math.inf, evidence.fault)
-        if not any(map(any, evidence.values)):  # as exact tokens are: the test is one-sided, so no calibration refuses it
+        if not any(
+            map(any, evidence.values)
+        ):  # as exact tokens are: the test is one-sided, so no calibration refuses it
             _check_rate(rate)
             return Judgement(True, 0.0, 0.0, "nothing differs")
         honest = self.pairs.get(pair)
@@ -177,12 +199,17 @@ class Calibration:
                 f"'{pair.model}': calibrate with honest claims first"
             )
         if evidence.features != honest.features:
-            raise CalibrationError("the calibration was made with another version of this fingerprint: calibrate again")
+            raise CalibrationError(
+                "the calibration was made with another version of this fingerprint: calibrate again"
+            )
         statistic, worst = honest.statistic(evidence)
         threshold = honest.threshold(rate)
         accepted = statistic <= threshold
         found, feature = evidence.means()[worst], honest.features[worst]
-        z, limit = honest.scores(evidence)[worst], honest.starts[worst] + honest.slopes[worst] * threshold
+        z, limit = (
+            honest.scores(evidence)[worst],
+            honest.starts[worst] + honest.slopes[worst] * threshold,
+        )
         most = honest.mean[worst] + limit * ((found - honest.mean[worst]) / z if z else 0.0)
         reason = (
             f"{feature.name}: {found:.4g}, where an honest claim of this length has {honest.mean[worst]:.4g} on average "
@@ -253,16 +280,22 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     tensors: dict[str, Tensor] = {}
     described = []
     floats = functools.partial(torch.tensor, dtype=torch.float64, device="cpu")
-    for number, (pair, honest) in enumerate(sorted(calibration.pairs.items(), key=lambda item: item[0])):
+    for number, (pair, honest) in enumerate(
+        sorted(calibration.pairs.items(), key=lambda item: item[0])
+    ):
         claims = honest.claims
         tensors[f"{number}.values"] = floats([row for claim in claims for row in claim.values])
         tensors[f"{number}.sizes"] = floats([size for claim in claims for size in claim.sizes])
-        tensors[f"{number}.windows"] = torch.tensor([len(claim.sizes) for claim in claims], dtype=torch.int64, device="cpu")
+        tensors[f"{number}.windows"] = torch.tensor(
+            [len(claim.sizes) for claim in claims], dtype=torch.int64, device="cpu"
+        )
         features = [[feature.name, feature.grain] for feature in honest.features]
         described.append({"pair": astuple(pair), "features": features})
     data = save(tensors, metadata={"shoal.calibration": VERSION, "pairs": json.dumps(described)})
     if len(data) > MOST_BYTES or len(described) > MOST_PAIRS:
-        raise CalibrationError(f"the calibration is too large for a file ({len(data)} bytes): use fewer claims or pairs")
+        raise CalibrationError(
+            f"the calibration is too large for a file ({len(data)} bytes): use fewer claims or pairs"
+        )
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -279,7 +312,9 @@ def load_calibration(path: Path) -> Calibration:
     """Read a file of ``save_calibration``. Raises ``CalibrationError`` for any other file, or if it cannot be read."""
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise CalibrationError(f"'{path}' is larger than {MOST_BYTES} bytes: it is not a calibration")
+            raise CalibrationError(
+                f"'{path}' is larger than {MOST_BYTES} bytes: it is not a calibration"
+            )
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata: dict[str, str] = file.metadata() or {}
             if metadata.get("shoal.calibration") != VERSION:
@@ -287,7 +322,9 @@ def load_calibration(path: Path) -> Calibration:
             described = json.loads(metadata["pairs"])
             if not isinstance(described, list) or len(described) > MOST_PAIRS:
                 raise CalibrationError(f"'{path}' {_DAMAGED}")
-            return Calibration(dict(_pair(number, entry, file) for number, entry in enumerate(described)))
+            return Calibration(
+                dict(_pair(number, entry, file) for number, entry in enumerate(described))
+            )
     except CalibrationError:
         raise
     except OSError as error:
@@ -300,20 +337,37 @@ def load_calibration(path: Path) -> Calibration:
 def _pair(number: int, entry: Any, file: Any) -> tuple[Pair, Honest]:
     fingerprint, model, prover, verifier = (_text(part) for part in entry["pair"])
     features = tuple(Feature(_text(name), float(grain)) for name, grain in entry["features"])
-    values, sizes, windows = (file.get_tensor(f"{number}.{name}") for name in ("values", "sizes", "windows"))
+    values, sizes, windows = (
+        file.get_tensor(f"{number}.{name}") for name in ("values", "sizes", "windows")
+    )
     if (values.dtype, sizes.dtype, windows.dtype) != (torch.float64, torch.float64, torch.int64):
         raise ValueError("a tensor has another dtype")
-    if not 0 < len(features) <= MOST_FEATURES or not all(0 <= feature.grain <= 1e6 for feature in features):
+    if not 0 < len(features) <= MOST_FEATURES or not all(
+        0 <= feature.grain <= 1e6 for feature in features
+    ):
         raise ValueError("features are out of range")
-    if windows.dim() != 1 or not 0 < len(windows) <= MOST_CLAIMS or values.shape != (len(sizes), len(features)) or sizes.dim() != 1:
+    if (
+        windows.dim() != 1
+        or not 0 < len(windows) <= MOST_CLAIMS
+        or values.shape != (len(sizes), len(features))
+        or sizes.dim() != 1
+    ):
         raise ValueError("a tensor has another shape")
     # Each is bounded before they are added up: int64 sums wrap around.
-    if int(windows.min()) < 1 or int(windows.max()) > len(sizes) or int(windows.sum()) != len(sizes):
+    if (
+        int(windows.min()) < 1
+        or int(windows.max()) > len(sizes)
+        or int(windows.sum()) != len(sizes)
+    ):
         raise ValueError("the claims do not add up to the windows")
     rows, parts = values.tolist(), sizes.tolist()
     claims, at = [], 0
     for many in windows.tolist():
-        claims.append(Evidence(features, tuple(map(tuple, rows[at : at + many])), tuple(parts[at : at + many])))
+        claims.append(
+            Evidence(
+                features, tuple(map(tuple, rows[at : at + many])), tuple(parts[at : at + many])
+            )
+        )
         at += many
     return Pair(fingerprint, model, prover, verifier), Honest.of(claims)
 

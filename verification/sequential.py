@@ -71,7 +71,9 @@ class Reference:
     def __init__(self, pair: Pair, honest: Honest) -> None:
         self.pair, self.honest = pair, honest
         self._share = TOLERANCE if pair.prover == pair.verifier else ACROSS
-        self.columns = tuple(sorted(column) for column in zip(*map(honest.scores, honest.claims), strict=True))
+        self.columns = tuple(
+            sorted(column) for column in zip(*map(honest.scores, honest.claims), strict=True)
+        )
         flat = [score for column in self.columns for score in column]
         self.digest = hashlib.sha256(struct.pack(f">{len(flat)}d", *flat)).hexdigest()
 
@@ -82,8 +84,12 @@ class Reference:
 
     def tolerances(self, evidence: Evidence) -> tuple[float, ...]:
         """Return how much further away than calibrated a claim of each feature may be, as a difference of scores."""
-        rows = zip(self.honest.features, self.honest.mean, self.honest.spreads(evidence.size), strict=True)
-        return tuple(max(feature.grain, self._share * mean) / spread for feature, mean, spread in rows)
+        rows = zip(
+            self.honest.features, self.honest.mean, self.honest.spreads(evidence.size), strict=True
+        )
+        return tuple(
+            max(feature.grain, self._share * mean) / spread for feature, mean, spread in rows
+        )
 
 
 class Series:
@@ -106,11 +112,17 @@ class Series:
 
         Raises ValueError if the series is full or the numbers are not one finite score for each feature.
         """
-        fits = len(scores) == len(tolerances) == len(self._own) and all(map(math.isfinite, (*scores, *tolerances)))
+        fits = len(scores) == len(tolerances) == len(self._own) and all(
+            map(math.isfinite, (*scores, *tolerances))
+        )
         if self.count >= LENGTH or not fits or min(tolerances) < 0:
-            raise ValueError("a series takes 512 claims, each with a finite score for every feature")
+            raise ValueError(
+                "a series takes 512 claims, each with a finite score for every feature"
+            )
         ranks = []
-        for score, tolerance, known, own in zip(scores, tolerances, self.reference.columns, self._own, strict=True):
+        for score, tolerance, known, own in zip(
+            scores, tolerances, self.reference.columns, self._own, strict=True
+        ):
             least = score - tolerance
             further = len(known) - bisect_left(known, least) + len(own) - bisect_left(own, least)
             ranks.append((1 + further) / (1 + len(known) + len(own)))

@@ -39,7 +39,9 @@ def _fewer(row: Row) -> int:
     return round(row["bytes_ratio"] or 0)
 
 
-def _best(aim: str, most: float, rows: Sequence[Row], also: Callable[[Row], bool] = lambda _: True) -> Verdict:
+def _best(
+    aim: str, most: float, rows: Sequence[Row], also: Callable[[Row], bool] = lambda _: True
+) -> Verdict:
     """Judge the row with the most seeds, then the lowest loss: the best of one seed would be the luckiest."""
     if not rows:
         return Verdict(aim, NOT_RUN)
@@ -47,7 +49,9 @@ def _best(aim: str, most: float, rows: Sequence[Row], also: Callable[[Row], bool
     over = percent(best["over_ddp_adamw"], best["over_ddp_adamw_sd"])
     where = f"{_fewer(best):,} times fewer, utilisation {best['utilisation'][LINK]:.2f}: {best['method']}, {best['codec']}"
     return Verdict(
-        aim, f"{over}, {where}, every {best['every']} ({_seeds(best)})", _points(best["over_ddp_adamw"]) <= most and also(best)
+        aim,
+        f"{over}, {where}, every {best['every']} ({_seeds(best)})",
+        _points(best["over_ddp_adamw"]) <= most and also(best),
     )
 
 
@@ -62,7 +66,13 @@ def _is_default(row: Row) -> bool:
 
 def _four(found: Sequence[Row]) -> Iterator[Verdict]:
     """Aims for four peers, each about the best of some rows."""
-    muon = [row for row in found if row["peers"] == TUNED_PEERS and row["inner"] == "muon" and row["over_ddp_adamw"] is not None]
+    muon = [
+        row
+        for row in found
+        if row["peers"] == TUNED_PEERS
+        and row["inner"] == "muon"
+        and row["over_ddp_adamw"] is not None
+    ]
     one = [row for row in muon if row["codec"] == ONE_BIT and _fewer(row) >= FEW]
 
     def frugal_and_busy(row: Row) -> bool:
@@ -80,9 +90,15 @@ def _four(found: Sequence[Row]) -> Iterator[Verdict]:
 
 def _floor(found: Sequence[Row]) -> Verdict:
     """Hold every row against an exact mean of the weights at every step of as many peers."""
-    aim = f"Every row within {FLOOR_POINTS:g} points of an exact mean at every step of as many peers"
+    aim = (
+        f"Every row within {FLOOR_POINTS:g} points of an exact mean at every step of as many peers"
+    )
     muon = [row for row in found if row["inner"] == "muon" and row["over_ddp_adamw"] is not None]
-    floors = {row["peers"]: row for row in muon if (row["method"], row["codec"], row["every"]) == ("local-sgd", "float32", 1)}
+    floors = {
+        row["peers"]: row
+        for row in muon
+        if (row["method"], row["codec"], row["every"]) == ("local-sgd", "float32", 1)
+    }
     above = {
         f"{row['method']}, {row['codec']}, every {row['every']}, {row['peers']} peers": _points(
             row["over_ddp_adamw"] - floors[row["peers"]]["over_ddp_adamw"]
@@ -92,8 +108,13 @@ def _floor(found: Sequence[Row]) -> Verdict:
     }
     if not above:
         return Verdict(aim, NOT_RUN)
-    near, most = sum(points <= FLOOR_POINTS for points in above.values()), max(above, key=lambda name: above[name])
-    return Verdict(aim, f"{near} of {len(above)} rows; farthest {most}: {above[most]:+.1f}", near == len(above))
+    near, most = (
+        sum(points <= FLOOR_POINTS for points in above.values()),
+        max(above, key=lambda name: above[name]),
+    )
+    return Verdict(
+        aim, f"{near} of {len(above)} rows; farthest {most}: {above[most]:+.1f}", near == len(above)
+    )
 
 
 def _weak(found: Sequence[Row], known: Sequence[Row]) -> Verdict:
@@ -102,8 +123,21 @@ def _weak(found: Sequence[Row], known: Sequence[Row]) -> Verdict:
     mine = next((row for row in found if _is_default(row) and row["peers"] == TUNED_PEERS), None)
     if mine is None:
         return Verdict(aim, NOT_RUN)
-    wide = (row for row in known if _is_default(row) and row["model"] == WIDE.get(mine["model"]) and row["text"] == mine["text"])
-    more = next((row for row in wide if row["peers"] == 2 * TUNED_PEERS and 2 * row["steps"] == mine["steps"]), None)
+    wide = (
+        row
+        for row in known
+        if _is_default(row)
+        and row["model"] == WIDE.get(mine["model"])
+        and row["text"] == mine["text"]
+    )
+    more = next(
+        (
+            row
+            for row in wide
+            if row["peers"] == 2 * TUNED_PEERS and 2 * row["steps"] == mine["steps"]
+        ),
+        None,
+    )
     if more is None or more["over_ddp_adamw"] is None or mine["over_ddp_adamw"] is None:
         return Verdict(aim, NOT_RUN)
     grown = _points(more["over_ddp_adamw"] - mine["over_ddp_adamw"])
@@ -118,4 +152,7 @@ def verdicts(found: Sequence[Row], known: Sequence[Row] = ()) -> list[Verdict]:
 def markdown(found: Sequence[Row], known: Sequence[Row] = ()) -> str:
     """The aims as a table."""
     words = {True: "yes", False: "no", None: ""}
-    return markdown_table(("aim", "found", "met"), [(line.aim, line.found, words[line.met]) for line in verdicts(found, known)])
+    return markdown_table(
+        ("aim", "found", "met"),
+        [(line.aim, line.found, words[line.met]) for line in verdicts(found, known)],
+    )

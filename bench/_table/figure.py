@@ -43,7 +43,13 @@ LOOKS = {
     "noloco-overlap": Look("NoLoCo, overlapped", "#2da44e", "^"),
 }
 INNER_NAMES = {"adamw": "AdamW", "muon": "Muon"}
-CODEC_NAMES = {"float32": "32 bits", "int8": "8 bits", "e3m0": "4 bits", "auto:2": "2 bits", "sign": "1 bit"}
+CODEC_NAMES = {
+    "float32": "32 bits",
+    "int8": "8 bits",
+    "e3m0": "4 bits",
+    "auto:2": "2 bits",
+    "sign": "1 bit",
+}
 HIGHEST = 15.0
 """Per cent over data parallel training; what is above stands at the edge, with its number."""
 SMALL, LARGE = 10, 11
@@ -73,7 +79,12 @@ def numbers(found: Sequence[Row], path: Path) -> None:
         out = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         out.writeheader()
         for row in found:
-            out.writerow({name: f"{row[name]:.6g}" if isinstance(row[name], float) else row[name] for name in COLUMNS})
+            out.writerow(
+                {
+                    name: f"{row[name]:.6g}" if isinstance(row[name], float) else row[name]
+                    for name in COLUMNS
+                }
+            )
 
 
 def points(found: Sequence[Row]) -> list[Row]:
@@ -93,10 +104,16 @@ def frontier(shown: Sequence[Row]) -> list[Row]:
 
 def label(row: Row) -> str:
     codec = str(row["codec"]).partition("+")[0]
-    return INNER_NAMES[row["inner"]] if row["method"] == "ddp" else f"{CODEC_NAMES.get(codec, codec)}, every {row['every']}"
+    return (
+        INNER_NAMES[row["inner"]]
+        if row["method"] == "ddp"
+        else f"{CODEC_NAMES.get(codec, codec)}, every {row['every']}"
+    )
 
 
-def place(axes: Any, texts: Sequence[Text], taken: Sequence[tuple[float, float]], line: Sequence[Any]) -> None:
+def place(
+    axes: Any, texts: Sequence[Text], taken: Sequence[tuple[float, float]], line: Sequence[Any]
+) -> None:
     """Write texts beside their points where no other text, no point and no line is; what has no room is left out."""
     renderer = axes.figure.canvas.get_renderer()
     corners = [axes.transData.transform(point) for point in line]
@@ -106,15 +123,37 @@ def place(axes: Any, texts: Sequence[Text], taken: Sequence[tuple[float, float]]
         for part in range(1, PARTS_OF_A_LINE)
     ]
     marks = [*(axes.transData.transform(point) for point in taken), *on_line]
-    boxes, inside, zero = list[Any](), axes.get_window_extent(renderer), axes.transData.transform((1, 0))[1]
+    boxes, inside, zero = (
+        list[Any](),
+        axes.get_window_extent(renderer),
+        axes.transData.transform((1, 0))[1],
+    )
     for x, y, text, places in texts:
         for dx, dy, across, up in places:
-            made = axes.annotate(text, (x, y), (dx, dy), textcoords="offset points", ha=across, va=up, fontsize=SMALL, color=INK)
+            made = axes.annotate(
+                text,
+                (x, y),
+                (dx, dy),
+                textcoords="offset points",
+                ha=across,
+                va=up,
+                fontsize=SMALL,
+                color=INK,
+            )
             box = made.get_window_extent(renderer)
             wide = box.padded(3)
-            free = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            free = (
+                inside.x0 <= box.x0
+                and box.x1 <= inside.x1
+                and inside.y0 <= box.y0
+                and box.y1 <= inside.y1
+            )
             free &= not box.y0 < zero < box.y1
-            if free and not any(box.overlaps(other) for other in boxes) and not any(wide.contains(*mark) for mark in marks):
+            if (
+                free
+                and not any(box.overlaps(other) for other in boxes)
+                and not any(wide.contains(*mark) for mark in marks)
+            ):
                 boxes.append(box.padded(2))
                 break
             made.remove()
@@ -143,7 +182,14 @@ def draw(found: Sequence[Row], path: Path) -> None:
     best = frontier(shown)
     line = [point for point, row in zip(at, shown, strict=True) if row in best]
     line.sort()
-    axes.plot([x for x, _ in line], [y for _, y in line], linewidth=1, linestyle=(0, (2, 3)), color=FADED, zorder=1)
+    axes.plot(
+        [x for x, _ in line],
+        [y for _, y in line],
+        linewidth=1,
+        linestyle=(0, (2, 3)),
+        color=FADED,
+        zorder=1,
+    )
     axes.axhline(0, linewidth=1.2, color=INK, zorder=2)
     axes.set_xscale("log")
     axes.invert_xaxis()
@@ -152,8 +198,13 @@ def draw(found: Sequence[Row], path: Path) -> None:
     axes.set_xlabel("bytes a token that a peer sends", fontsize=LARGE, color=INK)
     axes.set_ylabel("held-out loss over all-reduce with AdamW", fontsize=LARGE, color=INK)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %".replace("-", "\N{MINUS SIGN}") if value else "0 %")
-    most = max((row["bytes_per_token"] * row["bytes_ratio"] for row in shown if row["bytes_ratio"]), default=None)
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"{value:+g} %".replace("-", "\N{MINUS SIGN}") if value else "0 %"
+    )
+    most = max(
+        (row["bytes_per_token"] * row["bytes_ratio"] for row in shown if row["bytes_ratio"]),
+        default=None,
+    )
     if most:
         top = axes.secondary_xaxis("top", functions=(lambda x: most / numpy.maximum(x, 1e-9),) * 2)
         top.set_xlabel("times fewer than all-reduce", fontsize=LARGE, color=INK)
@@ -169,7 +220,15 @@ def draw(found: Sequence[Row], path: Path) -> None:
         spine.set_visible(name in ("left", "bottom"))
     used = {row["method"] for row in shown}
     signs = [
-        Line2D([], [], linestyle="none", marker=look.mark, color=look.colour, markersize=8, label=look.name)
+        Line2D(
+            [],
+            [],
+            linestyle="none",
+            marker=look.mark,
+            color=look.colour,
+            markersize=8,
+            label=look.name,
+        )
         for name, look in LOOKS.items()
         if name in used
     ]
@@ -179,13 +238,27 @@ def draw(found: Sequence[Row], path: Path) -> None:
         columnspacing=1, handletextpad=0.2,
     )  # fmt: skip
     few = "; faint: one seed" if any(row["seeds"] == 1 for row in shown) else ""
-    figure.text(0.5, 0.02, f"filled: Muon inside; hollow: AdamW inside{few}", ha="center", fontsize=SMALL, color=INK)
+    figure.text(
+        0.5,
+        0.02,
+        f"filled: Muon inside; hollow: AdamW inside{few}",
+        ha="center",
+        fontsize=SMALL,
+        color=INK,
+    )
     ddp = [row for row in shown if row["method"] == "ddp"]
-    best.sort(key=lambda row: abs(row["over_ddp_adamw"]))  # those that compete with data parallel training come first
-    named = [*ddp, *(row for row in best if row["method"] != "ddp" and 100 * row["over_ddp_adamw"] < HIGHEST)]
+    best.sort(
+        key=lambda row: abs(row["over_ddp_adamw"])
+    )  # those that compete with data parallel training come first
+    named = [
+        *ddp,
+        *(row for row in best if row["method"] != "ddp" and 100 * row["over_ddp_adamw"] < HIGHEST),
+    ]
     texts = [Text(row["bytes_per_token"], 100 * row["over_ddp_adamw"], label(row)) for row in named]
     edge = [(row, point) for row, point in zip(shown, at, strict=True) if point[1] == HIGHEST]
-    over = [Text(*point, f"{100 * row['over_ddp_adamw']:+.0f} %", PLACES[:1]) for row, point in edge]
+    over = [
+        Text(*point, f"{100 * row['over_ddp_adamw']:+.0f} %", PLACES[:1]) for row, point in edge
+    ]
     place(axes, texts + over, at, line)
     figure.savefig(path, transparent=True, metadata={"Date": None})
     pyplot.close(figure)
@@ -200,7 +273,9 @@ def both_schemes(svg: str) -> str:
         "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } } "
         "text { fill: currentColor }</style>\n"
     )
-    svg = svg.replace(FADED, "#7d8590").replace("'DejaVu Sans', 'Bitstream Vera Sans'", f"{FONTS}, 'Bitstream Vera Sans'")
+    svg = svg.replace(FADED, "#7d8590").replace(
+        "'DejaVu Sans', 'Bitstream Vera Sans'", f"{FONTS}, 'Bitstream Vera Sans'"
+    )
     head, tail = svg.split(" <defs>", 1)
     return f"{head} {style} <defs>{tail}"
 

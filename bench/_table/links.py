@@ -34,7 +34,9 @@ def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float
     assert group in ("pair", "everyone", "nobody")
     costs = MEASURED
     if method == "ddp" or method in TORCHFT:
-        costs = Costs(round_trips=peers - 1, handling=0, at_hand=0 if method == "ddp" else AT_HAND, paced=1)
+        costs = Costs(
+            round_trips=peers - 1, handling=0, at_hand=0 if method == "ddp" else AT_HAND, paced=1
+        )
     return Work(
         group, nbytes, PARAMETERS, peers, every, STEP_S, fragments(method, every), late, sums=codec == "float32", costs=costs,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -57,7 +57,9 @@ CODECS: dict[str, tuple[str, ...]] = {
     TORCHFT_DILOCO: ("float32",),
     TORCHFT_STREAMING: ("float32",),
 }
-BEST = {name: codecs[1] if len(codecs) > 1 else codecs[0] for name, codecs in CODECS.items()} | {"sparseloco": PAPER}
+BEST = {name: codecs[1] if len(codecs) > 1 else codecs[0] for name, codecs in CODECS.items()} | {
+    "sparseloco": PAPER
+}
 """The codec of the rows that are run first."""
 LAG = 16
 """Inner steps that an overlapped exchange takes at 100 Mbit/s and 50 ms (``links``): the lag that a node finds by itself."""
@@ -99,7 +101,9 @@ class Stage:
     seeds: Sequence[int]
 
 
-def cell(method: str, inner: str = "muon", codec: str | None = None, peers: int = 4, every: int = 50) -> Cell:
+def cell(
+    method: str, inner: str = "muon", codec: str | None = None, peers: int = 4, every: int = 50
+) -> Cell:
     """A row; DDP exchanges at every step, and SNOO with nobody."""
     every = 1 if method == "ddp" else every
     return Cell(method, inner, codec or BEST[method], 1 if method == "snoo" else peers, every)
@@ -124,7 +128,9 @@ OFTEN = (
     *(cell("streaming", codec=ONE_BIT, every=every) for every in (16, 40)),
 )
 """Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth of data parallel training's."""
-FLOOR = [cell("local-sgd", inner, "float32", peers, 1) for inner in reversed(INNERS) for peers in (4, 8)]
+FLOOR = [
+    cell("local-sgd", inner, "float32", peers, 1) for inner in reversed(INNERS) for peers in (4, 8)
+]
 """An exact mean of the weights at every step: what an exchange of weights can come to at best."""
 OTHERS = ("noloco", "streaming", "sparseloco", "co2", "local-sgd", "snoo")
 SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
@@ -138,10 +144,19 @@ def _order() -> Iterator[Sequence[Cell]]:
     yield [cell("diloco", codec="float32"), cell("noloco-overlap", codec="float32")]
     yield [cell(name, "adamw") for name in OTHERS]
     yield [cell(TORCHFT_DILOCO, "adamw"), cell(TORCHFT_STREAMING, "adamw")]
-    yield [cell(name, every=every) for every in (10, 200) for name in SPREAD if (name, every) != ("diloco", 200)]
+    yield [
+        cell(name, every=every)
+        for every in (10, 200)
+        for name in SPREAD
+        if (name, every) != ("diloco", 200)
+    ]
     yield [DEFAULT._replace(peers=8), *(cell(name, peers=8) for name in SPREAD)]
     yield [cell("streaming-mix"), cell("streaming-mix", codec=ONE_BIT, every=16)]
-    yield [cell("sparseloco", codec=AUTHORS), cell("streaming", codec="float32"), cell("noloco", codec="float32")]
+    yield [
+        cell("sparseloco", codec=AUTHORS),
+        cell("streaming", codec="float32"),
+        cell("noloco", codec="float32"),
+    ]
     yield [cell(TORCHFT_DILOCO), cell(TORCHFT_STREAMING)]
     yield [cell(name, "adamw", peers=8) for name in SPREAD]
     yield [cell(name, inner, peers=peers, every=every) for inner in INNERS for name in ("sparseloco", "co2", "local-sgd")
@@ -155,7 +170,9 @@ SMALL = [
     Stage(
         (
             *FIRST,
-            *(cell("diloco", codec=ONE_BIT, every=every) for every in (20, 40)),  # which divide its steps
+            *(
+                cell("diloco", codec=ONE_BIT, every=every) for every in (20, 40)
+            ),  # which divide its steps
             cell("streaming", codec=ONE_BIT, every=20),
             DEFAULT._replace(peers=8),
             *(cell(name, peers=8) for name in ("diloco", "noloco-overlap")),

@@ -16,12 +16,18 @@ RUN = ("text", "model", "steps")
 
 
 def _validation(runs: Sequence[Row]) -> float:
-    return statistics.fmean(run["validation"] if run["validation"] is not None else float("inf") for run in runs)
+    return statistics.fmean(
+        run["validation"] if run["validation"] is not None else float("inf") for run in runs
+    )
 
 
-def _at_equal_time(row: Row, runs: Sequence[Row]) -> tuple[dict[str, float], dict[str, float | None], dict[str, int]]:
+def _at_equal_time(
+    row: Row, runs: Sequence[Row]
+) -> tuple[dict[str, float], dict[str, float | None], dict[str, int]]:
     """Utilisation, loss at equal time and expected lag on each link."""
-    what = links.work(row["method"], row["codec"], row["peers"], row["every"], runs[0]["bytes_per_param"])
+    what = links.work(
+        row["method"], row["codec"], row["peers"], row["every"], runs[0]["bytes_per_param"]
+    )
     used, loss, lags = {}, dict[str, float | None](), {}
     for link in links.LINKS:
         expected = links.on(link, what)
@@ -38,12 +44,22 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
     good = [run for run in runs if run["loss"] is not None]
     row: Row = dict(zip(CELL, cell, strict=True))
     losses = {run["seed"]: run["loss"] for run in good}
-    row.update(lr=runs[0]["lr"], outer=runs[0]["outer"], losses=losses, seeds=len(good), diverged=len(runs) - len(good))
+    row.update(
+        lr=runs[0]["lr"],
+        outer=runs[0]["outer"],
+        losses=losses,
+        seeds=len(good),
+        diverged=len(runs) - len(good),
+    )
     row["loss"] = statistics.fmean(losses.values()) if losses else None
     row["loss_sd"] = statistics.stdev(losses.values()) if len(losses) > 1 else None
     row["bytes_per_token"] = good[0]["bytes_per_token"] if good else None
-    row["params"], row["tokens"] = (good[0][name] if good else None for name in ("params", "tokens"))
-    row["utilisation"], row["loss_at_equal_time"], row["lag"] = _at_equal_time(row, good) if good else ({}, {}, {})
+    row["params"], row["tokens"] = (
+        good[0][name] if good else None for name in ("params", "tokens")
+    )
+    row["utilisation"], row["loss_at_equal_time"], row["lag"] = (
+        _at_equal_time(row, good) if good else ({}, {}, {})
+    )
     return row
 
 
@@ -68,7 +84,10 @@ def rows(results: Sequence[Row]) -> list[Row]:
             row[f"over_ddp_{inner}"], row[f"over_ddp_{inner}_sd"] = above(row, ddp) or (None, None)
         ddp = parallel(found, row, "adamw") or parallel(found, row, "muon")
         row["bytes_ratio"] = bytes_ratio(row, ddp)
-    return sorted(found, key=lambda row: (row["steps"], row["loss"] if row["loss"] is not None else float("inf")))
+    return sorted(
+        found,
+        key=lambda row: (row["steps"], row["loss"] if row["loss"] is not None else float("inf")),
+    )
 
 
 def parallel(found: Sequence[Row], row: Mapping[str, Any], inner: str) -> Row | None:
@@ -81,7 +100,9 @@ def bytes_ratio(row: Row, ddp: Row | None) -> float | None:
     """How many times more bytes a peer of data parallel training sends in a step, with as many peers; None where none are sent."""
     if ddp is None or not row["bytes_per_token"] or not ddp["bytes_per_token"]:
         return None
-    return round(float(ddp["bytes_per_token"] / ddp["peers"] * row["peers"] / row["bytes_per_token"]), 1)
+    return round(
+        float(ddp["bytes_per_token"] / ddp["peers"] * row["peers"] / row["bytes_per_token"]), 1
+    )
 
 
 def wanted(found: Sequence[Row], specs: Sequence[tuple[Any, ...]]) -> list[Row]:
@@ -97,7 +118,13 @@ HEADS = (
 
 
 def _name(row: Row) -> list[str]:
-    return [row["method"], "Muon" if row["inner"] == "muon" else "AdamW", row["codec"], str(row["peers"]), str(row["every"])]
+    return [
+        row["method"],
+        "Muon" if row["inner"] == "muon" else "AdamW",
+        row["codec"],
+        str(row["peers"]),
+        str(row["every"]),
+    ]
 
 
 def cells(row: Row) -> list[str]:
@@ -106,7 +133,14 @@ def cells(row: Row) -> list[str]:
     ratio, each = row["bytes_ratio"], row["bytes_per_token"]
     return [
         *_name(row),
-        loss + (f" ± {row['loss_sd']:.3f}" if row["loss_sd"] is not None else " (one seed)" if row["seeds"] == 1 else ""),
+        loss
+        + (
+            f" ± {row['loss_sd']:.3f}"
+            if row["loss_sd"] is not None
+            else " (one seed)"
+            if row["seeds"] == 1
+            else ""
+        ),
         percent(row["over_ddp_adamw"], row["over_ddp_adamw_sd"]),
         percent(row["over_ddp_muon"], row["over_ddp_muon_sd"]),
         "" if ratio is None else f"{ratio:,.0f}",
@@ -120,7 +154,11 @@ def _timed(row: Row) -> list[str]:
     for link in links.LINKS:
         key = links.name(link)
         loss = row["loss_at_equal_time"].get(key)
-        line.append(f"{'-' if loss is None else f'{loss:.2f}'} ({row['utilisation'][key]:.2f})" if row["utilisation"] else "-")
+        line.append(
+            f"{'-' if loss is None else f'{loss:.2f}'} ({row['utilisation'][key]:.2f})"
+            if row["utilisation"]
+            else "-"
+        )
     return line
 
 
@@ -136,11 +174,18 @@ def markdown(found: Sequence[Row], known: Sequence[Row] = ()) -> str:
         params = next((row["params"] for row in mine if row["params"]), 0)
         about = f"model `{model}` ({params:,} parameters), {steps:,} steps, text `{text}`"
         if any(verdict.met is not None for verdict in aims.verdicts(mine, known)):
-            parts.append(f"What was aimed at before the runs were made, {about}:\n\n" + aims.markdown(mine, known))
-        parts.append(f"All rows at equal tokens, the lowest loss first, {about}:\n\n" + markdown_table(HEADS, [*map(cells, mine)]))
+            parts.append(
+                f"What was aimed at before the runs were made, {about}:\n\n"
+                + aims.markdown(mine, known)
+            )
+        parts.append(
+            f"All rows at equal tokens, the lowest loss first, {about}:\n\n"
+            + markdown_table(HEADS, [*map(cells, mine)])
+        )
         heads = (*HEADS[:5], *(f"{mbit} Mbit/s, {delay} ms" for mbit, delay in links.LINKS))
         computed = "both computed, from the curves of the runs and by the formulas of `shoal plan`"
         parts.append(
-            f"The same rows at equal time, loss (utilisation), {computed}:\n\n" + markdown_table(heads, [*map(_timed, mine)])
+            f"The same rows at equal time, loss (utilisation), {computed}:\n\n"
+            + markdown_table(heads, [*map(_timed, mine)])
         )
     return "\n".join(parts)

@@ -25,7 +25,13 @@ from shoal.node.tasks.text import GPT, Document
 ENDINGS = (".txt", ".rst", ".md", ".dict")
 SHARE = Path("/usr/share")
 PACKED = (".gz", ".dz")  # dictzip is gzip that can be read from the middle
-PLACES = ("doc/linux-doc*/**/*", "doc/python3.*/html/_sources/**/*", "dictd/*.dict.dz", "games/fortunes/*", "doc/rust*-doc/**/*")
+PLACES = (
+    "doc/linux-doc*/**/*",
+    "doc/python3.*/html/_sources/**/*",
+    "dictd/*.dict.dz",
+    "games/fortunes/*",
+    "doc/rust*-doc/**/*",
+)
 PACKAGES = "python3.11-doc dict-gcide fortunes linux-doc-6.1"
 PIECE = 128 * 1024
 MOST_OF_A_FILE = 16 * 2**20  # so that a dictionary does not outweigh all else
@@ -50,7 +56,9 @@ def _content(path: Path) -> bytes:
         with gzip.open(path, "rb") if path.suffix in PACKED else path.open("rb") as file:
             content = file.read(MOST_OF_A_FILE)
     except (OSError, EOFError) as error:
-        raise TextError(f"Cannot read the text {path} ({error}): name another folder with --data.") from error
+        raise TextError(
+            f"Cannot read the text {path} ({error}): name another folder with --data."
+        ) from error
     return b"" if b"\0" in content[:1024] else content
 
 
@@ -58,7 +66,11 @@ def _files(folder: Path | None) -> dict[str, Path]:
     """By their names, which do not depend on where the folder is. Each file once: a text under two names, one of them a link, would
     be held out and trained on."""
     root = folder or SHARE
-    found = root.rglob("*") if folder is not None else (path for pattern in PLACES for path in root.glob(pattern))
+    found = (
+        root.rglob("*")
+        if folder is not None
+        else (path for pattern in PLACES for path in root.glob(pattern))
+    )
     once = dict[Path, str]()
     for path in sorted(path for path in found if path.is_file() and _readable(path)):
         once.setdefault(path.resolve(), path.relative_to(root).as_posix())
@@ -76,7 +88,9 @@ def _pieces(name: str, content: bytes) -> Iterator[Document]:
 def documents(folder: Path | None) -> list[Document]:
     """All pieces, by name; at most ``MOST`` bytes, of the files with the lowest hashes. TextError if there is hardly any."""
     files, found, left = _files(folder), list[Document](), MOST
-    for name in sorted(files, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()):
+    for name in sorted(
+        files, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    ):
         content = _content(files[name])[:left]
         found.extend(_pieces(name, content))
         left -= len(content)
@@ -97,11 +111,15 @@ def _learnt(pieces: Sequence[Document], vocabulary: int) -> str:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocabulary,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     total = sum(len(piece.content) for piece in pieces)
     sample = pieces[:: max(1, total // SAMPLE)]
-    tokenizer.train_from_iterator((piece.content.decode("utf-8", "replace") for piece in sample), trainer)
+    tokenizer.train_from_iterator(
+        (piece.content.decode("utf-8", "replace") for piece in sample), trainer
+    )
     text: str = tokenizer.to_str()
     return text
 
@@ -126,7 +144,10 @@ class Corpus:
 
     @cached_property
     def spans(self) -> dict[str, slice]:
-        return {name: slice(start, end) for name, start, end in zip(self.names, (0, *self.ends), self.ends, strict=False)}
+        return {
+            name: slice(start, end)
+            for name, start, end in zip(self.names, (0, *self.ends), self.ends, strict=False)
+        }
 
 
 def corpus(folder: Path | None, vocabulary: int, cache: Path) -> Corpus:
@@ -134,7 +155,11 @@ def corpus(folder: Path | None, vocabulary: int, cache: Path) -> Corpus:
     pieces = documents(folder)
     state = hashlib.sha256(f"{vocabulary} {PIECE}".encode())
     for piece in pieces:
-        state.update(f"\n{piece.name} {hashlib.sha256(piece.content).hexdigest()}".encode("utf-8", "surrogateescape"))
+        state.update(
+            f"\n{piece.name} {hashlib.sha256(piece.content).hexdigest()}".encode(
+                "utf-8", "surrogateescape"
+            )
+        )
     digest = state.hexdigest()[:16]
     path = cache / f"{digest}.safetensors"
     if not path.exists():
@@ -152,11 +177,20 @@ def _make(pieces: Sequence[Document], vocabulary: int, path: Path) -> None:
     held_back = _training(pieces)
     learnt = _learnt(held_back, vocabulary)
     tokenizer = tokenizers.Tokenizer.from_str(learnt)
-    found = [torch.tensor(tokenizer.encode(piece.content.decode("utf-8", "replace")).ids, dtype=torch.int32) for piece in pieces]
+    found = [
+        torch.tensor(
+            tokenizer.encode(piece.content.decode("utf-8", "replace")).ids, dtype=torch.int32
+        )
+        for piece in pieces
+    ]
     ends = torch.tensor([len(part) for part in found]).cumsum(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     names = json.dumps([piece.name for piece in pieces])
-    metadata = {"names": names, "nbytes": str(sum(len(piece.content) for piece in pieces)), "vocabulary": str(vocabulary)}
+    metadata = {
+        "names": names,
+        "nbytes": str(sum(len(piece.content) for piece in pieces)),
+        "vocabulary": str(vocabulary),
+    }
     part = path.with_suffix(".part")
     save_file({"tokens": torch.cat(found), "ends": ends}, part, metadata)
     part.replace(path)
@@ -173,18 +207,33 @@ def _training(pieces: Sequence[Document]) -> list[Document]:
 def read(path: Path) -> Corpus:
     """What ``corpus`` left there."""
     with safe_open(path, "pt") as file:
-        about, tokens, ends = file.metadata(), file.get_tensor("tokens").clone(), file.get_tensor("ends").clone()
+        about, tokens, ends = (
+            file.metadata(),
+            file.get_tensor("tokens").clone(),
+            file.get_tensor("ends").clone(),
+        )
     names = tuple(json.loads(about["names"]))
     if len(ends) != len(names) or int(ends[-1]) != len(tokens):
         raise ValueError("the tokens are not whole")
-    return Corpus(path.stem, int(about["vocabulary"]), names, int(about["nbytes"]), tokens, tuple(ends.tolist()))
+    return Corpus(
+        path.stem,
+        int(about["vocabulary"]),
+        names,
+        int(about["nbytes"]),
+        tokens,
+        tuple(ends.tolist()),
+    )
 
 
 class TableText(QualityText):
     """The built-in task on a corpus: its model, batches, schedule and held-out halves, over the corpus's tokens."""
 
-    def __init__(self, corpus: Corpus, *, layers: int, width: int, heads: int, context: int, batch: int) -> None:
-        super().__init__(layers=layers, width=width, heads=heads, context=context, batch=batch, order="random")
+    def __init__(
+        self, corpus: Corpus, *, layers: int, width: int, heads: int, context: int, batch: int
+    ) -> None:
+        super().__init__(
+            layers=layers, width=width, heads=heads, context=context, batch=batch, order="random"
+        )
         self.corpus = corpus
         self.__dict__["documents"] = [Document(name, b"") for name in corpus.names]
 
@@ -193,7 +242,12 @@ class TableText(QualityText):
         return GPT(self.layers, self.width, self.heads, self.context, self.corpus.vocabulary)
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
-        tokens = torch.cat([self.corpus.tokens[self.corpus.spans[document.name]] for document in documents] or [torch.empty(0)])
+        tokens = torch.cat(
+            [self.corpus.tokens[self.corpus.spans[document.name]] for document in documents]
+            or [torch.empty(0)]
+        )
         if len(tokens) <= self.context:
-            raise TextError(f"The {what} has only {len(tokens)} tokens: name more text with --data, or use fewer peers.")
+            raise TextError(
+                f"The {what} has only {len(tokens)} tokens: name more text with --data, or use fewer peers."
+            )
         return tokens.unfold(0, self.context + 1, 1)

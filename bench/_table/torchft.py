@@ -34,8 +34,14 @@ LONGEST_S = 4 * 3600.0
 
 def dealt(model: nn.Module, count: int) -> list[nn.Module]:
     """The model's layers dealt to so many modules, or all of it as one."""
-    layers = [part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])]
-    return [model] if count == 1 else [nn.ModuleList(layers[number::count]) for number in range(count)]
+    layers = [
+        part
+        for child in model.children()
+        for part in (child if isinstance(child, nn.ModuleList) else [child])
+    ]
+    return (
+        [model] if count == 1 else [nn.ModuleList(layers[number::count]) for number in range(count)]
+    )
 
 
 class _Global:
@@ -91,13 +97,18 @@ def _trained(spec: Spec, place: Place, rank: int, lighthouse: str) -> dict[str, 
     scheduler = task.lr_scheduler(inner, spec.steps)
     streaming = spec.method == TORCHFT_STREAMING
     parts = dealt(model, fragments(spec.method, spec.every))
-    outers = [torch.optim.SGD(p.parameters(), lr=outer["lr"], momentum=outer["momentum"], nesterov=True) for p in parts]
+    outers = [
+        torch.optim.SGD(p.parameters(), lr=outer["lr"], momentum=outer["momentum"], nesterov=True)
+        for p in parts
+    ]
     at, curve = set(marks(spec.steps, spec.every)), []
     with DiLoCo(
         manager, parts, inner, outers, sync_every=spec.every, pin_memory=False, fragment_sync_delay=lag(spec.method, spec.every),
         fragment_update_alpha=0.5 if streaming else 0.0,
     ) as diloco:  # fmt: skip
-        for step, data in enumerate(islice(task.batches(Shard(rank, spec.peers, spec.seed)), spec.steps), 1):
+        for step, data in enumerate(
+            islice(task.batches(Shard(rank, spec.peers, spec.seed)), spec.steps), 1
+        ):
             backward(task, model, place.batch(data))
             inner.step()
             scheduler.step()
@@ -137,7 +148,9 @@ def torchft(spec: Spec, place: Place) -> Trained:
     try:
         for rank in range(spec.peers):
             end, theirs = context.Pipe(duplex=False)
-            processes.append(context.Process(target=_node, args=(spec, place, rank, address, theirs)))
+            processes.append(
+                context.Process(target=_node, args=(spec, place, rank, address, theirs))
+            )
             processes[-1].start()
             theirs.close()
             ends.append(end)

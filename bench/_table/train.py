@@ -86,7 +86,14 @@ class Spec:
 
 @cache
 def _shared(path: Path, size: Size) -> TableText:
-    task = TableText(read(path), layers=size.layers, width=size.width, heads=size.heads, context=size.context, batch=size.batch)
+    task = TableText(
+        read(path),
+        layers=size.layers,
+        width=size.width,
+        heads=size.heads,
+        context=size.context,
+        batch=size.batch,
+    )
     _ = task.halves
     return task
 
@@ -181,16 +188,30 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     assert made.make is not None
     make = made.make
     names = [f"peer{index}" for index in range(spec.peers)]
-    arguments = {**{name: value for name, value in spec.outer if name != "beta2"}, **made.arguments(spec.every)}
+    arguments = {
+        **{name: value for name, value in spec.outer if name != "beta2"},
+        **made.arguments(spec.every),
+    }
     if made.overlap:
         arguments["lag"] = lag(spec.method, spec.every, spec.codec)
     at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
 
     def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:
-        task, model, first = place.task(spec, spec.peers), place.model(spec), exchange.peer == names[0]
+        task, model, first = (
+            place.task(spec, spec.peers),
+            place.model(spec),
+            exchange.peer == names[0],
+        )
         meter = Meter(exchange if spec.peers > 1 else Alone())
         codec = codec_named(spec.codec)
-        optimizer = make(inner_optimizer(task, model, spec), meter, every=spec.every, model=model, codec=codec, **arguments)
+        optimizer = make(
+            inner_optimizer(task, model, spec),
+            meter,
+            every=spec.every,
+            model=model,
+            codec=codec,
+            **arguments,
+        )
         scheduler = task.lr_scheduler(optimizer, spec.steps)
         shard = task.batches(Shard(names.index(exchange.peer), spec.peers, spec.seed))
         for step, data in enumerate(islice(shard, spec.steps), 1):
@@ -208,8 +229,14 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
         return model, meter.bytes
 
     size = 2 if made.group == "pair" else spec.peers
-    found = list(Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size).run(peer).values())
-    return Trained([model for model, _ in found], max(sent for _, sent in found) if spec.peers > 1 else 0, curve)
+    found = list(
+        Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size).run(peer).values()
+    )
+    return Trained(
+        [model for model, _ in found],
+        max(sent for _, sent in found) if spec.peers > 1 else 0,
+        curve,
+    )
 
 
 def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
@@ -220,9 +247,13 @@ def _trainer(spec: Spec) -> Callable[[Spec, Place], Trained]:
     return data_parallel if spec.method == "ddp" else outer
 
 
-def corrected(curve: Sequence[tuple[int, float]], sample: float, loss: float, steps: int) -> list[tuple[int, float]]:
+def corrected(
+    curve: Sequence[tuple[int, float]], sample: float, loss: float, steps: int
+) -> list[tuple[int, float]]:
     """The curve of a sample moved so that it ends where the loss on everything does."""
-    return [(step, round(value + loss - sample, 5)) for step, value in curve] + [(steps, round(loss, 5))]
+    return [(step, round(value + loss - sample, 5)) for step, value in curve] + [
+        (steps, round(loss, 5))
+    ]
 
 
 def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
@@ -236,13 +267,26 @@ def run(spec: Spec, place: Place, steer: Steer | None = None) -> dict[str, Any]:
             warnings.simplefilter("ignore")  # of the outer step's stability: here it is tried
             trained = _trainer(spec)(spec, place) if steer is None else outer(spec, place, steer)
     except Diverged as error:
-        return {**result, **nothing, "diverged": str(error), "seconds": round(time.perf_counter() - began, 1)}
+        return {
+            **result,
+            **nothing,
+            "diverged": str(error),
+            "seconds": round(time.perf_counter() - began, 1),
+        }
     seconds = time.perf_counter() - began
     task, size = place.task(spec), SIZES[spec.model]
-    each = {half: [held_out(task, model, half) for model in trained.models] for half in ("loss", "validation")}
+    each = {
+        half: [held_out(task, model, half) for model in trained.models]
+        for half in ("loss", "validation")
+    }
     result.update({half: sum(values) / len(values) for half, values in each.items()})
     if not math.isfinite(result["loss"]):
-        return {**result, **nothing, "diverged": "the held-out loss is not finite", "seconds": round(seconds, 1)}
+        return {
+            **result,
+            **nothing,
+            "diverged": "the held-out loss is not finite",
+            "seconds": round(seconds, 1),
+        }
     sample = held_out(task, trained.models[0], "loss", ON_THE_WAY)
     params = sum(p.numel() for p in trained.models[0].parameters())
     tokens = spec.steps * size.batch // spec.peers * size.context

@@ -60,7 +60,9 @@ def longest_gap(life: Life, until: float) -> float | None:
         return None
     if life.ended is None or life.ended > until:
         times.append(until)
-    gaps = (after - before - overlap(life.stopped, before, after) for before, after in pairwise(times))
+    gaps = (
+        after - before - overlap(life.stopped, before, after) for before, after in pairwise(times)
+    )
     return max(gaps, default=0.0)
 
 
@@ -83,7 +85,11 @@ def speed(lives: Sequence[Life], until: float, *, with_starts: bool = False) -> 
 
 def steps_lost(lives: Iterable[Life]) -> int:
     """Return the inner steps that living nodes did and then lost."""
-    return sum(max(before + 1 - after, 0) for life in lives for (_, before), (_, after) in pairwise(life.steps))
+    return sum(
+        max(before + 1 - after, 0)
+        for life in lives
+        for (_, before), (_, after) in pairwise(life.steps)
+    )
 
 
 def steps_lost_by_kills(lives: Sequence[Life]) -> int:
@@ -128,13 +134,17 @@ def slope(series: Iterable[Sequence[tuple[float, float]]]) -> float | None:
     return 60 * above / below if below > 0 else None
 
 
-def binned(points: Sequence[tuple[float, float]], begin: float, end: float, bins: int = 10) -> list[float | None]:
+def binned(
+    points: Sequence[tuple[float, float]], begin: float, end: float, bins: int = 10
+) -> list[float | None]:
     """Return the mean value of (time, value) in each of ``bins`` equal parts of [begin, end); None for an empty one."""
     ordered = sorted(points)
     times = [at for at, _ in ordered]
     edges = [begin + (end - begin) * number / bins for number in range(bins + 1)]
     result: list[float | None] = []
     for since, until in pairwise(edges):
-        values = [value for _, value in ordered[bisect_left(times, since) : bisect_left(times, until)]]
+        values = [
+            value for _, value in ordered[bisect_left(times, since) : bisect_left(times, until)]
+        ]
         result.append(fmean(values) if values else None)
     return result

@@ -8,7 +8,10 @@ from typing import Literal
 
 Kind = Literal["kill", "stop", "sleep"]
 
-HEAD_S, TAIL_S = 8.0, 20.0  # no kill before a checkpoint is saved, or too late for the node to return; in long runs
+HEAD_S, TAIL_S = (
+    8.0,
+    20.0,
+)  # no kill before a checkpoint is saved, or too late for the node to return; in long runs
 REST_S = (1.0, 6.0)  # seconds from a kill to the restart; at most less in short runs
 STOP_S = (1.0, 8.0)
 RETURN_S = 8.0  # seconds that a node may need after its restart to be of use; in long runs
@@ -31,7 +34,9 @@ class Hit:
     """A killed node returns with its checkpoints; else it has its key and the addresses of known peers only."""
 
 
-def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_minute: float, seed: int) -> list[Hit]:
+def draw_plan(
+    *, peers: int, seconds: float, kills_per_minute: float, stops_per_minute: float, seed: int
+) -> list[Hit]:
     """Draw the hits of a run of ``seconds``, in order of time.
 
     There is one kill in each of equally long slots, at a random moment; stops likewise. Every node has a turn before any has its
@@ -43,7 +48,11 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
     if peers < 2 or seconds <= 0 or kills_per_minute < 0 or stops_per_minute < 0:
         raise ValueError("a plan needs two peers, some seconds, and no negative rates")
     rng = random.Random(seed)
-    head, tail, back = min(HEAD_S, 0.2 * seconds), min(TAIL_S, 0.25 * seconds), min(RETURN_S, 0.1 * seconds)
+    head, tail, back = (
+        min(HEAD_S, 0.2 * seconds),
+        min(TAIL_S, 0.25 * seconds),
+        min(RETURN_S, 0.1 * seconds),
+    )
     moments: list[tuple[float, bool]] = []
     for rate, kill in ((kills_per_minute, True), (stops_per_minute, False)):
         count = round(rate * seconds / 60)
@@ -51,7 +60,10 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
         moments += [(head + (number + rng.random()) * slot, kill) for number in range(count)]
     killed = sum(kill for _, kill in moments)
     turns_of: dict[bool, list[int]] = {True: [], False: []}
-    busy, most = [0.0] * peers, max(peers // 2, 1)  # until when each is down, and how many may be at once
+    busy, most = (
+        [0.0] * peers,
+        max(peers // 2, 1),
+    )  # until when each is down, and how many may be at once
     plan: list[Hit] = []
     for at, kill in sorted(moments):
         turns = turns_of[kill]
@@ -59,7 +71,9 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
             more = rng.sample(range(peers), peers)
             if kill and not turns and killed < peers:  # else its turn might not come
                 more.remove(0)
-                more.insert(rng.randrange(max(killed - 1, 1)), 0)  # not the last: it may be stopped when its turn comes
+                more.insert(
+                    rng.randrange(max(killed - 1, 1)), 0
+                )  # not the last: it may be stopped when its turn comes
             turns += more
         at = max(at, plan[-1].at_s if plan else 0.0)
         down = sorted(until for until in busy if until > at)

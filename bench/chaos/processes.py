@@ -17,7 +17,11 @@ def resident_mb(pid: int) -> float | None:
         status = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         if "RssAnon" in fields:  # a process that has ended and was not waited for has none
-            return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024 / 1e6
+            return (
+                (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0]))
+                * 1024
+                / 1e6
+            )
     return None
 
 
@@ -37,7 +41,12 @@ def _numbers() -> list[int]:
 def _stat(pid: int) -> list[str]:
     """Return the fields after the name (which may hold anything): state, parent and so on."""
     with contextlib.suppress(OSError):
-        return (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (
+            (PROC / str(pid) / "stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     return []
 
 

@@ -25,12 +25,17 @@ from shoal.node.checkpoint.folder import steps as saved_steps
 from shoal.node.console import ExitCode
 from shoal.node.demo.nodes import DemoError, Nodes, Process, read_line
 
-END_S, END_EACH_S = 20.0, 1.0  # seconds for all nodes together to end in good order, and more for each
+END_S, END_EACH_S = (
+    20.0,
+    1.0,
+)  # seconds for all nodes together to end in good order, and more for each
 GONE_S = 5.0  # seconds for the guards to end the daemons of killed nodes
 LINK_S = 60.0  # seconds for the first node to print its link
 TICK_S = 0.05
 MARK = "SHOAL_CHAOS"
-PORTS = range(20_000, 32_000)  # below the ephemeral ports, so that no other process gets a dead node's port by chance
+PORTS = range(
+    20_000, 32_000
+)  # below the ephemeral ports, so that no other process gets a dead node's port by chance
 
 
 class ChaosError(DemoError):
@@ -64,9 +69,20 @@ class ProcessesUnderTest(Nodes):
     ``lies``: false contributions of the hostile nodes, by number. ``step_s``: least seconds of an inner step.
     """
 
-    def __init__(self, folder: Path, *, peers: int, step_s: float, lies: dict[int, str], flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        peers: int,
+        step_s: float,
+        lies: dict[int, str],
+        flags: Sequence[str] = (),
+    ) -> None:
         self._mark = secrets.token_hex(8)
-        super().__init__(folder, {**os.environ, MARK: self._mark, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        super().__init__(
+            folder,
+            {**os.environ, MARK: self._mark, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
         self._step_s, self.lies, self._flags = step_s, lies, list(flags)
         self._ports = free_ports(peers)
         self.running: list[Running] = []
@@ -80,10 +96,20 @@ class ProcessesUnderTest(Nodes):
 
     def spawn(self, peer: int, arguments: Sequence[str], *, resumed: bool = False) -> Running:
         """Start a node's next process with the command ``arguments``."""
-        log = self.folder / f"peer-{peer}.steps-{sum(each.life.peer == peer for each in self.running)}"
+        log = (
+            self.folder
+            / f"peer-{peer}.steps-{sum(each.life.peer == peer for each in self.running)}"
+        )
         life = Life(peer, time.time(), resumed=resumed)
         process = self.start(
-            [*arguments, "--listen", f"/ip4/127.0.0.1/tcp/{self._ports[peer]}", "--threads", "1", *self._flags],
+            [
+                *arguments,
+                "--listen",
+                f"/ip4/127.0.0.1/tcp/{self._ports[peer]}",
+                "--threads",
+                "1",
+                *self._flags,
+            ],
             f"peer-{peer}",
             program=[*PROGRAM, str(log), str(self._step_s), self.lies.get(peer, HONEST)],
         )
@@ -120,7 +146,10 @@ class ProcessesUnderTest(Nodes):
     def pause(self, peer: int, *, daemon: bool) -> None:
         """Stop a node with SIGSTOP, but not its guard, which must end the daemon if this process is killed meanwhile."""
         pid = self.now(peer).process.pid
-        pids = [pid, *([found] if daemon and (found := processes.daemon_of(pid)) is not None else [])]
+        pids = [
+            pid,
+            *([found] if daemon and (found := processes.daemon_of(pid)) is not None else []),
+        ]
         self._stopped_pids[peer] = pids
         self.now(peer).life.stopped.append((time.time(), float("inf")))
         _send(pids, signal.SIGSTOP)
@@ -174,7 +203,9 @@ class ProcessesUnderTest(Nodes):
             # During its imports a node is ended by the signal itself, or by Python's KeyboardInterrupt.
             young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
             if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
-                said.append(f"{name} ended with code {code} when it was asked to end: {self.last_log_line(running.life.peer)}")
+                said.append(
+                    f"{name} ended with code {code} when it was asked to end: {self.last_log_line(running.life.peer)}"
+                )
         self.end_server()
         return said
 
@@ -218,7 +249,9 @@ def free_ports(count: int) -> list[int]:
             found.append(port)
             if len(found) == count:
                 return found
-    raise ChaosError(f"This machine has too few free ports for {count} nodes: end what listens on so many, or try fewer --peers.")
+    raise ChaosError(
+        f"This machine has too few free ports for {count} nodes: end what listens on so many, or try fewer --peers."
+    )
 
 
 def _send(pids: Sequence[int], number: int) -> None:

@@ -74,20 +74,32 @@ def run_chaos(
         raise ChaosError("Nobody would be honest: choose a smaller --byzantine.")
     lies = dict.fromkeys(range(peers - hostile, peers), lie)
     seconds, began, busy = 60 * minutes, time.monotonic(), os.getloadavg()[0]
-    plan = draw_plan(peers=peers, seconds=seconds, kills_per_minute=kills_per_minute, stops_per_minute=stops_per_minute, seed=seed)
+    plan = draw_plan(
+        peers=peers,
+        seconds=seconds,
+        kills_per_minute=kills_per_minute,
+        stops_per_minute=stops_per_minute,
+        seed=seed,
+    )
     usual: dict[str, Any] = {
         "seconds": seconds, "step_s": step_seconds, "device": device, "checkpoint_every": checkpoint_every, "verbose": verbose,
     }  # fmt: skip
     with stage(keep, "chaos") as (folder, display):
         for name in ("unharmed", "chaos"):
             if (folder / name).exists():
-                raise ChaosError(f"The folder {str(folder)!r} holds an earlier run: choose another one with --keep.")
+                raise ChaosError(
+                    f"The folder {str(folder)!r} holds an earlier run: choose another one with --keep."
+                )
         clean = None
         if unharmed:
-            display.message(f"first {minutes:g} min with {peers} nodes that nobody harms, to compare with")
+            display.message(
+                f"first {minutes:g} min with {peers} nodes that nobody harms, to compare with"
+            )
             clean = run_swarm(settings, folder / "unharmed", display, plan=(), lies={}, **usual)
         said = f", {hostile} of them hostile ({lie})" if hostile else ""
-        display.message(f"now {minutes:g} min with {peers} nodes{said}, {sum(hit.kind == 'kill' for hit in plan)} kills")
+        display.message(
+            f"now {minutes:g} min with {peers} nodes{said}, {sum(hit.kind == 'kill' for hit in plan)} kills"
+        )
         harmed = run_swarm(settings, folder / "chaos", display, plan=plan, lies=lies, **usual)
         display.close()
     return {
@@ -109,7 +121,12 @@ def run_chaos(
 
 
 def report(
-    harmed: RunObservations, clean: RunObservations | None, *, hostile: set[int], deadline: float, seconds: float
+    harmed: RunObservations,
+    clean: RunObservations | None,
+    *,
+    hostile: set[int],
+    deadline: float,
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the figures of a run, of honest nodes only but for kills, memory and what is left behind.
 
@@ -122,14 +139,23 @@ def report(
     """
     honest = _honest(harmed, hostile)
     stalls = stalls_of(honest, harmed.until)
-    waits = [wait for peer, at in harmed.kills if (wait := figures.next_step_s(honest, peer, at)) is not None]
+    waits = [
+        wait
+        for peer, at in harmed.kills
+        if (wait := figures.next_step_s(honest, peer, at)) is not None
+    ]
     again = figures.restarts(honest)
     joins = [life.joined - life.spawned for life in again if life.joined is not None]
     starts = [life.steps[0][0] - life.spawned for life in again if life.steps]
-    kept, kept_with_starts = (_ratio(honest, harmed, clean, with_starts=with_starts) for with_starts in (False, True))
+    kept, kept_with_starts = (
+        _ratio(honest, harmed, clean, with_starts=with_starts) for with_starts in (False, True)
+    )
     warm = min(WARM_S, seconds / 4)
     worst = max(stalls.values(), default=None)
-    troubles = [*harmed.troubles, *((f"unharmed: {trouble}" for trouble in clean.troubles) if clean else ())]
+    troubles = [
+        *harmed.troubles,
+        *((f"unharmed: {trouble}" for trouble in clean.troubles) if clean else ()),
+    ]
     if not harmed.losses:
         troubles.append("no honest node saved weights in the end")
     return {
@@ -201,7 +227,11 @@ def stalls_of(lives: Sequence[figures.Life], until: float) -> dict[int, float]:
 
 
 def _ratio(
-    honest: Sequence[figures.Life], harmed: RunObservations, clean: RunObservations | None, *, with_starts: bool
+    honest: Sequence[figures.Life],
+    harmed: RunObservations,
+    clean: RunObservations | None,
+    *,
+    with_starts: bool,
 ) -> float | None:
     # The unharmed run's nodes waited for each other at the start: that does not count.
     usual = None if clean is None else figures.speed(clean.lives, clean.until)
@@ -236,25 +266,49 @@ def loss_curve(seen: RunObservations, hostile: set[int]) -> list[float | None]:
     return figures.binned(points, seen.begin, seen.until)
 
 
-def slope_of(seen: RunObservations, warm: float, what: Callable[[ProcessSample], float | None]) -> float | None:
+def slope_of(
+    seen: RunObservations, warm: float, what: Callable[[ProcessSample], float | None]
+) -> float | None:
     """Return the growth of ``what`` a minute, common to all processes, each from ``warm`` seconds after its first step."""
     series = []
     for place, samples in seen.samples.items():
         life = seen.lives[place]
         if life.steps:
             after = life.steps[0][0] + warm
-            series.append([(s.at, value) for s in samples if s.at >= after and (value := what(s)) is not None])
+            series.append(
+                [(s.at, value) for s in samples if s.at >= after and (value := what(s)) is not None]
+            )
     return figures.slope(series)
 
 
 ROWS = (
     ("kills, rejoins", ("kills", "rejoins"), "{}"),
     ("stops", ("stops",), "{}"),
-    ("longest stall of any node, of the median node", ("max_stall_s", "median_stall_s"), "{:.2f} s"),
-    ("a kill to the last survivor's next step: median, at most", ("resume_s", "resume_max_s"), "{:.2f} s"),
-    ("restart to first accepted contribution: median, at most", ("join_s", "join_max_s"), "{:.1f} s"),
-    ("inner steps lost by who lived, by who was killed", ("steps_lost", "steps_lost_by_killed"), "{}"),
-    ("throughput kept, with starts counted", ("throughput_kept", "throughput_kept_with_starts"), "{:.1%}"),
+    (
+        "longest stall of any node, of the median node",
+        ("max_stall_s", "median_stall_s"),
+        "{:.2f} s",
+    ),
+    (
+        "a kill to the last survivor's next step: median, at most",
+        ("resume_s", "resume_max_s"),
+        "{:.2f} s",
+    ),
+    (
+        "restart to first accepted contribution: median, at most",
+        ("join_s", "join_max_s"),
+        "{:.1f} s",
+    ),
+    (
+        "inner steps lost by who lived, by who was killed",
+        ("steps_lost", "steps_lost_by_killed"),
+        "{}",
+    ),
+    (
+        "throughput kept, with starts counted",
+        ("throughput_kept", "throughput_kept_with_starts"),
+        "{:.1%}",
+    ),
     ("held-out loss at first, in the end", ("loss_first", "loss_last"), "{:.3f}"),
     ("left behind", ("orphans",), "{}"),
     ("memory of a node, of its daemon", ("rss_slope", "daemon_rss_slope"), "{:+.2f} MB/min"),
@@ -265,11 +319,16 @@ ROWS = (
 def summary(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
     hostile = f", {report['byzantine']} hostile ({report['lie']})" if report["byzantine"] else ""
-    grid = Table(title=f"{report['peers']} nodes{hostile}, {report['minutes']:g} min of {report['method']}, seed {report['seed']}")
+    grid = Table(
+        title=f"{report['peers']} nodes{hostile}, {report['minutes']:g} min of {report['method']}, seed {report['seed']}"
+    )
     grid.add_column("")
     grid.add_column("", justify="right")
     for label, keys, form in ROWS:
-        grid.add_row(label, ", ".join("-" if report[key] is None else form.format(report[key]) for key in keys))
+        grid.add_row(
+            label,
+            ", ".join("-" if report[key] is None else form.format(report[key]) for key in keys),
+        )
     if report["unharmed"] is not None:
         grid.add_row("unharmed: longest stall", f"{report['unharmed']['max_stall_s']:.2f} s")
         loss = report["unharmed"]["loss_last"]
@@ -277,4 +336,6 @@ def summary(report: Mapping[str, Any]) -> str:
     console = Console(width=110)
     with console.capture() as capture:
         console.print(grid)
-    return "\n".join([capture.get().rstrip(), *(f"trouble: {trouble}" for trouble in report["troubles"])])
+    return "\n".join(
+        [capture.get().rstrip(), *(f"trouble: {trouble}" for trouble in report["troubles"])]
+    )

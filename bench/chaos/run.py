@@ -75,12 +75,20 @@ class RunObservations:
 
 
 class _Run:
-    def __init__(self, fleet: ProcessesUnderTest, settings: Settings, display: Display, node_flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        fleet: ProcessesUnderTest,
+        settings: Settings,
+        display: Display,
+        node_flags: Sequence[str],
+    ) -> None:
         self.fleet, self.settings, self.display = fleet, settings, display
         self.peers = settings.swarm.start_when
         self.flags = list(node_flags)
         self.seen = RunObservations()
-        self._agenda: list[tuple[float, int, str, int, Hit | None]] = []  # when, a number, what, who
+        self._agenda: list[
+            tuple[float, int, str, int, Hit | None]
+        ] = []  # when, a number, what, who
         self._numbers = 0
 
     def _later(self, at: float, what: str, peer: int, hit: Hit | None = None) -> None:
@@ -94,10 +102,14 @@ class _Run:
         first = self.fleet.spawn(0, ["up", str(file), *self._own(0)])
         self.link = self.fleet.first_line(first, LINK_S)
         if not self.link:
-            with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # it closes its output a moment before it has ended
                 first.process.wait(1.0)
                 raise self.fleet.failure(0, first.process.returncode)
-            raise ChaosError(f"The first node printed no link within {LINK_S:g} s: {self.fleet.last_log_line(0)}")
+            raise ChaosError(
+                f"The first node printed no link within {LINK_S:g} s: {self.fleet.last_log_line(0)}"
+            )
         for peer in range(1, self.peers):
             self._join(peer)
         until, tick = time.monotonic() + READY_S + READY_EACH_S * self.peers, threading.Event()
@@ -106,20 +118,29 @@ class _Run:
                 peer = ended.life.peer
                 raise self.fleet.failure(peer, ended.process.returncode, "ended before it trained,")
             if time.monotonic() > until:
-                raise ChaosError("Not all nodes began to train in time: try fewer --peers, or look at the logs with --keep.")
+                raise ChaosError(
+                    "Not all nodes began to train in time: try fewer --peers, or look at the logs with --keep."
+                )
             tick.wait(TICK_S)
             self.fleet.read_steps()
         self.seen.begin = time.time()
 
     def _own(self, peer: int) -> list[str]:
         task = self.settings.task
-        return ["--shard", f"{peer}/{self.peers}", *reader.flags(task.hooks, task.options), *self.flags]
+        return [
+            "--shard",
+            f"{peer}/{self.peers}",
+            *reader.flags(task.hooks, task.options),
+            *self.flags,
+        ]
 
     def _join(self, peer: int) -> Running:
         resumed = self.fleet.saved(peer)
         more = ["--resume"] if resumed else []
         return self.fleet.spawn(
-            peer, ["join", self.link, "--task", self.settings.task.hooks, *self._own(peer), *more], resumed=resumed
+            peer,
+            ["join", self.link, "--task", self.settings.task.hooks, *self._own(peer), *more],
+            resumed=resumed,
         )
 
     def live(self, plan: Sequence[Hit], seconds: float) -> None:
@@ -160,7 +181,9 @@ class _Run:
             if not hit.keeps:
                 self.fleet.forget(hit.peer)
             self._later(again, "restart", hit.peer)
-            self.display.message(f"{hit.at_s:.0f} s: killed {name}, back in {hit.seconds:.1f} s{'' if hit.keeps else ' as new'}")
+            self.display.message(
+                f"{hit.at_s:.0f} s: killed {name}, back in {hit.seconds:.1f} s{'' if hit.keeps else ' as new'}"
+            )
         else:
             self.fleet.pause(hit.peer, daemon=hit.kind == "sleep")
             self.seen.stops += 1
@@ -171,8 +194,14 @@ class _Run:
     def _may_be_hit(self, peer: int) -> bool:
         """Return whether the node trains, and at least half of all would be left. (The plan cannot know how soon one is back.)"""
         self.fleet.read_steps()
-        here = {each for each in range(self.peers) if (now := self.fleet.now(each)).alive and now.life.steps}
-        return peer in here - self.fleet.stopped and len(here - self.fleet.stopped) > self.peers // 2
+        here = {
+            each
+            for each in range(self.peers)
+            if (now := self.fleet.now(each)).alive and now.life.steps
+        }
+        return (
+            peer in here - self.fleet.stopped and len(here - self.fleet.stopped) > self.peers // 2
+        )
 
     def _ended_by_itself(self, ended: Running) -> None:
         peer = ended.life.peer
@@ -211,21 +240,34 @@ class _Run:
         seen.troubles += [f"{orphan} was left behind" for orphan in seen.orphans]
         fleet.read_steps()
         seen.lives = [running.life for running in fleet.running]
-        seen.events = {peer: read_events(fleet.folder / f"peer-{peer}" / METRICS) for peer in range(self.peers)}
+        seen.events = {
+            peer: read_events(fleet.folder / f"peer-{peer}" / METRICS) for peer in range(self.peers)
+        }
         for place, life in enumerate(seen.lives):
             later = [other.spawned for other in seen.lives[place + 1 :] if other.peer == life.peer]
-            life.joined = first_accepted(seen.events[life.peer], life.spawned, min(later, default=float("inf")))
+            life.joined = first_accepted(
+                seen.events[life.peer], life.spawned, min(later, default=float("inf"))
+            )
         for peer in range(self.peers):
             newest = fleet.now(peer).life
             if not newest.steps and newest.ended is None and seen.until - newest.spawned > BACK_S:
                 waited = seen.until - newest.spawned
-                seen.troubles.append(f"peer-{peer} did not train again within {waited:.0f} s of its restart")
+                seen.troubles.append(
+                    f"peer-{peer} did not train again within {waited:.0f} s of its restart"
+                )
         return seen
 
 
 def first_accepted(events: Sequence[Mapping[str, Any]], since: float, until: float) -> float | None:
     """Return the time, in [since, until), of the first round in which a peer accepted this node's contribution."""
-    return next((e["time"] for e in events if e["event"] == "round" and e["partner"] and since <= e["time"] < until), None)
+    return next(
+        (
+            e["time"]
+            for e in events
+            if e["event"] == "round" and e["partner"] and since <= e["time"] < until
+        ),
+        None,
+    )
 
 
 def run_swarm(
@@ -248,14 +290,26 @@ def run_swarm(
     Raises ChaosError: the run did not begin. All processes are ended then, and also at a KeyboardInterrupt.
     """
     folder.mkdir()
-    flags = ["--device", device, "--set", f"node.checkpoint_every_rounds={checkpoint_every}", *(["--verbose"] if verbose else [])]
-    with ProcessesUnderTest(folder, peers=settings.swarm.start_when, step_s=step_s, lies=lies) as fleet:
+    flags = [
+        "--device",
+        device,
+        "--set",
+        f"node.checkpoint_every_rounds={checkpoint_every}",
+        *(["--verbose"] if verbose else []),
+    ]
+    with ProcessesUnderTest(
+        folder, peers=settings.swarm.start_when, step_s=step_s, lies=lies
+    ) as fleet:
         run = _Run(fleet, settings, display, flags)
         run.begin()
         run.live(plan, seconds)
         seen = run.end()
-    write_json(folder / SEEN, {name: value for name, value in asdict(seen).items() if name != "events"})
-    seen.losses = held_out(settings, folder, [peer for peer in range(settings.swarm.start_when) if peer not in lies])
+    write_json(
+        folder / SEEN, {name: value for name, value in asdict(seen).items() if name != "events"}
+    )
+    seen.losses = held_out(
+        settings, folder, [peer for peer in range(settings.swarm.start_when) if peer not in lies]
+    )
     return seen
 
 

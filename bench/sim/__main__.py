@@ -17,19 +17,39 @@ from shoal.node.console import ExitCode, dumps
     "--peers", metavar="N[,N...]", default="16", show_default=True,
     help="Peers to simulate; of several sizes it also reports how each cost grows.",
 )  # fmt: skip
-@click.option("--net", metavar="lan|wan|home|MS:MBIT", default="wan", show_default=True, help="Network between them.")
-@click.option("--churn", metavar="K/min", default="0/min", show_default=True, help="Peers killed and replaced per minute.")
 @click.option(
-    "--minutes", type=click.FloatRange(0, 10_000, min_open=True), help="Virtual minutes.  [default: 2, for several sizes 0.5]"
+    "--net",
+    metavar="lan|wan|home|MS:MBIT",
+    default="wan",
+    show_default=True,
+    help="Network between them.",
+)
+@click.option(
+    "--churn",
+    metavar="K/min",
+    default="0/min",
+    show_default=True,
+    help="Peers killed and replaced per minute.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, 10_000, min_open=True),
+    help="Virtual minutes.  [default: 2, for several sizes 0.5]",
 )
 @click.option(
     "--warm-up", type=click.FloatRange(0), default=0.0, show_default=True,
     help="Of the minutes, how many count for no cost: peers begin in step, and fall out of it.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), help="Random seed.  [default: train.seed]")
-@click.option("--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]")
-@click.option("--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]")
-@click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]")
+@click.option(
+    "--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]"
+)
+@click.option(
+    "--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]"
+)
+@click.option(
+    "--every", type=int, help="Inner steps between two exchanges.  [default: the method's]"
+)
 @click.option(
     "--set",
     "assigned",
@@ -38,15 +58,29 @@ from shoal.node.console import ExitCode, dumps
     help="Override a setting of examples/swarm.toml, such as outer.wait_s=5.",
 )
 @click.option(
-    "--parameters", type=click.IntRange(8, 10_000_000), default=2000, show_default=True, help="Parameters of the toy model."
+    "--parameters",
+    type=click.IntRange(8, 10_000_000),
+    default=2000,
+    show_default=True,
+    help="Parameters of the toy model.",
 )
 @click.option(
-    "--step-seconds", type=click.FloatRange(1e-4, 3600), default=0.1, show_default=True, help="Virtual seconds of an inner step."
+    "--step-seconds",
+    type=click.FloatRange(1e-4, 3600),
+    default=0.1,
+    show_default=True,
+    help="Virtual seconds of an inner step.",
 )
 @click.option(
-    "--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="Deviation of speeds: 0.2 is about 20 %."
+    "--uneven",
+    type=click.FloatRange(0, 2),
+    default=0.2,
+    show_default=True,
+    help="Deviation of speeds: 0.2 is about 20 %.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."
+)
 def sim(
     file: Path | None,
     as_json: bool,

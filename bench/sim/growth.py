@@ -29,12 +29,17 @@ def exponent(points: Sequence[tuple[float, float]]) -> float | None:
     """
     if len({peers for peers, _ in points}) < 2 or any(cost <= 0 for _, cost in points):
         return None
-    return linear_regression([math.log(peers) for peers, _ in points], [math.log(cost) for _, cost in points]).slope
+    return linear_regression(
+        [math.log(peers) for peers, _ in points], [math.log(cost) for _, cost in points]
+    ).slope
 
 
 def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the exponent of each of `COSTS` over the reports of several sizes."""
-    return {name: exponent([(size["peers"], size[key]) for size in sizes]) for name, (key, _) in COSTS.items()}
+    return {
+        name: exponent([(size["peers"], size[key]) for size in sizes])
+        for name, (key, _) in COSTS.items()
+    }
 
 
 def growth(sizes: Sequence[Mapping[str, Any]], bucket: int) -> dict[str, Any]:

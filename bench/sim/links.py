@@ -21,7 +21,9 @@ def parse_net(text: str) -> Links:
     else:
         found = re.fullmatch(r"([0-9.]{1,12}):([0-9.]{1,12})", text)
         try:
-            delay, mbit = (float(part) for part in found.groups()) if found else (math.nan, math.nan)
+            delay, mbit = (
+                (float(part) for part in found.groups()) if found else (math.nan, math.nan)
+            )
         except ValueError:
             delay = mbit = math.nan
         if not 0 <= delay <= 60_000 or not 0.001 <= mbit <= 1e6:
@@ -36,13 +38,17 @@ def parse_churn(text: str) -> float:
     """Return the kills a minute of ``2/min`` or ``0.5``. ConfigError."""
     found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(?:/min)?", text)
     if found is None:
-        raise ConfigError(f"The churn {text[:40]!r} is no number of kills a minute: write it so, such as 2/min.")
+        raise ConfigError(
+            f"The churn {text[:40]!r} is no number of kills a minute: write it so, such as 2/min."
+        )
     return float(found[1])
 
 
 def parse_sizes(text: str) -> list[int]:
     """Return the sizes of ``--peers``, such as ``16`` or ``16,64,256``, each once and the smallest first. ConfigError."""
-    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5}){0,15}", text) or not all(2 <= int(part) <= 65_536 for part in text.split(",")):
+    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5}){0,15}", text) or not all(
+        2 <= int(part) <= 65_536 for part in text.split(",")
+    ):
         raise ConfigError(
             f"The sizes {text[:40]!r} are not 1 to 16 numbers of peers, from 2 to 65536: write them so, such as 16,64,256."
         )

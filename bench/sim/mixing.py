@@ -27,7 +27,13 @@ Deal = Callable[[int], Sequence[Sequence[str]]]
 
 
 def mixing(
-    bucket: int, *, peers: int = PEERS, rounds: int = ROUNDS, every: int = EPOCH_ROUNDS, seeds: int = SEEDS, seed: int = 0
+    bucket: int,
+    *,
+    peers: int = PEERS,
+    rounds: int = ROUNDS,
+    every: int = EPOCH_ROUNDS,
+    seeds: int = SEEDS,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Return ``variance``: the squared consensus distance in buckets drawn anew every ``every`` rounds, over that of all pairs.
 
@@ -40,8 +46,12 @@ def mixing(
     for number in range(seed, seed + seeds):
         among_all = _variance(names, lambda _: [names], rounds, number)
         for bits in sorted({depth, full}):
-            ratios[bits].append(_variance(names, _dealt(names, bits, every, number), rounds, number) / among_all)
-    errors = {bits: stdev(of) / len(of) ** 0.5 if len(of) > 1 else None for bits, of in ratios.items()}
+            ratios[bits].append(
+                _variance(names, _dealt(names, bits, every, number), rounds, number) / among_all
+            )
+    errors = {
+        bits: stdev(of) / len(of) ** 0.5 if len(of) > 1 else None for bits, of in ratios.items()
+    }
     return {
         "peers": peers, "bucket": bucket, "members": peers / 2**depth, "rounds_per_epoch": every, "rounds": rounds,
         "variance": fmean(ratios[depth]), "error": errors[depth], "variance_full": fmean(ratios[full]), "error_full": errors[full],
@@ -73,8 +83,12 @@ def _variance(names: Sequence[str], deal: Deal, rounds: int, seed: int) -> float
     found = []
     for round in range(rounds):
         values += torch.randn(values.shape, generator=dice, device="cpu")
-        pairs = [pair for bucket in deal(round) for pair in groups(seed, round, bucket) if len(pair) == 2]
-        one, two = (torch.tensor([places[pair[side]] for pair in pairs], device="cpu") for side in (0, 1))
+        pairs = [
+            pair for bucket in deal(round) for pair in groups(seed, round, bucket) if len(pair) == 2
+        ]
+        one, two = (
+            torch.tensor([places[pair[side]] for pair in pairs], device="cpu") for side in (0, 1)
+        )
         values[one] = values[two] = (values[one] + values[two]) / 2
         if round >= SETTLED:
             found.append(float(values.var(0).mean()))

@@ -24,7 +24,13 @@ from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.state.resync import ASKED, in_order, query_for
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
-from shoal.swarm.training.factories import announced_speeds, make_exchange, make_outer, make_screen, round_length
+from shoal.swarm.training.factories import (
+    announced_speeds,
+    make_exchange,
+    make_outer,
+    make_screen,
+    round_length,
+)
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.messages import Member
@@ -59,13 +65,29 @@ class SimPeer:
         self.together = 0
         """Exchanges that others were in."""
         self._waited, self._announced_round = 0.0, -1
-        self.directory = SimDirectory(world.board, self.host, self._record, self.chance, bucket=plan.bucket, epoch_s=plan.epoch_s)
+        self.directory = SimDirectory(
+            world.board,
+            self.host,
+            self._record,
+            self.chance,
+            bucket=plan.bucket,
+            epoch_s=plan.epoch_s,
+        )
         self.member: TrainingMember | None = None
-        place = {"identity": self.identity, "host": self.host, "directory": self.directory, "swarm": self.swarm}
-        self._membership = cast(Membership, SimpleNamespace(**place, manifest=world.manifest, network=NetworkOptions()))
+        place = {
+            "identity": self.identity,
+            "host": self.host,
+            "directory": self.directory,
+            "swarm": self.swarm,
+        }
+        self._membership = cast(
+            Membership, SimpleNamespace(**place, manifest=world.manifest, network=NetworkOptions())
+        )
         if outer.method != "none":
             screen = make_screen(outer)
-            self.exchange = make_exchange(self._membership, outer, screen, self.opt, seed=plan.seed, model=self.model)
+            self.exchange = make_exchange(
+                self._membership, outer, screen, self.opt, seed=plan.seed, model=self.model
+            )
             self.member = TrainingMember(
                 self._membership, self.opt, self.exchange, screen, model=self.model, name=self.name, shard=Shard(0, 1, plan.seed),
                 clock=world.network.loop.time,
@@ -107,14 +129,23 @@ class SimPeer:
         """Fetch the swarm's weights; None if no other peer has finished a round yet."""
         while True:
             await self.directory.read()
-            others = [m for m in self.directory.members().values() if m.peer != self.identity.peer_id and m.model == self.model]
+            others = [
+                m
+                for m in self.directory.members().values()
+                if m.peer != self.identity.peer_id and m.model == self.model
+            ]
             able = [m for m in others if m.round > 0 and m.state in ("waiting", "training")]
-            sources = [(m.peer, m.addresses) for m in in_order(able, self.host.met, self.world.manifest.creator)[:ASKED]]
+            sources = [
+                (m.peer, m.addresses)
+                for m in in_order(able, self.host.met, self.world.manifest.creator)[:ASKED]
+            ]
             if not sources:
                 return None
             query = query_for(self._membership, self.model, self.opt)
             try:
-                state = await asyncio.wrap_future(begin_fetch(self._membership.host, query, sources))
+                state = await asyncio.wrap_future(
+                    begin_fetch(self._membership.host, query, sources)
+                )
             except NetworkError:
                 state = None
             if state is not None:
@@ -144,7 +175,9 @@ class SimPeer:
     def _at_once(self) -> int:
         """Return the inner steps up to the next one after which an exchange begins or is applied, at most ``NAP_S`` of them."""
         opt, left = self.opt, self.world.plan.steps - self.opt.steps
-        most = max(int(NAP_S / self.step_s), 1) if type(opt.length) is Steps else 1  # time, or tokens, may end a round at any step
+        most = (
+            max(int(NAP_S / self.step_s), 1) if type(opt.length) is Steps else 1
+        )  # time, or tokens, may end a round at any step
         many = opt.quiet(most)
         return min(many, left) if left > 0 else many
 

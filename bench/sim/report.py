@@ -21,8 +21,13 @@ from bench.sim.world import SimResult, World
 from shoal.node.config.settings import ConfigError, load
 from shoal.optim import codec_named, method_named
 
-BUCKET = 64  # of a simulation without settings: without buckets hundreds of peers cost each too much
-MINUTES, MINUTES_OF_SEVERAL = 2.0, 0.5  # virtual; buckets are drawn anew once in the first half minute
+BUCKET = (
+    64  # of a simulation without settings: without buckets hundreds of peers cost each too much
+)
+MINUTES, MINUTES_OF_SEVERAL = (
+    2.0,
+    0.5,
+)  # virtual; buckets are drawn anew once in the first half minute
 NOT_SIMULATED = (
     "libp2p (dialling, NAT, encryption), the DHT's replicas and routing (modelled as log2 of the peers), gossip, verification, "
     "disks, and the seconds of any computing but inner steps"
@@ -52,7 +57,11 @@ def run_sim(
         ConfigError: a setting cannot be used.
         OuterError: the method cannot be used for the toy model.
     """
-    overrides = {**({} if file else {"swarm.bucket": BUCKET}), **(overrides or {}), "train.seed": seed}
+    overrides = {
+        **({} if file else {"swarm.bucket": BUCKET}),
+        **(overrides or {}),
+        "train.seed": seed,
+    }
     settings, sizes = load(file, overrides), parse_sizes(str(peers))
     minutes = minutes or (MINUTES if len(sizes) == 1 else MINUTES_OF_SEVERAL)
     bucket = settings.swarm.bucket
@@ -71,16 +80,24 @@ def run_sim(
         reports = [simulate(plan, net) for plan in plans]
         if len(reports) == 1:
             return reports[0]
-        return {"sizes": reports, **growth(reports, bucket), "mixing": mixing(bucket) if bucket else None}
+        return {
+            "sizes": reports,
+            **growth(reports, bucket),
+            "mixing": mixing(bucket) if bucket else None,
+        }
     finally:
         torch.set_num_threads(threads)
 
 
 def _check(plan: SimPlan) -> None:
     if not plan.warm_up < plan.minutes:
-        raise ConfigError(f"A warm-up of {plan.warm_up:g} minutes leaves none of {plan.minutes:g}: give more with --minutes.")
+        raise ConfigError(
+            f"A warm-up of {plan.warm_up:g} minutes leaves none of {plan.minutes:g}: give more with --minutes."
+        )
     if plan.churn * plan.minutes > 100 * plan.peers:
-        raise ConfigError(f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: choose a smaller one.")
+        raise ConfigError(
+            f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: choose a smaller one."
+        )
 
 
 def simulate(plan: SimPlan, net: str) -> dict[str, Any]:
@@ -104,7 +121,9 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     last, exchanges = result.samples[-1], len(counts.waits)
     method = method_named(outer.method)
     rounds = max(exchanges / _fragments(plan), 1)
-    counted_s = max(result.virtual_s - 60 * plan.warm_up, 1e-9)  # peers that train a number of steps may end before
+    counted_s = max(
+        result.virtual_s - 60 * plan.warm_up, 1e-9
+    )  # peers that train a number of steps may end before
     calls = counts.directory_calls / plan.peers / counted_s * 60
     waits = sorted(counts.waits)
     return {
@@ -185,13 +204,20 @@ def summary(found: Mapping[str, Any]) -> Group:
 
 def _growth_table(found: Mapping[str, Any]) -> Table:
     mixed, routed = found["mixing"], found["routing"]["growth"]
-    note = f"Requests to the DHT, not in these, are modelled as log2(peers) a key: b = {_b(routed)}."
+    note = (
+        f"Requests to the DHT, not in these, are modelled as log2(peers) a key: b = {_b(routed)}."
+    )
     if mixed is not None:
         note += (
             f" In buckets of {mixed['members']:g} members, drawn anew every {mixed['rounds_per_epoch']} rounds, the variance "
             f"between {mixed['peers']} peers is {mixed['variance']:.3f} times that of pairs drawn among all."
         )
-    table = Table(title="cost of each peer ~ peers^b", caption=note, title_justify="left", caption_justify="left")
+    table = Table(
+        title="cost of each peer ~ peers^b",
+        caption=note,
+        title_justify="left",
+        caption_justify="left",
+    )
     for label in ("cost", "b, all sizes", "b, sizes beyond a bucket"):
         table.add_column(label, justify="left" if label == "cost" else "right")
     for name, (_, label) in COSTS.items():

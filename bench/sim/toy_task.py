@@ -51,8 +51,12 @@ def make_toy(parameters: int, seed: int) -> ToyTask:
         raise ValueError(f"a toy model has at least {LAYERS} parameters, got {parameters}")
     generator = torch.Generator().manual_seed(seed)
     # In the order of a random permutation, so that all layers are alike.
-    spread = torch.linspace(0, 1, parameters, device="cpu")[torch.randperm(parameters, generator=generator, device="cpu")]
-    return ToyTask(FLAT * (STEEP / FLAT) ** spread, torch.randn(parameters, generator=generator, device="cpu"))
+    spread = torch.linspace(0, 1, parameters, device="cpu")[
+        torch.randperm(parameters, generator=generator, device="cpu")
+    ]
+    return ToyTask(
+        FLAT * (STEEP / FLAT) ** spread, torch.randn(parameters, generator=generator, device="cpu")
+    )
 
 
 class ToyModel(nn.Module):
@@ -61,7 +65,9 @@ class ToyModel(nn.Module):
     def __init__(self, parameters: int) -> None:
         super().__init__()
         self.flat = torch.zeros(parameters, device="cpu")
-        self.layers = nn.ParameterList([nn.Parameter(part) for part in self.flat.tensor_split(LAYERS)])
+        self.layers = nn.ParameterList(
+            [nn.Parameter(part) for part in self.flat.tensor_split(LAYERS)]
+        )
 
 
 class Lesson:
@@ -70,7 +76,9 @@ class Lesson:
     def __init__(self, toy: ToyTask, model: ToyModel, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._toy, self._flat = toy, model.flat
-        self._own = toy.minimum + APART * torch.randn(toy.minimum.shape, generator=self._generator, device="cpu")
+        self._own = toy.minimum + APART * torch.randn(
+            toy.minimum.shape, generator=self._generator, device="cpu"
+        )
         self._noise = torch.empty_like(self._own)
 
     @torch.no_grad()

@@ -79,7 +79,12 @@ class SimResult:
 
 def is_message(data: bytes) -> bool:
     """Return True if bytes sent at once are a message, a list of three that begins with a text, and not values."""
-    return len(data) > 4 and data[0] == MESSAGE and (data[1] & 0xE0 == 0xA0 or data[1] == 0xD9) and data[3:5].isalnum()
+    return (
+        len(data) > 4
+        and data[0] == MESSAGE
+        and (data[1] & 0xE0 == 0xA0 or data[1] == 0xD9)
+        and data[3:5].isalnum()
+    )
 
 
 class World:
@@ -174,7 +179,9 @@ class World:
 
     def _plan_kill(self) -> None:
         if self.plan.churn > 0:
-            self.loop.call_later(self._chance.expovariate(self.plan.churn / 60), self._kill, context=NOTHING)
+            self.loop.call_later(
+                self._chance.expovariate(self.plan.churn / 60), self._kill, context=NOTHING
+            )
 
     def _kill(self) -> None:
         """Kill a random peer, as by ``kill -9``; a newcomer takes its place."""
@@ -206,7 +213,9 @@ class World:
 
     @torch.no_grad()
     def _sample(self) -> None:
-        there = [peer for peer in self.live if peer.state != "waiting"]  # a waiting peer has no weights to compare
+        there = [
+            peer for peer in self.live if peer.state != "waiting"
+        ]  # a waiting peer has no weights to compare
         there = there or self.live
         weights = torch.stack([torch.cat(peer.opt.slow) for peer in there])
         mean = weights.mean(0)
@@ -216,18 +225,39 @@ class World:
         rounds = sorted(peer.opt.round for peer in there)[len(there) // 2]
         spread = float(apart / norm) if norm > 0 else 0.0
         self._samples.append(
-            WeightsSample(self.loop.time(), self.toy.loss(mean), float(own), spread, rounds / self.live[0].opt.fragments)
+            WeightsSample(
+                self.loop.time(),
+                self.toy.loss(mean),
+                float(own),
+                spread,
+                rounds / self.live[0].opt.fragments,
+            )
         )
 
     def _result(self, began: tuple[float, float]) -> SimResult:
         self._sample()
         counts = self.counts
-        counted = (now - before for now, before in zip(self._totals(), self._uncounted, strict=True))
+        counted = (
+            now - before for now, before in zip(self._totals(), self._uncounted, strict=True)
+        )
         sent, counts.directory_bytes, counts.directory_calls = counted
         counts.payload_bytes = sent - counts.message_bytes
         for peer in self.live:
             if peer.member is not None:
                 counts.failures.update(dict(peer.exchange.stats.report()["failures"]))
         newcomers = sum(peer.newcomer and peer.together > 0 for peer in self.live)
-        wall, cpu, trace = time.monotonic() - began[0], time.process_time() - began[1], self.network.trace
-        return SimResult(counts, self._samples, self.loop.time(), wall, cpu, trace.hexdigest(), trace.events, newcomers)
+        wall, cpu, trace = (
+            time.monotonic() - began[0],
+            time.process_time() - began[1],
+            self.network.trace,
+        )
+        return SimResult(
+            counts,
+            self._samples,
+            self.loop.time(),
+            wall,
+            cpu,
+            trace.hexdigest(),
+            trace.events,
+            newcomers,
+        )

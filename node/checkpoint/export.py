@@ -86,7 +86,9 @@ def _facts(about: Mapping[str, Any]) -> list[str]:
     lines = []
     if "task" in about:
         lines.append(f"Task: {_code(about['task'])}{_options(options)}")
-        lines.append(f"Data: {_code(data) if data else 'not in the settings of the swarm; name it here'}")
+        lines.append(
+            f"Data: {_code(data) if data else 'not in the settings of the swarm; name it here'}"
+        )
     if "values" in about:
         lines.append(f"Parameters: {about['values']:,}")
     if "train" in about:
@@ -101,8 +103,13 @@ def _facts(about: Mapping[str, Any]) -> list[str]:
         lines.append(f"Peers: {about['peers']} when the weights were downloaded")
         lines.append(f"Rounds: {about['rounds']:,}")
         low, high = about["steps"]
-        lines.append(f"Inner steps of each of these peers: {low:,}" + ("" if low == high else f" to {high:,}"))
-        lines.append(f"Training loss: {_loss(about['train_loss'], unit)}, the mean of what these peers report")
+        lines.append(
+            f"Inner steps of each of these peers: {low:,}"
+            + ("" if low == high else f" to {high:,}")
+        )
+        lines.append(
+            f"Training loss: {_loss(about['train_loss'], unit)}, the mean of what these peers report"
+        )
         held_out = "not known; `shoal pull --evaluate` computes it"
         if about["held_out_loss"] is not None:
             held_out = f"{_loss(about['held_out_loss'], unit)}, on {_code(about['held_out_on'])}"
@@ -135,7 +142,9 @@ class ExportError(ShoalError):
     """The files cannot be written."""
 
 
-def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: Path, tokenizer: Any = None) -> list[str]:
+def export_model(
+    model: nn.Module, about: Mapping[str, Any], out: Path, aside: Path, tokenizer: Any = None
+) -> list[str]:
     """Write ``model``, under its own names, and ``about`` to ``out``, by way of ``aside``; return the names of the files.
 
     A model or tokenizer that has save_pretrained, as in transformers, writes itself.
@@ -148,14 +157,27 @@ def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: P
         where = kind_of.__module__.split(".")[0]
         name = kind_of.__name__ if where == "transformers" else "AutoModel"
         how = [f"from transformers import {name}", f'model = {name}.from_pretrained(".")']
-        writers = [save_own, *(() if (own := getattr(tokenizer, "save_pretrained", None)) is None else (own,))]
+        writers = [
+            save_own,
+            *(() if (own := getattr(tokenizer, "save_pretrained", None)) is None else (own,)),
+        ]
         return _written(lambda: [write(str(aside)) for write in writers], about, how, out, aside)
-    state = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    whole = len(state) == len(model.state_dict())  # no module keeps what is no tensor (get_extra_state)
-    return _written(lambda: _save(aside / WEIGHTS, state), about, _loading(model, about, whole), out, aside)
+    state = {
+        name: value.detach()
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    whole = len(state) == len(
+        model.state_dict()
+    )  # no module keeps what is no tensor (get_extra_state)
+    return _written(
+        lambda: _save(aside / WEIGHTS, state), about, _loading(model, about, whole), out, aside
+    )
 
 
-def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path) -> list[str]:
+def export_numbered(
+    tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path
+) -> list[str]:
     """Write weights of which only the order is known, as ``parameter.0`` and so on; otherwise like `export_model`."""
     state = {f"parameter.{number}": tensor for number, tensor in enumerate(tensors)}
     how = ["from safetensors.torch import load_file", f'weights = load_file("{WEIGHTS}")',
@@ -166,7 +188,9 @@ def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Pa
 
 def _save(path: Path, state: Mapping[str, Tensor]) -> None:
     with path.open("wb") as file:
-        write_tensors(file.write, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__)
+        write_tensors(
+            file.write, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__
+        )
 
 
 def _loading(model: nn.Module, about: Mapping[str, Any], whole: bool) -> list[str]:
@@ -176,19 +200,39 @@ def _loading(model: nn.Module, about: Mapping[str, Any], whole: bool) -> list[st
     if type(model) is GPT:
         size = {name: int(value) for name, value in about["model"].items()}
         made = ", ".join(f"{name}={value}" for name, value in size.items())
-        return ["from safetensors.torch import load_file", "from shoal.node.tasks.text import GPT", f"model = GPT({made})", *load]
-    return ["from safetensors.torch import load_file", "# model: as model() of the swarm's task returns it", *load]
+        return [
+            "from safetensors.torch import load_file",
+            "from shoal.node.tasks.text import GPT",
+            f"model = GPT({made})",
+            *load,
+        ]
+    return [
+        "from safetensors.torch import load_file",
+        "# model: as model() of the swarm's task returns it",
+        *load,
+    ]
 
 
-def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequence[str], out: Path, aside: Path) -> list[str]:
+def _written(
+    write: Callable[[], object],
+    about: Mapping[str, Any],
+    how: Sequence[str],
+    out: Path,
+    aside: Path,
+) -> list[str]:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         write()
-        (aside / ABOUT).write_text(json.dumps(finite(about), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        (aside / ABOUT).write_text(
+            json.dumps(finite(about), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         (aside / README).write_text(model_card(about, how, ABOUT), encoding="utf-8")
         # The weights last: a reader that finds them finds the rest.
-        names = sorted((path.name for path in aside.iterdir() if path.is_file()), key=lambda name: name.endswith(".safetensors"))
+        names = sorted(
+            (path.name for path in aside.iterdir() if path.is_file()),
+            key=lambda name: name.endswith(".safetensors"),
+        )
         for name in names:
             sync(aside / name)
         for name in names:
@@ -197,7 +241,9 @@ def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequenc
         return names
     except (OSError, SafetensorError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise ExportError(f"Cannot write to {str(out)!r} ({why}): check the folder and its space.") from error
+        raise ExportError(
+            f"Cannot write to {str(out)!r} ({why}): check the folder and its space."
+        ) from error
 
 
 @torch.no_grad()
@@ -220,7 +266,12 @@ class _Source:
 
 
 def merge(
-    paths: Sequence[Path], out: Path, *, weights: Sequence[float] | None = None, slow: bool = False, force: bool = False
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    weights: Sequence[float] | None = None,
+    slow: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Write the weighted mean of the checkpoints to ``out``, whole or not at all; return a report.
 
@@ -234,19 +285,28 @@ def merge(
     """
     shares = _shares(weights, len(paths))
     if out.exists() and not force:
-        raise MergeError(f"The file {str(out)!r} exists: choose another name, or pass --force to replace it.")
+        raise MergeError(
+            f"The file {str(out)!r} exists: choose another name, or pass --force to replace it."
+        )
     sources = [_source(path, slow) for path in paths]
     with ExitStack() as stack:
         try:
-            files = [stack.enter_context(safe_open(source.file, framework="pt")) for source in sources]
+            files = [
+                stack.enter_context(safe_open(source.file, framework="pt")) for source in sources
+            ]
             kinds = [_kinds(source, file) for source, file in zip(sources, files, strict=True)]
         except (OSError, SafetensorError) as error:
-            raise MergeError(f"A checkpoint cannot be read ({error!s:.200}): name safetensors files, or shoal's own.") from error
+            raise MergeError(
+                f"A checkpoint cannot be read ({error!s:.200}): name safetensors files, or shoal's own."
+            ) from error
         for source, theirs in zip(sources[1:], kinds[1:], strict=True):
             _check_same(sources[0].path, kinds[0], source.path, theirs)
 
         def mean(name: str) -> Tensor:
-            tensors = (file.get_tensor(source.names[name]) for source, file in zip(sources, files, strict=True))
+            tensors = (
+                file.get_tensor(source.names[name])
+                for source, file in zip(sources, files, strict=True)
+            )
             return _mean(tensors, shares)
 
         size = _write(out, kinds[0], mean)
@@ -265,7 +325,9 @@ def parse_weights(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise MergeError(f"The weights {text!r} are not numbers: write one for each checkpoint, such as 1,2,0.5.") from None
+        raise MergeError(
+            f"The weights {text!r} are not numbers: write one for each checkpoint, such as 1,2,0.5."
+        ) from None
 
 
 def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -274,10 +336,14 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
         raise MergeError("There is nothing to merge: name at least one checkpoint.")
     given = [1.0] * count if weights is None else list(weights)
     if len(given) != count:
-        raise MergeError(f"There are {count} checkpoints and {len(given)} weights: give one for each, such as 1,2,0.5.")
+        raise MergeError(
+            f"There are {count} checkpoints and {len(given)} weights: give one for each, such as 1,2,0.5."
+        )
     total = math.fsum(given)
     if not all(0 <= weight < math.inf for weight in given) or not 0 < total < math.inf:
-        raise MergeError("The weights must be finite, not negative, and not all 0: only their ratios count.")
+        raise MergeError(
+            "The weights must be finite, not negative, and not all 0: only their ratios count."
+        )
     return [weight / total for weight in given]
 
 
@@ -285,7 +351,9 @@ def _source(path: Path, slow: bool) -> _Source:
     """Open one checkpoint. Raises MergeError or CheckpointError."""
     if path.is_file():
         if slow:
-            raise MergeError(f"The file {str(path)!r} holds one set of weights: --slow is for the checkpoints of nodes.")
+            raise MergeError(
+                f"The file {str(path)!r} holds one set of weights: --slow is for the checkpoints of nodes."
+            )
         return _Source(path, path, {})
     if not path.is_dir():
         raise MergeError(f"There is no checkpoint {str(path)!r}: check the path.")
@@ -293,12 +361,20 @@ def _source(path: Path, slow: bool) -> _Source:
     try:
         trainer = state["trainer"]
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
-        names = {str(name): _text(tensor) for name, tensor in trainer["model"].items() if isinstance(tensor, TensorName)}
+        names = {
+            str(name): _text(tensor)
+            for name, tensor in trainer["model"].items()
+            if isinstance(tensor, TensorName)
+        }
         if slow:
-            for own, tensor in zip(trainer["parameters"], trainer["optimizer"]["slow"], strict=True):
+            for own, tensor in zip(
+                trainer["parameters"], trainer["optimizer"]["slow"], strict=True
+            ):
                 names |= dict.fromkeys(map(str, own), _text(tensor))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved.") from error
+        raise CheckpointError(
+            f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved."
+        ) from error
     return _Source(path, file, names)
 
 
@@ -321,7 +397,9 @@ def _check_same(first: Path, mine: dict[str, Kind], other: Path, theirs: dict[st
     for name in [*mine, *(name for name in theirs if name not in mine)]:
         if name not in mine or name not in theirs:
             has, lacks = (first, other) if name in mine else (other, first)
-            raise MergeError(f"{str(has)!r} has a tensor {name!r} that {str(lacks)!r} lacks: merge checkpoints of one model.")
+            raise MergeError(
+                f"{str(has)!r} has a tensor {name!r} that {str(lacks)!r} lacks: merge checkpoints of one model."
+            )
         if mine[name] != theirs[name]:
             raise MergeError(
                 f"The tensor {name!r} is {_shown(mine[name])} in {str(first)!r} and {_shown(theirs[name])} in {str(other)!r}: "
@@ -362,4 +440,6 @@ def _write(out: Path, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> 
         return size
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
-        raise MergeError(f"Cannot write {str(out)!r} ({why}): check the folder and its space.") from error
+        raise MergeError(
+            f"Cannot write {str(out)!r} ({why}): check the folder and its space."
+        ) from error

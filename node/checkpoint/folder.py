@@ -55,7 +55,11 @@ def lock(folder: Path) -> FileLock:
     Raises CheckpointError if it cannot be written, InUseError if another node uses it.
     """
     check_writable(folder)
-    held = FileLock(folder / LOCK, f"The folder {str(folder)!r}", "stop that node, or choose another --name or --folder")
+    held = FileLock(
+        folder / LOCK,
+        f"The folder {str(folder)!r}",
+        "stop that node, or choose another --name or --folder",
+    )
     for left in folder.glob(SAVING + "*"):
         shutil.rmtree(left, ignore_errors=True)
     return held

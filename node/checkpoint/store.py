@@ -49,7 +49,9 @@ def kind(tensor: Tensor) -> Kind:
     return _NAMES[tensor.dtype], tuple(tensor.shape)
 
 
-def write_tensors(write: Callable[[Any], object], kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
+def write_tensors(
+    write: Callable[[Any], object], kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]
+) -> int:
     """Write a whole safetensors file by ``write``, in blocks of 4 MiB; return its bytes.
 
     ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).
@@ -62,17 +64,27 @@ def write_tensors(write: Callable[[Any], object], kinds: Mapping[str, Kind], ten
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest types first, so that each tensor is aligned, as the library does; its size follows from the type's name.
     offset = 0
-    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])):
+    for name, (dtype, shape) in sorted(
+        kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])
+    ):
         sizes[name] = math.prod(shape) * _width(dtype)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + sizes[name]]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + sizes[name]],
+        }
         offset += sizes[name]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     write(len(text).to_bytes(8, "little") + text)
     for name, size in sizes.items():
-        content = tensor_of(name).detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = (
+            tensor_of(name).detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        )
         if content.nbytes != size:
-            raise SafetensorError(f"{name!r} has {content.nbytes} bytes where {size} were announced")
+            raise SafetensorError(
+                f"{name!r} has {content.nbytes} bytes where {size} were announced"
+            )
         for begin in range(0, size, BLOCK):
             write(content[begin : begin + BLOCK].data)
     return 8 + len(text) + offset
@@ -106,7 +118,11 @@ class Packed:
 
 DEEPEST = 200  # levels of nested state: well within Python's own limit, which JSON meets too
 _NUMBERS = "biufc"  # kinds of NumPy's dtypes
-_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 
 
 class UnpackableError(TypeError):
@@ -114,7 +130,9 @@ class UnpackableError(TypeError):
 
     def __init__(self, value: Any, place: tuple[Any, ...], why: str = "") -> None:
         where = "".join(f"[{key!r:.40}]" for key in place)
-        super().__init__(f"a checkpoint cannot hold a {type(value).__name__}{why}: {value!r:.80}{where and f', at {where}'}")
+        super().__init__(
+            f"a checkpoint cannot hold a {type(value).__name__}{why}: {value!r:.80}{where and f', at {where}'}"
+        )
         self.value, self.place, self.why = value, place, why
 
 
@@ -154,14 +172,21 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any
         except TypeError as error:
             raise UnpackableError(value, place, f" of {value.dtype}") from error
         if value.layout != torch.strided or value.is_meta:
-            raise UnpackableError(value, place, " without values" if value.is_meta else f" that is {value.layout}")
+            raise UnpackableError(
+                value, place, " without values" if value.is_meta else f" that is {value.layout}"
+            )
         return {"tensor": kept(value.detach())}
     if type(value) is list:
         return each(value)
     if type(value) in (tuple, torch.Size):
         return {"tuple": each(value)}
     if isinstance(value, dict):
-        return {"dict": [[_pack(k, tensors, (*place, k)), _pack(v, tensors, (*place, k))] for k, v in value.items()]}
+        return {
+            "dict": [
+                [_pack(k, tensors, (*place, k)), _pack(v, tensors, (*place, k))]
+                for k, v in value.items()
+            ]
+        }
     if isinstance(value, bytes | bytearray):
         return {"bytes": value.hex()}
     if isinstance(value, complex):
@@ -212,7 +237,11 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
         dtype, flat = np.dtype(str(name)), tensors[content]
         if dtype.kind not in _NUMBERS:
             raise ValueError(f"no array of numbers: {name!r:.40}")
-        return np.frombuffer(flat.numpy().tobytes(), dtype).reshape(shape).copy() if isinstance(flat, Tensor) else flat
+        return (
+            np.frombuffer(flat.numpy().tobytes(), dtype).reshape(shape).copy()
+            if isinstance(flat, Tensor)
+            else flat
+        )
     if kind == "generator":
         state = tensors[inner]
         return torch.Generator().set_state(state) if isinstance(state, Tensor) else state
@@ -259,7 +288,9 @@ def save(
     final = path_of(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=SAVING, dir=folder, ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(
+            prefix=SAVING, dir=folder, ignore_cleanup_errors=True
+        ) as name:
             temporary = Path(name)
             at("begun")
             written = hashlib.sha256()
@@ -277,7 +308,9 @@ def save(
             body = {"format": FORMAT, "step": step, "tensors_sha256": tensors, "state": packed.tree}
             text = json.dumps(body)
             if len(text) > MAX_STATE_BYTES - 100:
-                raise ValueError(f"besides tensors it would take {len(text) >> 20} MiB, and could not be read again")
+                raise ValueError(
+                    f"besides tensors it would take {len(text) >> 20} MiB, and could not be read again"
+                )
             digest = hashlib.sha256(text.encode()).hexdigest()
             (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
             at("state")
@@ -318,8 +351,12 @@ WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, Overflow
 def _read(path: Path) -> dict[str, Any]:
     """Check both files and return what `save` wrote beside the tensors. Raises _Damage or OSError."""
     file = path / STATE
-    if odd := [name for name in (STATE, TENSORS) if (path / name).exists() and not (path / name).is_file()]:
-        raise _Damage(f"{str(path / odd[0])!r} is no file of bytes")  # a pipe, or a device, has no end
+    if odd := [
+        name for name in (STATE, TENSORS) if (path / name).exists() and not (path / name).is_file()
+    ]:
+        raise _Damage(
+            f"{str(path / odd[0])!r} is no file of bytes"
+        )  # a pipe, or a device, has no end
     if file.stat().st_size > MAX_STATE_BYTES:
         raise _Damage(f"{str(file)!r} is too large")
     digest, _, text = file.read_bytes().partition(b"\n")
@@ -329,7 +366,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         body: dict[str, Any] = json.loads(text)
         if body["format"] != FORMAT:
-            raise _Damage(f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows {FORMAT}")
+            raise _Damage(
+                f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows {FORMAT}"
+            )
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
         return body
@@ -356,15 +395,21 @@ def outline(path: Path) -> tuple[Path, Any]:
     try:
         found = [(0, path)] if (path / STATE).exists() else listed(path)
         if not found:
-            raise CheckpointError(f"There is no checkpoint in {str(path)!r}: name a checkpoint's folder, or a node's.")
+            raise CheckpointError(
+                f"There is no checkpoint in {str(path)!r}: name a checkpoint's folder, or a node's."
+            )
         newest = found[0][1]
         return newest / TENSORS, _unpack(_read(newest)["state"], _Names())
     except _Damage as damage:
         raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
     except WRONG as error:
-        raise CheckpointError(f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one.") from error
+        raise CheckpointError(
+            f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one."
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions.") from error
+        raise CheckpointError(
+            f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions."
+        ) from error
 
 
 def load(folder: Path) -> tuple[int, Any]:
@@ -375,7 +420,9 @@ def load(folder: Path) -> tuple[int, Any]:
     try:
         found = [(0, folder)] if (folder / STATE).exists() else listed(folder)
         if not found:
-            raise CheckpointError(f"There is no checkpoint in {str(folder)!r}: start without --resume.")
+            raise CheckpointError(
+                f"There is no checkpoint in {str(folder)!r}: start without --resume."
+            )
         newest = found[0][1]
         body = _read(newest)
         try:
@@ -390,8 +437,12 @@ def load(folder: Path) -> tuple[int, Any]:
             todo = f"there is no older one, so delete {path!r} and start without --resume"
         raise CheckpointError(f"The checkpoint is damaged: {damage}: {todo}.") from damage
     except FileNotFoundError as error:
-        older = f"delete {str(found[0][1])!r} to continue from an older one, or start without --resume"
-        raise CheckpointError(f"The checkpoint is damaged: {error.filename!r} is missing: {older}.") from error
+        older = (
+            f"delete {str(found[0][1])!r} to continue from an older one, or start without --resume"
+        )
+        raise CheckpointError(
+            f"The checkpoint is damaged: {error.filename!r} is missing: {older}."
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"Cannot read the checkpoint {error.filename!r} ({error.strerror}): check its permissions."

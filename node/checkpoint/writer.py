@@ -71,7 +71,9 @@ class Snapshots:
 
         Raises MemoryError or RuntimeError: memory does not suffice.
         """
-        beside = {name: tensor for name, tensor in packed.tensors.items() if copies_beside(tensor.device)}
+        beside = {
+            name: tensor for name, tensor in packed.tensors.items() if copies_beside(tensor.device)
+        }
         before, self._buffers = self._buffers, {}
         for name, tensor in packed.tensors.items():
             if name not in beside:
@@ -133,7 +135,13 @@ class CheckpointWriter:
         gigabytes: float = 0.0,
         copies: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
-        self._folder, self._keep, self._state, self._notify, self._at = folder.absolute(), keep, state, notify, at
+        self._folder, self._keep, self._state, self._notify, self._at = (
+            folder.absolute(),
+            keep,
+            state,
+            notify,
+            at,
+        )
         self._budget, self._copies = gigabytes * GB, copies
         self._size = 0
         """Bytes of the tensors of the last save."""
@@ -230,7 +238,9 @@ class CheckpointWriter:
         self._free, self._given_up = threading.Event(), threading.Event()
         # A daemon: a disk that hangs must not keep the process from ending.
         arguments = (step, packed, copied, self._free, self._given_up)
-        self._writer = threading.Thread(target=self._write, args=arguments, name="shoal-checkpoint", daemon=True)
+        self._writer = threading.Thread(
+            target=self._write, args=arguments, name="shoal-checkpoint", daemon=True
+        )
         self._writer.start()
         if not copied and not last and not self._free.wait(PATIENCE_S + self._size / SLOWEST):
             self._given_up.set()
@@ -240,17 +250,28 @@ class CheckpointWriter:
         self._tried = True
         return packed
 
-    def _write(self, step: int, packed: Packed, copied: bool, free: threading.Event, given_up: threading.Event) -> None:
+    def _write(
+        self,
+        step: int,
+        packed: Packed,
+        copied: bool,
+        free: threading.Event,
+        given_up: threading.Event,
+    ) -> None:
         def at(point: str) -> None:
             self._at(point)
-            if point == "block" and given_up.is_set():  # what was written since may be of another step
+            if (
+                point == "block" and given_up.is_set()
+            ):  # what was written since may be of another step
                 raise CheckpointError(
                     f"Cannot save a checkpoint to {str(self._folder)!r}: the disk is too slow or hangs; choose another folder."
                 )
             if point == "tensors":
                 free.set()
 
-        write = partial(save, self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied)
+        write = partial(
+            save, self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied
+        )
         try:
             self._make_room(full=False)
             try:
@@ -273,7 +294,9 @@ class CheckpointWriter:
         """
         older = [path for _, path in listed(self._folder)][:0:-1]
         found = bool(older)
-        while (full and older) or (self._budget and used(self._folder) + self._size + SPARE > self._budget):
+        while (full and older) or (
+            self._budget and used(self._folder) + self._size + SPARE > self._budget
+        ):
             if not older:
                 raise CheckpointError(
                     f"The next checkpoint of {(self._size + SPARE) / GB:.3g} GB does not fit into the {self._budget / GB:.3g} GB "
@@ -290,7 +313,9 @@ class CheckpointWriter:
         if failure is None and self._said.over("failed"):
             self._notify("Checkpoints can be saved again.")
         elif failure is not None and self._said.due("failed") and not said:
-            self._notify(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
+            self._notify(
+                f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual."
+            )
 
 
 def _nbytes(packed: Packed) -> int:
@@ -318,4 +343,6 @@ def _as_failure(error: Exception) -> CheckpointError:
             f"Cannot save a checkpoint: {holder} keeps a {type(error.value).__name__}{error.why} ({error.value!r:.80}) at {where}, "
             f"and a checkpoint holds {ABLE}: keep one of them in its place."
         )
-    return CheckpointError(f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's optimizer keeps.")
+    return CheckpointError(
+        f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's optimizer keeps."
+    )

@@ -27,14 +27,42 @@ from shoal.node.console import dumps, log_to_stderr
     settings=[TASK_FLAGS, AVERAGING_FLAGS, COMPUTING_FLAGS, RL_FLAGS, METRICS_FLAGS, SET_FLAG],
     short_help="Train with several real nodes on this machine.",
 )
-@click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start.")
-@click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
-@click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
-@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ..., xpu or mps.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
-@click.option("--no-compare", is_flag=True, help="Leave out training alone, which takes as long again.")
-@click.option("--cheat", type=click.IntRange(0, 63), default=0, help="rl, --verify: so many nodes cheat, and are found.")
+@click.option(
+    "--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train."
+)
+@click.option(
+    "--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round."
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Seed of weights, shards and pairing.",
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Device of the nodes: auto, cpu, cuda, cuda:1 ..., xpu or mps.",
+)
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path),
+    help="Keep the nodes' folders here.  [default: a temporary one]",
+)
+@click.option(
+    "--no-compare", is_flag=True, help="Leave out training alone, which takes as long again."
+)
+@click.option(
+    "--cheat",
+    type=click.IntRange(0, 63),
+    default=0,
+    help="rl, --verify: so many nodes cheat, and are found.",
+)
 @set_option
 @json_option
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
@@ -52,7 +80,11 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
     from shoal.node.config.settings import ConfigError
 
     given = overrides(flags)
-    lost = [key for key in given if key.startswith("node.") and key not in ("node.metrics", "node.tensorboard", "node.wandb")]
+    lost = [
+        key
+        for key in given
+        if key.startswith("node.") and key not in ("node.metrics", "node.tensorboard", "node.wandb")
+    ]
     if lost:
         raise ConfigError(
             f"A demo gives its nodes settings of their own, so {lost[0]} would do nothing: leave --set {lost[0]} out, or start "
@@ -66,7 +98,9 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
         click.echo(dumps(report) if as_json else rl.summary(report))
         return
     if cheat:
-        raise ConfigError("--cheat is for --task rl with --verify 1: leave it out, or give these too.")
+        raise ConfigError(
+            "--cheat is for --task rl with --verify 1: leave it out, or give these too."
+        )
     from shoal.node.demo.demo import run_demo, summary
 
     report = run_demo(every=every, compare=not no_compare, more=given, **own)

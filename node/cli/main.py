@@ -44,11 +44,15 @@ class Chapters(click.Group):
         widest = max(map(len, self.commands))
         for title, commands in self.chapters.items():
             with formatter.section(title):
-                formatter.write_dl([(f"{command.name:{widest}}", command.short_help or "") for command in commands])
+                formatter.write_dl(
+                    [(f"{command.name:{widest}}", command.short_help or "") for command in commands]
+                )
 
 
 @click.group(
-    cls=Chapters, epilog="\b\n" + epilogue(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=Chapters,
+    epilog="\b\n" + epilogue(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(package_name="shoal")
 def cli() -> None:
@@ -90,7 +94,10 @@ def main(command: click.Command = cli) -> None:
             code = _show(own)
         else:
             traceback.print_exc()
-            print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
+            print(
+                "Error: this is a bug in shoal: please report it with the lines above.",
+                file=sys.stderr,
+            )
             code = ExitCode.INTERNAL
     sys.exit(int(code or 0))
 

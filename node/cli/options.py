@@ -19,15 +19,23 @@ TITLES = (
 """Groups of options, in the order in which `--help` shows them."""
 OPTIONS, RUN, TASK, NODE, AVERAGING, COMPUTING, NETWORK, RL, OUTPUT = TITLES
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-verbose_option = click.option("--verbose", is_flag=True, help="Log what the network does on stderr.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."
+)
+verbose_option = click.option(
+    "--verbose", is_flag=True, help="Log what the network does on stderr."
+)
 logging_option = click.option(
     "--verbose", is_flag=True, expose_value=False, callback=lambda context, option, verbose: log_to_stderr(verbose),
     help="Log what the network does on stderr.",
 )  # fmt: skip
 """``--verbose`` of a command that has nothing else to do with it."""
 set_option = click.option(
-    "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml, such as outer.lr=0.5."
+    "--set",
+    "assigned",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a setting of examples/swarm.toml, such as outer.lr=0.5.",
 )
 
 TASK_FLAGS = {TASK: ("task.hooks", "task.options")}
@@ -43,7 +51,9 @@ NODE_FLAGS = {
 }  # fmt: skip
 """Settings of this node alone that have a flag, by the title under which `--help` shows it; all others are set by --set."""
 COMPUTING_FLAGS = {COMPUTING: NODE_FLAGS[COMPUTING][:2]}
-AVERAGING_FLAGS = {AVERAGING: ("outer.method", "outer.round", "outer.codec", "outer.robust", "verify.audit_rate")}
+AVERAGING_FLAGS = {
+    AVERAGING: ("outer.method", "outer.round", "outer.codec", "outer.robust", "verify.audit_rate")
+}
 RL_FLAGS = {RL: ("rl.env", "rl.policy")}
 SET_FLAG = {AVERAGING: ("assigned",)}
 METRICS_FLAGS = {OUTPUT: ("node.metrics", "node.tensorboard", "node.wandb")}
@@ -72,8 +82,12 @@ class SettingsCommand(click.Command):
     a dot is an option of the command's own, which is shown under that title.
     """
 
-    def __init__(self, *args: Any, settings: Sequence[Mapping[str, Sequence[str]]], **named: Any) -> None:
-        self._titles = {key: title for group in settings for title, keys in group.items() for key in keys}
+    def __init__(
+        self, *args: Any, settings: Sequence[Mapping[str, Sequence[str]]], **named: Any
+    ) -> None:
+        self._titles = {
+            key: title for group in settings for title, keys in group.items() for key in keys
+        }
         self._unmade = [key for key in self._titles if "." in key]
         super().__init__(*args, **named)
 
@@ -109,15 +123,23 @@ def _option(key: str) -> click.Option:
     flag = "--" + NAMES.get(key, name.rpartition(".")[2]).replace("_", "-")
     given: dict[str, Any] = {"metavar": METAVARS.get(key)}
     if "." in name:  # an option of the built-in task
-        given["help"] = "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"
+        given["help"] = (
+            "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"
+        )
     else:
         field = Settings.model_fields[table].annotation.model_fields[name]  # type: ignore[union-attr]
         kinds, choices = _kinds(field.annotation)
-        shown = f"  [default: {field.default}]" if isinstance(field.default, (str, int, float)) and field.default else ""
+        shown = (
+            f"  [default: {field.default}]"
+            if isinstance(field.default, (str, int, float)) and field.default
+            else ""
+        )
         given["help"] = f"{field.description}{shown}"
         if choices and len(kinds) == 1:
             # It completes the value in a shell; the settings check it, against what there is.
-            given["shell_complete"] = lambda ctx, parameter, begun: [choice for choice in choices if choice.startswith(begun)]
+            given["shell_complete"] = lambda ctx, parameter, begun: [
+                choice for choice in choices if choice.startswith(begun)
+            ]
             given["metavar"] = "|".join(choices) if len(choices) <= MOST_CHOICES else name.upper()
         elif kinds & {list, dict}:
             given["multiple"] = True
@@ -129,7 +151,9 @@ def _option(key: str) -> click.Option:
             words = {int: None, float: None, Path: "PATH"}
             given["metavar"] = given["metavar"] or words.get(kind, name.upper())
         else:  # a number or a word
-            given["callback"] = lambda context, option, value: None if value is None else assignment(f"{name}={value}")[1]
+            given["callback"] = lambda context, option, value: (
+                None if value is None else assignment(f"{name}={value}")[1]
+            )
     made = click.Option([flag], **given)
     made.name = key
     return made
@@ -143,15 +167,31 @@ def _kinds(annotation: Any) -> tuple[set[type], list[str]]:
     if origin in (list, dict) or (isinstance(annotation, type) and origin is None):
         kind = origin or annotation
         return (set() if kind is type(None) else {kind}), []
-    inner = [_kinds(part) for part in (get_args(annotation)[:1] if origin is Annotated else get_args(annotation))]
-    return {kind for kinds, _ in inner for kind in kinds}, [word for _, words in inner for word in words]
+    inner = [
+        _kinds(part)
+        for part in (get_args(annotation)[:1] if origin is Annotated else get_args(annotation))
+    ]
+    return {kind for kinds, _ in inner for kind in kinds}, [
+        word for _, words in inner for word in words
+    ]
 
 
 def overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted settings that ``flags`` give, by --option and --set too; a flag of its own wins over these."""
     from shoal.node.config.settings import assignment
 
-    given = {key: list(value) if isinstance(value, tuple) else value for key, value in flags.items() if "." in key}
-    options = {f"task.options.{key}": value for key, value in map(assignment, given.pop("task.options", ()))}
+    given = {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in flags.items()
+        if "." in key
+    }
+    options = {
+        f"task.options.{key}": value
+        for key, value in map(assignment, given.pop("task.options", ()))
+    }
     assigned = dict(map(assignment, flags.get("assigned", ())))
-    return {**assigned, **options, **{key: value for key, value in given.items() if value not in (None, [])}}
+    return {
+        **assigned,
+        **options,
+        **{key: value for key, value in given.items() if value not in (None, [])},
+    }

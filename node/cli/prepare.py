@@ -48,7 +48,9 @@ def scaffold(folder: Path, template: str) -> list[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise ScaffoldError(f"The folder {str(folder)!r} is not empty: name a new one, or empty it.")
+            raise ScaffoldError(
+                f"The folder {str(folder)!r} is not empty: name a new one, or empty it."
+            )
         for name, content in contents.items():
             with (folder / name).open("xb") as file:
                 written.append(folder / name)
@@ -57,13 +59,21 @@ def scaffold(folder: Path, template: str) -> list[str]:
         for path in written:  # a part of a template is of no use
             with contextlib.suppress(OSError):
                 path.unlink()
-        raise ScaffoldError(f"Cannot write the folder {str(folder)!r} ({error.strerror}): choose another place.") from error
+        raise ScaffoldError(
+            f"Cannot write the folder {str(folder)!r} ({error.strerror}): choose another place."
+        ) from error
     return list(contents)
 
 
 @click.command(short_help="Make a folder with a task of your own.")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--template", type=click.Choice(tuple(TEMPLATES)), default="pretrain", show_default=True, help="Template to copy.")
+@click.option(
+    "--template",
+    type=click.Choice(tuple(TEMPLATES)),
+    default="pretrain",
+    show_default=True,
+    help="Template to copy.",
+)
 @json_option
 def init(folder: Path, template: str, as_json: bool) -> None:
     """Make the new folder DIR with a task of your own, its settings and a README.
@@ -74,15 +84,25 @@ def init(folder: Path, template: str, as_json: bool) -> None:
     if as_json:
         click.echo(dumps({"folder": str(folder), "template": template, "files": files}))
     else:
-        click.echo(f"{folder}: {', '.join(files)}\ntry it: cd {shlex.quote(str(folder))}, then {TEMPLATES[template]}")
+        click.echo(
+            f"{folder}: {', '.join(files)}\ntry it: cd {shlex.quote(str(folder))}, then {TEMPLATES[template]}"
+        )
 
 
 @click.command(short_help="Show which method and settings suit a link.")
-@click.option("--params", type=float, required=True, help="Parameters that are averaged, such as 135e6.")
+@click.option(
+    "--params", type=float, required=True, help="Parameters that are averaged, such as 135e6."
+)
 @click.option("--step", type=float, required=True, help="Seconds of an inner step.")
-@click.option("--mbit", type=float, help="Megabits a second that the link carries, in its slower direction.")
+@click.option(
+    "--mbit", type=float, help="Megabits a second that the link carries, in its slower direction."
+)
 @click.option("--rtt", type=float, help="Seconds of a round trip to the other peers.")
-@click.option("--measure", metavar="LINK", help="Measure the link to a member of this swarm, without joining it.")
+@click.option(
+    "--measure",
+    metavar="LINK",
+    help="Measure the link to a member of this swarm, without joining it.",
+)
 @click.option("--peers", type=int, default=8, show_default=True, help="Peers of the swarm.")
 @click.option("--every", type=int, help="Inner steps in a round.  [default: the method's]")
 @json_option
@@ -108,14 +128,38 @@ _COLOURS: dict[Verdict, str] = {"ok": "green", "note": "yellow", "failed": "red"
 
 @click.command(short_help="Check this machine and its way into a swarm.")
 @click.argument("link", required=False, metavar="[LINK]")
-@click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Port on which the node is to listen.  [default: any]")
-@click.option("--task", "hooks", metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one.")
-@click.option("--identity", type=click.Path(path_type=Path), help="Key file of the node.  [default: ~/.config/shoal/identity.key]")
-@click.option("--parameters", is_flag=True, help="Name the parameters that Muon and AdamW train, where the swarm has Muon.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65_535),
+    default=0,
+    help="Port on which the node is to listen.  [default: any]",
+)
+@click.option(
+    "--task",
+    "hooks",
+    metavar="TASK",
+    help="Your copy of the swarm's task, if it is not a built-in one.",
+)
+@click.option(
+    "--identity",
+    type=click.Path(path_type=Path),
+    help="Key file of the node.  [default: ~/.config/shoal/identity.key]",
+)
+@click.option(
+    "--parameters",
+    is_flag=True,
+    help="Name the parameters that Muon and AdamW train, where the swarm has Muon.",
+)
 @json_option
 @verbose_option
 def doctor(
-    link: str | None, port: int, hooks: str | None, identity: Path | None, parameters: bool, as_json: bool, verbose: bool
+    link: str | None,
+    port: int,
+    hooks: str | None,
+    identity: Path | None,
+    parameters: bool,
+    as_json: bool,
+    verbose: bool,
 ) -> int:
     """Check what keeps this machine from training and, with LINK, from joining that swarm.
 
@@ -132,14 +176,23 @@ def doctor(
         outcome = click.style(f"{finding.outcome:8}", fg=_COLOURS[finding.outcome])
         click.echo(f"{outcome} {finding.check}: {finding.said}", err=as_json)
 
-    findings, code = diagnose(link, port=port, hooks=hooks, parameters=parameters, identity=identity, tell=tell)
-    failed, skipped = (sum(finding.outcome == kind for finding in findings) for kind in ("failed", "skipped"))
-    checks = [{name: value for name, value in asdict(finding).items() if name != "trace"} for finding in findings]
+    findings, code = diagnose(
+        link, port=port, hooks=hooks, parameters=parameters, identity=identity, tell=tell
+    )
+    failed, skipped = (
+        sum(finding.outcome == kind for finding in findings) for kind in ("failed", "skipped")
+    )
+    checks = [
+        {name: value for name, value in asdict(finding).items() if name != "trace"}
+        for finding in findings
+    ]
     if as_json:
         click.echo(dumps({"ok": not failed, "exit_code": int(code), "checks": checks}))
     else:
         fine = (
-            f"nothing that was checked is in the way; skipped: {skipped} of {len(findings)}" if skipped else "nothing is in the way"
+            f"nothing that was checked is in the way; skipped: {skipped} of {len(findings)}"
+            if skipped
+            else "nothing is in the way"
         )
         click.echo(f"{failed} of {len(findings)} checks failed" if failed else fine)
     return int(code)

@@ -13,13 +13,32 @@ from shoal.swarm.errors import printable
 
 
 @click.command(short_help="Average checkpoints into one file of weights.")
-@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
-@click.option("--weights", metavar="W,W,...", help="Weight of each; only ratios matter.  [default: equal]")
-@click.option("--slow", is_flag=True, help="Use the slow weights of nodes' checkpoints, not the fast ones.")
+@click.argument(
+    "checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT..."
+)
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The safetensors file to write.",
+)
+@click.option(
+    "--weights", metavar="W,W,...", help="Weight of each; only ratios matter.  [default: equal]"
+)
+@click.option(
+    "--slow", is_flag=True, help="Use the slow weights of nodes' checkpoints, not the fast ones."
+)
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @json_option
-def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> None:
+def merge(
+    checkpoints: tuple[Path, ...],
+    out: Path,
+    weights: str | None,
+    slow: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Average checkpoints into one file of weights.
 
     A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
@@ -35,17 +54,41 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
 
 @click.command(short_help="Download a swarm's weights without joining it.")
 @click.argument("link")
-@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write into.")
-@click.option("--task", "hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task.")
-@click.option("--evaluate", is_flag=True, help="Compute the held-out loss of the task here, for the model card.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Folder to write into.",
+)
+@click.option(
+    "--task", "hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task."
+)
+@click.option(
+    "--evaluate",
+    is_flag=True,
+    help="Compute the held-out loss of the task here, for the model card.",
+)
 @click.option("--data", help="Data of --evaluate, for the built-in task: as for `shoal up`.")
-@click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Most bytes of weights to download.")
+@click.option(
+    "--max-bytes",
+    type=click.IntRange(1),
+    default=64 << 30,
+    show_default=True,
+    help="Most bytes of weights to download.",
+)
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
-@click.option("--push", metavar="OWNER/NAME", help="Also upload the files to this repository of the Hugging Face hub.")
+@click.option(
+    "--push",
+    metavar="OWNER/NAME",
+    help="Also upload the files to this repository of the Hugging Face hub.",
+)
 @click.option("--private", is_flag=True, help="With --push: a new repository is private.")
 @json_option
 @logging_option
-def pull(link: str, out: Path, push: str | None, private: bool, as_json: bool, **options: Any) -> None:
+def pull(
+    link: str, out: Path, push: str | None, private: bool, as_json: bool, **options: Any
+) -> None:
     """Download the weights of the swarm of LINK, without joining it.
 
     Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load them. After an interruption it
@@ -68,23 +111,68 @@ def pull(link: str, out: Path, push: str | None, private: bool, as_json: bool, *
     from shoal.node.commands.pull import summary
 
     waiting("asking the swarm's peers for their newest weights")
-    report = take(parsed, out, **options | {"evaluate": options["evaluate"] or options["data"] is not None})
+    report = take(
+        parsed, out, **options | {"evaluate": options["evaluate"] or options["data"] is not None}
+    )
     if repository is not None:
         waiting(f"the weights are in {str(out)!r}; uploading them to the hub")
-        report["pushed"] = repository.push(out, report["files"], f"Weights of round {report['round']}")
+        report["pushed"] = repository.push(
+            out, report["files"], f"Weights of round {report['round']}"
+        )
     click.echo(dumps(report) if as_json else summary(report))
 
 
 @click.command(short_help="Continue a text with weights that were pulled.")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--prompt", default="", metavar="TEXT", help="The text to continue.  [default: the beginning of a document]")
-@click.option("--tokens", type=click.IntRange(1, 1_000_000), default=200, show_default=True, help="Tokens to add.")
-@click.option("--samples", type=click.IntRange(1, 1000), default=1, show_default=True, help="Continuations to draw.")
-@click.option("--temperature", type=click.FloatRange(0.0, 100.0), default=0.8, show_default=True, help="0: the likeliest token.")
-@click.option("--top-k", type=click.IntRange(1), metavar="K", help="Draw among the K likeliest tokens.  [default: all]")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the draws.  [default: another each time]")
-@click.option("--tokenizer", metavar="NAME|PATH", help="Your copy of the swarm's tokenizer.  [default: by its name]")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 and so on, xpu, or mps.")
+@click.option(
+    "--prompt",
+    default="",
+    metavar="TEXT",
+    help="The text to continue.  [default: the beginning of a document]",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(1, 1_000_000),
+    default=200,
+    show_default=True,
+    help="Tokens to add.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    help="Continuations to draw.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0, 100.0),
+    default=0.8,
+    show_default=True,
+    help="0: the likeliest token.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(1),
+    metavar="K",
+    help="Draw among the K likeliest tokens.  [default: all]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help="Seed of the draws.  [default: another each time]",
+)
+@click.option(
+    "--tokenizer",
+    metavar="NAME|PATH",
+    help="Your copy of the swarm's tokenizer.  [default: by its name]",
+)
+@click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="auto, cpu, cuda, cuda:1 and so on, xpu, or mps.",
+)
 @json_option
 def sample(folder: Path, as_json: bool, **options: Any) -> None:
     """Continue a text with the weights in DIR, which `shoal pull` wrote, of a swarm of the built-in task `text`.
@@ -97,4 +185,8 @@ def sample(folder: Path, as_json: bool, **options: Any) -> None:
     from shoal.node.commands.sample import sample as draw
 
     report = draw(folder, **options)
-    click.echo(dumps(report) if as_json else "\n---\n".join(printable(text, "\n\t", "\ufffd") for text in report["texts"]))
+    click.echo(
+        dumps(report)
+        if as_json
+        else "\n---\n".join(printable(text, "\n\t", "\ufffd") for text in report["texts"])
+    )

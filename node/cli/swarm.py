@@ -55,7 +55,12 @@ def _print_identity(key: Any, as_json: bool) -> None:
 
 @click.command(short_help="Print a link to the swarm of a node here.")
 @click.option("--name", metavar="NAME", help="The node's name: its folder is runs/NAME.")
-@click.option("--folder", type=click.Path(path_type=Path), metavar="DIR", help="The node's folder.  [default: the newest in runs/]")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The node's folder.  [default: the newest in runs/]",
+)
 @json_option
 def link(name: str | None, folder: Path | None, as_json: bool) -> None:
     """Print a link by which others join the swarm of a node on this machine.
@@ -78,13 +83,27 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> None:
 
 @click.command(short_help="Print an invitation to an invite-only swarm.")
 @click.argument("link")
-@click.option("--uses", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Peers that it admits at a time.")
+@click.option(
+    "--uses",
+    type=click.IntRange(1, 65_536),
+    default=1,
+    show_default=True,
+    help="Peers that it admits at a time.",
+)
 @click.option("--peer", metavar="ID", help="Invite this peer only (`shoal id show` prints its id).")
-@click.option("--expires", metavar="TIME", default="7d", show_default=True, help="Validity, such as 30m, 12h, 7d or 2w.")
+@click.option(
+    "--expires",
+    metavar="TIME",
+    default="7d",
+    show_default=True,
+    help="Validity, such as 30m, 12h, 7d or 2w.",
+)
 @click.option("--identity", "path", type=click.Path(path_type=Path), help="The creator's key file.")
 @json_option
 @logging_option
-def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool) -> None:
+def invite(
+    link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool
+) -> None:
     """Print a link that admits others to the swarm of LINK, which was made with `shoal up --invite-only`.
 
     Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it over in private.
@@ -98,9 +117,13 @@ def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | No
     from shoal.node.commands.status import seconds
 
     if peer is not None and not is_peer_id(peer):
-        raise AdmissionError(f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass what it prints.")
+        raise AdmissionError(
+            f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass what it prints."
+        )
     if peer is not None and uses != 1:
-        raise AdmissionError("--peer and --uses do not go together: an invitation for one peer is for one use.")
+        raise AdmissionError(
+            "--peer and --uses do not go together: an invitation for one peer is for one use."
+        )
     made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
     click.echo(dumps(made) if as_json else made["link"])
 
@@ -111,12 +134,33 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 @click.command(short_help="Help nodes find each other, without training.")
 @click.option("--relay", is_flag=True, help="Also relay for nodes that nobody can reach.")
-@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]")
-@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to announce, if a port is forwarded.")
-@click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
+@click.option(
+    "--listen",
+    multiple=True,
+    metavar="MULTIADDR",
+    help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]",
+)
+@click.option(
+    "--announce",
+    multiple=True,
+    metavar="MULTIADDR",
+    help="Address to announce, if a port is forwarded.",
+)
+@click.option(
+    "--identity",
+    "path",
+    type=click.Path(path_type=Path),
+    help="Key file.  [default: seed.key beside the node's]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
 @logging_option
-def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool) -> None:
+def seed(
+    relay: bool,
+    listen: tuple[str, ...],
+    announce: tuple[str, ...],
+    path: Path | None,
+    as_json: bool,
+) -> None:
     """Help the nodes of any swarm to find each other, without training.
 
     Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
@@ -168,7 +212,9 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     click.echo(described(swarm), err=True)
     if not yes:
         if not sys.stdin.isatty():
-            raise LinkError(f"Nobody can be asked whether to join {swarm['name']!a} here: pass --yes, or pass its link.")
+            raise LinkError(
+                f"Nobody can be asked whether to join {swarm['name']!a} here: pass --yes, or pass its link."
+            )
         click.confirm("Join it?", abort=True, err=True)
     return str(swarm["link"])
 
@@ -192,9 +238,16 @@ def peers(link: str, as_json: bool) -> None:
 @click.command(short_help="Show the peers of a swarm: round, loss and speed.")
 @click.argument("link", required=False)
 @click.option(
-    "--folder", type=click.Path(path_type=Path), metavar="DIR", help="Also show what the node of this folder refused, and its link."
+    "--folder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Also show what the node of this folder refused, and its link.",
 )
-@click.option("--mine", is_flag=True, help="Show what others confirm of the work of the node in --folder.  [default: the newest]")
+@click.option(
+    "--mine",
+    is_flag=True,
+    help="Show what others confirm of the work of the node in --folder.  [default: the newest]",
+)
 @json_option
 @logging_option
 def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> None:

@@ -40,8 +40,15 @@ RUN_FLAGS = {RUN: ("train.steps", "outer.every", "swarm.invite_only", "swarm.pub
 
 def plain_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a node that are no settings; the hidden ones are for `shoal demo`, which starts its nodes by them."""
-    hidden = [click.option(f"--{name}", is_flag=True, hidden=True) for name in ("baseline", "keep-rounds")]
-    for option in (verbose_option, json_option, *hidden, click.option("--with-parent", type=int, hidden=True)):
+    hidden = [
+        click.option(f"--{name}", is_flag=True, hidden=True) for name in ("baseline", "keep-rounds")
+    ]
+    for option in (
+        verbose_option,
+        json_option,
+        *hidden,
+        click.option("--with-parent", type=int, hidden=True),
+    ):
         function = option(function)
     return function
 
@@ -75,9 +82,17 @@ def up(file: Path | None, **flags: Any) -> int:
     short_help="Join a swarm by its link and train with it.",
 )
 @click.argument("link", metavar="LINK|NAME")
-@click.option("--yes", is_flag=True, help="With NAME: join the public swarm of that name without asking.")
+@click.option(
+    "--yes", is_flag=True, help="With NAME: join the public swarm of that name without asking."
+)
 @click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
-@click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of this node's own tables.")
+@click.option(
+    "--set",
+    "assigned",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a setting of this node's own tables.",
+)
 @plain_options
 def join(link: str, yes: bool, steps: int | None, **flags: Any) -> int:
     """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has.
@@ -161,7 +176,13 @@ def _parsed(link: str | None, settings: Settings) -> Link | None:
     return read_link(link, settings.node.run_folder)
 
 
-def _train(settings: Settings, link: Link | None, shutdown: ShutdownSignals, flags: dict[str, Any], ranks: NodeRanks | None) -> int:
+def _train(
+    settings: Settings,
+    link: Link | None,
+    shutdown: ShutdownSignals,
+    flags: dict[str, Any],
+    ranks: NodeRanks | None,
+) -> int:
     """Run the node, as its only process or as rank 0."""
     log_to_stderr(flags["verbose"])
     from shoal.node.runtime.display import make_display

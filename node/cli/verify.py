@@ -19,13 +19,19 @@ ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is give
 class _CheckByDefault(click.Group):
     """Group whose first word, if no command, is a claim: ``shoal verify FILE`` is ``shoal verify check FILE``."""
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in self.commands:
             args = ["check", *args]
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_CheckByDefault, subcommand_metavar="FILE|CLAIM|COMMAND [ARGS]...", short_help="Check a stored claim.")
+@click.group(
+    cls=_CheckByDefault,
+    subcommand_metavar="FILE|CLAIM|COMMAND [ARGS]...",
+    short_help="Check a stored claim.",
+)
 def verify() -> None:
     """Check a stored claim about the policy that wrote completions. FILE or CLAIM alone is the command check."""
 
@@ -33,16 +39,31 @@ def verify() -> None:
 @verify.command(short_help="Check one stored claim.")
 @click.argument("claim", metavar="FILE|CLAIM")
 @click.option(
-    "--folder", type=click.Path(path_type=Path), help="Node's folder in which to look for CLAIM.  [default: all of runs/]"
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Node's folder in which to look for CLAIM.  [default: all of runs/]",
 )
-@click.option("--model", metavar="POLICY", help="Claimed policy: tiny, or hf:PATH_OR_NAME.  [default: tiny]")
-@click.option("--env", metavar="ENV", help="The environment, if it is not a built-in one.  [default: the claim's]")
+@click.option(
+    "--model", metavar="POLICY", help="Claimed policy: tiny, or hf:PATH_OR_NAME.  [default: tiny]"
+)
+@click.option(
+    "--env",
+    metavar="ENV",
+    help="The environment, if it is not a built-in one.  [default: the claim's]",
+)
 @click.option(
     "--calibration", type=click.Path(path_type=Path), metavar="FILE",
     help=f"File of `shoal verify calibrate`.  [default: calibrate now, with {ON_THE_SPOT} claims]",
 )  # fmt: skip
 @json_option
-def check(claim: str, folder: Path | None, model: str | None, env: str | None, calibration: Path | None, as_json: bool) -> int:
+def check(
+    claim: str,
+    folder: Path | None,
+    model: str | None,
+    env: str | None,
+    calibration: Path | None,
+    as_json: bool,
+) -> int:
     """Check one stored claim: a file, or the id (or its beginning) of a claim stored by a node on this machine.
 
     The exit code is 0 if the claim passes all checks, and 4 if it is refused.
@@ -59,7 +80,11 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
 
 @verify.command(short_help="Show what a node found out about a peer.")
 @click.argument("peer", metavar="PEER")
-@click.option("--folder", type=click.Path(path_type=Path), help="Folder of the node that checked.  [default: all of runs/]")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    help="Folder of the node that checked.  [default: all of runs/]",
+)
 @json_option
 def explain(peer: str, folder: Path | None, as_json: bool) -> None:
     """Show the odds against PEER that follow from all of its claims that a node on this machine checked, claim by claim.
@@ -74,30 +99,86 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> None:
 
 
 @verify.command(short_help="Measure honest claims of a policy.")
-@click.option("--model", metavar="POLICY", required=True, help="The policy: tiny[:HABIT[:STEPS]], or hf:PATH_OR_NAME.")
-@click.option("--env", metavar="ENV", default="strings", show_default=True, help="Environment: strings, a family ...")
 @click.option(
-    "--dtypes", metavar="D,D,...", default="fp32", show_default=True, help="Dtypes of provers and verifiers: fp32, bf16, fp16."
+    "--model",
+    metavar="POLICY",
+    required=True,
+    help="The policy: tiny[:HABIT[:STEPS]], or hf:PATH_OR_NAME.",
 )
-@click.option("--claims", type=click.IntRange(20, 50_000), default=200, show_default=True, help="Honest claims for each pair.")
 @click.option(
-    "--rate", type=click.FloatRange(1e-9, 0.5), default=1e-4, show_default=True, help="Rate of false alarms, for the warning."
+    "--env",
+    metavar="ENV",
+    default="strings",
+    show_default=True,
+    help="Environment: strings, a family ...",
 )
-@click.option("--group", type=click.IntRange(1, 64), default=8, show_default=True, help="Completions of a claim.")
 @click.option(
-    "--max-tokens", type=click.IntRange(0, 16_384), default=0, help="Most tokens of a completion.  [default: the policy's]"
+    "--dtypes",
+    metavar="D,D,...",
+    default="fp32",
+    show_default=True,
+    help="Dtypes of provers and verifiers: fp32, bf16, fp16.",
 )
-@click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="Sampling temperature.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write.  [default: MODEL.calibration]")
+@click.option(
+    "--claims",
+    type=click.IntRange(20, 50_000),
+    default=200,
+    show_default=True,
+    help="Honest claims for each pair.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(1e-9, 0.5),
+    default=1e-4,
+    show_default=True,
+    help="Rate of false alarms, for the warning.",
+)
+@click.option(
+    "--group",
+    type=click.IntRange(1, 64),
+    default=8,
+    show_default=True,
+    help="Completions of a claim.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(0, 16_384),
+    default=0,
+    help="Most tokens of a completion.  [default: the policy's]",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 100),
+    default=1.0,
+    show_default=True,
+    help="Sampling temperature.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The file to write.  [default: MODEL.calibration]",
+)
 @json_option
-def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> None:
+def calibrate(
+    model: str,
+    env: str,
+    dtypes: str,
+    claims: int,
+    rate: float,
+    out: Path | None,
+    as_json: bool,
+    **drawn: Any,
+) -> None:
     """Measure honest claims of a policy on this machine, to distinguish false ones from them."""
     from shoal.node.verify import completions
 
     named = [part.strip() for part in dtypes.split(",")]
     unknown = [name for name in named if name not in SIDES]
     if unknown:
-        raise click.BadParameter(f"there is no dtype {unknown[0]!r}: choose of {', '.join(SIDES)}", param_hint="--dtypes")
+        raise click.BadParameter(
+            f"there is no dtype {unknown[0]!r}: choose of {', '.join(SIDES)}", param_hint="--dtypes"
+        )
     sides = [SIDES[name] for name in named]
     shown = sys.stderr.isatty()
 
@@ -105,8 +186,12 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
         if shown:
             click.echo(f"\r{done} of {of} claims", nl=done == of, err=True)
 
-    out = out or Path(f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration")
-    report = completions.calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
+    out = out or Path(
+        f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration"
+    )
+    report = completions.calibrate_spec(
+        model, env, sides, claims, rate, out, progress=progress, **drawn
+    )
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
     text = f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} pairs of dtypes"
@@ -115,17 +200,64 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
 
 @verify.command(short_help="Compute the odds of a vote on a claim.")
 @click.option(
-    "--n", "verifiers", type=click.IntRange(1, 31), default=3, show_default=True, help="Verifiers of a claim, an odd number."
+    "--n",
+    "verifiers",
+    type=click.IntRange(1, 31),
+    default=3,
+    show_default=True,
+    help="Verifiers of a claim, an odd number.",
 )
-@click.option("--collude", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that votes against the truth.")
-@click.option("--lazy", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Share that approves without a check.")
-@click.option("--miss", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(a check passes a wrong claim).")
-@click.option("--alarm", type=click.FloatRange(0, 1), default=0.01, show_default=True, help="P(a check refuses an honest claim).")
-@click.option("--population", type=click.IntRange(1, 1_000_000), help="Peers to draw from.  [default: very many]")
-@click.option("--audit", type=click.FloatRange(0, 1), help="Share of claims that are checked: does cheating pay?")
-@click.option("--gain", type=click.FloatRange(0), default=1.0, show_default=True, help="Gain from a cheat that is not found.")
 @click.option(
-    "--penalty", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="Penalty for a cheat that is found."
+    "--collude",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Share that votes against the truth.",
+)
+@click.option(
+    "--lazy",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Share that approves without a check.",
+)
+@click.option(
+    "--miss",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="P(a check passes a wrong claim).",
+)
+@click.option(
+    "--alarm",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="P(a check refuses an honest claim).",
+)
+@click.option(
+    "--population",
+    type=click.IntRange(1, 1_000_000),
+    help="Peers to draw from.  [default: very many]",
+)
+@click.option(
+    "--audit",
+    type=click.FloatRange(0, 1),
+    help="Share of claims that are checked: does cheating pay?",
+)
+@click.option(
+    "--gain",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Gain from a cheat that is not found.",
+)
+@click.option(
+    "--penalty",
+    type=click.FloatRange(0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="Penalty for a cheat that is found.",
 )
 @json_option
 def odds(verifiers: int, as_json: bool, **shares: Any) -> None:

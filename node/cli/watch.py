@@ -18,15 +18,48 @@ MAX_WAITING = 100_000  # events that wait for the screen
 
 @click.command(short_help="Watch a swarm live: peers, losses, exchanges, faults.")
 @click.argument("link", required=False)
-@click.option("--tui", "form", flag_value="tui", help="Show a live screen.  [default: on a terminal]")
-@click.option("--json", "form", flag_value="json", help="Print every event as a line of JSON.  [default: elsewhere]")
-@click.option("--web", metavar="[HOST:]PORT", help="Serve a page, to this machine if no HOST is given; port 0: any free one.")
-@click.option("--share", is_flag=True, help="Let everybody who reaches that page read it, under any name.")
+@click.option(
+    "--tui", "form", flag_value="tui", help="Show a live screen.  [default: on a terminal]"
+)
+@click.option(
+    "--json",
+    "form",
+    flag_value="json",
+    help="Print every event as a line of JSON.  [default: elsewhere]",
+)
+@click.option(
+    "--web",
+    metavar="[HOST:]PORT",
+    help="Serve a page, to this machine if no HOST is given; port 0: any free one.",
+)
+@click.option(
+    "--share", is_flag=True, help="Let everybody who reaches that page read it, under any name."
+)
 @click.option("--no-link", is_flag=True, help="Leave the link to the swarm off that page.")
-@click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also write all events to a new file.")
-@click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
-@click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Speed of a replay; 0: without pauses.")
-@click.option("--seconds", type=click.FloatRange(0.0, min_open=True), help="End after so many seconds.  [default: never]")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write all events to a new file.",
+)
+@click.option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Show a recording in place of a swarm.",
+)
+@click.option(
+    "--speed",
+    type=click.FloatRange(0.0),
+    default=1.0,
+    show_default=True,
+    help="Speed of a replay; 0: without pauses.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.0, min_open=True),
+    help="End after so many seconds.  [default: never]",
+)
 @logging_option
 def watch(
     link: str | None,
@@ -59,7 +92,13 @@ def watch(
     place = _place(web, share)
     parsed = read_link(link) if link is not None else None
     form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
-    require(WatchError, f"shoal watch --{form}", *SHOWN[form], extra="watch", otherwise="use --json, which needs none")
+    require(
+        WatchError,
+        f"shoal watch --{form}",
+        *SHOWN[form],
+        extra="watch",
+        otherwise="use --json, which needs none",
+    )
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
     recorder = None if record is None else Recorder(record)
     is_live = parsed is not None
@@ -74,8 +113,16 @@ def watch(
         elif place is not None:
             from shoal.node.watch.web import Page, serve
 
-            shown, whole = None if no_link or share else parsed, None if replay is None else Timeline(replay)
-            serve(Page(inbox, source, live=is_live, link=shown, timeline=whole, shared=share), place, seconds, click.echo)
+            shown, whole = (
+                None if no_link or share else parsed,
+                None if replay is None else Timeline(replay),
+            )
+            serve(
+                Page(inbox, source, live=is_live, link=shown, timeline=whole, shared=share),
+                place,
+                seconds,
+                click.echo,
+            )
         else:
             print_lines(inbox, source, seconds)
     finally:
@@ -98,5 +145,7 @@ def _place(web: str | None, share: bool) -> Address | None:
     except ValueError as error:
         raise WatchError(f"Cannot use --web {web!r}: {error}.") from None
     if not share and place.host not in OWN:
-        raise WatchError(f"The page at {place} could be read from elsewhere: pass --share if it may, or leave the host out.")
+        raise WatchError(
+            f"The page at {place} could be read from elsewhere: pass --share if it may, or leave the host out."
+        )
     return place

@@ -44,14 +44,30 @@ class Measured:
 
 
 def plan(
-    *, params: float, step: float, peers: int, mbit: float | None, rtt: float | None, measure: str | None, every: int | None
+    *,
+    params: float,
+    step: float,
+    peers: int,
+    mbit: float | None,
+    rtt: float | None,
+    measure: str | None,
+    every: int | None,
 ) -> dict[str, Any]:
     """Return the report: link, rows and advice. Raises PlanError, LinkError, or NetworkError if nobody can be reached."""
-    given = {"params": params, "mbit": mbit, "rtt": rtt, "step": step, "peers": peers, "every": every}
+    given = {
+        "params": params,
+        "mbit": mbit,
+        "rtt": rtt,
+        "step": step,
+        "peers": peers,
+        "every": every,
+    }
     for name, value in given.items():
         low, high, unit = BOUNDS[name]
         if value is not None and not (math.isfinite(value) and low <= value <= high):
-            raise PlanError(f"--{name} {value:g} cannot be used: give between {low:g} and {high:g} {unit}.")
+            raise PlanError(
+                f"--{name} {value:g} cannot be used: give between {low:g} and {high:g} {unit}."
+            )
     measured = None if measure is None else measured_line(Link.parse(measure))
     if measured is not None:
         rtt = measured.round_trip if rtt is None else rtt
@@ -62,7 +78,9 @@ def plan(
             )
         mbit = measured.rate / MBIT if mbit is None and measured.rate is not None else mbit
     if mbit is None or rtt is None:
-        raise PlanError("The link is not known: give --mbit and --rtt, or --measure LINK of a swarm.")
+        raise PlanError(
+            "The link is not known: give --mbit and --rtt, or --measure LINK of a swarm."
+        )
     line = Line(mbit * MBIT, rtt)
     found = rows(line, params=round(params), peers=peers, step_s=step, every=every)
     chosen, advice = advise(found, line)
@@ -70,7 +88,11 @@ def plan(
         "params": round(params),
         "peers": peers,
         "step_s": step,
-        "link": {"mbit": round(mbit, 3), "round_trip_s": round(rtt, 4), "measured": measured is not None},
+        "link": {
+            "mbit": round(mbit, 3),
+            "round_trip_s": round(rtt, 4),
+            "measured": measured is not None,
+        },
         "rows": [row.json() for row in found],
         "memory_source": MEMORY_SOURCE,
         "advised": chosen.json(),
@@ -92,7 +114,10 @@ def measured_line(link: Link) -> Measured:
         except (FaultError, Note):  # only seeds answer, or not all of the link's peers do
             if not (visit.reached or visit.seeds):
                 raise
-        trips, why = list[float](), "no member of the swarm answers, and bootstrap nodes do not measure it"
+        trips, why = (
+            list[float](),
+            "no member of the swarm answers, and bootstrap nodes do not measure it",
+        )
         for address in [*visit.reached, *visit.seeds][:PEERS]:
             try:
                 found = [visit.ask(address, DIAL_PROTOCOL, ask, 15.0) for _ in range(TRIES)]
@@ -103,9 +128,14 @@ def measured_line(link: Link) -> Measured:
             raise PlanError(f"No round trip could be measured ({why}): give --mbit and --rtt.")
         round_trip = sorted(trips)[len(trips) // 2]
         for address in visit.reached[:PEERS]:
-            for nbytes in (MAX_BYTES, MAX_BYTES // 16):  # the fewer for a link that does not carry the more in time
+            for nbytes in (
+                MAX_BYTES,
+                MAX_BYTES // 16,
+            ):  # the fewer for a link that does not carry the more in time
                 try:
-                    speed = visit.ask(address, SPEED_PROTOCOL, partial(measure, nbytes=nbytes), 30.0)
+                    speed = visit.ask(
+                        address, SPEED_PROTOCOL, partial(measure, nbytes=nbytes), 30.0
+                    )
                 except (NetworkError, MessageError) as error:
                     why = str(error).removesuffix(".")
                     break

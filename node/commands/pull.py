@@ -90,7 +90,10 @@ class HubRepository:
 
         try:
             made = self._api.create_repo(self.name, private=self._private or None, exist_ok=True)
-            adding = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files]
+            adding = [
+                hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name)
+                for name in files
+            ]
             self._api.create_commit(made.repo_id, adding, commit_message=message)
         except Exception as error:  # as above
             raise _failed(f"push to {self.name!r}", error) from error
@@ -101,7 +104,9 @@ def _failed(doing: str, error: Exception) -> PushError:
     answer: Any = getattr(error, "response", None)
     status = getattr(answer, "status_code", None)
     if status in (401, 403):
-        return PushError(f"Cannot {doing}, because the hub refuses the token (status {status}): {LOGIN}.")
+        return PushError(
+            f"Cannot {doing}, because the hub refuses the token (status {status}): {LOGIN}."
+        )
     why = f"status {status}" if status is not None else reason(error)
     return PushError(f"Cannot {doing} ({why}): check the name and the network, and try again.")
 
@@ -131,7 +136,9 @@ class ResumableDownload:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             os.ftruncate(self._file, self._size)
-            self.have = {chunk for chunk in range(chunks_in(wanted)) if self._right(chunk, header, digests)}
+            self.have = {
+                chunk for chunk in range(chunks_in(wanted)) if self._right(chunk, header, digests)
+            }
         except BaseException:
             os.close(self._file)
             raise
@@ -213,22 +220,32 @@ def pull(
             sentence what to do.
     """
     if (out / WEIGHTS).exists() and not force:
-        raise PullError(f"There are weights in {str(out)!r} already: choose another folder, or pass --force to replace them.")
+        raise PullError(
+            f"There are weights in {str(out)!r} already: choose another folder, or pass --force to replace them."
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         cap = min(max_bytes, shutil.disk_usage(out).free)
     except OSError as error:
-        raise PullError(f"Cannot write to {str(out)!r} ({error.strerror}): choose another folder.") from error
+        raise PullError(
+            f"Cannot write to {str(out)!r} ({error.strerror}): choose another folder."
+        ) from error
     began = time.monotonic()
     with visited(link) as (host, manifest, members, _):
         if manifest.outer.alone:
-            raise PullError("The peers of this swarm do not average (method none), so it has no weights to pull.")
+            raise PullError(
+                "The peers of this swarm do not average (method none), so it has no weights to pull."
+            )
         built, why = build_model(manifest, hooks, data)
         if built is None and evaluate:
-            raise PullError(f"{why} Without the task there is no held-out loss: pull without --evaluate.")
+            raise PullError(
+                f"{why} Without the task there is no held-out loss: pull without --evaluate."
+            )
         sources = sources_in(host, members, manifest.model, manifest.creator)
         if not sources:
-            raise PullError("No peer of this swarm has finished a round yet, so there is nothing to pull: try again later.")
+            raise PullError(
+                "No peer of this swarm has finished a round yet, so there is nothing to pull: try again later."
+            )
         query = _WeightsQuery(
             StateRequest(swarm=link.swarm, model=manifest.model),
             [] if built is None else [tuple(p.shape) for p in built.parameters],
@@ -241,18 +258,27 @@ def pull(
         try:
             header, tensors = _fetch(host, query, sources, out / ASIDE)
         except OSError as error:
-            raise PullError(f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again.") from error
+            raise PullError(
+                f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again."
+            ) from error
         received = host.traffic.received - before
     if not all_finite(tensors):
         clear_download(out / ASIDE)
         raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
     about = _about(link, manifest, header, members, built, why)
-    about |= {"values": FLOAT32.nbytes(header.shapes) // 4, "held_out_loss": None, "held_out_on": None}
+    about |= {
+        "values": FLOAT32.nbytes(header.shapes) // 4,
+        "held_out_loss": None,
+        "held_out_on": None,
+    }
     aside = out / ASIDE / "new"
     if built is not None:
         fill(built.parameters, tensors)
         if evaluate:
-            about |= {"held_out_loss": float(built.task.evaluate(built.model)), "held_out_on": _held_out_on(manifest, data)}
+            about |= {
+                "held_out_loss": float(built.task.evaluate(built.model)),
+                "held_out_on": _held_out_on(manifest, data),
+            }
         files = export_model(built.model, about, out, aside, built.tokenizer)
     else:
         files = export_numbered(tensors, about, out, aside)
@@ -267,7 +293,9 @@ def pull(
     }
 
 
-def build_model(manifest: Manifest, hooks: str | None, data: str | None = None) -> tuple[BuiltModel | None, str]:
+def build_model(
+    manifest: Manifest, hooks: str | None, data: str | None = None
+) -> tuple[BuiltModel | None, str]:
     """Return the swarm's model, of a task that reads ``data`` here; or None, and why its parameters' names are not known.
 
     Raises:
@@ -277,13 +305,20 @@ def build_model(manifest: Manifest, hooks: str | None, data: str | None = None) 
     if manifest.task == RL and hooks is None:
         return None, "In a swarm of the task rl each node has a model of its own."
     try:
-        built = _model(*enter(load(None, {"task.hooks": hooks, "node.data": data}), manifest, trains=False))
+        built = _model(
+            *enter(load(None, {"task.hooks": hooks, "node.data": data}), manifest, trains=False)
+        )
     except (HookError, DataError) as error:
         if hooks is not None:
             raise
         return None, str(error)
-    if model_digest(built.parameters) != manifest.model and model_digest(_trained(built.model)) != manifest.model:
-        raise ModelDiffersError("The model of the task here is not the swarm's: use the task and version of the swarm.")
+    if (
+        model_digest(built.parameters) != manifest.model
+        and model_digest(_trained(built.model)) != manifest.model
+    ):
+        raise ModelDiffersError(
+            "The model of the task here is not the swarm's: use the task and version of the swarm."
+        )
     return built, ""
 
 
@@ -292,7 +327,11 @@ def _model(settings: Settings, task: Task) -> BuiltModel:
     model = task.model()
     own = _trained(model)
     # The task's optimizer may have them in another order; those that the swarm names have the model's.
-    params: list[Tensor] = [*own] if settings.train.optimizer != "task" else trained(task.inner_optimizer(own), Alone())
+    params: list[Tensor] = (
+        [*own]
+        if settings.train.optimizer != "task"
+        else trained(task.inner_optimizer(own), Alone())
+    )
     return BuiltModel(model, params, task, getattr(task, "tokenizer", None))
 
 
@@ -311,15 +350,22 @@ class _WeightsQuery(StateQuery):
         if self.known:
             difference = shapes_differ(tuple(self.shapes), header.shapes)
             if difference is not None:
-                raise ModelDiffersError(f"The model here is not that of peer {short(peer)}: {difference}.")
-        elif not any(parameters_digest((dtype, shape) for shape in header.shapes) == self.request.model for dtype in DTYPES):
+                raise ModelDiffersError(
+                    f"The model here is not that of peer {short(peer)}: {difference}."
+                )
+        elif not any(
+            parameters_digest((dtype, shape) for shape in header.shapes) == self.request.model
+            for dtype in DTYPES
+        ):
             raise PullError(
                 f"The shapes that peer {short(peer)} offers cannot be checked against the swarm's manifest: "
                 "name your copy of the task with --task."
             )
         need = self.wanted(header)
         if header.dtype != "float32" or not need <= header.nbytes <= need * (1 + MAX_EXTRA):
-            raise MessageError(f"peer {short(peer)} offers {header.nbytes} bytes where the model has {need}.")
+            raise MessageError(
+                f"peer {short(peer)} offers {header.nbytes} bytes where the model has {need}."
+            )
         if need > self.cap:
             raise PullError(
                 f"The weights have {need:,} bytes and at most {self.cap:,} may come: allow more with --max-bytes, or free "
@@ -342,16 +388,22 @@ class _SinksOnDisk:
     async def open(self, header: StateHeader, digests: bytes) -> ResumableDownload:
         need = FLOAT32.nbytes(header.shapes)
         loop = asyncio.get_running_loop()
-        kept = await loop.run_in_executor(None, ResumableDownload, self._folder, header, digests, need)
+        kept = await loop.run_in_executor(
+            None, ResumableDownload, self._folder, header, digests, need
+        )
         self._files.callback(kept.close)
         log.info("%d of %d chunks were here before", len(kept.have), chunks_in(need))
         return kept
 
-    async def finish(self, header: StateHeader, digests: bytes, sink: ResumableDownload) -> tuple[StateHeader, ResumableDownload]:
+    async def finish(
+        self, header: StateHeader, digests: bytes, sink: ResumableDownload
+    ) -> tuple[StateHeader, ResumableDownload]:
         return header, sink
 
 
-def _fetch(host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path) -> tuple[StateHeader, list[Tensor]]:
+def _fetch(
+    host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path
+) -> tuple[StateHeader, list[Tensor]]:
     """Fetch a snapshot by way of a file in ``folder``; return its header, and its slow weights mapped from the file.
 
     Raises:
@@ -360,13 +412,22 @@ def _fetch(host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path)
     with ExitStack() as files:
         fetched = host.call(fetch_into(host, query, sources, _SinksOnDisk(folder, files)), FETCH_S)
         if fetched is None:
-            raise NetworkError("all peers that were asked for weights refused, or are gone: try again.")
+            raise NetworkError(
+                "all peers that were asked for weights refused, or are gone: try again."
+            )
         header, kept = fetched
-        return header, FLOAT32.decode(kept.payload()[: FLOAT32.nbytes(header.shapes)], header.shapes)
+        return header, FLOAT32.decode(
+            kept.payload()[: FLOAT32.nbytes(header.shapes)], header.shapes
+        )
 
 
 def _about(
-    link: Link, manifest: Manifest, header: StateHeader, members: Mapping[str, Member], built: BuiltModel | None, why: str
+    link: Link,
+    manifest: Manifest,
+    header: StateHeader,
+    members: Mapping[str, Member],
+    built: BuiltModel | None,
+    why: str,
 ) -> dict[str, Any]:
     """Return what the weights are and how they came to be, by the swarm's settings and what its members report."""
     outer, train = manifest.outer.resolved(), manifest.train
@@ -374,9 +435,13 @@ def _about(
     steps = [member.step for member in members.values()] or [0]
     notes = []
     if built is None:
-        notes.append(f"{why} Without it the parameters are numbered, in the order in which the swarm's task has them.")
+        notes.append(
+            f"{why} Without it the parameters are numbered, in the order in which the swarm's task has them."
+        )
     elif float_buffers(built.model):
-        notes.append("Buffers that are not parameters (running statistics) are those of a fresh model: peers do not hand them out.")
+        notes.append(
+            "Buffers that are not parameters (running statistics) are those of a fresh model: peers do not hand them out."
+        )
     return {
         "swarm": link.swarm,
         "name": manifest.name,
@@ -389,8 +454,18 @@ def _about(
         "notes": notes,
         **({"model": _size(built.model)} if built is not None and type(built.model) is GPT else {}),
         "created": manifest.created,
-        "outer": {**outer.knobs(), "codec": outer.codec, "round": outer.round, "robust": outer.robust, "finish": outer.finish},
-        "train": {name: value for name in ("optimizer", *INNER) if (value := getattr(train, name)) is not None},
+        "outer": {
+            **outer.knobs(),
+            "codec": outer.codec,
+            "round": outer.round,
+            "robust": outer.robust,
+            "finish": outer.finish,
+        },
+        "train": {
+            name: value
+            for name in ("optimizer", *INNER)
+            if (value := getattr(train, name)) is not None
+        },
         "rounds": header.round // int(manifest.outer.overlap().get("fragments", 1)),
         "peers": len(members),
         "steps": [min(steps), max(steps)],
@@ -403,7 +478,13 @@ def _held_out_on(manifest: Manifest, data: str | None) -> str:
     name = data or str(manifest.task_options.get("data", ""))
     if name.startswith(PREFIX) and not is_path(name.removeprefix(PREFIX)):
         return name
-    return "files named with --data" if data else "the Python standard library" if manifest.task == TEXT else "the task's own data"
+    return (
+        "files named with --data"
+        if data
+        else "the Python standard library"
+        if manifest.task == TEXT
+        else "the task's own data"
+    )
 
 
 def _size(gpt: GPT) -> dict[str, int]:
@@ -417,7 +498,9 @@ def _size(gpt: GPT) -> dict[str, int]:
 
 def summary(report: Mapping[str, Any]) -> str:
     names = "under the model's own names" if report["named"] else "numbered"
-    lines = [f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"]
+    lines = [
+        f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"
+    ]
     if report["held_out_loss"] is not None:
         lines.append(f"held-out loss {report['held_out_loss']:.4f}, on {report['held_out_on']}")
     if "pushed" in report:

@@ -73,11 +73,24 @@ def sample(
     begun = prompt_tokens(found.tokenizer, prompt)
     texts = []
     for _ in range(samples):
-        added = continuation(model, begun, tokens, temperature=temperature, top_k=top_k, generator=generator)
+        added = continuation(
+            model, begun, tokens, temperature=temperature, top_k=top_k, generator=generator
+        )
         texts.append(prompt + found.tokenizer.decode(added))
     names = ("swarm", "name", "round")
-    settings = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
-    return {**{name: found.about.get(name) for name in names}, "folder": str(folder), **settings, "texts": texts}
+    settings = {
+        "prompt": prompt,
+        "tokens": tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    return {
+        **{name: found.about.get(name) for name in names},
+        "folder": str(folder),
+        **settings,
+        "texts": texts,
+    }
 
 
 def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
@@ -86,9 +99,13 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     task, size = about.get("task"), about.get("model")
     if task != reader.TEXT:
         what = f"are of the task {str(task)[:80]!r}, and `shoal sample` continues texts with those of the built-in task text"
-        raise SampleError(f"The weights in {str(folder)!r} {what}: load them as {README} there says.")
+        raise SampleError(
+            f"The weights in {str(folder)!r} {what}: load them as {README} there says."
+        )
     if size is None:
-        raise SampleError(f"The weights in {str(folder)!r} are without the names of the model: {README} there says why.")
+        raise SampleError(
+            f"The weights in {str(folder)!r} are without the names of the model: {README} there says why."
+        )
     if not _is_size(size) or not isinstance(about.get("task_options"), dict):
         raise SampleError(f"The file {str(folder / ABOUT)!r} is damaged: {AGAIN}.")
     model = _model(folder, size)
@@ -114,7 +131,13 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 @torch.no_grad()
 def continuation(
-    model: GPT, begun: list[int], count: int, *, temperature: float, top_k: int | None, generator: torch.Generator
+    model: GPT,
+    begun: list[int],
+    count: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
 ) -> list[int]:
     """Return ``count`` tokens behind ``begun``, each drawn from what the model sees in its context. Raises SampleError."""
     context, device = model.positions.num_embeddings, model.positions.weight.device
@@ -123,14 +146,18 @@ def continuation(
         window = torch.tensor([tokens[-context:]], device=device)  # (1, T)
         logits = model(window)[0, -1].float().cpu()  # (V,)
         if not bool(torch.isfinite(logits).all()):
-            raise SampleError("The model's outputs are not finite, so its weights are of no use: pull others.")
+            raise SampleError(
+                "The model's outputs are not finite, so its weights are of no use: pull others."
+            )
         if top_k is not None:
             least = torch.topk(logits, min(top_k, len(logits))).values[-1]
             logits = logits.masked_fill(logits < least, -torch.inf)
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
-            scaled = (logits - logits.max()) / temperature  # at most 0, so no small temperature makes it infinite
+            scaled = (
+                logits - logits.max()
+            ) / temperature  # at most 0, so no small temperature makes it infinite
             tokens.append(int(torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)))
     return tokens[len(begun) :]
 
@@ -141,9 +168,13 @@ def _about(folder: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             found = json.loads(file.read(MAX_ABOUT))
     except FileNotFoundError:
-        raise SampleError(f"There are no weights of `shoal pull` in {str(folder)!r}: name the folder that it wrote.") from None
+        raise SampleError(
+            f"There are no weights of `shoal pull` in {str(folder)!r}: name the folder that it wrote."
+        ) from None
     except OSError as error:
-        raise SampleError(f"Cannot read {str(path)!r} ({error.strerror}): check its permissions.") from error
+        raise SampleError(
+            f"Cannot read {str(path)!r} ({error.strerror}): check its permissions."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise SampleError(f"The file {str(path)!r} is damaged: {AGAIN}.") from error
     if not isinstance(found, dict):
@@ -158,7 +189,10 @@ def _is_size(size: object) -> bool:
     vocabulary = size.get("vocabulary", 1)
     if type(vocabulary) is not int or not 1 <= vocabulary <= MAX_VOCABULARY:
         return False
-    return all(text_size.is_within(name, size[name]) for name in SIZE) and size["width"] % size["heads"] == 0
+    return (
+        all(text_size.is_within(name, size[name]) for name in SIZE)
+        and size["width"] % size["heads"] == 0
+    )
 
 
 def _model(folder: Path, size: Mapping[str, int]) -> GPT:
@@ -167,19 +201,30 @@ def _model(folder: Path, size: Mapping[str, int]) -> GPT:
     try:
         with path.open("rb") as head:
             if int.from_bytes(head.read(8), "little") > MAX_HEADER:
-                raise SampleError(f"The weights {str(path)!r} cannot be read (they name too many tensors): {AGAIN}.")
+                raise SampleError(
+                    f"The weights {str(path)!r} cannot be read (they name too many tensors): {AGAIN}."
+                )
         model = sized(**size)
         wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         with safe_open(path, framework="pt") as file:
             if {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == wanted:  # noqa: SIM118 (no mapping)
-                need, (free, _) = 4 * sum(parameter.numel() for parameter in model.parameters()), free_memory()
+                need, (free, _) = (
+                    4 * sum(parameter.numel() for parameter in model.parameters()),
+                    free_memory(),
+                )
                 if need > free:
                     raise SampleError(
                         f"The model in {str(folder)!r} takes {need / 1e9:,.2f} GB of memory, and {free / 1e9:.2f} are free: end "
                         "other programs, or sample from a smaller one."
                     )
-                model.load_state_dict({name: file.get_tensor(name).float() for name in wanted}, assign=True)
+                model.load_state_dict(
+                    {name: file.get_tensor(name).float() for name in wanted}, assign=True
+                )
                 return model
     except (OSError, SafetensorError) as error:
-        raise SampleError(f"The weights {str(path)!r} cannot be read ({error!s:.200}): {AGAIN}.") from error
-    raise SampleError(f"The weights {str(path)!r} are not of the model that {ABOUT} names: {AGAIN}.")
+        raise SampleError(
+            f"The weights {str(path)!r} cannot be read ({error!s:.200}): {AGAIN}."
+        ) from error
+    raise SampleError(
+        f"The weights {str(path)!r} are not of the model that {ABOUT} names: {AGAIN}."
+    )

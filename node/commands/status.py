@@ -26,7 +26,13 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import connected, open_directory
 from shoal.swarm.membership.link_addresses import lasting_link
-from shoal.swarm.membership.overview import ASK_S, clock_problem, compare_clocks, overview, totals_said
+from shoal.swarm.membership.overview import (
+    ASK_S,
+    clock_problem,
+    compare_clocks,
+    overview,
+    totals_said,
+)
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
 from shoal.swarm.training.diagnosis import listed
@@ -42,11 +48,15 @@ def seconds(text: str) -> float:
     parts = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
     life = int(parts[1]) * UNITS[parts[2]] if parts else 0
     if not 0 < life <= MAX_LIFE_S:
-        raise AdmissionError(f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w.")
+        raise AdmissionError(
+            f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w."
+        )
     return float(life)
 
 
-def invite(link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float) -> dict[str, Any]:
+def invite(
+    link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float
+) -> dict[str, Any]:
     """Return a link with an invitation by the key in ``path`` to the swarm of ``link``, and its terms.
 
     Raises:
@@ -59,8 +69,16 @@ def invite(link: Link, path: Path | None, *, uses: int, peer: str | None, lives:
     check(manifest, identity)
     now = time.time()
     invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
-    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])  # as many as fit beside it
-    return {"link": str(invited), "swarm": link.swarm, "uses": uses, "peer": peer, "expires": now + lives}
+    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(
+        link.bootstrap[1:]
+    )  # as many as fit beside it
+    return {
+        "link": str(invited),
+        "swarm": link.swarm,
+        "uses": uses,
+        "peer": peer,
+        "expires": now + lives,
+    }
 
 
 def check(manifest: Manifest, identity: Identity) -> None:
@@ -100,18 +118,29 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
     """
     path = folder / LINK if folder is not None else _newest(RUNS)
     if path is None:
-        raise LinkError("No folder runs/NAME here has a link: name the folder of a node with --folder, or start one (shoal join).")
+        raise LinkError(
+            "No folder runs/NAME here has a link: name the folder of a node with --folder, or start one (shoal join)."
+        )
     try:
         with path.open(encoding="utf-8") as file:
             saved = json.loads(file.read(MAX_BYTES))
-        link, age = str(Link.parse(str(saved["link"]))), (time.time() if now is None else now) - float(saved["written"])
+        link, age = (
+            str(Link.parse(str(saved["link"]))),
+            (time.time() if now is None else now) - float(saved["written"]),
+        )
         name, invite_only = str(saved["name"]), bool(saved["invite_only"])
     except FileNotFoundError:
-        raise LinkError(f"There is no link in {str(path.parent)!r}: name the folder of a node, such as runs/NAME.") from None
+        raise LinkError(
+            f"There is no link in {str(path.parent)!r}: name the folder of a node, such as runs/NAME."
+        ) from None
     except OSError as error:
-        raise LinkError(f"Cannot read {str(path)!r} ({error.strerror}): check its permissions.") from error
+        raise LinkError(
+            f"Cannot read {str(path)!r} ({error.strerror}): check its permissions."
+        ) from error
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise LinkError(f"The file {str(path)!r} is damaged: start its node again, which writes it anew.") from error
+        raise LinkError(
+            f"The file {str(path)!r} is damaged: start its node again, which writes it anew."
+        ) from error
     notes = []
     if age > STALE_S:
         notes.append(
@@ -119,8 +148,16 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
             "it is there."
         )
     if invite_only:
-        notes.append("This swarm is by invitation only: the link shows it, and its creator admits others (shoal invite LINK).")
-    return {"link": link, "name": name, "folder": str(path.parent), "invite_only": invite_only, "notes": notes}
+        notes.append(
+            "This swarm is by invitation only: the link shows it, and its creator admits others (shoal invite LINK)."
+        )
+    return {
+        "link": link,
+        "name": name,
+        "folder": str(path.parent),
+        "invite_only": invite_only,
+        "notes": notes,
+    }
 
 
 def _newest(runs: Path) -> Path | None:
@@ -129,7 +166,10 @@ def _newest(runs: Path) -> Path | None:
 
 
 def _ago(seconds: float) -> str:
-    unit, size = next((unit for unit in (("days", 86_400), ("hours", 3600)) if seconds >= 2 * unit[1]), ("minutes", 60))
+    unit, size = next(
+        (unit for unit in (("days", 86_400), ("hours", 3600)) if seconds >= 2 * unit[1]),
+        ("minutes", 60),
+    )
     return f"{seconds / size:.0f} {unit}"
 
 
@@ -145,29 +185,50 @@ WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen")  # columns
 def read_status(link: Link) -> dict[str, Any]:
     """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
     with connected(link) as (identity, host, manifest):
-        clocks = host.submit(compare_clocks(host, host.entry()))  # members are not known yet, and with a wrong clock never
+        clocks = host.submit(
+            compare_clocks(host, host.entry())
+        )  # members are not known yet, and with a wrong clock never
         with closing(open_directory(identity, host, link, manifest)) as directory:
             members, size = directory.members(), directory.size()
-        answered = [address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met]  # not the dead
-        lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered)
+        answered = [
+            address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met
+        ]  # not the dead
+        lasting = lasting_link(
+            link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered
+        )
         seen = clocks.result(2 * ASK_S)
     view = overview(link.swarm, manifest, members, time.time(), size)
     problem = clock_problem(seen)
     view |= {"link": str(lasting), "invite_only": manifest.invite_only}
-    return {**view, "findings": [*([f"{problem[:1].upper()}{problem[1:]}"] if problem else []), *view["findings"]]}
+    return {
+        **view,
+        "findings": [
+            *([f"{problem[:1].upper()}{problem[1:]}"] if problem else []),
+            *view["findings"],
+        ],
+    }
 
 
 def table(report: dict[str, Any]) -> str:
     """Return the report in words: a table, and below it the health report in sentences."""
     about = "about " if report["totals"]["sampled"] else ""
     title = f"{report['name']}: {report['task']} with {report['method']}, {about}{plural(report['peers'], 'peer')}"
-    shown = grid(COLUMNS, map(_cells, report["members"][:MOST]), words=WORDS, width=170, title=title)
+    shown = grid(
+        COLUMNS, map(_cells, report["members"][:MOST]), words=WORDS, width=170, title=title
+    )
     # One line each, whatever the terminal's width, so that sentences can be copied.
-    muon = ["Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."]
+    muon = [
+        "Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."
+    ]
     left = len(report["members"]) - MOST
     more = [f"{left} more members are in view; --json lists all of them."] if left > 0 else []
     inner = muon if report["optimizer"] == "muon" else []
-    said = [*more, totals_said(report["totals"]), *inner, *(printable(sentence) for sentence in report["findings"])]
+    said = [
+        *more,
+        totals_said(report["totals"]),
+        *inner,
+        *(printable(sentence) for sentence in report["findings"]),
+    ]
     return "\n".join([shown, *said, link_line(report["link"], invite_only=report["invite_only"])])
 
 
@@ -224,10 +285,18 @@ def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
             for line in lines:
                 if '"event": "start"' not in line and '"event": "refused"' not in line:
                     continue
-                with suppress(ValueError):  # the node was killed while it wrote this line, or is writing it now
+                with suppress(
+                    ValueError
+                ):  # the node was killed while it wrote this line, or is writing it now
                     event = json.loads(line)
-                    total = {name: event[name] for name in event.keys() - {"event", "time"} if event["event"] == "refused"}
-                    before = total if event["event"] != "refused" or event["time"] < since else before
+                    total = {
+                        name: event[name]
+                        for name in event.keys() - {"event", "time"}
+                        if event["event"] == "refused"
+                    }
+                    before = (
+                        total if event["event"] != "refused" or event["time"] < since else before
+                    )
     except OSError as error:
         raise LinkError(
             f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this machine, such as runs/NAME."

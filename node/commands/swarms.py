@@ -26,7 +26,14 @@ from shoal.swarm.seed import Seed
 LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 
 
-def run_seed(identity: Path | None, *, listen: Sequence[str], announce: Sequence[str], relay: bool, as_json: bool) -> None:
+def run_seed(
+    identity: Path | None,
+    *,
+    listen: Sequence[str],
+    announce: Sequence[str],
+    relay: bool,
+    as_json: bool,
+) -> None:
     """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError, IdentityError or InUseError."""
     key = Identity.load_or_create(identity or default_identity_path().with_name("seed.key"))
     printed: set[tuple[str, ...]] = set()
@@ -35,11 +42,19 @@ def run_seed(identity: Path | None, *, listen: Sequence[str], announce: Sequence
         usable = tuple(address for address in addresses if address_problem(address) is None)
         if usable not in printed:  # a restarted daemon has the same ones
             printed.add(usable)
-            shown = dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}) if as_json else "\n".join(usable)
+            shown = (
+                dumps({"peer": key.peer_id, "addresses": usable, "relay": relay})
+                if as_json
+                else "\n".join(usable)
+            )
             click.echo(shown)
 
     with key.lock():
-        asyncio.run(_until_stopped(Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)))
+        asyncio.run(
+            _until_stopped(
+                Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)
+            )
+        )
 
 
 async def _until_stopped(seed: Seed) -> None:
@@ -70,7 +85,11 @@ def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
     """
     of_variable = os.environ.get(VARIABLE, "").split()
     path = seeds_file()
-    for where, addresses in ((flag, list(named)), (VARIABLE, of_variable), (str(path), list(_lines(path)))):
+    for where, addresses in (
+        (flag, list(named)),
+        (VARIABLE, of_variable),
+        (str(path), list(_lines(path))),
+    ):
         for address in addresses:
             if problem := address_problem(address):
                 raise ConfigError(
@@ -92,13 +111,25 @@ def _lines(path: Path) -> Iterator[str]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigError(f"Cannot read {path} ({error.strerror}): check its permissions.") from error
+        raise ConfigError(
+            f"Cannot read {path} ({error.strerror}): check its permissions."
+        ) from error
     for line in text.splitlines():
         if address := line.partition("#")[0].strip():
             yield address
 
 
-COLUMNS = ("name", "task", "method", "peers", "parameters", "sent a round", "memory", "device", "id")
+COLUMNS = (
+    "name",
+    "task",
+    "method",
+    "peers",
+    "parameters",
+    "sent a round",
+    "memory",
+    "device",
+    "id",
+)
 WORDS = ("name", "task", "method", "device", "id")  # columns that are no numbers
 BUILT_IN = ("text", "rl")
 SHOWN_ID = 12
@@ -121,7 +152,9 @@ def report(one: PublicSwarm) -> dict[str, Any]:
         "round_bytes": one.round_bytes,
         "memory": one.memory or None,
         "device": one.device,
-        "link": str(Link(one.swarm, one.addresses[:1]).also(one.addresses[1:])),  # by the seed and the members that it named
+        "link": str(
+            Link(one.swarm, one.addresses[:1]).also(one.addresses[1:])
+        ),  # by the seed and the members that it named
     }
 
 
@@ -144,10 +177,14 @@ def chosen(name: str, swarms: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not fits and len(name) >= LEAST_OF_ID:
         fits = [one for one in swarms if one["swarm"].startswith(name)]
     if not fits:
-        raise LinkError(f"No public swarm is called {name[:80]!a}: `shoal swarms` lists those that the bootstrap nodes know.")
+        raise LinkError(
+            f"No public swarm is called {name[:80]!a}: `shoal swarms` lists those that the bootstrap nodes know."
+        )
     if len(fits) > 1:
         ids = ", ".join(one["swarm"][:SHOWN_ID] for one in fits[:4])
-        raise LinkError(f"{len(fits)} public swarms are called {name[:80]!a}: join one by the beginning of its id ({ids}).")
+        raise LinkError(
+            f"{len(fits)} public swarms are called {name[:80]!a}: join one by the beginning of its id ({ids})."
+        )
     return fits[0]
 
 
@@ -155,7 +192,10 @@ def table(report: dict[str, Any]) -> str:
     """Return the swarms as a table, and below it what did not answer and how to join."""
     if not report["swarms"]:
         return "\n".join(
-            [*report["problems"], "The bootstrap nodes list no public swarm: `shoal up --public --bootstrap MULTIADDR` makes one."]
+            [
+                *report["problems"],
+                "The bootstrap nodes list no public swarm: `shoal up --public --bootstrap MULTIADDR` makes one.",
+            ]
         )
     shown = grid(COLUMNS, map(_cells, report["swarms"]), words=WORDS, width=140)
     return "\n".join([shown, *report["problems"], SAID, JOIN])
@@ -164,7 +204,9 @@ def table(report: dict[str, Any]) -> str:
 def described(one: dict[str, Any]) -> str:
     """Return what one should know before joining a swarm, in sentences."""
     needs = [f"a copy of its task {one['task']} (--task)"] if one["needs_task"] else []
-    needs += ["text to train on (--data; else what this machine has)"] if one["task"] == "text" else []
+    needs += (
+        ["text to train on (--data; else what this machine has)"] if one["task"] == "text" else []
+    )
     needs += [f"{amount(one['memory'])} of memory beyond training alone"] if one["memory"] else []
     device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
     return (

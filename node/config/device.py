@@ -31,7 +31,9 @@ def resolve_device(text: str) -> torch.device:
         return torch.device("cpu")
     wanted, index = (kind if text == "auto" else found[1] or text), int(found[2] or 0)
     if not count or wanted != kind:
-        there = f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"
+        there = (
+            f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"
+        )
         raise ConfigError(
             f"The device {text!r} is not available here ({there}): install its driver and a PyTorch for it, or choose auto."
         )

@@ -37,14 +37,23 @@ from shoal.optim.methods import ALONE, one_of
 from shoal.swarm.access import PeerLists, address_problem
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import is_peer_id
-from shoal.swarm.manifest import Bucket, EpochSeconds, Lag, OuterSettings, TrainSettings, VerifySettings
+from shoal.swarm.manifest import (
+    Bucket,
+    EpochSeconds,
+    Lag,
+    OuterSettings,
+    TrainSettings,
+    VerifySettings,
+)
 
 
 def spec_here(spec: str) -> str:
     """Return ``path/file.py:Class`` with the whole path, if there is that file: its code may change the folder of the process."""
     where, colon, name = spec.rpartition(":")
     file = Path(os.path.expanduser(where))
-    return f"{file.absolute()}:{name}" if colon and where.endswith(".py") and file.is_file() else spec
+    return (
+        f"{file.absolute()}:{name}" if colon and where.endswith(".py") and file.is_file() else spec
+    )
 
 
 def served_by(spec: str) -> tuple[str, str]:
@@ -58,7 +67,11 @@ def policy_here(spec: str) -> str:
     policy, url = served_by(spec)
     kind, _, where = policy.partition(":")
     path = Path(os.path.expanduser(where))
-    return f"hf:{path.absolute()}{url and '@'}{url}" if kind == "hf" and where and path.exists() else spec
+    return (
+        f"hf:{path.absolute()}{url and '@'}{url}"
+        if kind == "hf" and where and path.exists()
+        else spec
+    )
 
 
 class _Table(BaseModel):
@@ -90,26 +103,49 @@ class RLSettings(_Table):
         description="Policy that this node trains: tiny[:HABIT[:STEPS]] (built in; so many steps of a warm start, 400), or "
         "hf:PATH_OR_NAME[@URL] (transformers; the URL of a server of the model, vLLM or llama.cpp's, to draw completions).",
     )
-    local: int = Field(default=4, ge=0, le=1024, description="Own groups that this node learns from in a round.")
-    external: int = Field(default=4, ge=0, le=1024, description="Other peers' groups that it learns from in a round, at most.")
+    local: int = Field(
+        default=4, ge=0, le=1024, description="Own groups that this node learns from in a round."
+    )
+    external: int = Field(
+        default=4,
+        ge=0,
+        le=1024,
+        description="Other peers' groups that it learns from in a round, at most.",
+    )
     group: int = Field(default=8, ge=2, le=64, description="Completions of each question.")
-    temperature: float = Field(default=1.0, gt=0, le=100, description="Temperature at which completions are drawn.")
+    temperature: float = Field(
+        default=1.0, gt=0, le=100, description="Temperature at which completions are drawn."
+    )
     max_tokens: int = Field(
-        default=0, ge=0, le=16_384, description="Largest number of tokens of a completion; 0: what suits the policy."
+        default=0,
+        ge=0,
+        le=16_384,
+        description="Largest number of tokens of a completion; 0: what suits the policy.",
     )
     loss: Annotated[str, AfterValidator(_loss)] | None = Field(
-        default=None, description="Loss, by its name in shoal.optim.rl.LOSSES; not given, what suits the policy."
+        default=None,
+        description="Loss, by its name in shoal.optim.rl.LOSSES; not given, what suits the policy.",
     )
-    lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
-    held_out: int = Field(default=500, ge=1, le=100_000, description="Questions of an evaluation, which nobody trains on.")
+    lr: float | None = Field(
+        default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy."
+    )
+    held_out: int = Field(
+        default=500,
+        ge=1,
+        le=100_000,
+        description="Questions of an evaluation, which nobody trains on.",
+    )
     only: Literal["share", "learn"] | None = Field(
-        default=None, description="share: share rollouts, but do not learn; learn: learn, but share nothing. By default both."
+        default=None,
+        description="share: share rollouts, but do not learn; learn: learn, but share nothing. By default both.",
     )
 
     @model_validator(mode="after")
     def _does_something(self) -> RLSettings:
         if self.local == 0 and (self.external == 0 or self.only == "share"):
-            raise ValueError("local must be at least 1 for a node that shares only, or has external = 0")
+            raise ValueError(
+                "local must be at least 1 for a node that shares only, or has external = 0"
+            )
         return self
 
 
@@ -136,7 +172,9 @@ class OwnTraining(_Table):
         le=65_536,
         description="Equal parts that this node cuts a batch into, one computed after another, which takes less memory.",
     )
-    compile: bool = Field(default=False, description="Compile the model with torch.compile on this node.")
+    compile: bool = Field(
+        default=False, description="Compile the model with torch.compile on this node."
+    )
     recompute: bool = Field(
         default=False,
         description="Compute activations again in the backward pass on this node: less memory, for about a third more computing.",
@@ -152,7 +190,11 @@ class OwnTraining(_Table):
         """Return the flags of `shoal join` that set what differs from the defaults."""
         fields = OwnTraining.model_fields
         found = {name: getattr(self, name) for name in fields}
-        return [f"--set=train.{name}={json.dumps(value)}" for name, value in found.items() if value != fields[name].default]
+        return [
+            f"--set=train.{name}={json.dumps(value)}"
+            for name, value in found.items()
+            if value != fields[name].default
+        ]
 
 
 class TrainTable(TrainSettings, OwnTraining):
@@ -164,7 +206,9 @@ class TrainTable(TrainSettings, OwnTraining):
 
     def of_swarm(self, fixed: TrainSettings) -> TrainTable:
         """Return this table with the swarm's settings in place of its own, but for what each node chooses for itself."""
-        return self.model_copy(update={name: getattr(fixed, name) for name in TrainSettings.model_fields})
+        return self.model_copy(
+            update={name: getattr(fixed, name) for name in TrainSettings.model_fields}
+        )
 
 
 MAX_RANKS = 64
@@ -177,7 +221,11 @@ def _count(value: str) -> str:
 
 
 # A number in TOML is no text.
-Count = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_count)]
+Count = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_count),
+]
 
 
 MAX_LIST_BYTES = 1 << 22
@@ -196,7 +244,9 @@ class PeersSettings(_Table):
         description="Peer ids, or files of them (one a line, # begins a comment): if there are any, no other peer is met.",
     )
     deny: list[str] = Field(
-        default_factory=list, max_length=1024, description="Peer ids, or files of them: nothing is sent to them or taken from them."
+        default_factory=list,
+        max_length=1024,
+        description="Peer ids, or files of them: nothing is sent to them or taken from them.",
     )
 
 
@@ -210,7 +260,9 @@ def _ids(entries: list[str], name: str) -> frozenset[str]:
     for entry in entries:
         found |= {entry} if is_peer_id(entry) else _read_list(entry, name)
     if name == "allow" and entries and not found:
-        raise PeerListError(f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or leave it out.")
+        raise PeerListError(
+            f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or leave it out."
+        )
     return frozenset(found)
 
 
@@ -226,12 +278,16 @@ def _read_list(entry: str, name: str) -> set[str]:
             f"peers.{name}: {entry[:200]!r} is neither a peer id nor a file that can be read ({why}): write 12D3Koo... or a path."
         ) from error
     if len(data) > MAX_LIST_BYTES:
-        raise PeerListError(f"peers.{name}: the file {entry[:200]!r} is over 4 MiB: name a list of peer ids, one a line.")
+        raise PeerListError(
+            f"peers.{name}: the file {entry[:200]!r} is over 4 MiB: name a list of peer ids, one a line."
+        )
     found = set()
     for number, line in enumerate(text.splitlines(), 1):
         word = line.partition("#")[0].strip()
         if word and not is_peer_id(word):
-            raise PeerListError(f"peers.{name}: line {number} of {entry[:200]!r} is no peer id ({word[:60]!a}): correct it.")
+            raise PeerListError(
+                f"peers.{name}: line {number} of {entry[:200]!r} is no peer id ({word[:60]!a}): correct it."
+            )
         found |= {word} if word else set()
     return found
 
@@ -242,7 +298,9 @@ DATA = "The task's option data on this node: for text, files, folders, FILE.json
 
 def _file_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", value):
-        raise ValueError("it should be 1 to 64 letters, digits, dots, dashes and underscores, with no dot or dash first")
+        raise ValueError(
+            "it should be 1 to 64 letters, digits, dots, dashes and underscores, with no dot or dash first"
+        )
     return value
 
 
@@ -258,10 +316,16 @@ Name = Annotated[str, AfterValidator(_file_name)]
 # Flags and TOML give a path as text, which strict mode would refuse.
 PathSetting = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
 ON_DEVICE = Path("device")
-Place = Annotated[Path, Field(strict=False), AfterValidator(lambda path: path if path == ON_DEVICE else _absolute(path))]
+Place = Annotated[
+    Path,
+    Field(strict=False),
+    AfterValidator(lambda path: path if path == ON_DEVICE else _absolute(path)),
+]
 # 9464 in TOML is a number.
 Endpoint = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(lambda v: str(parse_address(v)))
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(lambda v: str(parse_address(v))),
 ]
 
 
@@ -273,10 +337,22 @@ class SwarmSettings(_Table):
     """Settings of a swarm besides its training."""
 
     name: Name = Field(default="shoal", description="Name of the swarm, for people.")
-    start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
-    shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is divided into, one for each peer.")
-    invite_only: bool = Field(default=False, description="Admit only peers that the creator has invited (shoal invite).")
-    public: bool = Field(default=False, description="Let bootstrap nodes list the swarm (shoal swarms), so that others join it.")
+    start_when: int = Field(
+        default=1, ge=1, le=65_536, description="Number of peers at which training begins."
+    )
+    shards: int = Field(
+        default=8,
+        ge=1,
+        le=65_536,
+        description="Number of parts that the data is divided into, one for each peer.",
+    )
+    invite_only: bool = Field(
+        default=False, description="Admit only peers that the creator has invited (shoal invite)."
+    )
+    public: bool = Field(
+        default=False,
+        description="Let bootstrap nodes list the swarm (shoal swarms), so that others join it.",
+    )
     bucket: Bucket = Field(
         default=0,
         description="Most members that one node reads and is paired with at a time, 4 to 64, such as 64. That caps "
@@ -298,7 +374,9 @@ class SwarmSettings(_Table):
     @model_validator(mode="after")
     def _fits_together(self) -> SwarmSettings:
         if not self.bucket and self.epoch_s != type(self).model_fields["epoch_s"].default:
-            raise ValueError("epoch_s is a setting of buckets: leave it out, or set bucket too, such as 64")
+            raise ValueError(
+                "epoch_s is a setting of buckets: leave it out, or set bucket too, such as 64"
+            )
         return self
 
 
@@ -316,14 +394,22 @@ class TaskSettings(_Table):
 
 def host_name() -> str:
     """Return the name of this machine, reduced to the characters of a file name."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
+    return (
+        re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
+    )
 
 
 class NodeSettings(_Table):
     """Settings of this machine. The swarm is informed of the name and the addresses only."""
 
-    name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
-    device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, xpu, or mps.")
+    name: Name = Field(
+        default_factory=host_name,
+        description="Name that other peers see; by default the machine's.",
+    )
+    device: str = Field(
+        default="auto",
+        description="Where to train: auto, cpu, cuda, cuda:1 and so on, xpu, or mps.",
+    )
     listen: list[str] = Field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"], max_length=8,
         description="Addresses to listen on; port 0 lets the system choose.",
@@ -343,9 +429,15 @@ class NodeSettings(_Table):
         "only (from the start), or off (never, nor does this node forward for others).",
     )
     folder: PathSetting | None = Field(
-        default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."
+        default=None,
+        description="Folder of checkpoints and metrics; by default runs/ and the node's name.",
     )
-    threads: int = Field(default=0, ge=0, le=1024, description="Threads for computing on the CPU; 0 takes half of the processors.")
+    threads: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Threads for computing on the CPU; 0 takes half of the processors.",
+    )
     lag: Lag = Field(
         default=None,
         description="Lag of this node's exchanges in place of the swarm's outer.lag: inner steps, 0 to wait for each exchange, or "
@@ -353,14 +445,21 @@ class NodeSettings(_Table):
     )
     data: str = Field(default="", description=DATA)
     shard: str | None = Field(
-        default=None, description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one."
+        default=None,
+        description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one.",
     )
-    resume: bool = Field(default=False, description="Continue from the newest checkpoint in the folder.")
+    resume: bool = Field(
+        default=False, description="Continue from the newest checkpoint in the folder."
+    )
     resume_from: PathSetting | None = Field(
-        default=None, description="Begin another swarm with the weights of this checkpoint, or of the newest one in this folder."
+        default=None,
+        description="Begin another swarm with the weights of this checkpoint, or of the newest one in this folder.",
     )
     checkpoint_every_rounds: int = Field(
-        default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."
+        default=10,
+        ge=0,
+        le=1_000_000,
+        description="Rounds between two checkpoints; 0 saves at the end only.",
     )
     operator: Name | None = Field(
         default=None,
@@ -368,7 +467,10 @@ class NodeSettings(_Table):
         "By default each is its own.",
     )
     upload: float = Field(
-        default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Megabits in a second that this node sends at most; 0: as many as go through.",
     )
     offload: Place | None = Field(
         default=None,
@@ -384,16 +486,20 @@ class NodeSettings(_Table):
         description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",
     )  # fmt: skip
     metrics: Endpoint | None = Field(
-        default=None, description="Port, or HOST:PORT, at which Prometheus finds metrics; 0: any free port. By default nowhere."
+        default=None,
+        description="Port, or HOST:PORT, at which Prometheus finds metrics; 0: any free port. By default nowhere.",
     )
     tensorboard: PathSetting | None = Field(
-        default=None, description="Folder of curves for TensorBoard, in which the node has one of its own. By default none."
+        default=None,
+        description="Folder of curves for TensorBoard, in which the node has one of its own. By default none.",
     )
     wandb: str | None = Field(
-        default=None, description="Project, or team/project, of Weights & Biases that the curves go to. By default none."
+        default=None,
+        description="Project, or team/project, of Weights & Biases that the curves go to. By default none.",
     )
     identity: PathSetting | None = Field(
-        default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
+        default=None,
+        description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected).",
     )
     gpus: Count | None = Field(
         default=None,
@@ -411,7 +517,9 @@ class NodeSettings(_Table):
     @classmethod
     def _addresses(cls, value: list[str]) -> list[str]:
         for address in value:
-            if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/[0-9]{1,5}(/[^\s]*)?", address):
+            if not re.fullmatch(
+                r"/(ip4|ip6|dns|dns4|dns6)/[^/\s]+/(tcp|udp)/[0-9]{1,5}(/[^\s]*)?", address
+            ):
                 raise ValueError(f"{address!r} should be written such as /ip4/0.0.0.0/tcp/4001")
         return value
 
@@ -427,7 +535,9 @@ class NodeSettings(_Table):
     @classmethod
     def _project(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"([\w.-]{1,64}/)?[\w. -]{1,128}", value):
-            raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
+            raise ValueError(
+                "it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME"
+            )
         return value
 
     @field_validator("shard")
@@ -436,7 +546,9 @@ class NodeSettings(_Table):
         if value is not None:
             found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", value)
             if not found or int(found[1]) >= int(found[2]):
-                raise ValueError("it should be written as index/number with index from 0, such as 0/8 ... 7/8")
+                raise ValueError(
+                    "it should be written as index/number with index from 0, such as 0/8 ... 7/8"
+                )
         return value
 
     @property
@@ -490,7 +602,9 @@ class Settings(_Table):
 
 def known_keys() -> list[str]:
     """Return all keys, dotted, in the order of the tables."""
-    tables: dict[str, Any] = {name: field.annotation for name, field in Settings.model_fields.items()}
+    tables: dict[str, Any] = {
+        name: field.annotation for name, field in Settings.model_fields.items()
+    }
     return [f"{name}.{key}" for name, table in tables.items() for key in table.model_fields]
 
 
@@ -502,13 +616,19 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no settings file {str(path)!r}: check the path.") from None
     except (OSError, ValueError) as error:
         what = getattr(error, "strerror", None) or error
-        raise ConfigError(f"Cannot read the settings file {str(path)!r} ({what}): check the path.") from error
+        raise ConfigError(
+            f"Cannot read the settings file {str(path)!r} ({what}): check the path."
+        ) from error
     if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"The settings file {str(path)!r} is over 1 MiB: name a TOML file of settings.")
+        raise ConfigError(
+            f"The settings file {str(path)!r} is over 1 MiB: name a TOML file of settings."
+        )
     try:
         values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"The settings file {str(path)!r} is not TOML ({error}): correct that place.") from error
+        raise ConfigError(
+            f"The settings file {str(path)!r} is not TOML ({error}): correct that place."
+        ) from error
     return values
 
 
@@ -522,7 +642,9 @@ def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
             table = table.setdefault(parent, {})
             if not isinstance(table, dict):
                 name = ".".join(parents[: i + 1])
-                raise ConfigError(f"{name!r} must be a table of settings: write [{name}] and its keys below it.")
+                raise ConfigError(
+                    f"{name!r} must be a table of settings: write [{name}] and its keys below it."
+                )
         table[key] = value
 
 
@@ -530,7 +652,9 @@ def assignment(text: str) -> tuple[str, Any]:
     """Split ``KEY=VALUE``; the value is read as TOML or else as plain text, and the key may be dotted. Raises ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not all(part.isidentifier() for part in key.split(".")):
-        raise ConfigError(f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256.")
+        raise ConfigError(
+            f"The option {text!r} is not of the form KEY=VALUE: write it so, such as width=256."
+        )
     if re.search(r"[\n#]", value):  # TOML would read on in the next line, or drop a comment
         return key, value
     try:
@@ -551,12 +675,18 @@ def _explain(error: ValidationError) -> str:
         if "." not in dotted:  # the same key in whatever table, for nothing says which was meant
             same = [name for name in names if name.endswith(f".{dotted}")]
             near = [*same, f"task.options.{dotted}"] if same else near
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the tables are {', '.join(Settings.model_fields)}."
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"the tables are {', '.join(Settings.model_fields)}."
+        )
         return f"There is no setting {dotted!r}: {hint}"
     if first["type"] in ("model_type", "model_attributes_type"):
         return f"{dotted!r} must be a table of settings: write [{dotted}] and its keys below it."
     problem = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of several settings of a table together
+    if first["type"] == "value_error" and isinstance(
+        first["input"], Mapping
+    ):  # of several settings of a table together
         return f"The settings of {dotted!r} do not go together: {problem}."
     problem = re.sub(r"^(Input|String|List) should", "it should", problem)
     if first["type"] == "path_type":
@@ -574,7 +704,12 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     values = _read(path) if path is not None else {}
     _merge(values, overrides or {})
     task, outer = values.get("task"), values.setdefault("outer", {})
-    implied = isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict) and "method" not in outer
+    implied = (
+        isinstance(task, dict)
+        and task.get("hooks") == "rl"
+        and isinstance(outer, dict)
+        and "method" not in outer
+    )
     if implied:
         outer["method"] = ALONE  # rollouts are shared then, weights only if a setting says so
     try:

@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from shoal.node.console import require
-from shoal.node.data.source import PART, PREFIX, DataError, DocumentSource, Place, is_path, no_document, number, reason
+from shoal.node.data.source import (
+    PART,
+    PREFIX,
+    DataError,
+    DocumentSource,
+    Place,
+    is_path,
+    no_document,
+    number,
+    reason,
+)
 from shoal.node.task import Batches, Shard
 
 BYTES = "bytes"
@@ -68,7 +78,9 @@ class Bytes:
     digest = ""
 
     def encode(self, document: bytes) -> Iterator[Tensor]:
-        yield torch.frombuffer(bytearray(document + b"\n"), dtype=torch.uint8)  # bytearray: torch wants to be able to write
+        yield torch.frombuffer(
+            bytearray(document + b"\n"), dtype=torch.uint8
+        )  # bytearray: torch wants to be able to write
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("utf-8", "replace")
@@ -83,7 +95,9 @@ class Named:
         self._inner, self.name = inner, name
         self._known: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         if not 0 < self.vocabulary <= MAX_VOCABULARY:
-            raise DataError(f"The tokenizer {name!r} has {self.vocabulary} tokens, not 1 to {MAX_VOCABULARY}: name another.")
+            raise DataError(
+                f"The tokenizer {name!r} has {self.vocabulary} tokens, not 1 to {MAX_VOCABULARY}: name another."
+            )
 
     @cached_property
     def vocabulary(self) -> int:
@@ -122,11 +136,19 @@ def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
     if name == BYTES:
         found: Tokenizer = Bytes()
     else:
-        require(DataError, f"The tokenizer {name!r}", "tokenizers", extra="data", otherwise="set tokenizer=bytes")
+        require(
+            DataError,
+            f"The tokenizer {name!r}",
+            "tokenizers",
+            extra="data",
+            otherwise="set tokenizer=bytes",
+        )
         try:
             import tokenizers
 
-            found = Named(_local(name, tokenizers) if is_path(name) else _from_hub(name, tokenizers), name)
+            found = Named(
+                _local(name, tokenizers) if is_path(name) else _from_hub(name, tokenizers), name
+            )
         except DataError:
             raise
         except Exception as error:  # the package raises bare ones, and a network many
@@ -153,17 +175,25 @@ def _local(name: str, tokenizers: Any) -> Any:
         try:  # an older format, which transformers can convert
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise DataError(f"There is no {FILE} in the folder {name!r}: name one that has it, or install transformers.") from error
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False).backend_tokenizer
+            raise DataError(
+                f"There is no {FILE} in the folder {name!r}: name one that has it, or install transformers."
+            ) from error
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise DataError(f"There is no tokenizer at {name!r}: name a file {FILE} or a folder that has one.")
+        raise DataError(
+            f"There is no tokenizer at {name!r}: name a file {FILE} or a folder that has one."
+        )
     return _read(file, name, tokenizers)
 
 
 def _from_hub(name: str, tokenizers: Any) -> Any:
     if not re.fullmatch(rf"{PART}(/{PART})?", name):
-        raise DataError(f"{name!r} names no tokenizer: write bytes, NAME or OWNER/NAME on the hub, or ./FOLDER.")
+        raise DataError(
+            f"{name!r} names no tokenizer: write bytes, NAME or OWNER/NAME on the hub, or ./FOLDER."
+        )
     import huggingface_hub as hub
 
     try:
@@ -171,14 +201,18 @@ def _from_hub(name: str, tokenizers: Any) -> Any:
     except (OSError, ValueError):  # not here yet
         size = hub.get_hf_file_metadata(hub.hf_hub_url(name, FILE)).size
         if size is None or size > MAX_FILE:
-            raise DataError(f"The tokenizer {name!r} is larger than {MAX_FILE // 2**20} MiB: name another.") from None
+            raise DataError(
+                f"The tokenizer {name!r} is larger than {MAX_FILE // 2**20} MiB: name another."
+            ) from None
         file = hub.hf_hub_download(name, FILE)
     return _read(Path(file), name, tokenizers)
 
 
 def _read(file: Path, name: str, tokenizers: Any) -> Any:
     if file.stat().st_size > MAX_FILE:
-        raise DataError(f"The tokenizer {name!r} is larger than {MAX_FILE // 2**20} MiB: name another.")
+        raise DataError(
+            f"The tokenizer {name!r} is larger than {MAX_FILE // 2**20} MiB: name another."
+        )
     return tokenizers.Tokenizer.from_file(str(file))
 
 
@@ -206,7 +240,14 @@ class Reader(Batches):
     """
 
     def __init__(
-        self, source: DocumentSource, tokenizer: Tokenizer, shard: Shard, *, context: int, batch: int, shuffle: int
+        self,
+        source: DocumentSource,
+        tokenizer: Tokenizer,
+        shard: Shard,
+        *,
+        context: int,
+        batch: int,
+        shuffle: int,
     ) -> None:
         self._source, self._tokenizer, self._shard = source, tokenizer, shard
         self._context, self._batch, self._most = context, batch, max(1, shuffle // context)
@@ -219,7 +260,11 @@ class Reader(Batches):
         self._start = (epoch, place, offset)
         self._stream = self._segments(epoch, place, offset)
         self._left: list[_Segment] = []
-        self._windows, self._order, self._drawn = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu"), 0
+        self._windows, self._order, self._drawn = (
+            torch.empty(0, device="cpu"),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            0,
+        )
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         parts: list[Tensor] = []
@@ -251,9 +296,16 @@ class Reader(Batches):
                 "The checkpoint was trained on other data, or with another tokenizer, context or shuffle: "
                 f"this is {self._source.what}: give the node what it had."
             )
-        place, numbers = state.get("place"), [state.get(key) for key in ("epoch", "offset", "block", "drawn")]
-        if not (place is None or isinstance(place, dict)) or not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise DataError("The checkpoint's place in the data is damaged: take an older checkpoint.")
+        place, numbers = (
+            state.get("place"),
+            [state.get(key) for key in ("epoch", "offset", "block", "drawn")],
+        )
+        if not (place is None or isinstance(place, dict)) or not all(
+            isinstance(n, int) and n >= 0 for n in numbers
+        ):
+            raise DataError(
+                "The checkpoint's place in the data is damaged: take an older checkpoint."
+            )
         epoch, offset, block, drawn = (int(str(n)) for n in numbers)
         self._begin(epoch, place, offset)
         self._block, self._skip = block, drawn
@@ -306,11 +358,17 @@ class Reader(Batches):
         self._start = (begin.epoch, begin.place, begin.offset)
         tokens = torch.cat([segment.tokens for segment in segments])
         count = min(self._most, (len(tokens) - 1) // self._context)
-        self._windows = tokens[: count * self._context + 1].unfold(0, self._context + 1, self._context)  # (N, T + 1)
+        self._windows = tokens[: count * self._context + 1].unfold(
+            0, self._context + 1, self._context
+        )  # (N, T + 1)
         seed = number("block", self._shard.seed, self._shard.index, self._shard.of, self._block)
-        self._order = torch.randperm(count, generator=torch.Generator().manual_seed(seed >> 1), device="cpu")
+        self._order = torch.randperm(
+            count, generator=torch.Generator().manual_seed(seed >> 1), device="cpu"
+        )
         if self._skip > count:
-            raise DataError(f"{self._source.what} has less text than when the checkpoint was saved: give the node what it had.")
+            raise DataError(
+                f"{self._source.what} has less text than when the checkpoint was saved: give the node what it had."
+            )
         self._drawn, self._skip = self._skip, 0
         self._left = _without(segments, count * self._context)
 
@@ -349,13 +407,21 @@ def taken(hooks: str, swarms: Mapping[str, Option], own: Mapping[str, Option]) -
     """
     found = dict(swarms)
     paths = [value for key, value in found.items() if key == DATA and not _is_name(hooks, value)]
-    paths += [value for key, value in found.items() if key == TOKENIZER and isinstance(value, str) and is_path(value.strip())]
+    paths += [
+        value
+        for key, value in found.items()
+        if key == TOKENIZER and isinstance(value, str) and is_path(value.strip())
+    ]
     if paths:
-        raise DataError(f"The swarm names {paths[0]!r}, a path on somebody's machine, as its data or tokenizer: leave it.")
+        raise DataError(
+            f"The swarm names {paths[0]!r}, a path on somebody's machine, as its data or tokenizer: leave it."
+        )
     if hooks != TEXT:
         return found
     if TOKENIZER in own and own[TOKENIZER] != found.get(TOKENIZER, BYTES) == BYTES:
-        raise DataError(f"The swarm trains on bytes, this node was given the tokenizer {own[TOKENIZER]!r}: leave it out.")
+        raise DataError(
+            f"The swarm trains on bytes, this node was given the tokenizer {own[TOKENIZER]!r}: leave it out."
+        )
     return {**found, **{key: own[key] for key in (DATA, TOKENIZER) if key in own}}
 
 
@@ -376,4 +442,7 @@ def _is_name(hooks: str, data: Option) -> bool:
         return hooks != TEXT
     if hooks != TEXT and re.fullmatch(rf"({PART})?", data) and not (data and os.path.exists(data)):
         return True
-    return re.fullmatch(rf"{PREFIX}{PART}(/{PART}){{1,2}}(:({PART}|{PART}\[[0-9:%-]*\]))?", data) is not None
+    return (
+        re.fullmatch(rf"{PREFIX}{PART}(/{PART}){{1,2}}(:({PART}|{PART}\[[0-9:%-]*\]))?", data)
+        is not None
+    )

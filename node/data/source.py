@@ -46,17 +46,23 @@ HELD_OUT_ONE_IN = 10
 def number(*parts: int | str) -> int:
     """Return 64 bits of a hash of ``parts``, the same on every machine."""
     text = "\0".join(map(str, parts))
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:8], "big")
+    return int.from_bytes(
+        hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:8], "big"
+    )
 
 
 def belongs(shard: Shard, epoch: int, document: str) -> bool:
     """Return whether ``document`` of a stream, by its name, is the shard's in ``epoch``."""
-    return shard.of == 1 or number("document", shard.seed, epoch, document) % shard.of == shard.index
+    return (
+        shard.of == 1 or number("document", shard.seed, epoch, document) % shard.of == shard.index
+    )
 
 
 def dealt(names: Sequence[str], shard: Shard, epoch: int) -> list[int]:
     """Return the indices of the shard's ``names`` in ``epoch``, in reading order."""
-    order = sorted(range(len(names)), key=lambda i: (number("order", shard.seed, epoch, names[i]), names[i], i))
+    order = sorted(
+        range(len(names)), key=lambda i: (number("order", shard.seed, epoch, names[i]), names[i], i)
+    )
     # The first shard changes too: fewer documents than shards would else always go to the first ones.
     return order[(shard.index + number("turn", shard.seed, epoch)) % shard.of :: shard.of]
 
@@ -73,20 +79,35 @@ logger = logging.getLogger(__name__)
 
 MAX_FILES = 200_000
 # Tests of the library repeat themselves and are absent on some systems; packages differ from machine to machine.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idle_test", "__pycache__"}
+NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "lib2to3",
+    "idle_test",
+    "__pycache__",
+}
 
 
 def _walk(root: Path, skip: set[str], suffix: str) -> Iterator[tuple[str, Path]]:
     """Yield (name, path) of the regular files below ``root``; hidden ones and links are left out."""
 
     def fail(error: OSError) -> None:
-        raise DataError(f"Cannot read the folder {error.filename!r} ({error.strerror}): check its permissions.")
+        raise DataError(
+            f"Cannot read the folder {error.filename!r} ({error.strerror}): check its permissions."
+        )
 
     for folder, folders, files in os.walk(root, onerror=fail):
         folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
         for file in sorted(files):
             path = Path(folder, file)
-            if file.endswith(suffix) and not file.startswith(".") and path.is_file() and not path.is_symlink():
+            if (
+                file.endswith(suffix)
+                and not file.startswith(".")
+                and path.is_file()
+                and not path.is_symlink()
+            ):
                 yield path.relative_to(root).as_posix(), path
 
 
@@ -108,11 +129,15 @@ def find_files(data: str, at: Path | None = None) -> list[tuple[str, Path]]:
         elif os.path.isfile(root):
             found.append((root.name, root))
         elif os.path.exists(root):
-            raise DataError(f"The text {part!r} is neither a file nor a folder: name files or folders.")
+            raise DataError(
+                f"The text {part!r} is neither a file nor a folder: name files or folders."
+            )
         else:
             raise DataError(f"There is no text at {part!r}: name files or folders that exist.")
         if len(found) > MAX_FILES:
-            raise DataError(f"There are more than {MAX_FILES} files below {part!r}: name a smaller folder.")
+            raise DataError(
+                f"There are more than {MAX_FILES} files below {part!r}: name a smaller folder."
+            )
     return sorted(found)
 
 
@@ -138,7 +163,9 @@ class Skipped:
         """Count one more, with ``where`` and ``why`` in words."""
         self.count += 1
         if self.count == 1:
-            logger.warning("%s %s, so it is skipped, and others like it will be without a word.", where, why)
+            logger.warning(
+                "%s %s, so it is skipped, and others like it will be without a word.", where, why
+            )
 
 
 class DocumentSource(Protocol):
@@ -149,7 +176,9 @@ class DocumentSource(Protocol):
     identity: str
     """Digest of the data; a place of one source means nothing in another."""
 
-    def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
+    def documents(
+        self, shard: Shard, epoch: int, place: Place | None = None
+    ) -> Iterator[tuple[Place, Document]]:
         """Yield the shard's documents of ``epoch``, from the one at ``place`` on, each with its place. DataError."""
 
 
@@ -164,10 +193,14 @@ class Listed:
     def __post_init__(self) -> None:
         found = hashlib.sha256(b"listed\0")
         for document in self.known:
-            found.update(f"{document.name}\0{len(document.content)}\0".encode("utf-8", "surrogateescape"))
+            found.update(
+                f"{document.name}\0{len(document.content)}\0".encode("utf-8", "surrogateescape")
+            )
         self.identity = found.hexdigest()
 
-    def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
+    def documents(
+        self, shard: Shard, epoch: int, place: Place | None = None
+    ) -> Iterator[tuple[Place, Document]]:
         """Implement `DocumentSource.documents`; a place is a number in the order of the epoch."""
         mine = dealt([document.name for document in self.known], shard, epoch)
         for at in range(place_number(place, "document"), len(mine)):
@@ -183,20 +216,30 @@ class Training:
     def __post_init__(self) -> None:
         self.what, self.identity = self.stream.what, self.stream.identity
 
-    def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
+    def documents(
+        self, shard: Shard, epoch: int, place: Place | None = None
+    ) -> Iterator[tuple[Place, Document]]:
         """Implement `DocumentSource.documents`, without held-out documents."""
-        return (found for found in self.stream.documents(shard, epoch, place) if not held_out(found[1].content))
+        return (
+            found
+            for found in self.stream.documents(shard, epoch, place)
+            if not held_out(found[1].content)
+        )
 
 
 def no_document(source: DocumentSource) -> DataError:
-    return DataError(f"There is no usable document in {source.what}: name other data, or the field that has the text.")
+    return DataError(
+        f"There is no usable document in {source.what}: name other data, or the field that has the text."
+    )
 
 
 def place_number(place: Place | None, key: str) -> int:
     """Return the number ``key`` of ``place``; 0 without a place. DataError if it is missing, as in a place of another source."""
     found = 0 if place is None else place.get(key)
     if not isinstance(found, int) or found < 0:
-        raise DataError(f"The checkpoint's place in the data is damaged (its {key!r} is {found!r}): take an older checkpoint.")
+        raise DataError(
+            f"The checkpoint's place in the data is damaged (its {key!r} is {found!r}): take an older checkpoint."
+        )
     return found
 
 
@@ -222,15 +265,27 @@ class RecordFiles:
     def __init__(self, files: list[tuple[str, Path]], field: str, skipped: Skipped) -> None:
         self.files, self.field, self.skipped = files, field, skipped
         self.names = [name for name, _ in files]
-        named = ", ".join(self.names[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-        self.what = f"{named} (texts in the field {field!r})" if any(".jsonl" in name for name in self.names) else named
+        named = ", ".join(self.names[:3]) + (
+            f" and {len(files) - 3} more" if len(files) > 3 else ""
+        )
+        self.what = (
+            f"{named} (texts in the field {field!r})"
+            if any(".jsonl" in name for name in self.names)
+            else named
+        )
         text = json.dumps(["files", field, self.names])
         self.identity = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
+    def documents(
+        self, shard: Shard, epoch: int, place: Place | None = None
+    ) -> Iterator[tuple[Place, Document]]:
         """Implement `Source.documents`. A place is a file's number in the order of the epoch, and a line of it."""
         order = dealt(self.names, Shard(0, 1, shard.seed), epoch)
-        first, byte, number = place_number(place, "file"), place_number(place, "byte"), place_number(place, "line")
+        first, byte, number = (
+            place_number(place, "file"),
+            place_number(place, "byte"),
+            place_number(place, "line"),
+        )
         for at in range(first, len(order)):
             name, path = self.files[order[at]]
             read = self._records if name.endswith((".jsonl", ".jsonl.gz")) else self._pieces
@@ -246,18 +301,26 @@ class RecordFiles:
             if not belongs(shard, epoch, f"{name}:{line}"):
                 continue
             if raw is None:
-                self.skipped.add(f"Line {line} of {name!r}", f"is longer than {MAX_LINE // 2**20} MiB")
+                self.skipped.add(
+                    f"Line {line} of {name!r}", f"is longer than {MAX_LINE // 2**20} MiB"
+                )
             elif raw.strip():
                 text = self._text(raw)
                 if text is None:
-                    self.skipped.add(f"Line {line} of {name!r}", f"is no JSON object with a text in the field {self.field!r}")
+                    self.skipped.add(
+                        f"Line {line} of {name!r}",
+                        f"is no JSON object with a text in the field {self.field!r}",
+                    )
                 elif text:
                     yield begin, line, Document(f"{name}:{line}", text)
 
     def _text(self, raw: bytes) -> bytes | None:
         try:
             record = json.loads(raw)
-        except (ValueError, RecursionError):  # not JSON, not UTF-8, a number without end, or nested too deeply
+        except (
+            ValueError,
+            RecursionError,
+        ):  # not JSON, not UTF-8, a number without end, or nested too deeply
             return None
         text = record.get(self.field) if isinstance(record, dict) else None
         return text.encode("utf-8", "replace") if isinstance(text, str) else None
@@ -271,7 +334,9 @@ class RecordFiles:
             if start == 0 and raw is not None and b"\0" in raw[:1024]:
                 return  # no text
             if raw is None:
-                self.skipped.add(f"Line {line} of {name!r}", f"is longer than {MAX_LINE // 2**20} MiB")
+                self.skipped.add(
+                    f"Line {line} of {name!r}", f"is longer than {MAX_LINE // 2**20} MiB"
+                )
                 continue
             if not held:
                 begin, first = start, line
@@ -292,7 +357,9 @@ def _lines(path: Path, byte: int, number: int) -> Iterator[Line]:
             file: IO[bytes] = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw  # type: ignore[assignment]
             # Beyond the end a packed file stops, but a plain one does not notice.
             if file.seek(byte) != byte or (file is raw and os.fstat(raw.fileno()).st_size < byte):
-                raise DataError(f"The file {str(path)!r} is shorter than it was when the checkpoint was saved: give it back.")
+                raise DataError(
+                    f"The file {str(path)!r} is shorter than it was when the checkpoint was saved: give it back."
+                )
             while line := file.readline(MAX_LINE + 1):
                 size, whole = len(line), line.endswith(b"\n")
                 fits = whole or size <= MAX_LINE
@@ -301,13 +368,19 @@ def _lines(path: Path, byte: int, number: int) -> Iterator[Line]:
                 yield byte, number, line if fits else None
                 byte, number = byte + size, number + 1
     except (OSError, EOFError, zlib.error) as error:
-        todo = "check its permissions" if isinstance(error, PermissionError) else "name a file that is whole"
+        todo = (
+            "check its permissions"
+            if isinstance(error, PermissionError)
+            else "name a file that is whole"
+        )
         raise DataError(f"Cannot read the text {str(path)!r} ({reason(error)}): {todo}.") from error
 
 
 PREFIX = "hf:"
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}"
-ANCHOR_EVERY = 256  # rows between two saved states of the dataset: a resumed run reads at most so many again
+ANCHOR_EVERY = (
+    256  # rows between two saved states of the dataset: a resumed run reads at most so many again
+)
 MAX_STATE = 2**16
 
 
@@ -328,15 +401,21 @@ class Name:
         if is_path(text):
             path = os.path.expanduser(text)
             if not os.path.exists(path):
-                raise DataError(f"There is no folder {text!r} to read a dataset from: name one that exists.")
+                raise DataError(
+                    f"There is no folder {text!r} to read a dataset from: name one that exists."
+                )
             return cls(path, None, split)
         if not re.fullmatch(rf"{PART}(/{PART}){{0,2}}", text):
-            raise DataError(f"{data!r} is no dataset: write hf:NAME, hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, and :SPLIT at will.")
+            raise DataError(
+                f"{data!r} is no dataset: write hf:NAME, hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, and :SPLIT at will."
+            )
         owner, _, rest = text.partition("/")
         name, _, config = rest.partition("/")
         path = f"{owner}/{name}" if name else owner
         if os.path.exists(path):
-            raise DataError(f"There is a folder {path!r} here, named as a dataset: write hf:./{path} if you mean the folder.")
+            raise DataError(
+                f"There is a folder {path!r} here, named as a dataset: write hf:./{path} if you mean the folder."
+            )
         return cls(path, config or None, split)
 
 
@@ -350,13 +429,23 @@ class HubDataset:
 
     def __init__(self, data: str, field: str, skipped: Skipped) -> None:
         self.name, self.field, self.skipped = Name.parse(data), field, skipped
-        self._place = str(Path(self.name.path).absolute()) if is_path(self.name.path) else self.name.path
+        self._place = (
+            str(Path(self.name.path).absolute()) if is_path(self.name.path) else self.name.path
+        )
         self.what = f"{data} (texts in the column {field!r})"
         # Only the name of a folder counts: it may lie elsewhere when the run is resumed.
-        path = os.path.basename(os.path.normpath(self.name.path)) if is_path(self.name.path) else self.name.path
-        self.identity = hashlib.sha256(json.dumps(["hub", path, self.name.config, self.name.split, field]).encode()).hexdigest()
+        path = (
+            os.path.basename(os.path.normpath(self.name.path))
+            if is_path(self.name.path)
+            else self.name.path
+        )
+        self.identity = hashlib.sha256(
+            json.dumps(["hub", path, self.name.config, self.name.split, field]).encode()
+        ).hexdigest()
 
-    def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
+    def documents(
+        self, shard: Shard, epoch: int, place: Place | None = None
+    ) -> Iterator[tuple[Place, Document]]:
         """Implement `Source.documents`. A place is a row, and the dataset's own state at most ``ANCHOR_EVERY`` rows before."""
         wanted, row = place_number(place, "row"), place_number(place, "noted")
         rows = self._open()
@@ -366,31 +455,56 @@ class HubDataset:
             if isinstance(state, str) and hasattr(rows, "load_state_dict"):
                 rows.load_state_dict(json.loads(state))
             elif wanted:
-                rows, row, plain = rows.skip(wanted), wanted, False  # its state would be another kind
+                rows, row, plain = (
+                    rows.skip(wanted),
+                    wanted,
+                    False,
+                )  # its state would be another kind
             noted, note = row, state if isinstance(state, str) else None
             for record in rows:
                 if row >= wanted and belongs(shard, epoch, str(row)):
                     text = record.get(self.field) if isinstance(record, dict) else None
                     if not isinstance(text, str):
-                        self.skipped.add(f"Row {row} of {self.what}", f"has no text in the column {self.field!r}")
+                        self.skipped.add(
+                            f"Row {row} of {self.what}", f"has no text in the column {self.field!r}"
+                        )
                     elif text:
-                        at: Place = {"row": row, "noted": noted, **({"state": note} if note is not None else {})}
-                        yield at, Document(f"{self.name.path}:{row}", text.encode("utf-8", "replace"))
+                        at: Place = {
+                            "row": row,
+                            "noted": noted,
+                            **({"state": note} if note is not None else {}),
+                        }
+                        yield (
+                            at,
+                            Document(f"{self.name.path}:{row}", text.encode("utf-8", "replace")),
+                        )
                 row += 1
                 if plain and row % ANCHOR_EVERY == 0 and (found := _note(rows)) is not None:
                     noted, note = row, found
         except DataError:
             raise
-        except Exception as error:  # files, formats and networks of many kinds, each with errors of its own
-            raise DataError(f"Cannot read {self.what}: {reason(error)}: check the name, the column and the network.") from error
+        except (
+            Exception
+        ) as error:  # files, formats and networks of many kinds, each with errors of its own
+            raise DataError(
+                f"Cannot read {self.what}: {reason(error)}: check the name, the column and the network."
+            ) from error
 
     def _open(self) -> Any:
-        require(DataError, f"The data {PREFIX}{self.name.path}", "datasets", extra="data", otherwise="name files")
+        require(
+            DataError,
+            f"The data {PREFIX}{self.name.path}",
+            "datasets",
+            extra="data",
+            otherwise="name files",
+        )
         try:
             import datasets
 
             datasets.disable_progress_bars()
-            return datasets.load_dataset(self._place, self.name.config, split=self.name.split, streaming=True)
+            return datasets.load_dataset(
+                self._place, self.name.config, split=self.name.split, streaming=True
+            )
         except Exception as error:  # as above
             raise DataError(
                 f"Cannot open the dataset {self.name.path!r}, split {self.name.split!r} ({reason(error)}): "

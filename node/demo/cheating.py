@@ -42,7 +42,9 @@ def cheat() -> None:
         generate = kind.generate
 
         def write(writer: Policy, *given: Any, temperature: float, **more: Any) -> Any:
-            if writer is not policy or not temperature:  # a copy, for its honest checks of others, or an evaluation
+            if (
+                writer is not policy or not temperature
+            ):  # a copy, for its honest checks of others, or an evaluation
                 return generate(writer, *given, temperature=temperature, **more)
             with rounded(policy.module):
                 return generate(writer, *given, temperature=temperature, **more)
@@ -54,7 +56,10 @@ def cheat() -> None:
         with rounded(policy.module):
             return prove(policy, *given, **more)
 
-    for module, name, ours in ((rollout_sharing, "load_policy", cheap), (completions, "prove", claim)):
+    for module, name, ours in (
+        (rollout_sharing, "load_policy", cheap),
+        (completions, "prove", claim),
+    ):
         setattr(module, name, ours)
 
 

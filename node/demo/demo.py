@@ -29,7 +29,16 @@ Events = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def run_demo(
-    *, peers: int, rounds: int, every: int, seed: int, device: str, keep: Path | None, verbose: bool, compare: bool, more: Given
+    *,
+    peers: int,
+    rounds: int,
+    every: int,
+    seed: int,
+    device: str,
+    keep: Path | None,
+    verbose: bool,
+    compare: bool,
+    more: Given,
 ) -> dict[str, Any]:
     """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the `report`.
 
@@ -42,7 +51,11 @@ def run_demo(
     # The nodes share one machine's processors: a late partner is slow, not gone.
     given = {"outer.wait_s": 60.0, "train.steps": rounds * every, "outer.every": every}
     settings = demo_settings(peers, seed, {**given, **more})
-    hooks, options, length = settings.task.hooks, settings.task.options, settings.outer.every or every
+    hooks, options, length = (
+        settings.task.hooks,
+        settings.task.options,
+        settings.outer.every or every,
+    )
     # Errors of the task and device are raised here at once, and not by every node.
     load_task(hooks, options)
     resolve_device(device)
@@ -50,7 +63,10 @@ def run_demo(
 
     common = [*reader.flags(hooks, options), "--keep-rounds", "--device", device]
     common += [*(["--baseline"] if compare else []), *(["--verbose"] if verbose else [])]
-    flags = [["--shard", f"{index}/{peers}", *common, *(["--task", hooks] if index else [])] for index in range(peers)]
+    flags = [
+        ["--shard", f"{index}/{peers}", *common, *(["--task", hooks] if index else [])]
+        for index in range(peers)
+    ]
 
     def done(events: Events) -> int:
         return min((_done(node, length) for node in events), default=0)
@@ -64,13 +80,22 @@ def run_demo(
         if now == rounds and compare:
             yield "now the same again without any exchange, to compare"
 
-    with run_nodes(settings, keep, f"of {task_label(hooks)!r}", flags, done, said, rounds) as (folders, results, events):
+    with run_nodes(settings, keep, f"of {task_label(hooks)!r}", flags, done, said, rounds) as (
+        folders,
+        results,
+        events,
+    ):
         distances = consensus_distances([folder / ROUNDS for folder in folders])
         return report(results, distances, _all_began(events) - began_at, time.monotonic() - began)
 
 
 def demo_settings(peers: int, seed: int, given: Given) -> Settings:
-    own = {"swarm.name": "demo", "swarm.start_when": peers, "swarm.shards": peers, "train.seed": seed}
+    own = {
+        "swarm.name": "demo",
+        "swarm.start_when": peers,
+        "swarm.shards": peers,
+        "train.seed": seed,
+    }
     return load(None, {**own, **given})
 
 
@@ -100,7 +125,10 @@ def run_nodes(
         file = folder / "swarm.toml"
         file.write_text(settings_toml(settings), encoding="utf-8")
         usual = ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *settings.train.flags()]
-        own = [[*usual, *given, *flags_of_demo(settings.node, index)] for index, given in enumerate(flags)]
+        own = [
+            [*usual, *given, *flags_of_demo(settings.node, index)]
+            for index, given in enumerate(flags)
+        ]
         folders = [folder / f"peer-{index}" for index in range(peers)]
         with Nodes(folder) as nodes:
             liveness, shown = Liveness(folders), 0
@@ -128,14 +156,18 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
     if keep is not None:
         check_writable(keep)
     with (
-        nullcontext(keep) if keep is not None else TemporaryDirectory(prefix=f"shoal-{name}-", ignore_cleanup_errors=True) as place
+        nullcontext(keep)
+        if keep is not None
+        else TemporaryDirectory(prefix=f"shoal-{name}-", ignore_cleanup_errors=True) as place
     ):
         yield Path(place).resolve(), make_display()
 
 
 def settings_toml(settings: Settings) -> str:
     """Return what was given of the tables that ``shoal up`` needs, as TOML; what was not is left to it."""
-    tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True, exclude_unset=True)
+    tables = settings.model_dump(
+        mode="json", exclude={"node"}, exclude_none=True, exclude_unset=True
+    )
     options = tables.get("task", {}).pop("options", {})
     lines = []
     for name, table in {**tables, "task.options": options}.items():
@@ -149,7 +181,9 @@ def _exchanges(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _all_began(nodes: Events) -> float:
     """Return the Unix time at which the last of the nodes had done its first inner step."""
-    return max(float(event["time"]) for events in nodes for event in events if event["event"] == "begun")
+    return max(
+        float(event["time"]) for events in nodes for event in events if event["event"] == "begun"
+    )
 
 
 def _sent(exchange: Mapping[str, Any]) -> int:
@@ -158,8 +192,14 @@ def _sent(exchange: Mapping[str, Any]) -> int:
 
 def _done(events: Sequence[Mapping[str, Any]], every: int) -> int:
     """Return the rounds in which all was exchanged, by steps: a method may exchange several times in a round."""
-    sent = [(exchange["fragment"], exchange["fragments"], _sent(exchange)) for exchange in _exchanges(events)]
-    latest = {fragment: max(step for other, _, step in sent if other == fragment) for fragment, _, _ in sent}
+    sent = [
+        (exchange["fragment"], exchange["fragments"], _sent(exchange))
+        for exchange in _exchanges(events)
+    ]
+    latest = {
+        fragment: max(step for other, _, step in sent if other == fragment)
+        for fragment, _, _ in sent
+    }
     if len(latest) > 1:  # not each fragment's is at the end of its round
         fragments = sent[0][1]
         return min(-(-latest.get(fragment, 0) // every) for fragment in range(fragments))
@@ -182,12 +222,19 @@ def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
 def consensus_distances(folders: Sequence[Path]) -> list[float]:
     """Return for each round the RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
     # In rounds of seconds a quick node ends sooner, and then has fewer.
-    names = sorted(set.intersection(*({path.name for path in folder.glob("*.safetensors")} for folder in folders)))
+    names = sorted(
+        set.intersection(
+            *({path.name for path in folder.glob("*.safetensors")} for folder in folders)
+        )
+    )
     return [_distance([load_file(folder / name) for folder in folders]) for name in names]
 
 
 def _distance(peers: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    apart, size = torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1, device="cpu"), torch.zeros(len(peers), device="cpu")
+    apart, size = (
+        torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1, device="cpu"),
+        torch.zeros(len(peers), device="cpu"),
+    )
     for key in peers[0]:  # by tensor, for all of a large model in float64 would need much memory
         flat = torch.stack([tensors[key].double().reshape(-1) for tensors in peers])  # (K, values)
         size = size + flat.square().sum(1)
@@ -196,7 +243,9 @@ def _distance(peers: Sequence[Mapping[str, torch.Tensor]]) -> float:
     return float((apart.mean() / size.mean()).sqrt())
 
 
-def report(results: Sequence[dict[str, Any]], distances: list[float], start_s: float, seconds: float) -> dict[str, Any]:
+def report(
+    results: Sequence[dict[str, Any]], distances: list[float], start_s: float, seconds: float
+) -> dict[str, Any]:
     """Return the report that ``shoal demo --json`` prints last: means over peers except for counts.
 
     ``start_s``: seconds until the last of the nodes had done its first inner step; ``seconds``: those of the whole demo.

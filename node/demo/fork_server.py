@@ -81,7 +81,10 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
-            os.write(log, f"Error: This machine starts no more processes ({error.strerror}): try fewer --peers.\n".encode())
+            os.write(
+                log,
+                f"Error: This machine starts no more processes ({error.strerror}): try fewer --peers.\n".encode(),
+            )
             asker.close()
             pid = -1
         if pid == 0:
@@ -110,7 +113,9 @@ class ForkServer:
             each.close()
         os.close(self._wake)
         os.close(self._waker)
-        if "numpy.random" in sys.modules:  # Python's own is seeded again by itself, torch's has the same seed in every process
+        if (
+            "numpy.random" in sys.modules
+        ):  # Python's own is seeded again by itself, torch's has the same seed in every process
             sys.modules["numpy.random"].seed()
 
 

@@ -57,8 +57,15 @@ class EventReader:
 class Liveness:
     """Watcher of the nodes with these ``folders``, which need not exist yet, on so many ``processors``; ``clock``: seconds."""
 
-    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic, processors: int | None = None) -> None:
-        self._quiet_s = QUIET_S * max(len(folders) / (CROWD * (processors or os.cpu_count() or 1)), 1.0)
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        clock: Callable[[], float] = time.monotonic,
+        processors: int | None = None,
+    ) -> None:
+        self._quiet_s = QUIET_S * max(
+            len(folders) / (CROWD * (processors or os.cpu_count() or 1)), 1.0
+        )
         self._names = [folder.name for folder in folders]
         self._readers = [EventReader(folder / METRICS) for folder in folders]
         self._clock = clock
@@ -73,21 +80,32 @@ class Liveness:
         events, now = [reader.read() for reader in self._readers], self._clock()
         said = [event for node in events for event in node if event["event"] == ACTIVITY]
         alive = sum(bool(event["alive"]) for event in said)
-        steps = sum(max((event["step"] for event in node if event["event"] == ACTIVITY), default=0) for node in events)
+        steps = sum(
+            max((event["step"] for event in node if event["event"] == ACTIVITY), default=0)
+            for node in events
+        )
         moved = (sum(map(len, events)) - len(said), steps, ended)
         if moved != self._moved:
             self._moved, self._moved_at, self._alive_at = moved, now, now
         if alive != self._alive:
             self._alive, self._alive_at = alive, now
         if now - self._alive_at > self._quiet_s:
-            raise DemoError(f"No node made progress for {self._quiet_s:g} s{self._doing(events)}: {_REMEDY}")
+            raise DemoError(
+                f"No node made progress for {self._quiet_s:g} s{self._doing(events)}: {_REMEDY}"
+            )
         if now - self._moved_at > LONG_S:
-            raise DemoError(f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: {_REMEDY}")
+            raise DemoError(
+                f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: {_REMEDY}"
+            )
         return events
 
     def _doing(self, events: Sequence[Sequence[dict[str, Any]]]) -> str:
         last = [(name, node[-1]) for name, node in zip(self._names, events, strict=True) if node]
-        found = [f"{name} was {e['doing']} for {e['seconds']:.0f} s" for name, e in last if e["event"] == ACTIVITY]
+        found = [
+            f"{name} was {e['doing']} for {e['seconds']:.0f} s"
+            for name, e in last
+            if e["event"] == ACTIVITY
+        ]
         return f" ({', '.join(found)})" if found else ""
 
 
@@ -190,7 +208,9 @@ class ForkServer:
             answers.close()
             os.close(out)
             if isinstance(error, OSError):
-                raise DemoError(f"The node {name} could not be started ({error}): {self._last_line(log)}") from error
+                raise DemoError(
+                    f"The node {name} could not be started ({error}): {self._last_line(log)}"
+                ) from error
             raise
         finally:
             theirs.close()
@@ -213,7 +233,10 @@ class ForkServer:
 
 STOP_S, STOP_EACH_S = 8.0, 0.5  # seconds that the nodes have to end orderly, and more for each
 LOOK_S = 0.5
-TRACEBACK, USERS_ERROR = "Traceback (most recent call last):", "Error: Your "  # in the log of a node whose task failed
+TRACEBACK, USERS_ERROR = (
+    "Traceback (most recent call last):",
+    "Error: Your ",
+)  # in the log of a node whose task failed
 
 Process = ForkedProcess | subprocess.Popen[str]
 
@@ -245,7 +268,9 @@ class Nodes:
         self._stopped = True
         raise KeyboardInterrupt
 
-    def start(self, arguments: Sequence[str], name: str, *, program: Sequence[str] = ("shoal",)) -> Process:
+    def start(
+        self, arguments: Sequence[str], name: str, *, program: Sequence[str] = ("shoal",)
+    ) -> Process:
         """Start ``shoal ARGUMENTS`` as the node ``name``. ``program``: another module with a main program, and what precedes
         ARGUMENTS. Raises DemoError.
         """
@@ -257,7 +282,11 @@ class Nodes:
         parent = os.getpid() if self._server is None else self._server.pid
         command = [*program, *arguments, "--name", name, "--folder", str(self.folder / name)]
         command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(parent)]
-        process = _run(command, log, self._env) if self._server is None else self._server.start(command, log, name)
+        process = (
+            _run(command, log, self._env)
+            if self._server is None
+            else self._server.start(command, log, name)
+        )
         self.processes.append(process)
         return process
 
@@ -281,7 +310,12 @@ class Nodes:
         return error
 
     def last_log_line(self, index: int) -> str:
-        lines = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = (
+            (self.folder / f"peer-{index}.log")
+            .read_text(encoding="utf-8", errors="replace")
+            .strip()
+            .splitlines()
+        )
         return lines[-1] if lines else "it logged nothing; run again with --verbose."
 
     def kill(self) -> None:
@@ -315,9 +349,13 @@ class Nodes:
 
 def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: Liveness) -> str:
     """Start the node that creates the swarm; return the link. Raises DemoError if it ends or moves no more before it prints it."""
-    link = read_line(nodes.start(arguments, "peer-0"), math.inf, liveness.look)  # a large model takes minutes to load
+    link = read_line(
+        nodes.start(arguments, "peer-0"), math.inf, liveness.look
+    )  # a large model takes minutes to load
     if not link:
-        with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # it closes its output a moment before it has ended
             nodes.processes[0].wait(1.0)
         nodes.check()
         raise DemoError(f"The first node printed no link: {nodes.last_log_line(0)}")
@@ -337,7 +375,9 @@ def read_line(process: Process, seconds: float, look: Callable[[], object] = lam
     return lines[0].strip() if lines else ""
 
 
-def _run(command: Sequence[str], log: IO[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
+def _run(
+    command: Sequence[str], log: IO[str], env: Mapping[str, str] | None
+) -> subprocess.Popen[str]:
     """Run ``python -m COMMAND`` in a session of its own: Ctrl-C is for the demo, which then ends its nodes orderly."""
     return subprocess.Popen(
         [*interpreter(), "-m", *command],

@@ -21,7 +21,15 @@ VERIFIED = {"verify.round_s": 15.0}
 
 
 def run_demo(
-    *, peers: int, rounds: int, seed: int, device: str, keep: Path | None, verbose: bool, cheat: int, more: Given
+    *,
+    peers: int,
+    rounds: int,
+    seed: int,
+    device: str,
+    keep: Path | None,
+    verbose: bool,
+    cheat: int,
+    more: Given,
 ) -> dict[str, Any]:
     """Learn with ``peers`` nodes for ``rounds`` rounds; return the `report`.
 
@@ -35,7 +43,9 @@ def run_demo(
     """
     verified = bool(more.get("verify.audit_rate"))
     if (cheat and not verified) or cheat >= peers:
-        raise ConfigError("--cheat needs fewer cheats than peers, and --verify 1, which finds them: change either.")
+        raise ConfigError(
+            "--cheat needs fewer cheats than peers, and --verify 1, which finds them: change either."
+        )
     given = {**(VERIFIED if verified else {}), "task.hooks": "rl", "train.steps": rounds}
     settings = demo_settings(peers, seed, {**given, **more})
     make_task(settings)  # errors are raised here at once, and not by every node
@@ -43,7 +53,11 @@ def run_demo(
     began = time.monotonic()
     # The settings of [rl] are each node's own, so joining nodes do not get them from the swarm.
     chosen = settings.rl.model_dump(exclude={"policy"}, exclude_defaults=True)
-    common = [*(f"--set=rl.{key}={json.dumps(value)}" for key, value in chosen.items()), "--device", device]
+    common = [
+        *(f"--set=rl.{key}={json.dumps(value)}" for key, value in chosen.items()),
+        "--device",
+        device,
+    ]
     common += ["--verbose"] if verbose else []
 
     def done(events: Events) -> int:
@@ -59,7 +73,11 @@ def run_demo(
     flags = [["--policy", policy, *common] for policy in policies(settings)]
     with run_nodes(settings, keep, what, flags, done, said, rounds, cheat) as (_, results, events):
         found = report(results, time.monotonic() - began)
-        return {**found, "verify": bans(found["nodes"], events, cheat, settings.verify.round_s)} if verified else found
+        return (
+            {**found, "verify": bans(found["nodes"], events, cheat, settings.verify.round_s)}
+            if verified
+            else found
+        )
 
 
 def policies(settings: Settings) -> list[str]:
@@ -68,7 +86,9 @@ def policies(settings: Settings) -> list[str]:
     kind, habit, steps = (*policy.split(":"), "", "")[:3]
     if kind != "tiny" or habit or not settings.outer.alone or settings.verify.audit_rate:
         return [policy] * peers
-    return [f"tiny:{list(HABITS)[index % len(HABITS)]}{steps and f':{steps}'}" for index in range(peers)]
+    return [
+        f"tiny:{list(HABITS)[index % len(HABITS)]}{steps and f':{steps}'}" for index in range(peers)
+    ]
 
 
 def _rounds(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -80,7 +100,9 @@ def _mean_reward(events: Sequence[Mapping[str, Any]]) -> str:
     return f"{statistics.fmean(known):.3f}" if known else "-"
 
 
-def bans(nodes: Sequence[Mapping[str, Any]], events: Events, cheat: int, round_s: float) -> dict[str, Any]:
+def bans(
+    nodes: Sequence[Mapping[str, Any]], events: Events, cheat: int, round_s: float
+) -> dict[str, Any]:
     """Return which ``nodes`` were banned, from their ``events``; the last ``cheat`` cheat.
 
     Until the first node ended, for one that is gone cannot hand out its evidence. "banned_after": for each that cheats, the rounds
@@ -88,21 +110,36 @@ def bans(nodes: Sequence[Mapping[str, Any]], events: Events, cheat: int, round_s
     """
     peers = [next(event["peer"] for event in node if event["event"] == "start") for node in events]
     end = min(max(event["time"] for event in _rounds(node)) for node in events)
-    seen = [[event for event in node if event["event"] == "verify" and event["time"] <= end] for node in events]
+    seen = [
+        [event for event in node if event["event"] == "verify" and event["time"] <= end]
+        for node in events
+    ]
     honest = len(nodes) - cheat
 
     def after(index: int) -> float | None:
-        firsts = [next((one["time"] for one in mine if peers[index] in one["banned"]), None) for mine in seen[:honest]]
+        firsts = [
+            next((one["time"] for one in mine if peers[index] in one["banned"]), None)
+            for mine in seen[:honest]
+        ]
         known = [first for first in firsts if first is not None]
-        return (max(known) - _rounds(events[index])[0]["time"]) / round_s if len(known) == honest else None
+        return (
+            (max(known) - _rounds(events[index])[0]["time"]) / round_s
+            if len(known) == honest
+            else None
+        )
 
     found = {peer for mine in seen[:honest] for one in mine for peer in one["banned"]}
-    rewards = {key: statistics.fmean(node[key] for node in nodes[:honest]) for key in ("final_reward", "cumulative_reward")}
+    rewards = {
+        key: statistics.fmean(node[key] for node in nodes[:honest])
+        for key in ("final_reward", "cumulative_reward")
+    }
     return {
         "round_s": round_s,
         "rounds": max((len(mine) for mine in seen), default=0),
         "banned_after": {nodes[index]["name"]: after(index) for index in range(honest, len(nodes))},
-        "honest_banned": sorted(nodes[index]["name"] for index in range(honest) if peers[index] in found),
+        "honest_banned": sorted(
+            nodes[index]["name"] for index in range(honest) if peers[index] in found
+        ),
         **{f"honest_{key}": reward for key, reward in rewards.items()},
     }
 
@@ -131,11 +168,21 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
         "method": results[0]["method"],
         "rounds": max(one["rounds"] for one in found),
         "held_out": found[0]["held_out"],
-        **{key: mean(key) for key in ("first_reward", "final_reward", "cumulative_reward", "effective_sample_size")},
+        **{
+            key: mean(key)
+            for key in (
+                "first_reward",
+                "final_reward",
+                "cumulative_reward",
+                "effective_sample_size",
+            )
+        },
         **{key: sum(one[key] for one in found) for key in ("sent", "unsent", "received", "used")},
         "rejected": dict(rejected),
         "bytes_sent": sum(result["bytes_sent"] + result["rl"]["bytes_sent"] for result in results),
-        "bytes_received": sum(result["bytes_received"] + result["rl"]["bytes_received"] for result in results),
+        "bytes_received": sum(
+            result["bytes_received"] + result["rl"]["bytes_received"] for result in results
+        ),
         "params": results[0]["params"],
         "nodes": own,
         "wall_s": statistics.fmean(result["wall_s"] for result in results),
@@ -144,8 +191,13 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    ended = "  ".join(f"{node['first_reward']:.3f} -> {node['final_reward']:.3f}" for node in report["nodes"])
-    refused = ", ".join(f"{count} {reason}" for reason, count in report["rejected"].items() if count) or "none"
+    ended = "  ".join(
+        f"{node['first_reward']:.3f} -> {node['final_reward']:.3f}" for node in report["nodes"]
+    )
+    refused = (
+        ", ".join(f"{count} {reason}" for reason, count in report["rejected"].items() if count)
+        or "none"
+    )
     verified = ""
     if "verify" in report:
         said = [

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 from shoal.node.config.settings import default_identity_path
 from shoal.node.console import FULL, ExitCode, free_memory, plural
 from shoal.node.doctor import network_checks
-from shoal.node.doctor.network_checks import Check, CheckOutcome, FaultError, Note, Skip, Tell, Visit, examine
+from shoal.node.doctor.network_checks import (
+    Check,
+    CheckOutcome,
+    FaultError,
+    Note,
+    Skip,
+    Tell,
+    Visit,
+    examine,
+)
 from shoal.swarm.access import MAX_ADDRESSES, Link, invited
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
@@ -44,12 +53,18 @@ def python(visit: Visit, tell: Tell) -> str:
     """Check the version of Python; return it and the platform."""
     build = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info[:2] < OLDEST_PYTHON:  # pip does not check a checkout
-        raise FaultError(f"this is Python {build}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
+        raise FaultError(
+            f"this is Python {build}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer."
+        )
     place = platform.system(), platform.machine()
     if place == ("Darwin", "arm64"):
-        raise Note(f"{build}: all packages have wheels for it, but it was not run by us; say how it went.")
+        raise Note(
+            f"{build}: all packages have wheels for it, but it was not run by us; say how it went."
+        )
     if place not in (("Linux", "x86_64"), ("Linux", "aarch64")):
-        raise Note(f"{build}: PyTorch or the network daemon has no wheel for it; take Linux or Apple silicon, or WSL or Docker.")
+        raise Note(
+            f"{build}: PyTorch or the network daemon has no wheel for it; take Linux or Apple silicon, or WSL or Docker."
+        )
     return build
 
 
@@ -59,12 +74,23 @@ def torch(visit: Visit, tell: Tell) -> str:
         import torch as installed
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
         first = str(error).split("\n")[0][:200]
-        raise FaultError(f"PyTorch cannot be imported ({first}): reinstall it with `pip install torch`.") from error
+        raise FaultError(
+            f"PyTorch cannot be imported ({first}): reinstall it with `pip install torch`."
+        ) from error
     numbers = tuple(int(part) for part in installed.__version__.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
-        raise FaultError(f"this is PyTorch {installed.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
-    kinds = {"CUDA": installed.version.cuda, "ROCm": installed.version.hip, "XPU": getattr(installed.version, "xpu", None)}
-    made = next((f"for {kind} {version}" for kind, version in kinds.items() if version), "for no GPU but Apple's")
+        raise FaultError(
+            f"this is PyTorch {installed.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer."
+        )
+    kinds = {
+        "CUDA": installed.version.cuda,
+        "ROCm": installed.version.hip,
+        "XPU": getattr(installed.version, "xpu", None),
+    }
+    made = next(
+        (f"for {kind} {version}" for kind, version in kinds.items() if version),
+        "for no GPU but Apple's",
+    )
     return f"{installed.__version__}, {made}"
 
 
@@ -80,15 +106,21 @@ def device(visit: Visit, tell: Tell) -> str:
         right = bool(((ones @ ones).cpu() == 64).all())
     except RuntimeError as error:
         first = str(error).split("\n")[0][:200]
-        raise FaultError(f"{chosen} does not compute ({first}): mend its driver, or train with --device cpu.") from error
+        raise FaultError(
+            f"{chosen} does not compute ({first}): mend its driver, or train with --device cpu."
+        ) from error
     if not right:
-        raise FaultError(f"{chosen} computes wrongly: do not train on it, take --device cpu or another machine.")
+        raise FaultError(
+            f"{chosen} computes wrongly: do not train on it, take --device cpu or another machine."
+        )
     if chosen.type in ("cuda", "xpu"):
         of_kind = found.get_device_module(chosen)
         free, total = of_kind.mem_get_info(chosen)
         return f"{chosen}, {of_kind.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} GB free"
     if chosen.type == "cpu" and (why := trouble()) and not why.startswith(NO_DRIVER):
-        raise Note(f"a GPU cannot be used ({why}), so a node trains on the processor: install its driver, or a build that fits it.")
+        raise Note(
+            f"a GPU cannot be used ({why}), so a node trains on the processor: install its driver, or a build that fits it."
+        )
     return f"{chosen}, {os.cpu_count() or 1} processors"
 
 
@@ -97,9 +129,13 @@ def memory(visit: Visit, tell: Tell) -> str:
     free, total = free_memory()
     available = f"{free / GB:.1f} of {total / GB:.1f} GB free"
     if free < MIN_MEMORY:
-        raise FaultError(f"only {available}, less than a node with the smallest model needs: end other programs.")
+        raise FaultError(
+            f"only {available}, less than a node with the smallest model needs: end other programs."
+        )
     if free < SMALL_MEMORY:
-        raise Note(f"{available}: enough for a small model only, of which a node holds about seven copies.")
+        raise Note(
+            f"{available}: enough for a small model only, of which a node holds about seven copies."
+        )
     return available
 
 
@@ -115,19 +151,31 @@ def disk(visit: Visit, tell: Tell) -> str:
         free = float(shutil.disk_usage(folder).free)
     except OSError as error:
         full = error.errno in FULL
-        remedy = "free some space, or use --folder elsewhere" if full else "start in a folder that you can write, or use --folder"
+        remedy = (
+            "free some space, or use --folder elsewhere"
+            if full
+            else "start in a folder that you can write, or use --folder"
+        )
         raise FaultError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
     if free < MIN_DISK:
-        raise FaultError(f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use --folder elsewhere.")
+        raise FaultError(
+            f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use --folder elsewhere."
+        )
     if free < SMALL_DISK:
-        raise Note(f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three checkpoints are kept.")
+        raise Note(
+            f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three checkpoints are kept."
+        )
     return f"{free / GB:.1f} GB free {where}"
 
 
 def port(visit: Visit, tell: Tell) -> str:
     """Check that the port can be listened on."""
     check_free([f"/ip4/0.0.0.0/tcp/{visit.port}"])
-    return f"TCP {visit.port} can be listened on" if visit.port else "any free one will do; --port tries a certain one"
+    return (
+        f"TCP {visit.port} can be listened on"
+        if visit.port
+        else "any free one will do; --port tries a certain one"
+    )
 
 
 ASKED = 3  # members whose buckets are read
@@ -143,8 +191,12 @@ def swarm(visit: Visit, tell: Tell) -> str:
     host = visit.running()
     known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
     _, visit.manifest = fetch_manifest(host, known)
-    if visit.manifest.invite_only and not visit.link.invite:  # its peers answer nothing else without an invitation
-        raise FaultError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
+    if (
+        visit.manifest.invite_only and not visit.link.invite
+    ):  # its peers answer nothing else without an invitation
+        raise FaultError(
+            "this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`)."
+        )
     host.call(host.meet(visit.reached), 15.0)
     visit.directory = open_directory(visit.identity, host, visit.link, visit.manifest)
     manifest = visit.manifest
@@ -159,9 +211,16 @@ def in_view(members: Mapping[str, Member], size: int) -> str:
     from shoal.swarm.topics.status import reach_label
 
     if size <= len(members):
-        kinds = Counter(member.reach for member in members.values() if member.reach != "unknown").most_common()
-        moved = {kind: [m.throughput for m in members.values() if m.reach == kind and m.throughput] for kind, _ in kinds}
-        ways = "; ".join(f"{count} {reach_label(kind, median(moved[kind] or [0.0]))}" for kind, count in kinds)
+        kinds = Counter(
+            member.reach for member in members.values() if member.reach != "unknown"
+        ).most_common()
+        moved = {
+            kind: [m.throughput for m in members.values() if m.reach == kind and m.throughput]
+            for kind, _ in kinds
+        }
+        ways = "; ".join(
+            f"{count} {reach_label(kind, median(moved[kind] or [0.0]))}" for kind, count in kinds
+        )
         return f", {plural(len(members), 'peer')} in view{f' ({ways})' if ways else ''}"
     said = totals_said(totals(members, size))
     return f": {said[0].lower()}{said[1:].removesuffix('.')}"
@@ -227,15 +286,21 @@ def model(visit: Visit, tell: Tell) -> str:
     settings = swarm_settings(load(None, {"task.hooks": visit.hooks}), manifest)
     if settings.task.hooks == RL:
         if manifest.outer.alone:
-            raise Skip("in this swarm only rollouts are shared, so every node may have a model of its own.")
+            raise Skip(
+                "in this swarm only rollouts are shared, so every node may have a model of its own."
+            )
         raise Skip("with the task rl the model depends on --policy: `shoal join` compares it.")
     task = make_task(settings)
     torch.manual_seed(settings.train.seed)
     try:
-        built = task.sized() if isinstance(task, TextTask) else task.model()  # not every model can be made without memory
+        built = (
+            task.sized() if isinstance(task, TextTask) else task.model()
+        )  # not every model can be made without memory
         params = [parameter for parameter in built.parameters() if parameter.requires_grad]
     except DataError as error:
-        raise Skip("its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy of it.") from error
+        raise Skip(
+            "its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy of it."
+        ) from error
     count = sum(parameter.numel() for parameter in params)
     shapes = [tuple(parameter.shape) for parameter in params]
     digest = model_digest(params)
@@ -245,7 +310,9 @@ def model(visit: Visit, tell: Tell) -> str:
         query = StateQuery(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
         for source in sources:
             with contextlib.suppress(NetworkError):
-                header = visit.running().call(ask(visit.running(), source, query.request, FLOAT32.nbytes(shapes)), 15.0)
+                header = visit.running().call(
+                    ask(visit.running(), source, query.request, FLOAT32.nbytes(shapes)), 15.0
+                )
                 query.check(source[0], header)  # names the difference
         raise FaultError(
             f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
@@ -255,7 +322,9 @@ def model(visit: Visit, tell: Tell) -> str:
     if settings.train.optimizer == "muon":
         said += f"; {_split(visit, task, built, tell)}"
     if need > free:
-        raise Note(f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: end other programs.")
+        raise Note(
+            f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: end other programs."
+        )
     return said
 
 
@@ -269,7 +338,13 @@ def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
         raise FaultError(f"the optimizer muon cannot train this model: {error}.") from error
     if visit.parameters:
         for optimizer, named in (("muon", division.muon), ("adamw", division.adamw)):
-            tell(CheckOutcome(optimizer, "ok", ", ".join(f"{name} ({size:,})" for name, size in named.items()) or "nothing"))
+            tell(
+                CheckOutcome(
+                    optimizer,
+                    "ok",
+                    ", ".join(f"{name} ({size:,})" for name, size in named.items()) or "nothing",
+                )
+            )
     return division
 
 

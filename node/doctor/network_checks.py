@@ -91,10 +91,14 @@ class Check:
     seconds: float = 20.0
 
 
-def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple[list[CheckOutcome], ExitCode]:
+def examine(
+    checks: Sequence[Check], tell: Tell = lambda finding: None
+) -> tuple[list[CheckOutcome], ExitCode]:
     """Run all ``checks``; return all findings and the code of the first failure. ``tell`` gets each finding at once."""
     findings: list[CheckOutcome] = []
-    cause: dict[str, str] = {}  # check that failed or was skipped -> the failed check that caused it
+    cause: dict[
+        str, str
+    ] = {}  # check that failed or was skipped -> the failed check that caused it
     code = ExitCode.OK
 
     def note(finding: CheckOutcome) -> None:
@@ -131,7 +135,13 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
         try:
             said = check.run(tell)
         except ShoalError as error:
-            outcome = "note" if isinstance(error, Note) else "skipped" if isinstance(error, Skip) else "failed"
+            outcome = (
+                "note"
+                if isinstance(error, Note)
+                else "skipped"
+                if isinstance(error, Skip)
+                else "failed"
+            )
             said, trace = str(error), getattr(error, "trace", None)
         except Exception as error:  # one check must not stop the others
             outcome = "failed"
@@ -142,7 +152,9 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
                 where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
                 what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
                 said = f"this check itself failed ({what}, in {where}): please report it."
-        ended.append(CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3), trace))
+        ended.append(
+            CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3), trace)
+        )
 
     thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
     thread.start()
@@ -182,12 +194,16 @@ class Visit:
     opened: str | None = None
     """The address at which the router was found to let peers in, at a port that it opened for the daemon."""
 
-    def ask(self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float) -> T:
+    def ask(
+        self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float
+    ) -> T:
         """Do ``work`` on a stream to the peer of a full multiaddr. Raises NetworkError or MessageError."""
         host = self.running()
 
         async def asked() -> T:
-            with contextlib.closing(await host.open(address.rpartition("/p2p/")[2], protocol, timeout=10.0)) as stream:
+            with contextlib.closing(
+                await host.open(address.rpartition("/p2p/")[2], protocol, timeout=10.0)
+            ) as stream:
                 return await work(stream)
 
         return host.call(asked(), seconds)
@@ -251,15 +267,23 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     host, addresses = visit.running(), visit.link.bootstrap
     problems = host.call(_connected(host, addresses), CONNECT_S + 2.0)
     # Each peer once: when one of its addresses works the others do not matter.
-    answering = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
+    answering = {
+        address.rpartition("/p2p/")[2]: address
+        for address, problem in problems.items()
+        if not problem
+    }
     for address, problem in problems.items():
-        if problem and address.rpartition("/p2p/")[2] in answering:  # an address of its local network, for instance
+        if (
+            problem and address.rpartition("/p2p/")[2] in answering
+        ):  # an address of its local network, for instance
             problem = "no answer from here, but the peer answers at another of its addresses"
         tell(CheckOutcome(f"peer {address}", "note" if problem else "ok", problem or "answers"))
     for address in answering.values():
         _sort(visit, address)
     if not answering:
-        raise FaultError("no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm.")
+        raise FaultError(
+            "no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm."
+        )
     if not visit.reached:
         raise FaultError(
             "only bootstrap nodes answer, and they name no member that does: the swarm's last node may have left, ask for one."
@@ -267,7 +291,9 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answering.keys())
     said = f"{plural(len(visit.reached), 'member')} and {plural(len(visit.seeds), 'bootstrap node')} answer"
     if dead:
-        raise Note(f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link.")
+        raise Note(
+            f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link."
+        )
     return said
 
 
@@ -276,9 +302,13 @@ def _sort(visit: Visit, address: str) -> None:
     assert visit.link is not None
     link, host = visit.link, visit.running()
     try:
-        named = addresses_of(visit.ask(address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), 15.0))
+        named = addresses_of(
+            visit.ask(address, SEED_PROTOCOL, lambda stream: ask_seed(stream, link.swarm), 15.0)
+        )
     except (NetworkError, MessageError) as error:
-        if OLD in str(error):  # no seed: a member, unless it says otherwise when asked for the manifest
+        if OLD in str(
+            error
+        ):  # no seed: a member, unless it says otherwise when asked for the manifest
             _add(visit, address)
         return
     visit.seeds.append(address)
@@ -289,7 +319,9 @@ def _sort(visit: Visit, address: str) -> None:
 
 def _add(visit: Visit, address: str) -> None:
     """Note a reached member once: the link and a seed may both name it."""
-    if address.rpartition("/p2p/")[2] not in {known.rpartition("/p2p/")[2] for known in visit.reached}:
+    if address.rpartition("/p2p/")[2] not in {
+        known.rpartition("/p2p/")[2] for known in visit.reached
+    }:
         visit.reached.append(address)
 
 
@@ -333,7 +365,9 @@ def dialled(visit: Visit, tell: Tell) -> str:
         try:
             number, outcome = host.call(rung(), 30.0)
         except OSError as error:
-            raise FaultError(f"port {visit.port} cannot be listened on ({error.strerror}): choose another one.") from error
+            raise FaultError(
+                f"port {visit.port} cannot be listened on ({error.strerror}): choose another one."
+            ) from error
         except (NetworkError, MessageError) as error:
             problem = str(error).removesuffix(".")
             continue
@@ -346,7 +380,9 @@ def dialled(visit: Visit, tell: Tell) -> str:
         if (opened := _by_router(visit, seen)) is not None:
             visit.opened = seen.address
             return f"{short(seen.peer)} connected back to {seen.address} port {opened}, which the router opened (UPnP or NAT-PMP)"
-        said = _NOT_REACHED[str(outcome)].format(peer=short(seen.peer), address=seen.address, port=number)
+        said = _NOT_REACHED[str(outcome)].format(
+            peer=short(seen.peer), address=seen.address, port=number
+        )
         raise Note(
             f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap node with --relay; a node that "
             "only dials out still trains."
@@ -363,21 +399,27 @@ def _by_router(visit: Visit, seen: DialBackView) -> int | None:
     """Return the port that the router opened for the daemon, if the peer that sees this machine there connects to it."""
     host, port = visit.running(), None
     while not _own(seen.address):
-        port = dialled_port([address for address in host.addresses() if host_of(address) == seen.address])
+        port = dialled_port(
+            [address for address in host.addresses() if host_of(address) == seen.address]
+        )
         if port is not None or time.monotonic() > visit.began + OPENED_S:
             break
         time.sleep(0.2)
     if port is None:
         return None
     try:
-        return port if host.call(_rung(host, seen.peer, port), 30.0) == "other" else None  # the daemon answers, and knows no token
+        return (
+            port if host.call(_rung(host, seen.peer, port), 30.0) == "other" else None
+        )  # the daemon answers, and knows no token
     except (NetworkError, MessageError):
         return None
 
 
 def _own(host: str) -> bool:
     """Return whether this machine has the IP address ``host``."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:
         try:
             probe.bind((host, 0))
         except OSError:
@@ -393,7 +435,9 @@ def nat(visit: Visit, tell: Tell) -> str:
     hidden = [address for address in seen if not _own(address)]
     reached = visit.outcome == "reached"
     if len(hidden) > 1 and all(ipaddress.ip_address(address).version == 4 for address in hidden):
-        raise Note(f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap node with --relay.")
+        raise Note(
+            f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap node with --relay."
+        )
     if visit.opened is not None:
         return f"behind a NAT, seen as {visit.opened}, whose router opens a port by itself: nothing to forward or to announce"
     if hidden:
@@ -405,7 +449,9 @@ def nat(visit: Visit, tell: Tell) -> str:
     public = any(ipaddress.ip_address(address).is_global for address in seen)
     kind = "public" if public else "in the same network as its peers"
     if visit.outcome is not None and not reached:
-        raise Note(f"{kind}, seen as {seen[0]} without a NAT, but a firewall keeps others out: open the port.")
+        raise Note(
+            f"{kind}, seen as {seen[0]} without a NAT, but a firewall keeps others out: open the port."
+        )
     return f"{kind}, seen as {seen[0]} without a NAT"
 
 
@@ -419,7 +465,9 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
             problem = str(error)
             continue
         down, up = speed.down * 8e-6, speed.up * 8e-6
-        said = f"{down:,.1f} Mbit/s from {short(address)}" + (f" and {up:,.1f} to it, at once" if speed.whole else "")
+        said = f"{down:,.1f} Mbit/s from {short(address)}" + (
+            f" and {up:,.1f} to it, at once" if speed.whole else ""
+        )
         if not speed.whole or min(down, up) < 1.0:
             thin = " or ".join(name for name in methods_of("everyone") if METHODS[name].advised)
             slow = f"the link is slow, so take --method {thin}, or --codec int8"

@@ -35,7 +35,10 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Come after all callbacks that may stop training, and before those that save."""
         if stage == "fit":
-            trainer.callbacks = sorted(trainer.callbacks, key=lambda one: 2 if isinstance(one, Checkpoint) else int(one is self))
+            trainer.callbacks = sorted(
+                trainer.callbacks,
+                key=lambda one: 2 if isinstance(one, Checkpoint) else int(one is self),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.opt is None else self.opt.whole_state()
@@ -52,14 +55,18 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
         self._begin(self._saved)
         self._steps = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Do the outer part of the step, if the batch ended one; peers' weights count elements of batches."""
         opt = self._begun()
         self._tokens += elements(batch)
         if trainer.global_step != self._steps:  # otherwise gradients are being accumulated
             self._steps = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-            if isinstance(loss, torch.Tensor) and opt.steps % 10 == 0:  # to look at it makes a GPU wait
+            if (
+                isinstance(loss, torch.Tensor) and opt.steps % 10 == 0
+            ):  # to look at it makes a GPU wait
                 self.session.report(float(loss))
             opt.count(self._tokens)
             self._tokens = 0
@@ -87,7 +94,12 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     def _stopped(self, trainer: Trainer, epoch_over: bool) -> None:
         """Finish if no step follows, as the trainer's loop decides."""
         epochs = trainer.current_epoch + epoch_over
-        enough = epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
-        ended = 0 <= trainer.max_steps <= trainer.global_step or 0 < (trainer.max_epochs or -1) <= epochs
+        enough = epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (
+            trainer.min_steps or 0
+        )
+        ended = (
+            0 <= trainer.max_steps <= trainer.global_step
+            or 0 < (trainer.max_epochs or -1) <= epochs
+        )
         if self.opt is not None and (ended or (trainer.should_stop and enough)):
             self._finish()

@@ -55,7 +55,9 @@ class TakingPart:
 
     def __init__(self, session: Session, *, evaluate: str = "fast", **options: Any) -> None:
         if evaluate not in ("fast", "slow"):
-            raise ShoalError(f'The weights to evaluate are "fast" or "slow", not {evaluate!r}: choose one of the two.')
+            raise ShoalError(
+                f'The weights to evaluate are "fast" or "slow", not {evaluate!r}: choose one of the two.'
+            )
         self.session, self.options = session, options
         self.opt: OuterOptimizer | None = None
         """The outer optimizer, from the begin of training on."""
@@ -141,7 +143,11 @@ class Run:
         """Values of your own in the checkpoints, such as the place in the data: as `shoal.node.checkpoint.store.save` takes."""
         if resume and listed(self.folder):
             self._restore()
-        given = {"metrics": None if metrics is None else str(metrics), "tensorboard": tensorboard, "wandb": wandb}
+        given = {
+            "metrics": None if metrics is None else str(metrics),
+            "tensorboard": tensorboard,
+            "wandb": wandb,
+        }
         named = {} if name is None else {"name": name}
         try:
             self._node = NodeSettings.model_validate({"folder": str(self.folder), **named, **given})
@@ -151,13 +157,19 @@ class Run:
                 f"Cannot use {first['input']!r} as {first['loc'][-1]} ({first['msg']}): write it as for shoal up."
             ) from error
         self._sinks = open_sinks(self._node, log.warning)
-        self._saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=log.warning)
+        self._saver = CheckpointWriter(
+            self.folder, keep=keep, state=self._state, notify=log.warning
+        )
         self._recording: tuple[Session, OuterOptimizer, Metrics] | None = None
         self._base, self._shown = 0, -math.inf
         self._losses: list[float] = []  # since the last round
 
     def _state(self) -> dict[str, Any]:
-        return {"model": dict(self._model.state_dict()), "inner": [one.state_dict() for one in self._inner], "extra": self.extra}
+        return {
+            "model": dict(self._model.state_dict()),
+            "inner": [one.state_dict() for one in self._inner],
+            "extra": self.extra,
+        }
 
     def _restore(self) -> None:
         self.step, state = load(self.folder)
@@ -187,9 +199,17 @@ class Run:
             raise RunError("A run is recorded once: make another Run for the next session.")
         self._base = self.step - opt.steps
         self._sinks.begin(about(self._node.name, session.membership, opt.parameters[0].device))
-        with closing(self._sinks), closing(Metrics(self.folder / FILE, log.warning, self._sinks)) as metrics:
+        with (
+            closing(self._sinks),
+            closing(Metrics(self.folder / FILE, log.warning, self._sinks)) as metrics,
+        ):
             self._recording = session, opt, metrics
-            metrics.write("start", peer=session.membership.identity.peer_id, name=self._node.name, steps=self.step)
+            metrics.write(
+                "start",
+                peer=session.membership.identity.peer_id,
+                name=self._node.name,
+                steps=self.step,
+            )
             session.on_report = self._after_round
             failure: str | None = None
             try:
@@ -199,7 +219,9 @@ class Run:
             finally:
                 session.on_report = None
                 traffic = session.membership.host.traffic
-                metrics.write("end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received)
+                metrics.write(
+                    "end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received
+                )
         if failure is not None:
             raise CheckpointError(failure)
 
@@ -216,7 +238,10 @@ class Run:
         now = time.monotonic()
         if now - self._shown >= PROGRESS_S:
             self._shown = now
-            metrics.live("progress", **progress_fields(session.membership, opt, self.step, loss, session.rates))
+            metrics.live(
+                "progress",
+                **progress_fields(session.membership, opt, self.step, loss, session.rates),
+            )
         self._saver.due |= self._every > 0 and self.step % self._every == 0
         self._saver.turn(self.step)
 
@@ -225,12 +250,20 @@ class Run:
 
     def _begun(self) -> tuple[Session, OuterOptimizer, Metrics]:
         if self._recording is None:
-            raise RunError("Nothing is recorded yet: put the loop into `with run.recording(session, opt):`.")
+            raise RunError(
+                "Nothing is recorded yet: put the loop into `with run.recording(session, opt):`."
+            )
         return self._recording
 
     def _after_round(self, info: RoundInfo, report: RoundReport) -> None:
         session, opt, metrics = self._begun()
-        partner = next((peer for peer in info.members if peer != session.membership.identity.peer_id), None)
+        partner = next(
+            (peer for peer in info.members if peer != session.membership.identity.peer_id), None
+        )
         losses, self._losses = self._losses, []
         loss = sum(losses) / len(losses) if losses else None
-        metrics.round(RoundRecord.of(info, report, opt, session.rates, partner=partner, loss=loss, before=self._base))
+        metrics.round(
+            RoundRecord.of(
+                info, report, opt, session.rates, partner=partner, loss=loss, before=self._base
+            )
+        )

@@ -42,7 +42,9 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
     _saved = -1  # the step of the last checkpoint
     _hook: RemovableHandle | None = None  # while the trainer evaluates
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Take over the swarm's weights, or go on from a checkpoint's. ShoalError if the trainer cannot take part."""
         if args.world_size > 1:
             raise ShoalError(
@@ -50,29 +52,41 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
             )
         model: nn.Module = kwargs["model"]  # the trainer hands it to all callbacks
         self._begin(_restored(args, state, model))
-        if state.global_step >= state.max_steps > 0:  # nothing is left to train, and the best model may be loaded next
+        if (
+            state.global_step >= state.max_steps > 0
+        ):  # nothing is left to train, and the best model may be loaded next
             self._finish()
         self._asked(args.eval_on_start, model)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._asked(False)
 
-    def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Do the outer part of the trainer's last step; peers' weights count samples."""
         opt, batch = self._begun(), state.train_batch_size or args.train_batch_size
         opt.count(batch * args.gradient_accumulation_steps)
         opt.step()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._stopped(state, control)
         self._asked(control.should_evaluate, kwargs.get("model"))
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Show the fast weights again, and finish if the result stops training."""
         self._show_fast()
         self._stopped(state, control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Save the outer state beside the trainer's own."""
         self._asked(False)
         self._saved = state.global_step
@@ -82,20 +96,29 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         save(
             folder / FILE,
             state.global_step,
-            {"weights": float32_digest(parameters_of(model)).hex(), "outer": self._begun().whole_state(copy=False)},
+            {
+                "weights": float32_digest(parameters_of(model)).hex(),
+                "outer": self._begun().whole_state(copy=False),
+            },
         )
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Finish if training is stopped; what was saved before is saved again."""
         self._stopped(state, control)
         self._asked(control.should_evaluate, kwargs.get("model"))
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
             self.session.report(float(logs["loss"]))
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Finish if the trainer ended without a last epoch."""
         self._asked(False)
         self._finish()
@@ -115,14 +138,18 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         elif self._slow and model is not None:
             self._show_slow()
             # Of several evaluation sets the trainer says the end of each, but not the begin.
-            self._hook = model.register_forward_pre_hook(lambda module, _: self._show_slow() if module is model else None)
+            self._hook = model.register_forward_pre_hook(
+                lambda module, _: self._show_slow() if module is model else None
+            )
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _restored(args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any] | None:
+def _restored(
+    args: TrainingArguments, state: TrainerState, model: nn.Module
+) -> dict[str, Any] | None:
     """Return the outer state that was saved with the model's weights; None if the trainer does not resume, or there is none."""
     if not state.global_step:
         return None
@@ -131,5 +158,8 @@ def _restored(args: TrainingArguments, state: TrainerState, model: nn.Module) ->
     if saved.get("weights") == float32_digest(parameters_of(model)).hex():
         outer: dict[str, Any] = saved["outer"]
         return outer
-    log.warning("the trainer resumes, but no outer state of these weights is in %s: the outer optimizer begins anew", place)
+    log.warning(
+        "the trainer resumes, but no outer state of these weights is in %s: the outer optimizer begins anew",
+        place,
+    )
     return None

@@ -169,7 +169,9 @@ class RoundRecord:
         )  # fmt: skip
 
 
-def progress_fields(membership: Membership, opt: OuterOptimizer, step: int, loss: float | None, rates: Rates) -> dict[str, Any]:
+def progress_fields(
+    membership: Membership, opt: OuterOptimizer, step: int, loss: float | None, rates: Rates
+) -> dict[str, Any]:
     host = membership.host
     return {
         "step": step, "loss": loss, "tokens": opt.tokens, **asdict(rates), "members": len(membership.directory.members()),
@@ -189,7 +191,9 @@ class Metrics:
 
     _clock = staticmethod(time.monotonic)
 
-    def __init__(self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None) -> None:
+    def __init__(
+        self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None
+    ) -> None:
         self._path, self._say, self._sinks = path, say, sinks
         self._said = Repeats(self._clock)
         self._lock = threading.Lock()  # of the file: `note` is for any thread
@@ -197,7 +201,9 @@ class Metrics:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: FileIO = path.open("ab", buffering=0)
-            self._in_mid_line = _ends_in_mid_line(path)  # left by a process that was killed; do not spoil the next line too
+            self._in_mid_line = _ends_in_mid_line(
+                path
+            )  # left by a process that was killed; do not spoil the next line too
         except OSError as error:
             raise self._error(error) from error
 
@@ -243,7 +249,9 @@ class Metrics:
 
     def live(self, event: str, **fields: Value) -> None:
         if self._sinks is not None:
-            self._sinks.event(event, time.time(), {name: finite(value) for name, value in fields.items()})
+            self._sinks.event(
+                event, time.time(), {name: finite(value) for name, value in fields.items()}
+            )
 
     def round(self, info: RoundRecord) -> None:
         self.write("round", **asdict(info))
@@ -255,7 +263,9 @@ class Metrics:
         self._file.close()
         with suppress(OSError):
             about = self._path.lstat()
-            if stat.S_ISREG(about.st_mode) and about.st_size == 0:  # a device has no size either, and root may remove it
+            if (
+                stat.S_ISREG(about.st_mode) and about.st_size == 0
+            ):  # a device has no size either, and root may remove it
                 self._path.unlink()
 
 

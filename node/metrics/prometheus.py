@@ -27,7 +27,10 @@ CONSTANT = ("swarm", "node", "method")
 """Labels that every measure has; the same throughout a run."""
 WAITS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bounds of the histogram of waiting, seconds."""
-MOST_CALLERS, MOST_OF_RANGE = 32, 8  # connections at a time, of all and of one address range; further ones are closed
+MOST_CALLERS, MOST_OF_RANGE = (
+    32,
+    8,
+)  # connections at a time, of all and of one address range; further ones are closed
 CALL_S = 10.0  # seconds for which a caller may stay, whatever it sends or reads meanwhile
 POLL_S = 0.05  # seconds between two checks for the end
 
@@ -46,10 +49,27 @@ class Measure(NamedTuple):
     """Labels besides those of all measures."""
 
 
-INFO = Measure("shoal_info", "gauge", "Always 1; says who this is.", labels=("peer", "swarm_id", "task", "device", "version"))
-ROUNDS = Measure("shoal_rounds_total", "counter", "Exchanges that ended: in a round one for each fragment.", adds=True)
-ALONE = Measure("shoal_rounds_alone_total", "counter", "Exchanges of those in which nobody answered.", adds=True)
-LATE = Measure("shoal_rounds_late_total", "counter", "Exchanges of those whose mean came after its lag.", adds=True)
+INFO = Measure(
+    "shoal_info",
+    "gauge",
+    "Always 1; says who this is.",
+    labels=("peer", "swarm_id", "task", "device", "version"),
+)
+ROUNDS = Measure(
+    "shoal_rounds_total",
+    "counter",
+    "Exchanges that ended: in a round one for each fragment.",
+    adds=True,
+)
+ALONE = Measure(
+    "shoal_rounds_alone_total", "counter", "Exchanges of those in which nobody answered.", adds=True
+)
+LATE = Measure(
+    "shoal_rounds_late_total",
+    "counter",
+    "Exchanges of those whose mean came after its lag.",
+    adds=True,
+)
 MEASURES = (
     INFO,
     Measure(
@@ -145,13 +165,21 @@ class Board:
     def begin(self, about: About) -> None:
         """Register the measures, with the labels that are the same throughout the run."""
         self._constant = tuple(getattr(about, name) for name in CONSTANT)
-        kinds = {"counter": prometheus.Counter, "gauge": prometheus.Gauge, "histogram": prometheus.Histogram}
+        kinds = {
+            "counter": prometheus.Counter,
+            "gauge": prometheus.Gauge,
+            "histogram": prometheus.Histogram,
+        }
         for measure in MEASURES:
             more: dict[str, Any] = {"buckets": WAITS} if measure.kind == "histogram" else {}
             labels = (*CONSTANT, *measure.labels)
-            made = kinds[measure.kind](measure.name, measure.text, labels, registry=self.registry, **more)
+            made = kinds[measure.kind](
+                measure.name, measure.text, labels, registry=self.registry, **more
+            )
             self._metrics[measure.name] = made
-        self._metrics[INFO.name].labels(*self._constant, *(getattr(about, name) for name in INFO.labels)).set(1)
+        self._metrics[INFO.name].labels(
+            *self._constant, *(getattr(about, name) for name in INFO.labels)
+        ).set(1)
 
     def event(self, name: str, fields: Fields) -> None:
         """Take the values of an event; before `begin` there is nobody whose they are."""
@@ -163,7 +191,9 @@ class Board:
                 metric.observe(value)
             else:
                 before = self._totals.get((measure.name, labels), 0.0)
-                self._totals[measure.name, labels] = now = before + value if measure.adds else max(before, value)
+                self._totals[measure.name, labels] = now = (
+                    before + value if measure.adds else max(before, value)
+                )
                 metric.inc(now - before)
 
 
@@ -186,13 +216,17 @@ class _Server(ThreadingHTTPServer):
     allow_reuse_port = False  # newer Pythons set it, and a taken port would go unnoticed
     request_queue_size = 128
 
-    def __init__(self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
+    def __init__(
+        self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]
+    ) -> None:
         self.address_family = family
         self._callers, self._lock = Counter[str](), threading.Lock()
         super().__init__(place, handler)
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # HTTPServer's looks up this machine's name on the network
+        socketserver.TCPServer.server_bind(
+            self
+        )  # HTTPServer's looks up this machine's name on the network
         self.server_port = int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -244,13 +278,17 @@ class Endpoint:
     def __init__(self, address: Address) -> None:
         self._board = Board()
         try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            found = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
             family, *_, place = found[0]
             self._server = _Server(family, place, _Handler.factory(self._board.registry))
         except (OSError, UnicodeError) as error:
             raise MetricsError(f"Cannot serve metrics on {address}: {_problem(error)}.") from error
         self.address = Address(address.host, self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True
+        )
         self._thread.start()
 
     def begin(self, about: About) -> str:

@@ -21,7 +21,10 @@ PROGRESS_S = 10.0
 """Least seconds between two points of progress: at two a second, a month would fill a disk."""
 STEPS = {"rl": "round", "start": "steps", "end": "steps"}
 """Event -> its field with the inner step, if that is not ``step``; one round of rl is one inner step."""
-INIT_S, FINISH_S = 60.0, 25.0  # seconds for W&B to reach its server at the start, and to upload the rest at the end
+INIT_S, FINISH_S = (
+    60.0,
+    25.0,
+)  # seconds for W&B to reach its server at the start, and to upload the rest at the end
 
 
 class Curves:
@@ -44,8 +47,12 @@ class Curves:
         if event in SUMMARIES:
             loss = number(fields.get("loss_first" if event == "start" else "loss_last"))
             return self._step, {} if loss is None else {"evaluation/loss": loss}
-        found = {name: number(value) for name, value in fields.items() if name not in ("step", "round")}
-        return self._step, {f"{event}/{name}": value for name, value in found.items() if value is not None}
+        found = {
+            name: number(value) for name, value in fields.items() if name not in ("step", "round")
+        }
+        return self._step, {
+            f"{event}/{name}": value for name, value in found.items() if value is not None
+        }
 
 
 class TensorBoardFile:
@@ -76,7 +83,10 @@ class TensorBoardFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         now = time.time()
-        path = self._folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname().replace('/', '-')}.{os.getpid()}"
+        path = (
+            self._folder
+            / f"events.out.tfevents.{now:.6f}.{socket.gethostname().replace('/', '-')}.{os.getpid()}"
+        )
         try:
             self._records = RecordWriter(path.open("xb"))
             self._write(Event(wall_time=now, file_version="brain.Event:2"))
@@ -119,7 +129,13 @@ class WandbRun:
         import wandb
 
         # W&B's output would tear the progress bar, and it must not capture that of others.
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True)
+        quiet = wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=INIT_S,
+            finish_timeout=FINISH_S,
+            finish_timeout_raises=True,
+        )
         try:
             # Its own variable wins; without it, the folder of the run and not the current one.
             where = None if os.environ.get("WANDB_DIR") else self._folder
@@ -136,7 +152,9 @@ class WandbRun:
                 f"Weights & Biases cannot be started ({one_line(error)}): run wandb login, or set WANDB_MODE=offline."
             ) from error
         where_to = f"wandb sync {self._run.sync_dir}" if self._run.offline else self._run.url
-        return f"curves for Weights & Biases: {where_to}" if where_to else ""  # nowhere with WANDB_MODE=disabled
+        return (
+            f"curves for Weights & Biases: {where_to}" if where_to else ""
+        )  # nowhere with WANDB_MODE=disabled
 
     def event(self, name: str, time: float, fields: Fields) -> None:
         """Log the points of an event, and at the end the result of the run."""
@@ -144,7 +162,13 @@ class WandbRun:
         if points:
             self._run.log({"step": step, **points})
         if name == "end":
-            self._run.summary.update({f"end/{key}": value for key, value in fields.items() if not isinstance(value, dict)})
+            self._run.summary.update(
+                {
+                    f"end/{key}": value
+                    for key, value in fields.items()
+                    if not isinstance(value, dict)
+                }
+            )
 
     def close(self) -> None:
         run, self._run = self._run, None
@@ -166,7 +190,9 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
     if node.metrics is not None:
         from shoal.node.metrics.prometheus import Endpoint
 
-        sinks.append(Endpoint(parse_address(node.metrics)))  # last, for it alone holds a resource by now
+        sinks.append(
+            Endpoint(parse_address(node.metrics))
+        )  # last, for it alone holds a resource by now
     return Sinks(sinks, say)
 
 
@@ -189,14 +215,20 @@ def flags_of_demo(node: NodeSettings, number: int) -> list[str]:
     """Return the settings of node ``number`` of a demo as command-line flags."""
     own = of_demo(node, number)
     given = {"--metrics": own.metrics, "--tensorboard": own.tensorboard, "--wandb": own.wandb}
-    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    return [
+        word for flag, value in given.items() if value is not None for word in (flag, str(value))
+    ]
 
 
 def check_demo(node: NodeSettings, count: int, say: Callable[[str], None]) -> None:
     """Check once for all nodes of a demo that their sinks are available. Raises MetricsError."""
     if node.metrics is not None and parse_address(node.metrics).next(count - 1).port > MAX_PORT:
-        raise MetricsError(f"There are no {count} ports from --metrics {node.metrics} on: choose a lower one.")
+        raise MetricsError(
+            f"There are no {count} ports from --metrics {node.metrics} on: choose a lower one."
+        )
     for index in range(count):
         open_sinks(of_demo(node, index), say).close()
     if node.metrics is not None and (first := parse_address(node.metrics)).port:
-        say(f"metrics for Prometheus: http://{first}/metrics, of each further node one port further on")
+        say(
+            f"metrics for Prometheus: http://{first}/metrics, of each further node one port further on"
+        )

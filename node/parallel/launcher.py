@@ -79,7 +79,9 @@ def job_of(environment: Mapping[str, str] | None = None) -> Job | None:
             "a peer on each machine."
         )
     if not 0 <= rank < world:
-        raise ConfigError(f"The environment has RANK={rank} of WORLD_SIZE={world}: start with torchrun, or without them.")
+        raise ConfigError(
+            f"The environment has RANK={rank} of WORLD_SIZE={world}: start with torchrun, or without them."
+        )
     folder = found.get(FOLDER)
     return Job(rank, world, restarts, None if folder is None else Path(folder))
 
@@ -92,9 +94,13 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
 
     node = settings.node
     if node.gpus not in (None, "all", str(job.world)):
-        raise ConfigError(f"--gpus {node.gpus} does not go with the {job.world} ranks that torchrun has started: leave it out.")
+        raise ConfigError(
+            f"--gpus {node.gpus} does not go with the {job.world} ranks that torchrun has started: leave it out."
+        )
     if node.device.partition(":")[0] == "mps" or ":" in node.device:
-        raise ConfigError(f"Each rank has a device of its own, so {node.device!r} cannot be used: use cuda or cpu, or neither.")
+        raise ConfigError(
+            f"Each rank has a device of its own, so {node.device!r} cannot be used: use cuda or cpu, or neither."
+        )
     kind, devices = accelerator()
     if node.device == "cpu" or (node.device == "auto" and not devices):
         return torch.device("cpu")
@@ -114,23 +120,39 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
     device = node.device.partition(":")[0]
     if node.gpus is None:
         if node.parallel is not None:
-            raise ConfigError("--parallel says how several GPUs share the model: pass --gpus all or --gpus N too.")
+            raise ConfigError(
+                "--parallel says how several GPUs share the model: pass --gpus all or --gpus N too."
+            )
         return 1
     if device == "mps" or (node.gpus != "1" and ":" in node.device):
-        raise ConfigError(f"--gpus takes the first GPUs, and {node.device!r} does not go with it: leave --device out, or use cpu.")
+        raise ConfigError(
+            f"--gpus takes the first GPUs, and {node.device!r} does not go with it: leave --device out, or use cpu."
+        )
     if device == "cpu":
         if node.gpus == "all":
-            raise ConfigError("--gpus all counts GPUs, which --device cpu does not use: pass a number, such as --gpus 2.")
+            raise ConfigError(
+                "--gpus all counts GPUs, which --device cpu does not use: pass a number, such as --gpus 2."
+            )
         return int(node.gpus)
     if devices is None:
-        from shoal.node.config.device import accelerator  # here, because torch takes a second, and most nodes need no count
+        from shoal.node.config.device import (
+            accelerator,
+        )  # here, because torch takes a second, and most nodes need no count
 
         devices = accelerator()[1]
     wanted = devices if node.gpus == "all" else int(node.gpus)
     if wanted > devices or not devices:
-        seen = "no GPU that PyTorch can use" if not devices else "1 GPU" if devices == 1 else f"{devices} GPUs"
+        seen = (
+            "no GPU that PyTorch can use"
+            if not devices
+            else "1 GPU"
+            if devices == 1
+            else f"{devices} GPUs"
+        )
         todo = "--device cpu, to try it on the processor" if not devices else f"--gpus {devices}"
-        raise ConfigError(f"--gpus {node.gpus} asks for more than this machine has ({seen}): use {todo}.")
+        raise ConfigError(
+            f"--gpus {node.gpus} asks for more than this machine has ({seen}): use {todo}."
+        )
     if wanted > MAX_RANKS:
         raise ConfigError(f"A peer has at most {MAX_RANKS} ranks: pass --gpus {MAX_RANKS}.")
     return wanted
@@ -166,13 +188,17 @@ def as_lost(error: BaseException, job: Job) -> RankLostError | None:
     """Return the error that stands for a collective that failed because another rank is gone; None for another error."""
     if isinstance(error, RankLostError):
         return error
-    if "torch" not in sys.modules:  # it takes a second to import, and none of its collectives has been called
+    if (
+        "torch" not in sys.modules
+    ):  # it takes a second to import, and none of its collectives has been called
         return None
     from shoal.optim.ranks.group import lost
 
     if (first := lost(error)) is None:
         return None
-    return RankLostError(f"Rank {job.rank} of this node lost another rank ({first}): see what that one logged.")
+    return RankLostError(
+        f"Rank {job.rank} of this node lost another rank ({first}): see what that one logged."
+    )
 
 
 def leave_end(job: Job, end: End) -> bool:
@@ -255,13 +281,25 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         code = int(ExitCode.INTERRUPTED)
     except Exception as raised:
-        error = as_lost(raised, job) or (raised if isinstance(raised, ShoalError) else explained(raised))
+        error = as_lost(raised, job) or (
+            raised if isinstance(raised, ShoalError) else explained(raised)
+        )
         if error is None:
             traceback.print_exc()
-            print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
-        code = int(ExitCode.INTERNAL if error is None else getattr(error, "exit_code", ExitCode.BAD_INPUT))
-    lost, text = isinstance(error, RankLostError), "" if error is None else f"{getattr(error, 'trace', '')}Error: {error}"
-    heard = job.leads or not lost or isinstance(error, RankMissingError)  # torchrun ends the others when the first has ended
+            print(
+                "Error: this is a bug in shoal: please report it with the lines above.",
+                file=sys.stderr,
+            )
+        code = int(
+            ExitCode.INTERNAL if error is None else getattr(error, "exit_code", ExitCode.BAD_INPUT)
+        )
+    lost, text = (
+        isinstance(error, RankLostError),
+        "" if error is None else f"{getattr(error, 'trace', '')}Error: {error}",
+    )
+    heard = (
+        job.leads or not lost or isinstance(error, RankMissingError)
+    )  # torchrun ends the others when the first has ended
     if not leave_end(job, End(code, text, lost)) and text and heard:
         print(text, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
@@ -272,7 +310,11 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
 
 MAX_RESTARTS = 3
 STOP_S = 30  # seconds that the other ranks may take to end when one has died
-FINAL = (ExitCode.BAD_INPUT, ExitCode.DEVICE_FAILED, ExitCode.INTERRUPTED)  # after these a rank is not started again
+FINAL = (
+    ExitCode.BAD_INPUT,
+    ExitCode.DEVICE_FAILED,
+    ExitCode.INTERRUPTED,
+)  # after these a rank is not started again
 
 
 class RanksFailedError(ShoalError):
@@ -289,7 +331,13 @@ class Launcher:
     ``arguments``: of ``shoal``, which ``program`` runs; ``restarts``: how often all are started again after one died.
     """
 
-    def __init__(self, world: int, arguments: Sequence[str], restarts: int, program: Sequence[str] = ("-m", "shoal")) -> None:
+    def __init__(
+        self,
+        world: int,
+        arguments: Sequence[str],
+        restarts: int,
+        program: Sequence[str] = ("-m", "shoal"),
+    ) -> None:
         self._world, self._arguments, self._restarts = world, [*program, *arguments], restarts
         self._signals = 0
         self._folder = Path()
@@ -305,7 +353,9 @@ class Launcher:
                 if not self._failures:
                     return ExitCode.OK
                 left = read_ends(self._folder, self._world)
-                if 0 in left and left[0].code == ExitCode.OK:  # it had finished; what ended after it is no matter
+                if (
+                    0 in left and left[0].code == ExitCode.OK
+                ):  # it had finished; what ended after it is no matter
                     return ExitCode.OK
                 if (code := self._final(left)) is not None:
                     return code
@@ -313,7 +363,9 @@ class Launcher:
                     return ExitCode.INTERRUPTED
                 why = self._why(left)
                 if starts == self._restarts:
-                    again = "" if not starts else f" again after {starts} restart{'s' * (starts > 1)}"
+                    again = (
+                        "" if not starts else f" again after {starts} restart{'s' * (starts > 1)}"
+                    )
                     bug = ExitCode.INTERNAL in self._failures.values()
                     raise RanksFailedError(
                         f"This node ended{again}, because {why}: look at what it logged above, and start it again with --resume.",
@@ -328,7 +380,11 @@ class Launcher:
         for rank in sorted(left):
             end = left[rank]
             # Torch ends the others with SIGTERM when a rank has died; that asks nobody to stop for good.
-            if end.lost or (end.code == ExitCode.INTERRUPTED and not self._signals and set(self._failures) != {rank}):
+            if end.lost or (
+                end.code == ExitCode.INTERRUPTED
+                and not self._signals
+                and set(self._failures) != {rank}
+            ):
                 continue
             if end.code in FINAL:
                 if end.text:
@@ -364,7 +420,9 @@ class Launcher:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # it describes a rank's end in thirty lines
+        logging.getLogger("torch.distributed").setLevel(
+            logging.CRITICAL
+        )  # it describes a rank's end in thirty lines
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         config = LaunchConfig(
             min_nodes=1,
@@ -383,7 +441,10 @@ class Launcher:
             self._failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
         except Exception as error:  # the rendezvous: no port, no memory
             self._failures = {0: int(ExitCode.SWARM_FAILED)}
-            print(f"The ranks could not be started ({type(error).__name__}: {error}).", file=sys.stderr)
+            print(
+                f"The ranks could not be started ({type(error).__name__}: {error}).",
+                file=sys.stderr,
+            )
 
     def forward(self, number: int, frame: object) -> None:
         """Hand a signal on to rank 0, as a signal handler; a rank that has not begun yet finds the note. A third one ends all."""

@@ -17,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -87,7 +91,9 @@ class WholeModels(RanksLayout):
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the wrapper, which begins with rank 0's weights on all ranks."""
-        self._wrapped = Replicated(model.to(device), device_ids=None if device.index is None else [device])
+        self._wrapped = Replicated(
+            model.to(device), device_ids=None if device.index is None else [device]
+        )
         return self._wrapped
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
@@ -107,7 +113,9 @@ class WholeModels(RanksLayout):
         if self.rank == 0:
             model.load_state_dict(state)
         if any(not isinstance(value, Tensor) for value in model.state_dict().values()):
-            others = self.agreed({name: value for name, value in state.items() if not isinstance(value, Tensor)})
+            others = self.agreed(
+                {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+            )
             model.load_state_dict(others, strict=False)
         for tensor in model.state_dict().values():
             if isinstance(tensor, Tensor):
@@ -128,7 +136,9 @@ class ShardedModel(RanksLayout):
 
     def gathered_bytes(self, model: nn.Module) -> int:
         """Return those of the weights and gradients outside the blocks, of two blocks' weights and of one's gradients."""
-        blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in self._blocks]
+        blocks = [
+            sum(parameter.nbytes for parameter in block.parameters()) for block in self._blocks
+        ]
         outside = sum(parameter.nbytes for parameter in model.parameters()) - sum(blocks)
         return 2 * outside + 3 * max(blocks, default=0)
 
@@ -142,7 +152,9 @@ class ShardedModel(RanksLayout):
             self._sharded.set_requires_gradient_sync(True)
 
     def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        state = get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
         return cast(dict[str, Tensor], state)
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -161,7 +173,9 @@ def unshared(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     others = [module for module in model.modules() if id(module) not in within]
     outside = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     alone = {name for name, numbers in owners.items() if len(numbers) == 1 and name not in outside}
-    return [block for block in blocks if all(id(parameter) in alone for parameter in block.parameters())]
+    return [
+        block for block in blocks if all(id(parameter) in alone for parameter in block.parameters())
+    ]
 
 
 LAYOUTS: dict[str, type[RanksLayout]] = {"ddp": WholeModels, "fsdp": ShardedModel}
@@ -294,9 +308,15 @@ class NodeRanks:
         device = rank_device(settings, job)
         make_current(device)
         if sys.platform.startswith("linux"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose name may lead nowhere
+            os.environ.setdefault(
+                "GLOO_SOCKET_IFNAME", "lo"
+            )  # all ranks are on this machine, whose name may lead nowhere
         kind = device.type
-        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device)}"
+        backend = (
+            "gloo"
+            if kind == "cpu"
+            else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device)}"
+        )
         try:
             store = _all_started(job)
             in_thread(lambda: _join(backend, store, job)).result(MEET_S)
@@ -304,9 +324,13 @@ class NodeRanks:
             return cls(job, device, settings.node.parallel or "ddp", Channel(group), group)
         except (RuntimeError, TimeoutError) as error:
             first = next(iter(str(error).splitlines()), "in time")[:200]
-            raise RankLostError(f"The ranks of this node did not all start: see what they logged ({first}).") from error
+            raise RankLostError(
+                f"The ranks of this node did not all start: see what they logged ({first})."
+            ) from error
 
-    def make_trainer(self, task: Task, settings: Settings, *, schedule_steps: int, **options: Any) -> RankTrainer:
+    def make_trainer(
+        self, task: Task, settings: Settings, *, schedule_steps: int, **options: Any
+    ) -> RankTrainer:
         """Return the trainer of rank 0, and let the others make theirs. Arguments are those of ``Trainer``."""
         sent = settings.model_dump_json(exclude_unset=True)
         self.channel.send("build", settings=sent, schedule_steps=schedule_steps)
@@ -317,7 +341,10 @@ class NodeRanks:
         name, fields = self.channel.receive()
         if name == "build":
             settings = Settings.model_validate(json.loads(fields["settings"]), strict=False)
-            options = {"slow_on_device": settings.node.slow_on_device, "schedule_steps": fields["schedule_steps"]}
+            options = {
+                "slow_on_device": settings.node.slow_on_device,
+                "schedule_steps": fields["schedule_steps"],
+            }
             trainer = self._trainer(make_task(settings), settings, **options)
             self.channel.follow(trainer.obey, "end")
 
@@ -347,7 +374,15 @@ def _all_started(job: Job) -> Store:
         try:
             if store is None:
                 moment = timedelta(seconds=1)
-                found = TCPStore(address, port, job.world, serves, moment, wait_for_workers=False, multi_tenant=True)
+                found = TCPStore(
+                    address,
+                    port,
+                    job.world,
+                    serves,
+                    moment,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
                 store = PrefixStore(f"shoal/{job.restarts}", found)
                 store.set(f"started/{job.rank}", "")
             missing = [rank for rank in range(job.world) if not store.check([f"started/{rank}"])]
@@ -369,19 +404,27 @@ def _all_started(job: Job) -> Store:
 
 
 def _join(backend: str, store: Store, job: Job) -> None:
-    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world, timeout=timedelta(seconds=STEP_S))
+    dist.init_process_group(
+        backend, store=store, rank=job.rank, world_size=job.world, timeout=timedelta(seconds=STEP_S)
+    )
     dist.barrier()
 
 
 def check(settings: Settings) -> None:
     """Raise ConfigError for settings that only a node of one process can have."""
     if settings.task.hooks == "rl":
-        raise ConfigError("The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a node for each GPU.")
+        raise ConfigError(
+            "The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a node for each GPU."
+        )
     if settings.verify.audit_rate:
         raise ConfigError(
             "A node of several ranks makes no claims that others could check: leave --gpus out in a swarm with --verify."
         )
     if settings.node.resume_from is not None:
-        raise ConfigError("--resume-from goes with one process: go on with it on one GPU first, then --resume with --gpus.")
+        raise ConfigError(
+            "--resume-from goes with one process: go on with it on one GPU first, then --resume with --gpus."
+        )
     if settings.node.slow_folder is not None:
-        raise ConfigError("--offload keeps the state of one process: leave it out, since each rank keeps a part only.")
+        raise ConfigError(
+            "--offload keeps the state of one process: leave it out, since each rank keeps a part only."
+        )

@@ -82,7 +82,9 @@ class GuardedEnvironment:
         with calling(self, "question()"):
             found = self._made.question(seed, index)
         if not isinstance(found, Question) or not isinstance(found.prompt, str):
-            raise UserCodeError(f"{self.user_subject}: question() must return a Question with a text as its prompt.")
+            raise UserCodeError(
+                f"{self.user_subject}: question() must return a Question with a text as its prompt."
+            )
         return found
 
     def reward(self, question: Question, completion: str) -> float:
@@ -91,7 +93,9 @@ class GuardedEnvironment:
         try:
             return float(found)
         except (TypeError, ValueError):
-            raise UserCodeError(f"{self.user_subject}: reward() must return a number from 0 to 1, not {found!r:.40}.") from None
+            raise UserCodeError(
+                f"{self.user_subject}: reward() must return a number from 0 to 1, not {found!r:.40}."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,9 @@ class Env:
         found = tuple(float(self.made.reward(question, completion)) for completion in completions)
         for reward in found:
             if not (math.isfinite(reward) and 0 <= reward <= 1):
-                raise EnvError(f"The environment {self.label!r} gave the reward {reward}: it must be a number from 0 to 1.")
+                raise EnvError(
+                    f"The environment {self.label!r} gave the reward {reward}: it must be a number from 0 to 1."
+                )
         return found
 
 
@@ -144,14 +150,22 @@ class Strings:
     version = "1"
 
     def __init__(
-        self, families: str = "reverse,last,largest,sorted,count", letters: int = 6, shortest: int = 3, longest: int = 4
+        self,
+        families: str = "reverse,last,largest,sorted,count",
+        letters: int = 6,
+        shortest: int = 3,
+        longest: int = 4,
     ) -> None:
         self.families = tuple(families.split(","))
         unknown = [name for name in self.families if name not in RULES]
         if unknown:
-            raise EnvError(f"There is no family {unknown[0]!r} of strings: choose of {', '.join(RULES)}.")
+            raise EnvError(
+                f"There is no family {unknown[0]!r} of strings: choose of {', '.join(RULES)}."
+            )
         if not (1 <= letters <= 26 and 1 <= shortest <= longest <= 64):
-            raise EnvError("The environment 'strings' needs 1 to 26 letters, and words from shortest to longest within 1 to 64.")
+            raise EnvError(
+                "The environment 'strings' needs 1 to 26 letters, and words from shortest to longest within 1 to 64."
+            )
         self.letters = "abcdefghijklmnopqrstuvwxyz"[:letters]
         self.lengths = (shortest, longest)
 
@@ -184,20 +198,30 @@ NINE = (
 )  # fmt: skip
 _QUIET = threading.Lock()  # stdout is the process's: of two threads that redirect it in turn the last puts back what the other had
 LEAST = 0.1
-EVALUATES = re.compile(r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom (sympy)")
+EVALUATES = re.compile(
+    r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom (sympy)"
+)
 
 
 class Gym:
     """``family`` of reasoning-gym, with options of its configuration such as ``max_digits``."""
 
     def __init__(self, family: str, **options: Option) -> None:
-        require(EnvError, f"The environment {family!r}", "reasoning_gym", extra="rl", otherwise="choose strings")
+        require(
+            EnvError,
+            f"The environment {family!r}",
+            "reasoning_gym",
+            extra="rl",
+            otherwise="choose strings",
+        )
         from reasoning_gym.factory import DATASETS
 
         self.version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, 1"
         self._families = NINE if family == "sapo9" else (family,)
         if family == "sapo9" and options:
-            raise EnvError("The environment 'sapo9' takes no options: each of its families has its own defaults.")
+            raise EnvError(
+                "The environment 'sapo9' takes no options: each of its families has its own defaults."
+            )
         unknown = [name for name in self._families if name not in DATASETS]
         if unknown:
             raise EnvError(
@@ -219,14 +243,20 @@ class Gym:
         with _QUIET, contextlib.redirect_stdout(io.StringIO()):
             dataset = self._dataset(family, int.from_bytes(draw[8:12], "big"))
             item = dataset[0]
-        answer = item["answer"] if item["answer"] is not None else item["metadata"].get("example_answer")
-        return Question(str(item["question"]), None if answer is None else str(answer), (family, dataset, item))
+        answer = (
+            item["answer"] if item["answer"] is not None else item["metadata"].get("example_answer")
+        )
+        return Question(
+            str(item["question"]), None if answer is None else str(answer), (family, dataset, item)
+        )
 
     def reward(self, question: Question, completion: str) -> float:
         """Return the family's score of ``completion``; 0 if it cannot read it."""
         family, dataset, item = question.data
         if family in self._compared:
-            return float(question.answer is not None and completion.split() == question.answer.split())
+            return float(
+                question.answer is not None and completion.split() == question.answer.split()
+            )
         try:
             with _QUIET, contextlib.redirect_stdout(io.StringIO()):
                 credit = float(dataset.score_answer(completion, item))
@@ -292,7 +322,14 @@ class Policy(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
+        self,
+        prompts: Sequence[str],
+        count: int,
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        choose: Choose | None = None,
     ) -> list[list[Completion]]:
         """Write ``count`` completions of each prompt, at most ``max_tokens`` tokens long; greedy if ``temperature`` is 0.
 
@@ -308,14 +345,18 @@ class Policy(Protocol):
         """Return the token ids of any completion, with the end token if it ``ended`` by itself."""
         ...
 
-    def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each token of each completion, float (B, T) with gradient, and bool (B, T), its mask.
 
         Prompt number i belongs to completion number i. T is the length of the longest completion, the others are padded.
         """
         ...
 
-    def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def logits(
+        self, prompts: Sequence[str], completions: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
         """Return the logits of each token of each completion, floating (B, T, V), before the temperature, and bool (B, T), its
         mask.
 
@@ -324,7 +365,9 @@ class Policy(Protocol):
         ...
 
 
-def pad(rows: Sequence[Sequence[int]], filler: int, *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad(
+    rows: Sequence[Sequence[int]], filler: int, *, left: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Pad rows of token ids to one int64 (B, T), T at least 1; also return bool (B, T), False at padding."""
     longest = max(1, *map(len, rows))
     tokens = torch.full((len(rows), longest), filler, dtype=torch.int64, device="cpu")
@@ -341,7 +384,9 @@ def chances(generator: torch.Generator, tokens: int, rows: int, device: torch.de
     return to_device([torch.rand(tokens, rows, generator=generator, device="cpu")], device)[0]
 
 
-def draw(logits: Tensor, temperature: float, chance: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, temperature: float, chance: Tensor, choose: Choose | None = None
+) -> tuple[Tensor, Tensor]:
     """Draw a token of each row of logits (B, V); return it and its log-probability, both (B,). ``temperature`` 0: the likeliest.
 
     Drawn where the logits are, which nobody waits for: the first token whose cumulative probability is above ``chance``, (B,)
@@ -355,7 +400,9 @@ def draw(logits: Tensor, temperature: float, chance: Tensor, choose: Choose | No
     else:
         sums = logs.exp().cumsum(-1)
         below = chance * sums[:, -1] * BELOW
-        chosen = torch.searchsorted(sums, below[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)  # of NaN it is too large
+        chosen = torch.searchsorted(sums, below[:, None], right=True)[:, 0].clamp(
+            max=logits.shape[1] - 1
+        )  # of NaN it is too large
     return chosen, logs.gather(-1, chosen[:, None])[:, 0]
 
 
@@ -368,5 +415,7 @@ def drawn(ids: list[Tensor], logs: list[Tensor]) -> Iterator[tuple[list[int], li
     """Yield each row's tokens and their log-probabilities, as `draw` returned them. PolicyError if these are not finite."""
     found = torch.stack(logs, 1).cpu()
     if not bool(found.isfinite().all()):
-        raise PolicyError("The policy's probabilities are not finite any more: lower its learning rate, or clip its gradients.")
+        raise PolicyError(
+            "The policy's probabilities are not finite any more: lower its learning rate, or clip its gradients."
+        )
     yield from zip(torch.stack(ids, 1).tolist(), found.tolist(), strict=True)

@@ -51,13 +51,21 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
         said = f"The environment {spec!r} cannot be made, with {summary(error)}"
         trace = "" if _built_in(spec) else user_trace(error)
         raise EnvError(f"{said}: correct its options{_options_of(made_by)}.", trace) from error
-    if not isinstance(made, Environment) or not isinstance(made.version, str) or not 0 < len(made.version) <= 128:
-        raise HookError(f"The environment {spec!r} needs version, question(seed, index) and reward(question, completion).")
+    if (
+        not isinstance(made, Environment)
+        or not isinstance(made.version, str)
+        or not 0 < len(made.version) <= 128
+    ):
+        raise HookError(
+            f"The environment {spec!r} needs version, question(seed, index) and reward(question, completion)."
+        )
     if not type(made).__module__.startswith("shoal."):
         made = GuardedEnvironment(made, type(made).__name__)
     env = Env(env_label(spec), canonical(options), made)
     if not re.fullmatch(r"[A-Za-z0-9_.:+-]{1,128}", env.label) or len(env.config) > 4096:
-        raise EnvError(f"The environment {spec!r} has too long a name or too long options: shorten them.")
+        raise EnvError(
+            f"The environment {spec!r} has too long a name or too long options: shorten them."
+        )
     _try(env)
     return env
 
@@ -76,7 +84,11 @@ def _try(env: Env) -> None:
 
 
 def _options_of(made_by: Callable[..., Environment]) -> str:
-    names = [p.name for p in inspect.signature(made_by).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [
+        p.name
+        for p in inspect.signature(made_by).parameters.values()
+        if p.kind is not p.VAR_KEYWORD
+    ]
     return f", which are {', '.join(names)}" if names else ""
 
 
@@ -89,8 +101,12 @@ def load_policy(spec: str, env: Env, seed: int) -> Policy:
     if kind == "tiny":
         habit, _, steps = rest.partition(":")
         if not re.fullmatch(r"[0-9]{0,6}", steps):
-            raise PolicyError(f"The policy {spec!r} has no number of steps: write it such as tiny:copy:400.")
-        return Tiny(env.made, habit or "copy", seed=seed, warm=Warm(steps=int(steps)) if steps else Warm())
+            raise PolicyError(
+                f"The policy {spec!r} has no number of steps: write it such as tiny:copy:400."
+            )
+        return Tiny(
+            env.made, habit or "copy", seed=seed, warm=Warm(steps=int(steps)) if steps else Warm()
+        )
     if kind == "hf" and rest:
         where, url = served_by(rest)
         return load_hf(where, functools.partial(Served, url=url) if url else HF)

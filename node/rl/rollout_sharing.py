@@ -23,7 +23,11 @@ NOTIFY_S = 10.0  # seconds between two lines for people
 
 def make_task(settings: Settings) -> RLTask:
     """Make the task of the settings. Raises ConfigError, EnvError, HookError or PolicyError; the model is made later."""
-    if unfit := [name for name in ("accumulate", "compile") if getattr(settings.train, name) not in (1, False)]:
+    if unfit := [
+        name
+        for name in ("accumulate", "compile")
+        if getattr(settings.train, name) not in (1, False)
+    ]:
         raise ConfigError(
             f"The task rl cannot have train.{unfit[0]}, because a policy learns from all completions of a round together, of "
             "whatever length: leave it out."
@@ -44,13 +48,20 @@ class RolloutSharing:
     """Sharing of the rollouts of ``task``. Each round is passed to ``write(event, **fields)``, some to ``notify``."""
 
     def __init__(
-        self, task: Task, membership: Membership, write: Callable[..., None], notify: Callable[[str], None], ram: float
+        self,
+        task: Task,
+        membership: Membership,
+        write: Callable[..., None],
+        notify: Callable[[str], None],
+        ram: float,
     ) -> None:
         assert isinstance(task, RLTask)  # `make_task` made it
         self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
         limits = PoolLimits(ttl=TTL_S, nbytes=shares(ram)[0])
         now, barred = membership.directory.now, membership.directory.is_barred
-        self._pool = RolloutPool(membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred)
+        self._pool = RolloutPool(
+            membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred
+        )
         task.connect(self._pool, membership.host.peer_id, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:
@@ -61,7 +72,9 @@ class RolloutSharing:
         if time.monotonic() - self._quiet >= NOTIFY_S:
             self._quiet = time.monotonic()
             reward = "-" if round.reward is None else f"{round.reward:.3f}"
-            self._notify(f"round {round.round}: reward {reward}, learnt from {round.own} own and {len(round.used)} foreign groups")
+            self._notify(
+                f"round {round.round}: reward {reward}, learnt from {round.own} own and {len(round.used)} foreign groups"
+            )
 
     def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
         """Return the report, once the last rollouts have left, or after `LEAVE_S`.

@@ -31,7 +31,10 @@ from shoal.node.rl.hf import HF
 from shoal.node.user_code import calling
 
 CONNECT_S, ANSWER_S = 10.0, 600.0
-TOKEN_BYTES, MOST_BYTES = 2048, 2**28  # of an answer: for each token that it may have, besides 64 KiB, and at most
+TOKEN_BYTES, MOST_BYTES = (
+    2048,
+    2**28,
+)  # of an answer: for each token that it may have, besides 64 KiB, and at most
 APART = 0.15
 """Largest mean difference of log-probabilities, nats a token: with 4-bit weights llama.cpp differs by .07 from their float32."""
 FIXED = (
@@ -46,10 +49,18 @@ class Served(HF):
     """HF whose completions the server at ``url`` draws; claims, which peers repeat draw by draw, it draws itself."""
 
     def __init__(self, model: Any, tokenizer: Any, *, lr: float, url: str) -> None:
-        require(PolicyError, f"A policy served at {url}", "peft", extra="rl", otherwise=f"leave @{url} out of --policy")
+        require(
+            PolicyError,
+            f"A policy served at {url}",
+            "peft",
+            extra="rl",
+            otherwise=f"leave @{url} out of --policy",
+        )
         super().__init__(model, tokenizer, lr=lr)
         self._server = _Server(url)
-        self._held = self._digest()  # of the adapter that the server has: a new one is without effect
+        self._held = (
+            self._digest()
+        )  # of the adapter that the server has: a new one is without effect
         self._adapter: tempfile.TemporaryDirectory[str] | None = None
         self._name = ""
 
@@ -58,11 +69,25 @@ class Served(HF):
         return HF(copy.deepcopy(self.module, memo), self._tokenizer, lr=self.lr)
 
     def generate(
-        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
+        self,
+        prompts: Sequence[str],
+        count: int,
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        choose: Choose | None = None,
     ) -> list[list[Completion]]:
         """Implement `Policy.generate`; the server draws by a seed of its own. PolicyError if it fails, or has other weights."""
         if choose is not None:
-            return super().generate(prompts, count, temperature=temperature, max_tokens=max_tokens, seed=seed, choose=choose)
+            return super().generate(
+                prompts,
+                count,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                seed=seed,
+                choose=choose,
+            )
         if self._digest() != self._held:
             self.push()
         asked = [self._prompt(prompt) for prompt in prompts]
@@ -78,10 +103,17 @@ class Served(HF):
             },
             most=len(asked) * count * max_tokens * TOKEN_BYTES,
         )  # fmt: skip
-        return self._own(prompts, count, self._server.read(answer, len(asked) * count, max_tokens, self.vocabulary), temperature)
+        return self._own(
+            prompts,
+            count,
+            self._server.read(answer, len(asked) * count, max_tokens, self.vocabulary),
+            temperature,
+        )
 
     @torch.no_grad()
-    def _own(self, prompts: Sequence[str], count: int, told: list[_Row], temperature: float) -> list[list[Completion]]:
+    def _own(
+        self, prompts: Sequence[str], count: int, told: list[_Row], temperature: float
+    ) -> list[list[Completion]]:
         """Return the completions with the own log-probabilities. PolicyError if the server's are others."""
         each, rows = [prompt for prompt in prompts for _ in range(count)], [ids for ids, _ in told]
         was_training = self.module.training
@@ -96,7 +128,10 @@ class Served(HF):
                 f"The server at {self._server.url} has other weights than this node: its log-probabilities are {apart:.3f} off for "
                 f"a token on average, where {APART} is allowed: let it serve the model of --policy."
             )
-        flat = [self._completion(ids, logs[: len(ids)]) for ids, logs in zip(rows, own.tolist(), strict=True)]
+        flat = [
+            self._completion(ids, logs[: len(ids)])
+            for ids, logs in zip(rows, own.tolist(), strict=True)
+        ]
         return [flat[start : start + count] for start in range(0, len(flat), count)]
 
     def push(self) -> None:
@@ -105,7 +140,9 @@ class Served(HF):
         name = Path(folder.name).name
         with calling(self, "save_pretrained()"):
             self.module.save_pretrained(folder.name, save_embedding_layers=False)  # type: ignore[operator]
-        self._server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder.name}, otherwise=FIXED)
+        self._server.ask(
+            "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder.name}, otherwise=FIXED
+        )
         if self._adapter is not None:
             with suppress(PolicyError):  # it was started anew, and has forgotten that one
                 self._server.ask("/v1/unload_lora_adapter", {"lora_name": self._name})
@@ -117,7 +154,9 @@ class Served(HF):
         made = hashlib.sha256()
         for weight in self.module.parameters():
             if weight.requires_grad:
-                made.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                made.update(
+                    weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                )
         return made.digest()
 
 
@@ -129,12 +168,16 @@ class _Token(BaseModel):
 class _Logs(BaseModel):
     """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's. All faults take 250 times its memory."""
 
-    tokens: Annotated[tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...], FailFast()] = ()
+    tokens: Annotated[
+        tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...], FailFast()
+    ] = ()
     token_logprobs: Annotated[tuple[FiniteFloat, ...], FailFast()] = ()
     content: Annotated[tuple[_Token, ...], FailFast()] = ()
 
     def row(self) -> _Row:
-        ids = [int(one.removeprefix("token_id:")) for one in self.tokens] + [one.id for one in self.content]
+        ids = [int(one.removeprefix("token_id:")) for one in self.tokens] + [
+            one.id for one in self.content
+        ]
         return ids, [*self.token_logprobs, *(one.logprob for one in self.content)]
 
 
@@ -157,12 +200,27 @@ class _Server:
             host, port = parts.hostname, parts.port
         except ValueError:
             host = port = None
-        if not host or parts.scheme not in CONNECTIONS or parts.query or parts.fragment or parts.username is not None:
-            raise PolicyError(f"{url!r} is no address of a server: write it such as http://127.0.0.1:8000.")
+        if (
+            not host
+            or parts.scheme not in CONNECTIONS
+            or parts.query
+            or parts.fragment
+            or parts.username is not None
+        ):
+            raise PolicyError(
+                f"{url!r} is no address of a server: write it such as http://127.0.0.1:8000."
+            )
         self._connect = partial(CONNECTIONS[parts.scheme], host, port, timeout=CONNECT_S)
         self._path = parts.path
 
-    def ask(self, path: str, body: Mapping[str, Any], *, most: int = 0, otherwise: str = "look at what it prints") -> bytes:
+    def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        most: int = 0,
+        otherwise: str = "look at what it prints",
+    ) -> bytes:
         """Post ``body``; return the answer, of at most ``most`` bytes and 64 KiB. PolicyError, with the remedy ``otherwise``."""
         connection, most, began = self._connect(), min(most + 2**16, MOST_BYTES), time.monotonic()
         timer = None
@@ -173,7 +231,9 @@ class _Server:
             timer = threading.Timer(ANSWER_S, _cut, (connection.sock,))
             timer.daemon = True
             timer.start()
-            connection.request("POST", self._path + path, json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", self._path + path, json.dumps(body), {"Content-Type": "application/json"}
+            )
             answer = connection.getresponse()
             status = answer.status
             data: bytes = answer.read(most + 1)
@@ -193,9 +253,13 @@ class _Server:
                 "(rl.local, rl.group, rl.max_tokens), or give it a faster machine."
             )
         if len(data) > most:
-            raise PolicyError(f"The server at {self.url} answered {path} with more than {most:,} bytes: use another version of it.")
+            raise PolicyError(
+                f"The server at {self.url} answered {path} with more than {most:,} bytes: use another version of it."
+            )
         if status != 200:
-            raise PolicyError(f"The server at {self.url} failed at {path} ({status or 'no answer'}: {_said(data)}): {otherwise}.")
+            raise PolicyError(
+                f"The server at {self.url} failed at {path} ({status or 'no answer'}: {_said(data)}): {otherwise}."
+            )
         return data
 
     def read(self, answer: bytes, rows: int, most: int, vocabulary: int) -> list[_Row]:
@@ -207,7 +271,10 @@ class _Server:
         found = [choice.logprobs.row() for choice in choices]
         if [choice.index for choice in choices] != list(range(rows)):
             raise self._nonsense(f"{len(choices)} completions for {rows}")
-        if not all(ids and len(ids) == len(logs) and min(ids) >= 0 and max(ids) < vocabulary for ids, logs in found):
+        if not all(
+            ids and len(ids) == len(logs) and min(ids) >= 0 and max(ids) < vocabulary
+            for ids, logs in found
+        ):
             raise self._nonsense("tokens that are not the model's, or none")
         return [(ids[:most], logs[:most]) for ids, logs in found]
 
@@ -225,7 +292,9 @@ def _cut(connected: socket.socket) -> None:
 
 def _line(error: object) -> str:
     """Return the first line, such that it can stand in a sentence."""
-    return next(iter(str(error).splitlines()), "")[:200].strip().rstrip(".:") or type(error).__name__
+    return (
+        next(iter(str(error).splitlines()), "")[:200].strip().rstrip(".:") or type(error).__name__
+    )
 
 
 def _said(data: bytes) -> str:

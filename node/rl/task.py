@@ -70,8 +70,14 @@ class Update:
 
 def make_update(groups: Sequence[RolloutGroup]) -> Update | None:
     """Join the completions of ``groups``; return None if no gradient can come from them."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64, device="cpu")
-    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards], dtype=torch.int64, device="cpu")
+    rewards = torch.tensor(
+        [reward for group in groups for reward in group.rewards], dtype=torch.float64, device="cpu"
+    )
+    numbers = torch.tensor(
+        [number for number, group in enumerate(groups) for _ in group.rewards],
+        dtype=torch.int64,
+        device="cpu",
+    )
     advantages = group_advantages(rewards, numbers).float()
     if not bool(advantages.any()):
         return None
@@ -91,19 +97,32 @@ def completions_of(policy: Policy, update: Update, temperature: float) -> Comple
         if logs is not None:
             row[: len(logs)] = torch.tensor(logs[: len(row)], device="cpu")
     told = told.to(mask.device)
-    return Completions(new, old, mask, update.advantages.to(new.device), torch.where(mask & ~told.isnan(), told, old))
+    return Completions(
+        new,
+        old,
+        mask,
+        update.advantages.to(new.device),
+        torch.where(mask & ~told.isnan(), told, old),
+    )
 
 
-def loss_of(policy: Policy, update: Update, loss: TokenLoss, temperature: float) -> tuple[Tensor, float | None]:
+def loss_of(
+    policy: Policy, update: Update, loss: TokenLoss, temperature: float
+) -> tuple[Tensor, float | None]:
     """Return the scalar to minimise, and the effective sample size per foreign completion (None without log-probabilities)."""
     batch = completions_of(policy, update, temperature)
     known = [number for number, row in enumerate(update.behaviour) if row is not None]
-    return policy_loss(batch, loss), float(effective_sample_size(log_weights(batch)[known])) / len(known) if known else None
+    return policy_loss(batch, loss), float(effective_sample_size(log_weights(batch)[known])) / len(
+        known
+    ) if known else None
 
 
 log = logging.getLogger(__name__)
 
-JUDGED = (64, 8)  # most groups judged in a round: the larger of the first, and the second for each group to learn from
+JUDGED = (
+    64,
+    8,
+)  # most groups judged in a round: the larger of the first, and the second for each group to learn from
 REMEMBERED = 16_384  # groups that are recognised again, whoever sends them
 SENDERS = 1024  # of which the newest policy is known
 LONG = 16  # characters for each allowed token, above which a completion is not judged
@@ -125,7 +144,9 @@ def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
     of_sender: dict[str, list[int]] = {}
     for place in reversed(range(len(came))):
         of_sender.setdefault(came[place].peer, []).append(place)
-    turns = sorted((turn, -place) for places in of_sender.values() for turn, place in enumerate(places))
+    turns = sorted(
+        (turn, -place) for places in of_sender.values() for turn, place in enumerate(places)
+    )
     return [came[place] for place in sorted(-minus for _, minus in turns[:room])]
 
 
@@ -137,10 +158,23 @@ class RemoteRollouts:
     """
 
     def __init__(
-        self, env: Env, policy: Policy, held_out: Collection[str], *, seed: int, group: int, max_tokens: int, behind: int
+        self,
+        env: Env,
+        policy: Policy,
+        held_out: Collection[str],
+        *,
+        seed: int,
+        group: int,
+        max_tokens: int,
+        behind: int,
     ) -> None:
         self._env, self._policy, self._held_out = env, policy, held_out
-        self._seed, self._group, self._max_tokens, self._most_behind = seed, group, max_tokens, behind
+        self._seed, self._group, self._max_tokens, self._most_behind = (
+            seed,
+            group,
+            max_tokens,
+            behind,
+        )
         self._newest = Newest[str, tuple[float, int]](SENDERS)
         """Of each sender the rollout that it issued last: when, and by which version of its policy."""
         self._kept: list[_Kept] = []
@@ -149,7 +183,9 @@ class RemoteRollouts:
         """Number of groups that were learnt from."""
         self.newest: tuple[tuple[str, float], ...] = ()
         """Of the groups that were chosen last the senders and mean rewards."""
-        self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
+        self.rejected: Counter[str] = Counter(
+            {"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)}
+        )
         """Numbers of the others, by reason."""
 
     def take(self, came: list[Rollout], count: int, round: int) -> list[RolloutGroup]:
@@ -159,9 +195,19 @@ class RemoteRollouts:
             self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
         room = max(JUDGED[0], JUDGED[1] * count)
         self.rejected["crowded"] += max(len(came) - room, 0)
-        self._kept += [kept for rollout in fair(came, room) if (kept := self._judge(rollout, round)) is not None]
+        self._kept += [
+            kept
+            for rollout in fair(came, room)
+            if (kept := self._judge(rollout, round)) is not None
+        ]
         candidates = [
-            Candidate(kept.key, kept.rollout.peer, kept.arrived, kept.group.rewards, self._behind(kept.rollout))
+            Candidate(
+                kept.key,
+                kept.rollout.peer,
+                kept.arrived,
+                kept.group.rewards,
+                self._behind(kept.rollout),
+            )
             for kept in self._kept
         ]
         picked = select(
@@ -169,14 +215,19 @@ class RemoteRollouts:
         )  # fmt: skip
         chosen = [self._kept[place].group for place in picked.places]
         senders = (self._kept[place].rollout.peer for place in picked.places)
-        self.newest = tuple((peer, fmean(group.rewards)) for peer, group in zip(senders, chosen, strict=True))
+        self.newest = tuple(
+            (peer, fmean(group.rewards)) for peer, group in zip(senders, chosen, strict=True)
+        )
         self.used += len(chosen)
         self._keep(set(picked.places), round)
         return chosen
 
     def _behind(self, rollout: Rollout) -> int:
         """Return the versions from that which wrote ``rollout`` to its sender's newest, also where that began anew."""
-        return abs(self._newest.get(rollout.peer, (0.0, rollout.policy_version))[1] - rollout.policy_version)
+        return abs(
+            self._newest.get(rollout.peer, (0.0, rollout.policy_version))[1]
+            - rollout.policy_version
+        )
 
     def _keep(self, gone: Collection[int], round: int) -> None:
         """Keep the rollouts of use in the next round; count the others once, by reason."""
@@ -199,7 +250,9 @@ class RemoteRollouts:
     def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
         """Make the question anew, and compute this node's rewards. The sender decides neither."""
         # Of its content alone, and equal for copies, whoever signed them: a copied group must not be learnt from twice.
-        key = hashlib.sha256(json.dumps((rollout.seed, rollout.index, *rollout.completions)).encode()).hexdigest()
+        key = hashlib.sha256(
+            json.dumps((rollout.seed, rollout.index, *rollout.completions)).encode()
+        ).hexdigest()
         if key in self._seen:
             self.rejected["duplicate"] += 1
             return None
@@ -217,19 +270,29 @@ class RemoteRollouts:
                 tuple(self._policy.encode(text, finish == "stop")[: self._max_tokens])
                 for text, finish in zip(texts, rollout.finish, strict=False)
             )
-        except Exception as error:  # whatever an environment makes of a stranger's text costs this one record
+        except (
+            Exception
+        ) as error:  # whatever an environment makes of a stranger's text costs this one record
             log.debug("a rollout could not be judged: %s", error)
             self.rejected["unjudged"] += 1
             return None
-        return _Kept(key, rollout, RolloutGroup(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)), round)
+        return _Kept(
+            key,
+            rollout,
+            RolloutGroup(question.prompt, tokens, rewards, self._behaviour(rollout, tokens)),
+            round,
+        )
 
-    def _behaviour(self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...] | None, ...]:
+    def _behaviour(
+        self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[float, ...] | None, ...]:
         """Return the sender's log-probabilities, where its tokens are those of the text on this node."""
         told = rollout.behaviours() if rollout.tokenizer == self._policy.tokenizer else ()
         if not told:
             return (None,) * len(tokens)
         return tuple(
-            tuple(one.logps.tolist()) if tuple(one.tokens.tolist()) == row else None for one, row in zip(told, tokens, strict=False)
+            tuple(one.logps.tolist()) if tuple(one.tokens.tolist()) == row else None
+            for one, row in zip(told, tokens, strict=False)
         )
 
 
@@ -268,7 +331,9 @@ class RLRound:
 class RLTask(Task):
     """Task for the trainer. ``connect`` sets where rollouts are shared; without it the node learns from its own only."""
 
-    def __init__(self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int) -> None:
+    def __init__(
+        self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int
+    ) -> None:
         self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
         self._sharing: RolloutPool | None = None
         self._claiming: Claiming = lambda policy, seed, index: None
@@ -278,7 +343,12 @@ class RLTask(Task):
         self.foreign: RemoteRollouts
         self._pending: RLRound | None = None
 
-    def connect(self, sharing: RolloutPool | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
+    def connect(
+        self,
+        sharing: RolloutPool | None,
+        me: str,
+        on_round: Callable[[RLRound], None] = lambda round: None,
+    ) -> None:
         """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
         self._sharing, self._me, self._on_round = sharing, me, on_round
 
@@ -315,7 +385,12 @@ class RLTask(Task):
         if batch is None:
             loss, worth = next(p for p in model.parameters() if p.requires_grad).sum() * 0.0, None
         else:
-            loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss or self.policy.loss], self.settings.temperature)
+            loss, worth = loss_of(
+                self.policy,
+                batch,
+                LOSSES[self.settings.loss or self.policy.loss],
+                self.settings.temperature,
+            )
         assert self._pending is not None
         if worth is not None:
             self._worths, self._measured = self._worths + worth, self._measured + 1
@@ -329,8 +404,13 @@ class RLTask(Task):
         for start in range(0, len(self.held_out), TOGETHER):
             asked = self.held_out[start : start + TOGETHER]
             prompts = [question.prompt for question in asked]
-            answers = self.policy.generate(prompts, 1, temperature=0.0, max_tokens=self.max_tokens, seed=0)
-            total += sum(self.env.rewards(question, [one.text])[0] for question, (one,) in zip(asked, answers, strict=True))
+            answers = self.policy.generate(
+                prompts, 1, temperature=0.0, max_tokens=self.max_tokens, seed=0
+            )
+            total += sum(
+                self.env.rewards(question, [one.text])[0]
+                for question, (one,) in zip(asked, answers, strict=True)
+            )
         model.train(was_training)
         return 1.0 - total / len(self.held_out)
 
@@ -390,7 +470,9 @@ class RLTask(Task):
             others = self.foreign.take(came, self.settings.external, number)
         self.rounds += 1
         self.cumulative += reward or 0.0
-        self._pending = RLRound(round=number, reward=reward, own=len(own), used=self.foreign.newest if others else ())
+        self._pending = RLRound(
+            round=number, reward=reward, own=len(own), used=self.foreign.newest if others else ()
+        )
         return make_update(own + others) if own or others else None
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
@@ -410,7 +492,10 @@ class RLTask(Task):
         for place, ((index, question), completions) in enumerate(zip(asked, written, strict=True)):
             if place >= len(claimed) or not claimed[place].planted:
                 rewards = self.env.rewards(question, [one.text for one in completions])
-                tokens, logs = tuple(one.tokens for one in completions), tuple(None for _ in completions)
+                tokens, logs = (
+                    tuple(one.tokens for one in completions),
+                    tuple(None for _ in completions),
+                )
                 groups.append(RolloutGroup(question.prompt, tokens, rewards, logs))
             if self._sharing is not None and settings.only != "learn":
                 self._share(number, index, completions)
@@ -442,12 +527,16 @@ class RLTask(Task):
                 policy_version=number,
                 temperature=self.settings.temperature,
                 tokens=tuple(pack_tokens(one.tokens) for one in completions),
-                logps=tuple(pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions),
+                logps=tuple(
+                    pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions
+                ),
                 tokenizer=self.policy.tokenizer,
             )
             self._sharing.publish(rollout)
         except (ValueError, MessageError):
-            log.warning("a group of completions was not shared, for no message holds it: lower rl.max_tokens or rl.group")
+            log.warning(
+                "a group of completions was not shared, for no message holds it: lower rl.max_tokens or rl.group"
+            )
 
     # -- results ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.node.rl.environment import Choose, Completion, Environment, PolicyError, chances, draw, drawn, looks, pad
+from shoal.node.rl.environment import (
+    Choose,
+    Completion,
+    Environment,
+    PolicyError,
+    chances,
+    draw,
+    drawn,
+    looks,
+    pad,
+)
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 END, OTHER = 0, 1  # token ids; those of the alphabet follow
@@ -56,12 +66,19 @@ class _Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
-    def forward(self, x: Tensor, visible: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, visible: Tensor, past: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Map (B, T, C) to the same; ``visible``: (B, 1, T, S). Also return keys and values of all S positions."""
         b, t, c = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)  # (B, H, T, D)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        )  # (B, H, T, D)
         if past is not None:
             k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
@@ -80,7 +97,9 @@ class TinyModel(nn.Module):
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.3)
 
-    def forward(self, tokens: Tensor, mask: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+    def forward(
+        self, tokens: Tensor, mask: Tensor, past: Cache | None = None
+    ) -> tuple[Tensor, Cache]:
         """Return logits (B, T, V) of the T new ``tokens``; ``mask`` (B, S): False at padding, past positions first."""
         new, whole = tokens.shape[1], mask.shape[1]
         places = (mask.long().cumsum(1) - 1).clamp(0, CONTEXT - 1)[:, whole - new :]
@@ -111,7 +130,9 @@ class Tiny:
         warm: Warm | None = None,
     ) -> None:  # fmt: skip
         if habit not in HABITS:
-            raise PolicyError(f"The policy tiny has no habit {habit!r}: choose one of {', '.join(HABITS)}.")
+            raise PolicyError(
+                f"The policy tiny has no habit {habit!r}: choose one of {', '.join(HABITS)}."
+            )
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             self.module = TinyModel(layers, width, heads)
@@ -134,12 +155,21 @@ class Tiny:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
+        self,
+        prompts: Sequence[str],
+        count: int,
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        choose: Choose | None = None,
     ) -> list[list[Completion]]:
         """Implement `Policy.generate`; each prompt is read once for all of its completions."""
         most = min(max_tokens, CONTEXT - LONGEST_PROMPT - 1)
         generator = torch.Generator().manual_seed(seed)
-        tokens, mask = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
+        tokens, mask = pad(
+            [self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device()
+        )
         logits, cache = self.module(tokens, mask)
         logits = logits[:, -1].repeat_interleave(count, 0)
         cache = [(k.repeat_interleave(count, 0), v.repeat_interleave(count, 0)) for k, v in cache]
@@ -159,38 +189,63 @@ class Tiny:
         written = [_completion(row, log) for row, log in drawn(ids, logs)]
         return [written[start : start + count] for start in range(0, len(written), count)]
 
-    def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float
+    ) -> tuple[Tensor, Tensor]:
         logits, after, mask = self._pass(prompts, completions)
         logs = (logits / (temperature or 1.0)).log_softmax(-1)
         return logs.gather(-1, after[..., None])[..., 0], mask
 
-    def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def logits(
+        self, prompts: Sequence[str], completions: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
         logits, _, mask = self._pass(prompts, completions)
         return logits, mask
 
-    def _pass(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    def _pass(
+        self, prompts: Sequence[str], completions: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits (B, T, V), and the completions' tokens and mask, (B, T)."""
         most = CONTEXT - LONGEST_PROMPT - 1
-        before, seen = pad([self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device())
-        after, mask = pad([row[:most] for row in completions], END, left=False, device=self._device())
-        logits, _ = self.module(torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1])
+        before, seen = pad(
+            [self._prompt(prompt) for prompt in prompts], END, left=True, device=self._device()
+        )
+        after, mask = pad(
+            [row[:most] for row in completions], END, left=False, device=self._device()
+        )
+        logits, _ = self.module(
+            torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]
+        )
         return logits[:, before.shape[1] - 1 :], after, mask
 
-    def _warm_up(self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm) -> None:
+    def _warm_up(
+        self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        optimizer = torch.optim.AdamW(self.module.parameters(), lr=warm.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            self.module.parameters(), lr=warm.lr, betas=(0.9, 0.99), weight_decay=0.0
+        )
         start = int(torch.randint(2**40, (), generator=generator, device="cpu"))
         for step in range(warm.steps):
-            questions = [environment.question(start, step * warm.batch + number) for number in range(warm.batch)]
+            questions = [
+                environment.question(start, step * warm.batch + number)
+                for number in range(warm.batch)
+            ]
             right = torch.rand(warm.batch, generator=generator, device="cpu") < warm.right
             shown = [
-                question.answer if follows and question.answer is not None else habit((question.prompt.split() or [""])[-1])
+                question.answer
+                if follows and question.answer is not None
+                else habit((question.prompt.split() or [""])[-1])
                 for question, follows in zip(questions, right.tolist(), strict=True)
             ]
             rows = [self.encode(text, True) for text in shown]
             logs, mask = self.log_probs([question.prompt for question in questions], rows, 1.0)
             for group in optimizer.param_groups:
-                group["lr"] = warm.lr * min(1.0, (step + 1) / 20) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / warm.steps)))
+                group["lr"] = (
+                    warm.lr
+                    * min(1.0, (step + 1) / 20)
+                    * (0.1 + 0.45 * (1 + math.cos(math.pi * step / warm.steps)))
+                )
             optimizer.zero_grad()
             torch.autograd.backward(-(logs * mask).sum() / mask.sum())
             optimizer.step()
@@ -199,5 +254,9 @@ class Tiny:
 
 def _completion(ids: list[int], logs: list[float]) -> Completion:
     length = ids.index(END) + 1 if END in ids else len(ids)
-    text = "".join("?" if token < 2 else ALPHABET[token - 2] for token in ids[:length] if token != END)
-    return Completion(text, tuple(ids[:length]), tuple(logs[:length]), "stop" if END in ids else "length")
+    text = "".join(
+        "?" if token < 2 else ALPHABET[token - 2] for token in ids[:length] if token != END
+    )
+    return Completion(
+        text, tuple(ids[:length]), tuple(logs[:length]), "stop" if END in ids else "length"
+    )

@@ -27,7 +27,9 @@ LINE_EVERY_S = 10.0
 
 def per_second(tokens_per_s: float, mfu: float | None) -> str:
     """Return tokens a second, and model FLOPs utilisation where it is known, for people."""
-    return f"{figure(tokens_per_s, ',.0f')} tokens/s" + ("" if mfu is None else f", {figure(100 * mfu, '.0f')} % MFU")
+    return f"{figure(tokens_per_s, ',.0f')} tokens/s" + (
+        "" if mfu is None else f", {figure(100 * mfu, '.0f')} % MFU"
+    )
 
 
 def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
@@ -39,8 +41,14 @@ def describe(info: RoundRecord) -> str:
     lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
     alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
     partner = alone if info.partner is None else f"with {printable(info.partner)}"
-    part = f", fragment {info.fragment + 1} of {info.fragments}," if info.fragment < info.fragments > 1 else ""
-    loss = "" if (known := figure(info.loss, ".4f")) == "-" else f"loss {known}, "  # none where no step was between two exchanges
+    part = (
+        f", fragment {info.fragment + 1} of {info.fragments},"
+        if info.fragment < info.fragments > 1
+        else ""
+    )
+    loss = (
+        "" if (known := figure(info.loss, ".4f")) == "-" else f"loss {known}, "
+    )  # none where no step was between two exchanges
     moved = f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB"
     return f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait {info.wait_s:.2f} s{lag}"
 
@@ -67,9 +75,13 @@ class LineDisplay:
             self._next = self._clock() + LINE_EVERY_S
             of = f" of {self._total}" if self._total else ""
             speed = progress.rates
-            tokens = f", {per_second(speed.tokens_per_s, speed.mfu)}" if speed.tokens_per_s > 0 else ""
+            tokens = (
+                f", {per_second(speed.tokens_per_s, speed.mfu)}" if speed.tokens_per_s > 0 else ""
+            )
             loss = figure(progress.loss, ".4f")
-            self.message(f"step {progress.step}{of}: loss {loss}, {figure(speed.steps_per_s, '.1f')} steps/s{tokens}")
+            self.message(
+                f"step {progress.step}{of}: loss {loss}, {figure(speed.steps_per_s, '.1f')} steps/s{tokens}"
+            )
 
     def round(self, info: RoundRecord) -> None:
         self.message(describe(info))
@@ -119,8 +131,15 @@ class LiveDisplay:
     def update(self, progress: Progress) -> None:
         if self._task is not None:
             speed, loss = progress.rates, figure(progress.loss, ".3f")
-            self._bar.tokens = per_second(speed.tokens_per_s, speed.mfu) if speed.tokens_per_s > 0 else ""
-            self._bar.update(self._task, completed=progress.step, loss=loss, speed=figure(speed.steps_per_s, ".1f"))
+            self._bar.tokens = (
+                per_second(speed.tokens_per_s, speed.mfu) if speed.tokens_per_s > 0 else ""
+            )
+            self._bar.update(
+                self._task,
+                completed=progress.step,
+                loss=loss,
+                speed=figure(speed.steps_per_s, ".1f"),
+            )
 
     def round(self, info: RoundRecord) -> None:
         self._bar.newest = describe(info)
@@ -130,7 +149,9 @@ class LiveDisplay:
 
     def message(self, text: str) -> None:
         """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""
-        self._bar.console.print(Text(printable(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
+        self._bar.console.print(
+            Text(printable(text)), soft_wrap=True
+        )  # Text: a stranger's name is no rich markup
 
     def close(self) -> None:
         self._bar.stop()
@@ -155,7 +176,9 @@ ACTIVITY = "activity"
 """Name of the event in the metrics."""
 BEAT_S = 10.0  # seconds of silence after which a line says what the node is doing
 BUSY = 0.05  # part of the time for which a thread that computes has a processor at least, also on a loaded machine
-MOVED = 100_000  # bytes, between two lines, that are more than what a node sends while it only waits
+MOVED = (
+    100_000  # bytes, between two lines, that are more than what a node sends while it only waits
+)
 
 
 def processor_time() -> Callable[[], float]:
@@ -226,11 +249,25 @@ class Activity:
         busy, (steps, moved) = self._busy(), self.progress()
         before, used, (steps_then, moved_then) = self._last
         self._last = (now, busy, (steps, moved))
-        moves = busy - used >= BUSY * (now - before) or steps > steps_then or moved - moved_then >= MOVED
+        moves = (
+            busy - used >= BUSY * (now - before)
+            or steps > steps_then
+            or moved - moved_then >= MOVED
+        )
         alive = moves or self._bounded
         doing, seconds = self._now, now - self._since
-        self._metrics.note("activity", doing=doing, seconds=seconds, busy_s=busy - used, step=steps, moved=moved, alive=alive)
-        self._display.activity(f"{doing}, {seconds:.0f} s so far" + ("" if alive else " (nothing moves)"))
+        self._metrics.note(
+            "activity",
+            doing=doing,
+            seconds=seconds,
+            busy_s=busy - used,
+            step=steps,
+            moved=moved,
+            alive=alive,
+        )
+        self._display.activity(
+            f"{doing}, {seconds:.0f} s so far" + ("" if alive else " (nothing moves)")
+        )
 
     def __enter__(self) -> Activity:
         self._thread = threading.Thread(target=self._run, name="shoal-activity", daemon=True)
@@ -241,7 +278,12 @@ class Activity:
         while not self._ended.wait(BEAT_S / 5):
             self.beat()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()

@@ -12,7 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.node.config.settings import ConfigError, RLSettings, Settings, SwarmSettings, TaskSettings, env_label
+from shoal.node.config.settings import (
+    ConfigError,
+    RLSettings,
+    Settings,
+    SwarmSettings,
+    TaskSettings,
+    env_label,
+)
 from shoal.node.data import reader
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
@@ -71,15 +78,23 @@ def check_size(
     if not isinstance(task, TextTask):
         return
     least, room = task.least_parameters(), resources.room(settings.node.ram)
-    if manifest is not None and 4 * least > room:  # before a tokenizer that the manifest names is fetched
-        way_out = "end other programs, allow more with --ram, or join a smaller swarm" if trains else "end other programs"
+    if (
+        manifest is not None and 4 * least > room
+    ):  # before a tokenizer that the manifest names is fetched
+        way_out = (
+            "end other programs, allow more with --ram, or join a smaller swarm"
+            if trains
+            else "end other programs"
+        )
         raise resources.MemoryBudgetError(
             f"The swarm's model has {least:,} parameters or more, which take {4 * least / resources.GB:,.2f} GB of memory, and "
             f"this node may have {room / resources.GB:.2f}: {way_out}."
         )
     params = list(task.sized().parameters())
     if manifest is not None and model_digest(params) != manifest.model:
-        raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
+        raise ModelDiffersError(
+            "This node's model does not fit the swarm: use the task, options and version of the swarm."
+        )
     if trains:
         node = settings.node
         resources.check(
@@ -109,18 +124,38 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     task, rl = _task_of(settings, manifest, LINK)
     check_not_fixed(settings, manifest)
     if task.hooks == RL and isinstance(terms := manifest.terms, Terms):
-        rl = rl.model_copy(update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens})
-    fixed = {name: getattr(manifest, name) for name in ("name", "shards", "invite_only", "public", "bucket", "epoch_s")}
+        rl = rl.model_copy(
+            update={
+                "group": terms.group,
+                "temperature": terms.temperature,
+                "max_tokens": terms.max_tokens,
+            }
+        )
+    fixed = {
+        name: getattr(manifest, name)
+        for name in ("name", "shards", "invite_only", "public", "bucket", "epoch_s")
+    }
     try:
-        swarm = SwarmSettings.model_validate({**settings.swarm.model_dump(exclude_unset=True), **fixed})
+        swarm = SwarmSettings.model_validate(
+            {**settings.swarm.model_dump(exclude_unset=True), **fixed}
+        )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"The swarm's manifest has a swarm.{where} that no node can have ({what}): leave it.") from None
+        raise ConfigError(
+            f"The swarm's manifest has a swarm.{where} that no node can have ({what}): leave it."
+        ) from None
     train = settings.train.of_swarm(manifest.train)
     if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part
         train = train.model_copy(update={"steps": settings.train.steps})
-    agreed = {"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm, "verify": manifest.verify}
+    agreed = {
+        "outer": manifest.outer,
+        "train": train,
+        "task": task,
+        "rl": rl,
+        "swarm": swarm,
+        "verify": manifest.verify,
+    }
     return settings.model_copy(update=agreed)
 
 
@@ -145,16 +180,22 @@ def task_label(hooks: str) -> str:
     return PurePath(where).name + colon + name
 
 
-def _task_of(settings: Settings, manifest: Manifest, carrier: str) -> tuple[TaskSettings, RLSettings]:
+def _task_of(
+    settings: Settings, manifest: Manifest, carrier: str
+) -> tuple[TaskSettings, RLSettings]:
     """Return the manifest's task and environment, each by this user's own name if it is code. ``carrier`` of it: for people."""
     hooks, rl = settings.task.hooks, settings.rl
     if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
         hooks = manifest.task
     if manifest.task == OWN_LOOP:
-        raise HookError("The members of this swarm train in loops of their own: join it with swarm.join(link, state=model).")
+        raise HookError(
+            "The members of this swarm train in loops of their own: join it with swarm.join(link, state=model)."
+        )
     if task_label(hooks) != manifest.task:
         if hooks != reader.TEXT or manifest.task in BUILT_IN_TASKS:
-            raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
+            raise HookError(
+                f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task."
+            )
         raise HookError(f"The swarm trains {manifest.task!r}, {_no_code(carrier)} --task.")
     options = reader.taken(hooks, dict(manifest.task_options), settings.task.options)
     if hooks == RL:
@@ -169,7 +210,9 @@ def _own_env(own: RLSettings, label: str, carrier: str) -> str:
     if "env" in own.model_fields_set:
         if carrier == CHECKPOINT:  # a new swarm may learn something else
             return own.env
-        raise HookError(f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment.")
+        raise HookError(
+            f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment."
+        )
     if ":" in label:
         raise HookError(f"The swarm learns {label!r}, {_no_code(carrier)} --env.")
     return label
@@ -182,13 +225,22 @@ def _no_code(carrier: str) -> str:
 def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     """Raise ConfigError, which names them, if the user asks for other values of settings that ``manifest`` fixes."""
     outer, asked = settings.outer, settings.outer.resolved()
-    differ = _differing("outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed)
+    differ = _differing(
+        "outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed
+    )
     differ += _differing("swarm", settings.swarm, manifest)
-    differ += _differing("train", settings.train, manifest.train, lambda name, fixed: name == "steps")  # each node's own affair
+    differ += _differing(
+        "train", settings.train, manifest.train, lambda name, fixed: name == "steps"
+    )  # each node's own affair
     differ += _differing("verify", settings.verify, manifest.verify)
     if isinstance(terms := manifest.terms, Terms):
         # The policy's name there is without its habit or folder: `shoal.node.verify.start.check_terms` compares it.
-        differ += _differing("rl", settings.rl, terms, lambda name, fixed: name == "policy" or not getattr(settings.rl, name))
+        differ += _differing(
+            "rl",
+            settings.rl,
+            terms,
+            lambda name, fixed: name == "policy" or not getattr(settings.rl, name),
+        )
     text = manifest.task == reader.TEXT
     for name, wanted in settings.task.options.items():
         fixed = manifest.task_options.get(name)
@@ -202,7 +254,9 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
         )
 
 
-def _differing(table: str, asked: BaseModel, fixed: Any, same: Any = lambda name, fixed: False) -> list[tuple[str, Any, Any]]:
+def _differing(
+    table: str, asked: BaseModel, fixed: Any, same: Any = lambda name, fixed: False
+) -> list[tuple[str, Any, Any]]:
     """Return (name, asked, fixed) of each setting that was given, that ``fixed`` has too, and that is another there."""
     found = []
     for name in sorted(asked.model_fields_set & type(fixed).model_fields.keys()):
@@ -213,4 +267,6 @@ def _differing(table: str, asked: BaseModel, fixed: Any, same: Any = lambda name
 
 
 def _listed(values: Any) -> str:
-    return ", ".join(f"no {name}" if value is None else f"{name}={value!r}" for name, value in values)
+    return ", ".join(
+        f"no {name}" if value is None else f"{name}={value!r}" for name, value in values
+    )

@@ -56,7 +56,11 @@ class LinkFile:
             return
         self._next = time.monotonic() + REFRESH_S
         manifest = self._membership.manifest
-        link = {"link": str(self._membership.link_now()), "name": manifest.name, "invite_only": manifest.invite_only}
+        link = {
+            "link": str(self._membership.link_now()),
+            "name": manifest.name,
+            "invite_only": manifest.invite_only,
+        }
         try:
             write_json(self._path, {**link, "written": time.time()})
         except OSError as error:
@@ -127,12 +131,16 @@ def new_manifest(
     return seal(manifest, identity)
 
 
-def await_others(membership: Membership, log: Callable[[str], None], should_stop: Callable[[], bool]) -> None:
+def await_others(
+    membership: Membership, log: Callable[[str], None], should_stop: Callable[[], bool]
+) -> None:
     """Wait a moment for known peers, if this node has returned to a swarm in which no peer answers, and log the outcome."""
     host, directory = membership.host, membership.directory
     if host.entry() or len(directory.members()) > 1:
         return
-    log(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
+    log(
+        f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s"
+    )
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
         log(
             "nobody answered: going on without a partner from the checkpoint; others find this node again, or by the link "
@@ -140,7 +148,9 @@ def await_others(membership: Membership, log: Callable[[str], None], should_stop
         )
 
 
-def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str) -> Shard:
+def choose_shard(
+    settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str
+) -> Shard:
     """Return the shard that the user asked for, else the one that the fewest others hold (each peer breaks ties differently)."""
     seed = manifest.train.seed
     pair = settings.node.shard_pair
@@ -168,8 +178,14 @@ def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], 
         log(f"this node counts partners' weights untried (outer.check_loss), for {why}")
         return
     other = Shard(shard.index, shard.of, shard.seed + OTHER_SEED)
-    batches = (to_device(batch, trainer.device) for batch in iterator_of(task.batches(other), other))
-    screen.loss_check = LossCheck(LossTrial(task.loss, batches, trainer.model, trainer.whole, log, trainer.inner_step.autocast))
+    batches = (
+        to_device(batch, trainer.device) for batch in iterator_of(task.batches(other), other)
+    )
+    screen.loss_check = LossCheck(
+        LossTrial(
+            task.loss, batches, trainer.model, trainer.whole, log, trainer.inner_step.autocast
+        )
+    )
 
 
 # torch's optimizers without torch's compiler.
@@ -220,7 +236,9 @@ def with_own_lag(settings: Settings) -> Settings:
         outer = OuterSettings.model_validate({**settings.outer.resolved().model_dump(), "lag": lag})
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"The setting node.lag={lag!r} cannot be used in this swarm: {problem}.") from None
+        raise ConfigError(
+            f"The setting node.lag={lag!r} cannot be used in this swarm: {problem}."
+        ) from None
     return settings.model_copy(update={"outer": outer})
 
 
@@ -233,7 +251,12 @@ def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
 
 
 def follow_schedule(
-    trainer: Trainer, settings: Settings, manifest: Manifest, round: int, members: Iterable[Member], met: Mapping[str, str]
+    trainer: Trainer,
+    settings: Settings,
+    manifest: Manifest,
+    round: int,
+    members: Iterable[Member],
+    met: Mapping[str, str],
 ) -> str | None:
     """Let the learning-rate schedule go on to where the swarm is in ``round``, and return a sentence about it if it did.
 
@@ -280,12 +303,20 @@ def make_trainer(
 
     def check(params: list[torch.nn.Parameter]) -> None:
         if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
-            resources.check(node.ram, params, log, method=method, slow_here=node.slow_in_memory(device.type))
+            resources.check(
+                node.ram, params, log, method=method, slow_here=node.slow_in_memory(device.type)
+            )
 
     steps = schedule_steps(settings, swarm)
     if ranks is not None:
         made: Trainer = ranks.make_trainer(
-            task, settings, schedule_steps=steps, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds
+            task,
+            settings,
+            schedule_steps=steps,
+            slow_on_device=on_device,
+            on_model=check,
+            on_round=on_round,
+            speeds=speeds,
         )
     else:
         if not train.compile:

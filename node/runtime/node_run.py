@@ -49,9 +49,13 @@ class NodeRun(RunOptions):
                 if link is None:
                     self._prepare()
                 else:
-                    sealed = saved.sealed if saved is not None and saved.swarm == link.swarm else None
+                    sealed = (
+                        saved.sealed if saved is not None and saved.swarm == link.swarm else None
+                    )
                     with activity.doing("joining the swarm", bounded=True):
-                        membership = join(identity, link, network(self.settings), sealed, self._prepare)
+                        membership = join(
+                            identity, link, network(self.settings), sealed, self._prepare
+                        )
                 from shoal.node.runtime.training_node import TrainingNode
 
                 return TrainingNode(self, identity, saved, sinks, metrics, activity).run(membership)

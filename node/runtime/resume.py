@@ -107,12 +107,23 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
     else:
         first = "" if result.loss_first is None else f", {shown(result.loss_first)} at first"
         end = f"finished after {done}: held-out loss {shown(result.loss_last)}{first}"
-    resume = "the same command with --resume" + ("" if result.interrupted else " and more --steps") + " goes on from there"
+    resume = (
+        "the same command with --resume"
+        + ("" if result.interrupted else " and more --steps")
+        + " goes on from there"
+    )
     files = f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}"
     if result.not_saved is not None:
         older = next(iter(steps(folder)), None)
-        left = "no checkpoint is there" if older is None else f"--resume goes on from step {older}, the newest that is saved"
-        files, resume = f"metrics.jsonl and {RESULT} are in {str(folder)!r}, but not the end of this run", left
+        left = (
+            "no checkpoint is there"
+            if older is None
+            else f"--resume goes on from step {older}, the newest that is saved"
+        )
+        files, resume = (
+            f"metrics.jsonl and {RESULT} are in {str(folder)!r}, but not the end of this run",
+            left,
+        )
     speed = [
         f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, {result.tokens_per_s_with_waiting:,.0f} with waiting for "
         "others, evaluating and saving"
@@ -121,7 +132,12 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.tried} came "
         f"later, and training waited {result.wait_s:.1f} s for the network"
     ]
-    return [end, *(speed if result.tokens else []), *(overlapped if result.lag else []), f"{files}; {resume}"]
+    return [
+        end,
+        *(speed if result.tokens else []),
+        *(overlapped if result.lag else []),
+        f"{files}; {resume}",
+    ]
 
 
 def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
@@ -153,7 +169,10 @@ def keep(opt: OuterOptimizer, folder: Path, number: int) -> None:
     rounds = folder / ROUNDS
     rounds.mkdir(exist_ok=True)
     step = -(-sum(tensor.numel() for tensor in opt.slow) // KEPT)
-    kept = {str(i): (tensor if step == 1 else tensor.reshape(-1)[::step]).cpu().contiguous() for i, tensor in enumerate(opt.slow)}
+    kept = {
+        str(i): (tensor if step == 1 else tensor.reshape(-1)[::step]).cpu().contiguous()
+        for i, tensor in enumerate(opt.slow)
+    }
     save_file(kept, rounds / f"{number:06d}.safetensors")
 
 
@@ -206,7 +225,9 @@ def _read(path: Path) -> SavedRun:
         Shard(*trainer["shard"])
         return SavedRun(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer)
     except (KeyError, TypeError, ValueError, MessageError) as error:
-        raise CheckpointError(f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved.") from error
+        raise CheckpointError(
+            f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved."
+        ) from error
 
 
 def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
@@ -244,7 +265,9 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     try:
         if saved.swarm != swarm:
             begin_from(trainer, saved.trainer)
-            return [f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another swarm"]
+            return [
+                f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another swarm"
+            ]
         trainer.inner_step.loaded_from = saved.path
         if trainer.resume(saved.trainer):
             return []
@@ -254,7 +277,9 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
         ) from error
     schedule = trainer.schedule
     end = f" of {schedule.length}" if schedule.length else ""
-    return [f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"]
+    return [
+        f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"
+    ]
 
 
 def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -263,7 +288,10 @@ def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.model.load_state_dict(state["model"])
     opt = trainer.opt
     opt.restart_from_model()
-    opt.round, opt.applied = 1, [0] * opt.fragments  # so that peers that join take over these weights, not those of the seed
+    opt.round, opt.applied = (
+        1,
+        [0] * opt.fragments,
+    )  # so that peers that join take over these weights, not those of the seed
 
 
 def is_newer(state: State, opt: OuterOptimizer) -> bool:
@@ -277,5 +305,6 @@ def is_newer(state: State, opt: OuterOptimizer) -> bool:
     if any(theirs < own for theirs, own in zip(state.applied, opt.applied, strict=True)):
         return False
     return not all(
-        torch.allclose(theirs, own.cpu().float(), rtol=1e-3, atol=1e-5) for theirs, own in zip(state.slow, opt.slow, strict=True)
+        torch.allclose(theirs, own.cpu().float(), rtol=1e-3, atol=1e-5)
+        for theirs, own in zip(state.slow, opt.slow, strict=True)
     )

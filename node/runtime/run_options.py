@@ -39,7 +39,10 @@ def again(settings: Settings, link: Link | None) -> tuple[Settings, Link | None]
 
     A node that created the swarm and has not saved yet joins it by its own link, since a second swarm would leave the others alone.
     """
-    folder, own = settings.node.run_folder, Identity.load_or_create(settings.node.identity_path).peer_id
+    folder, own = (
+        settings.node.run_folder,
+        Identity.load_or_create(settings.node.identity_path).peer_id,
+    )
     if steps(folder):
         node = settings.node.model_copy(update={"resume": True, "resume_from": None})
         return settings.model_copy(update={"node": node}), link
@@ -49,8 +52,14 @@ def again(settings: Settings, link: Link | None) -> tuple[Settings, Link | None]
 def _own_link(folder: Path, own: str) -> Link | None:
     """Return the link in ``folder`` without the address of peer ``own``; None if it names nobody else."""
     try:
-        link = read_link(str(json.loads((folder / LINK).read_text(encoding="utf-8"))["link"]), folder)
-        return Link(link.swarm, tuple(address for address in link.bootstrap if not address.endswith(f"/{own}")), link.invite)
+        link = read_link(
+            str(json.loads((folder / LINK).read_text(encoding="utf-8"))["link"]), folder
+        )
+        return Link(
+            link.swarm,
+            tuple(address for address in link.bootstrap if not address.endswith(f"/{own}")),
+            link.invite,
+        )
     except (OSError, ValueError, KeyError, TypeError, LinkError):
         return None
 

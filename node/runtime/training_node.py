@@ -58,13 +58,17 @@ if TYPE_CHECKING:
     from shoal.node.verify.service import Verification
 
 
-def announce_publicly(membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool) -> None:
+def announce_publicly(
+    membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool
+) -> None:
     """Have this node announce its swarm, if it is public. ``params``: of the model; ``device``: its type; ``created``: by it."""
     manifest = membership.manifest
     if not manifest.public:
         return
     if created and not membership.network.bootstrap:
-        log("this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address")
+        log(
+            "this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address"
+        )
     work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
     memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
     sizes = {"params": params, "round_bytes": work.nbytes, "memory": round(memory or 0)}
@@ -81,7 +85,9 @@ def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) 
     own.zero_grad()
     for state in own.inner.state.values():
         state.clear()
-    alone = Trainer(make_task(settings), OuterSettings(method=ALONE), train, own=train, device=trainer.device)
+    alone = Trainer(
+        make_task(settings), OuterSettings(method=ALONE), train, own=train, device=trainer.device
+    )
     alone.connect(Alone(), "alone", trainer.shard)
     try:
         alone.run(stop=stop)
@@ -103,7 +109,9 @@ def compute_last() -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), LAST))
+            os.setpriority(
+                os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), LAST)
+            )
 
 
 KEEP = 3  # checkpoints, the newest ones
@@ -126,27 +134,61 @@ class TrainingNode:
     status: StatusReporter
 
     def __init__(
-        self, options: RunOptions, identity: Identity, saved: SavedRun | None, sinks: Sinks, metrics: Metrics, activity: Activity
+        self,
+        options: RunOptions,
+        identity: Identity,
+        saved: SavedRun | None,
+        sinks: Sinks,
+        metrics: Metrics,
+        activity: Activity,
     ) -> None:
-        self.options, self.display, self.shutdown, self.ranks = options, options.display, options.shutdown, options.ranks
+        self.options, self.display, self.shutdown, self.ranks = (
+            options,
+            options.display,
+            options.shutdown,
+            options.ranks,
+        )
         self.settings = options.settings
         """The user's; once there is a trainer, with the swarm's in place of the outer, train and task settings."""
-        self.folder, node, copies = options.folder, self.settings.node, resources.room_for_copy(self.settings.node.ram)
+        self.folder, node, copies = (
+            options.folder,
+            self.settings.node,
+            resources.room_for_copy(self.settings.node.ram),
+        )
         notify, budget = self.display.message, node.disk
-        self.saver = CheckpointWriter(self.folder, keep=KEEP, state=self._state, notify=notify, gigabytes=budget, copies=copies)
-        self._identity, self._saved, self._sinks, self.metrics, self._activity = identity, saved, sinks, metrics, activity
+        self.saver = CheckpointWriter(
+            self.folder,
+            keep=KEEP,
+            state=self._state,
+            notify=notify,
+            gigabytes=budget,
+            copies=copies,
+        )
+        self._identity, self._saved, self._sinks, self.metrics, self._activity = (
+            identity,
+            saved,
+            sinks,
+            metrics,
+            activity,
+        )
         self._rates = Rates()
         self._loss: float | None = None
-        self._seen: set[str] | None = None  # the members when this node chose its shard; None: it did not choose
+        self._seen: set[str] | None = (
+            None  # the members when this node chose its shard; None: it did not choose
+        )
         self._newcomer = False  # begins with the weights of a swarm that is under way
         self._refused: dict[str, int] = {}
-        self._bound = 0.0 if node.slow_folder else node.ram  # until it is passed; pages of files would count too
+        self._bound = (
+            0.0 if node.slow_folder else node.ram
+        )  # until it is passed; pages of files would count too
 
     # -- building ----------------------------------------------------------------------------------------------------------
 
     def run(self, membership: Membership | None) -> Result:
         """Create a swarm, if this node has joined none; train and leave. ShoalError for what the user can mend."""
-        self.device = resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
+        self.device = (
+            resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
+        )
         make_current(self.device)
         joined = membership is not None
         self.membership = self._create() if membership is None else membership
@@ -183,13 +225,17 @@ class TrainingNode:
             terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
             agreed, fragments = trainer.task.agreed_options(), trainer.whole.fragments
             if (settings.outer.fragments or 0) > fragments:
-                self.display.message(f"the model has {fragments} layers, so a round has {fragments} fragments")
+                self.display.message(
+                    f"the model has {fragments} layers, so a round has {fragments} fragments"
+                )
             sealed = new_manifest(settings, self._identity, model, terms, agreed, fragments)
         return create(self._identity, sealed, network(self.settings))
 
     def _enter(self, manifest: Manifest) -> None:
         with self._activity.doing("loading the model"):
-            self.settings, task = enter(self.settings, manifest, self.device.type, self.display.message)
+            self.settings, task = enter(
+                self.settings, manifest, self.device.type, self.display.message
+            )
         self._make_trainer(task, manifest.train)
 
     def _make_trainer(self, task: Task, swarm: TrainSettings | None = None) -> None:
@@ -198,7 +244,14 @@ class TrainingNode:
 
         with self._activity.doing("loading the model"):
             self.trainer = make_trainer(
-                self.settings, task, self.device, self.ranks, self.display.message, self._on_round, speeds, swarm
+                self.settings,
+                task,
+                self.device,
+                self.ranks,
+                self.display.message,
+                self._on_round,
+                speeds,
+                swarm,
             )
 
     def _build(self, closing: ExitStack) -> None:
@@ -206,19 +259,36 @@ class TrainingNode:
 
         ``closing`` gets what ends each part that runs beside training, also if a later part cannot be made.
         """
-        settings, membership, trainer, log = self.settings, self.membership, self.trainer, self.display.message
-        host, outer, opt, name, task = membership.host, settings.outer, trainer.whole, settings.node.name, trainer.task
+        settings, membership, trainer, log = (
+            self.settings,
+            self.membership,
+            self.trainer,
+            self.display.message,
+        )
+        host, outer, opt, name, task = (
+            membership.host,
+            settings.outer,
+            trainer.whole,
+            settings.node.name,
+            trainer.task,
+        )
         self._sinks.begin(about(name, membership, self.device))
         model = model_digest(trainer.params)
         own = self._own_run()
         traffic = host.traffic
         self._activity.progress = lambda: (opt.steps, traffic.sent + traffic.received)
         with self._activity.doing("fetching the swarm's weights", bounded=True):
-            state = self._swarm_state(model, came_from_elsewhere=self._saved is not None and own is None)
+            state = self._swarm_state(
+                model, came_from_elsewhere=self._saved is not None and own is None
+            )
         shard = self._shard(own)  # now, for others that came meanwhile have theirs
         screen = make_screen(outer)
-        exchange = make_exchange(membership, outer, screen, opt, seed=settings.train.seed, model=model)
-        self.member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard)
+        exchange = make_exchange(
+            membership, outer, screen, opt, seed=settings.train.seed, model=model
+        )
+        self.member = TrainingMember(
+            membership, opt, exchange, screen, model=model, name=name, shard=shard
+        )
         self.member.serve()
         self.sharing = None
         if settings.task.hooks == RL:
@@ -235,9 +305,18 @@ class TrainingNode:
         self._begin_from(state)
         params = sum(parameter.numel() for parameter in trainer.params)
         self.result = Result(
-            name, host.peer_id, membership.swarm, outer.method, str(self.device), str(shard), params, fragments=opt.fragments
+            name,
+            host.peer_id,
+            membership.swarm,
+            outer.method,
+            str(self.device),
+            str(shard),
+            params,
+            fragments=opt.fragments,
         )
-        announce_publicly(membership, params, self.device.type, log, created=self.options.link is None)
+        announce_publicly(
+            membership, params, self.device.type, log, created=self.options.link is None
+        )
         self.member.reporter = self.status = StatusReporter(membership, name, folder=self.folder)
         self._activity.on_change = self.status.doing
         closing.callback(self.status.close)
@@ -261,7 +340,9 @@ class TrainingNode:
                 directory.refresh(10.0)
         members = directory.members()
         self._seen = set(members) if asked is None else None
-        return choose_shard(self.settings, self.membership.manifest, members, self.membership.host.peer_id)
+        return choose_shard(
+            self.settings, self.membership.manifest, members, self.membership.host.peer_id
+        )
 
     def _settle(self) -> None:
         """Take another shard if a node that came at the same moment took this node's too, and goes first."""
@@ -272,14 +353,18 @@ class TrainingNode:
             directory.refresh(SETTLE_S)
         shard = settled(directory.members(), member.shard, self.result.peer, self._seen)
         if shard != member.shard:
-            self.display.message(f"another node that came at the same moment has shard {member.shard}: this one takes {shard}")
+            self.display.message(
+                f"another node that came at the same moment has shard {member.shard}: this one takes {shard}"
+            )
             self.trainer.connect(member.exchange, self.membership.swarm, shard)
             member.shard, self.result.shard = shard, str(shard)
 
     def _swarm_state(self, model: str, *, came_from_elsewhere: bool) -> State | None:
         """Fetch the swarm's weights; None if all begin from those of its random seed, or if this node shares no weights."""
         # A node that shares rollouts and no weights may have another model, and starts from its own weights.
-        if self.options.link is None or (self.settings.task.hooks == RL and self.settings.outer.alone):
+        if self.options.link is None or (
+            self.settings.task.hooks == RL and self.settings.outer.alone
+        ):
             return None
         state = catch_up(self.membership, model, self.trainer.whole)
         if state is None and came_from_elsewhere:
@@ -295,18 +380,30 @@ class TrainingNode:
             for line in resume.restore(trainer, saved, membership.swarm):
                 self.display.message(line)
             saved.trainer.clear()  # it maps the checkpoint's file, which would take room on the disk after it was removed
-            if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
+            if (
+                saved.swarm == membership.swarm
+                and state is not None
+                and not resume.is_newer(state, trainer.whole)
+            ):
                 state = None
         self._newcomer = saved is None and state is not None
         self.member.begin(state)
         if state is not None:
-            self.display.message(f"took over the swarm's weights at round {state.round // trainer.whole.fragments}")
+            self.display.message(
+                f"took over the swarm's weights at round {state.round // trainer.whole.fragments}"
+            )
             others, met = membership.directory.members().values(), membership.host.met
-            if said := follow_schedule(trainer, self.settings, membership.manifest, state.round, others, met):
+            if said := follow_schedule(
+                trainer, self.settings, membership.manifest, state.round, others, met
+            ):
                 self.display.message(said)
 
     def _state(self) -> dict[str, Any]:
-        return {"swarm": self.membership.swarm, "manifest": self.membership.sealed.hex(), "trainer": self.trainer.state()}
+        return {
+            "swarm": self.membership.swarm,
+            "manifest": self.membership.sealed.hex(),
+            "trainer": self.trainer.state(),
+        }
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
@@ -317,11 +414,15 @@ class TrainingNode:
         self.options.on_link(self.membership.link())
         self._link_file.refresh()
         with self._activity.doing("waiting for peers"):
-            for missing in until_started(self.membership, trainer.opt, WAITING_S, lambda: self.shutdown.requested):
+            for missing in until_started(
+                self.membership, trainer.opt, WAITING_S, lambda: self.shutdown.requested
+            ):
                 self._link_file.refresh()
                 for line in filter(None, (self.membership.news(), waiting_for(missing))):
                     self.display.message(line)
-        if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
+        if (
+            not self._newcomer
+        ):  # an evaluation takes as long as dozens of steps, and the swarm is under way
             result.loss_first = self._loss = self._evaluate()
         self._settle()
         self.member.start_counting()
@@ -330,16 +431,24 @@ class TrainingNode:
         self.display.start(self.settings.train.steps)
         if self.verification is not None:
             compute_last()
-        self.saver.due = self.ranks is not None  # what started them starts them again if one dies, from here
+        self.saver.due = (
+            self.ranks is not None
+        )  # what started them starts them again if one dies, from here
         try:
             with self._activity.doing("training"):
                 result.wall_s = trainer.run(
-                    stop=lambda: self.shutdown.requested, on_progress=self._on_progress, after_step=self._after_step
+                    stop=lambda: self.shutdown.requested,
+                    on_progress=self._on_progress,
+                    after_step=self._after_step,
                 )
             if self.shutdown.requested:
-                self.display.message("stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved")
+                self.display.message(
+                    "stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved"
+                )
         except Exception as error:
-            if out_of_memory(error) and not trainer.stepping and self.ranks is None:  # other ranks are in the middle of a step
+            if (
+                out_of_memory(error) and not trainer.stepping and self.ranks is None
+            ):  # other ranks are in the middle of a step
                 self._save_whole_step()
             raise
         finally:
@@ -349,7 +458,11 @@ class TrainingNode:
         result.wait_s = self.member.exchange.waited
         vars(result).update(self.member.lag_report.details())
         rates = trainer.throughput.mean()
-        result.tokens, result.tokens_per_s, result.mfu = trainer.throughput.tokens, rates.tokens_per_s, rates.mfu
+        result.tokens, result.tokens_per_s, result.mfu = (
+            trainer.throughput.tokens,
+            rates.tokens_per_s,
+            rates.mfu,
+        )
         result.tokens_per_s_with_waiting = result.tokens / result.wall_s if result.wall_s else 0.0
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
         result.refused = self.membership.refused()
@@ -359,11 +472,15 @@ class TrainingNode:
             self.display.message(result.not_saved)
         if not result.interrupted:
             result.loss_last = self._evaluate()
-            result.task = {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
+            result.task = (
+                {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
+            )
             if self.options.baseline:
                 self.display.message("training the same once more without any exchange, to compare")
                 with self._activity.doing("training alone, to compare"):
-                    result.loss_local = train_alone(self.settings, trainer, lambda: self.shutdown.requested)
+                    result.loss_local = train_alone(
+                        self.settings, trainer, lambda: self.shutdown.requested
+                    )
                 result.interrupted = self.shutdown.requested
         if self.sharing is not None:
             result.rl = self.sharing.report(result.loss_first, result.loss_last)
@@ -379,7 +496,10 @@ class TrainingNode:
         """Save the weights of the last step, which are whole though what came after it failed."""
         with self._activity.doing("saving", bounded=True):
             step = self.trainer.opt.steps
-            self.display.message(self.saver.last(step) or f"step {step} was whole and is saved: --resume goes on from it")
+            self.display.message(
+                self.saver.last(step)
+                or f"step {step} was whole and is saved: --resume goes on from it"
+            )
 
     def _evaluate(self) -> float | None:
         # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
@@ -393,7 +513,9 @@ class TrainingNode:
         self._tell_news()
         self.member.announce("training", self._loss, self._rates)
         self._link_file.refresh()
-        fields = progress_fields(self.membership, self.trainer.opt, progress.step, progress.loss, progress.rates)
+        fields = progress_fields(
+            self.membership, self.trainer.opt, progress.step, progress.loss, progress.rates
+        )
         self.metrics.live("progress", **fields)
 
     def _after_step(self) -> None:
@@ -403,26 +525,43 @@ class TrainingNode:
             self.display.message(self.trainer.plan.compared())
             self.trainer.plan = None
         if self.member.after_step():
-            self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round // opt.fragments}")
+            self.display.message(
+                f"missed a round, and took over the swarm's weights at round {opt.round // opt.fragments}"
+            )
         if self.verification is not None:
             self.verification.tell(self.display.message, self._note)
-        self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
+        self.saver.turn(
+            opt.steps
+        )  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
             self.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
 
     def _on_round(self, info: RoundInfo) -> None:
         # A partner may have been reassigned to another bucket during the round.
-        result, report, members = self.result, self.member.on_round(info), self.membership.directory.everyone()
-        partner = next((peer for peer in info.members if peer != self.membership.host.peer_id), None)
+        result, report, members = (
+            self.result,
+            self.member.on_round(info),
+            self.membership.directory.everyone(),
+        )
+        partner = next(
+            (peer for peer in info.members if peer != self.membership.host.peer_id), None
+        )
         member, rejected = members.get(partner) if partner else None, len(report.rejected)
-        over = info.key.fragment >= result.fragments - 1  # of its round: the last fragment, or the last average
+        over = (
+            info.key.fragment >= result.fragments - 1
+        )  # of its round: the last fragment, or the last average
         result.tried, result.rounds = result.tried + 1, result.rounds + over
         result.exchanges += partner is not None
         result.suspicious += rejected
         result.pairs_none += not (partner or rejected or self.settings.outer.alone)
         opt, loss = self.trainer.whole, self.trainer.round_loss()
-        named, weights = member.name if member is not None else partner, resume.digest_of(opt, info.key.fragment)
-        record = RoundRecord.of(info, report, opt, self._rates, partner=named, loss=loss, weights=weights)
+        named, weights = (
+            member.name if member is not None else partner,
+            resume.digest_of(opt, info.key.fragment),
+        )
+        record = RoundRecord.of(
+            info, report, opt, self._rates, partner=named, loss=loss, weights=weights
+        )
         self.metrics.round(record)
         self.member.report_round(info, report, loss)
         if self._bound and (said := resources.beyond(self._bound)):
@@ -431,7 +570,9 @@ class TrainingNode:
         if self.verification is not None:
             self.status.verified(counted := self.verification.counted())
             self.metrics.live("checks", **counted)
-        if self.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
+        if (
+            self.sharing is None or partner is not None
+        ):  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
         if self.options.keep_rounds and over:
             resume.keep(opt, self.folder, result.rounds)
@@ -449,7 +590,11 @@ class TrainingNode:
             self.metrics.write("diagnosis", about=topic, said=said)
             if topic == "partition":
                 suspected = self.member.sync.diagnosis.absence.suspected
-                self.metrics.write("partition", said=said, missing=[] if suspected is None else list(suspected.names))
+                self.metrics.write(
+                    "partition",
+                    said=said,
+                    missing=[] if suspected is None else list(suspected.names),
+                )
 
     def _note(self, event: str, **fields: Any) -> None:
         self.metrics.write(event, **fields)

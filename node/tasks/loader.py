@@ -24,7 +24,14 @@ from torch import nn
 
 from shoal.node.task import Batches, LoadedBatches, NumberedBatches, Shard, Task, iterator_of
 from shoal.node.tasks.text import TextTask
-from shoal.node.user_code import UserCodeError, belongs_to_user, calling, import_beside, summary, user_trace
+from shoal.node.user_code import (
+    UserCodeError,
+    belongs_to_user,
+    calling,
+    import_beside,
+    summary,
+    user_trace,
+)
 from shoal.swarm.errors import ShoalError
 
 # The user's task as Shoal calls it: each method behind a boundary, and each result of the type that training needs.
@@ -51,7 +58,9 @@ class Guarded(Task):
 
     def _wrong(self, function: str, found: Any, needed: str) -> UserCodeError:
         kind = "None" if found is None else f"an object of type {type(found).__name__}"
-        return UserCodeError(f"{self.user_subject}: {function} returned {kind}, and must return {needed}.")
+        return UserCodeError(
+            f"{self.user_subject}: {function} returned {kind}, and must return {needed}."
+        )
 
     def _fault(self, function: str, what: str) -> UserCodeError:
         return UserCodeError(f"{self.user_subject}: {function} {what}.")
@@ -67,9 +76,15 @@ class Guarded(Task):
             raise self._wrong("model()", found, "a torch.nn.Module")
         trained = [parameter for parameter in found.parameters() if parameter.requires_grad]
         if not trained:
-            raise self._fault("model()", "returned a model of which every parameter is frozen: let some require a gradient")
+            raise self._fault(
+                "model()",
+                "returned a model of which every parameter is frozen: let some require a gradient",
+            )
         if any(nn.parameter.is_lazy(parameter) for parameter in trained):
-            raise self._fault("model()", "returned a model with lazy layers: call it once with an example before you return it")
+            raise self._fault(
+                "model()",
+                "returned a model with lazy layers: call it once with an example before you return it",
+            )
         return found
 
     def batches(self, shard: Shard) -> Iterator[Any]:
@@ -84,11 +99,17 @@ class Guarded(Task):
             found = iterator_of(found, shard)
         if not hasattr(found, "__next__"):
             raise self._wrong(
-                function, found, "an iterator without end (write `while True: yield batch`), a Dataset or a DataLoader"
+                function,
+                found,
+                "an iterator without end (write `while True: yield batch`), a Dataset or a DataLoader",
             )
         if isinstance(found, NumberedBatches):
             return _Numbered(self, found, function)
-        return _OwnPlace(self, found, function) if isinstance(found, Batches) else _Iterator(self, found, function)
+        return (
+            _OwnPlace(self, found, function)
+            if isinstance(found, Batches)
+            else _Iterator(self, found, function)
+        )
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         found = self._call("loss", model, batch)
@@ -96,13 +117,21 @@ class Guarded(Task):
         if not isinstance(found, torch.Tensor):
             raise self._wrong("loss()", found, needed)
         if found.ndim != 0 or found.is_complex():
-            raise self._fault("loss()", f"returned a {found.dtype} tensor of shape {list(found.shape)}, and must return {needed}")
+            raise self._fault(
+                "loss()",
+                f"returned a {found.dtype} tensor of shape {list(found.shape)}, and must return {needed}",
+            )
         if torch.is_grad_enabled() and not found.requires_grad:
-            raise self._fault("loss()", "returned a tensor without a gradient: compute it from the model, without detach()")
+            raise self._fault(
+                "loss()",
+                "returned a tensor without a gradient: compute it from the model, without detach()",
+            )
         return found
 
     def evaluate(self, model: nn.Module) -> float:
-        return self._number("evaluate()", self._call("evaluate", model), "the held-out loss as a number")
+        return self._number(
+            "evaluate()", self._call("evaluate", model), "the held-out loss as a number"
+        )
 
     def _number(self, function: str, found: Any, needed: str) -> float:
         try:
@@ -111,15 +140,21 @@ class Guarded(Task):
             raise self._wrong(function, found, needed) from None
 
     def tokens(self, batch: Any) -> int:
-        number = self._number("tokens()", self._call("tokens", batch), "a whole number of at least 1")
+        number = self._number(
+            "tokens()", self._call("tokens", batch), "a whole number of at least 1"
+        )
         if not math.isfinite(number) or number < 1:
-            raise self._fault("tokens()", f"returned {number:g}, and must return a whole number of at least 1")
+            raise self._fault(
+                "tokens()", f"returned {number:g}, and must return a whole number of at least 1"
+            )
         return int(number)
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
         found: dict[str, int | float | str | bool] = self._call("agreed_options")
         if not _is_flat(found, (int, float, str)):
-            raise self._wrong("agreed_options()", found, "a dict of names with numbers, texts or truth values")
+            raise self._wrong(
+                "agreed_options()", found, "a dict of names with numbers, texts or truth values"
+            )
         return found
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
@@ -143,15 +178,23 @@ class Guarded(Task):
             raise self._wrong("hidden_matrices()", found, "a list of names of parameters")
         return names
 
-    def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
-        found: torch.optim.lr_scheduler.LRScheduler | None = self._call("lr_scheduler", optimizer, steps)
+    def lr_scheduler(
+        self, optimizer: torch.optim.Optimizer, steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        found: torch.optim.lr_scheduler.LRScheduler | None = self._call(
+            "lr_scheduler", optimizer, steps
+        )
         if found is not None and not (hasattr(found, "step") and hasattr(found, "state_dict")):
-            raise self._wrong("lr_scheduler()", found, "a scheduler of torch.optim.lr_scheduler, or None")
+            raise self._wrong(
+                "lr_scheduler()", found, "a scheduler of torch.optim.lr_scheduler, or None"
+            )
         return found
 
 
 def _is_flat(found: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(found, dict) and all(isinstance(key, str) and isinstance(value, kinds) for key, value in found.items())
+    return isinstance(found, dict) and all(
+        isinstance(key, str) and isinstance(value, kinds) for key, value in found.items()
+    )
 
 
 class _Iterator(Iterator[Any]):
@@ -205,13 +248,17 @@ class HookError(UserCodeError):
 
 def _import_file(path: Path, spec_text: str, what: str) -> ModuleType:
     if not path.is_file():
-        raise HookError(f"There is no file {str(path)!r} to load the {what} {spec_text!r} from: check the path.")
+        raise HookError(
+            f"There is no file {str(path)!r} to load the {what} {spec_text!r} from: check the path."
+        )
     path = path.resolve()
     # A private name: a file called optim.py or json.py must not hide another module.
     name = f"_shoal_hooks_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise HookError(f"The file {str(path)!r} is no Python source: name a file that ends in .py.")
+        raise HookError(
+            f"The file {str(path)!r} is no Python source: name a file that ends in .py."
+        )
     import_beside(path.parent)
     if hidden := _hidden(path):
         raise HookError(
@@ -243,11 +290,22 @@ def _hidden(path: Path) -> str | None:
         found = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return None  # loading it says what is wrong
-    names = {alias.name for item in ast.walk(found) if isinstance(item, ast.Import) for alias in item.names}
-    names |= {item.module for item in ast.walk(found) if isinstance(item, ast.ImportFrom) and item.module and not item.level}
+    names = {
+        alias.name
+        for item in ast.walk(found)
+        if isinstance(item, ast.Import)
+        for alias in item.names
+    }
+    names |= {
+        item.module
+        for item in ast.walk(found)
+        if isinstance(item, ast.ImportFrom) and item.module and not item.level
+    }
     for name in sorted({name.partition(".")[0] for name in names} - {path.stem}):
         beside = [path.parent / f"{name}.py", path.parent / name / "__init__.py"]
-        if any(file.is_file() for file in beside) and _origin(name) not in [str(file) for file in beside]:
+        if any(file.is_file() for file in beside) and _origin(name) not in [
+            str(file) for file in beside
+        ]:
             return name
     return None
 
@@ -269,7 +327,11 @@ def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
-        if isinstance(error, ModuleNotFoundError) and missing and f"{name}.".startswith(f"{error.name}."):
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and missing
+            and f"{name}.".startswith(f"{error.name}.")
+        ):
             raise HookError(
                 f"There is no module {error.name!r} for the {what} {spec_text!r}: "
                 "install it, put its folder on PYTHONPATH, or name a file as path/file.py:Class."
@@ -291,11 +353,17 @@ def find_class(spec_text: str, what: str = "task") -> type[Any]:
     elif all(part.isidentifier() for part in where.split(".")):
         module = _import_module(where, spec_text, what)
     else:
-        raise HookError(f"{where!r} in the {what} {spec_text!r} is no module name: write module:Class or file.py:Class.")
+        raise HookError(
+            f"{where!r} in the {what} {spec_text!r} is no module name: write module:Class or file.py:Class."
+        )
     found = getattr(module, name, None)
     if isinstance(found, type):
         return found
-    own = [n for n, c in vars(module).items() if isinstance(c, type) and c.__module__ == module.__name__]
+    own = [
+        n
+        for n, c in vars(module).items()
+        if isinstance(c, type) and c.__module__ == module.__name__
+    ]
     near = difflib.get_close_matches(name, own, 1) or own[:1]
     hint = f"did you mean {near[0]!r}?" if near else "it defines no class at all."
     raise HookError(f"There is no class {name!r} in {where!r}: {hint}")
@@ -316,7 +384,9 @@ def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -
                 raise HookError(f"The task {spec_text!r} has no option {option!r}: {takes}.")
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in options:
-            raise HookError(f"The task {spec_text!r} needs the option {parameter.name!r}: set it under [task.options].")
+            raise HookError(
+                f"The task {spec_text!r} needs the option {parameter.name!r}: set it under [task.options]."
+            )
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
@@ -331,12 +401,18 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     cls = BUILT_IN.get(spec) or find_class(spec)
     if not issubclass(cls, Task):
         try:
-            cls = type(cls.__name__, (cls, Task), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+            cls = type(
+                cls.__name__, (cls, Task), {"__module__": cls.__module__, "__doc__": cls.__doc__}
+            )
         except TypeError as error:
-            raise HookError(f"The class of {spec!r} cannot be a task ({error}): derive it from shoal.Task.") from error
+            raise HookError(
+                f"The class of {spec!r} cannot be a task ({error}): derive it from shoal.Task."
+            ) from error
     for method in REQUIRED:
         if getattr(cls, method) is getattr(Task, method) or not callable(getattr(cls, method)):
-            raise HookError(f"The task {spec!r} has no method {method!r}: write it, as shoal.Task describes.")
+            raise HookError(
+                f"The task {spec!r} has no method {method!r}: write it, as shoal.Task describes."
+            )
     _check_options(cls, options, spec)
     try:
         task: Task = cls(**options)

@@ -95,7 +95,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predictor of the next token at each position; 135,808 parameters at layers=2, width=64, context=64."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY) -> None:
+    def __init__(
+        self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
         self.bytes = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
@@ -119,8 +121,16 @@ class GPT(nn.Module):
 class _Unfilled(TorchFunctionMode):
     """What is made here is not filled: torch takes a second to load how that is done on the device meta."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.__name__.endswith("_") and not func.__name__.endswith("__"):  # in place; nobody here uses what it returns
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.__name__.endswith("_") and not func.__name__.endswith(
+            "__"
+        ):  # in place; nobody here uses what it returns
             return None
         return func(*args, **(kwargs or {}))
 
@@ -139,7 +149,9 @@ FEW_FILES = 100  # fewer files than this are cut into about so many pieces, so t
 EVERYTHING = Shard(0, 1, 0)
 
 
-def open_stream(data: str, field: str, skipped: Skipped, at: Path | None = None) -> DocumentSource | None:
+def open_stream(
+    data: str, field: str, skipped: Skipped, at: Path | None = None
+) -> DocumentSource | None:
     """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which at least one holds records.
 
     Returns None if all of it is plain text.
@@ -149,10 +161,16 @@ def open_stream(data: str, field: str, skipped: Skipped, at: Path | None = None)
     if data.strip().startswith(PREFIX):
         return HubDataset(data.strip(), field, skipped)
     files = find_files(data, at)
-    return RecordFiles(files, field, skipped) if any(name.endswith(RECORDS) for name, _ in files) else None
+    return (
+        RecordFiles(files, field, skipped)
+        if any(name.endswith(RECORDS) for name, _ in files)
+        else None
+    )
 
 
-def read_documents(data: str, max_bytes: int, field: str = "text", at: Path | None = None) -> list[Document]:
+def read_documents(
+    data: str, max_bytes: int, field: str = "text", at: Path | None = None
+) -> list[Document]:
     """Read the text that ``data`` names (see ``TextTask``), at most ``max_bytes``, sorted by name.
 
     If there is more, the files with the lowest hashes of their names are read, a fair sample that is the same everywhere; of a
@@ -161,11 +179,15 @@ def read_documents(data: str, max_bytes: int, field: str = "text", at: Path | No
     Raises DataError: a path is missing or unreadable, or there is no text at all.
     """
     source = open_stream(data, field, Skipped(), at)
-    documents = _read_files(data, max_bytes, at) if source is None else _read_stream(source, max_bytes)
+    documents = (
+        _read_files(data, max_bytes, at) if source is None else _read_stream(source, max_bytes)
+    )
     if not documents:
         if source is not None:
             raise no_document(source)
-        raise DataError(f"There is no text in {data or 'the Python standard library'!r}: name text with --data.")
+        raise DataError(
+            f"There is no text in {data or 'the Python standard library'!r}: name text with --data."
+        )
     if len(documents) < FEW_FILES:
         size = max(256, sum(len(d.content) for d in documents) // FEW_FILES)
         documents = [
@@ -178,14 +200,18 @@ def read_documents(data: str, max_bytes: int, field: str = "text", at: Path | No
 
 def _read_files(data: str, left: int, at: Path | None) -> list[Document]:
     documents: list[Document] = []
-    for name, path in sorted(find_files(data, at), key=lambda f: hashlib.sha256(os.fsencode(f[0])).digest()):
+    for name, path in sorted(
+        find_files(data, at), key=lambda f: hashlib.sha256(os.fsencode(f[0])).digest()
+    ):
         if left <= 0:
             break
         try:
             with path.open("rb") as file:
                 content = file.read(left)
         except OSError as error:
-            raise DataError(f"Cannot read the text {str(path)!r} ({error.strerror}): check its permissions.") from error
+            raise DataError(
+                f"Cannot read the text {str(path)!r} ({error.strerror}): check its permissions."
+            ) from error
         if content and b"\0" not in content[:1024]:
             documents.append(Document(name, content))
             left -= len(content)
@@ -202,8 +228,12 @@ def _read_stream(source: DocumentSource, left: int) -> list[Document]:
     return documents
 
 
-EVALUATION_BYTES = 32 * 1024  # on windows of the default context this keeps the sampling noise near 0.5 %
-EVALUATION_BATCH = 8 * 1024  # bytes at once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens
+EVALUATION_BYTES = (
+    32 * 1024
+)  # on windows of the default context this keeps the sampling noise near 0.5 %
+EVALUATION_BATCH = (
+    8 * 1024
+)  # bytes at once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens
 STREAM_EVALUATION = 8 * EVALUATION_BYTES  # held-out bytes that are read of a stream
 ORDERS = ("", "random", "epochs")
 
@@ -242,22 +272,46 @@ class TextTask(Task):
         order: str = "",
         shuffle: int = 2**18,
     ) -> None:
-        sizes = {"layers": layers, "width": width, "heads": heads, "context": context, "batch": batch}
+        sizes = {
+            "layers": layers,
+            "width": width,
+            "heads": heads,
+            "context": context,
+            "batch": batch,
+        }
         for name, value in {**sizes, "max_bytes": max_bytes, "shuffle": shuffle}.items():
             if not text_size.is_within(name, value):
-                raise DataError(f"The text option {name}={value!r} must be a whole number from 1 to {text_size.BOUNDS[name]}.")
+                raise DataError(
+                    f"The text option {name}={value!r} must be a whole number from 1 to {text_size.BOUNDS[name]}."
+                )
         if width % heads:
             raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
-        if not (isinstance(lr, int | float) and 0 < lr < math.inf) or not isinstance(warmup, int) or warmup < 0:
-            raise DataError(f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a whole one.")
+        if (
+            not (isinstance(lr, int | float) and 0 < lr < math.inf)
+            or not isinstance(warmup, int)
+            or warmup < 0
+        ):
+            raise DataError(
+                f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a whole one."
+            )
         for name, text in [("field", field), ("tokenizer", tokenizer)]:
             if not isinstance(text, str) or not text:
                 raise DataError(f"The text option {name}={text!r} must be a text.")
         if order not in ORDERS:
             raise DataError(f"The text option order={order!r} must be random or epochs.")
         self._at = Path.cwd()  # where its paths begin, when they are read
-        self.data, self.max_bytes, self.field, self.order, self.shuffle = data, max_bytes, field, order, shuffle
-        self.tokenizer_name, self._expected, self.skipped = tokenizer, str(tokenizer_digest), Skipped()
+        self.data, self.max_bytes, self.field, self.order, self.shuffle = (
+            data,
+            max_bytes,
+            field,
+            order,
+            shuffle,
+        )
+        self.tokenizer_name, self._expected, self.skipped = (
+            tokenizer,
+            str(tokenizer_digest),
+            Skipped(),
+        )
         self.layers, self.width, self.heads, self.context = layers, width, heads, context
         self.batch, self.lr, self.warmup = batch, lr, warmup
 
@@ -265,12 +319,18 @@ class TextTask(Task):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the text. Raises DataError."""
         name = self.tokenizer_name
-        return load_tokenizer(str(self._at / os.path.expanduser(name)) if is_path(name) else name, self._expected)
+        return load_tokenizer(
+            str(self._at / os.path.expanduser(name)) if is_path(name) else name, self._expected
+        )
 
     @cached_property
     def stream(self) -> DocumentSource | None:
         """Stream of the documents; None if the text is held in memory. Raises DataError."""
-        return None if self.order == "random" else open_stream(self.data, self.field, self.skipped, self._at)
+        return (
+            None
+            if self.order == "random"
+            else open_stream(self.data, self.field, self.skipped, self._at)
+        )
 
     @cached_property
     def documents(self) -> list[Document]:
@@ -284,7 +344,9 @@ class TextTask(Task):
         found, left, document = [], STREAM_EVALUATION, None
         for _, document in self.stream.documents(EVERYTHING, 0):
             if held_out(document.content):
-                found.append(Document(document.name, document.content[: min(left, EVALUATION_BYTES)]))
+                found.append(
+                    Document(document.name, document.content[: min(left, EVALUATION_BYTES)])
+                )
                 left -= len(found[-1].content)
                 if left <= 0:
                     break
@@ -304,8 +366,12 @@ class TextTask(Task):
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
         """Return all windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, other tokens in int32."""
-        pieces = [piece for document in documents for piece in self.tokenizer.encode(document.content)]
-        tokens = torch.cat(pieces)[:-1] if pieces else torch.empty(0, device="cpu")  # nothing follows the last document's end
+        pieces = [
+            piece for document in documents for piece in self.tokenizer.encode(document.content)
+        ]
+        tokens = (
+            torch.cat(pieces)[:-1] if pieces else torch.empty(0, device="cpu")
+        )  # nothing follows the last document's end
         if len(tokens) <= self.context:
             unit = "bytes of text" if self.tokenizer_name == BYTES else "tokens"
             raise DataError(
@@ -340,7 +406,14 @@ class TextTask(Task):
         source = self._training()
         if source is None:
             return self._random_batches(shard)
-        return Reader(source, self.tokenizer, shard, context=self.context, batch=self.batch, shuffle=self.shuffle)
+        return Reader(
+            source,
+            self.tokenizer,
+            shard,
+            context=self.context,
+            batch=self.batch,
+            shuffle=self.shuffle,
+        )
 
     def _training(self) -> DocumentSource | None:
         if self.stream is not None:
@@ -351,7 +424,9 @@ class TextTask(Task):
 
     def _random_batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self._windows(self.shard_documents(shard), f"shard {shard.index} of {shard.of}")
-        generator = torch.Generator().manual_seed(number(f"batches {shard.seed} {shard.index}") >> 1)
+        generator = torch.Generator().manual_seed(
+            number(f"batches {shard.seed} {shard.index}") >> 1
+        )
         while True:
             places = torch.randint(len(windows), (self.batch,), generator=generator, device="cpu")
             batch = windows[places].long()  # (B, T + 1)
@@ -360,7 +435,9 @@ class TextTask(Task):
     def loss(self, model: torch.nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return the mean cross-entropy in nats per token (per byte, with the tokenizer bytes)."""
         inputs, targets = batch
-        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())  # (B * T, V) against (B * T,)
+        return F.cross_entropy(
+            model(inputs).flatten(0, 1), targets.flatten()
+        )  # (B * T, V) against (B * T,)
 
     @cached_property
     def _held_out(self) -> list[Document]:
@@ -370,7 +447,9 @@ class TextTask(Task):
     def _evaluation(self) -> Tensor:
         windows = self._windows(self._held_out, "held-out part")
         count = max(1, EVALUATION_BYTES // self.context)
-        places = torch.randint(len(windows), (count,), generator=torch.Generator().manual_seed(0), device="cpu")
+        places = torch.randint(
+            len(windows), (count,), generator=torch.Generator().manual_seed(0), device="cpu"
+        )
         return windows[places].long()  # (count, T + 1)
 
     @torch.no_grad()
@@ -389,14 +468,20 @@ class TextTask(Task):
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
         """Return ``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how many records were skipped."""
-        found: dict[str, int | float] = {"bits_per_byte": loss / math.log(2) / self._bytes_per_token}
+        found: dict[str, int | float] = {
+            "bits_per_byte": loss / math.log(2) / self._bytes_per_token
+        }
         return found if self.stream is None else {**found, "skipped": self.skipped.count}
 
     @cached_property
     def _bytes_per_token(self) -> float:
         if self.tokenizer_name == BYTES:
             return 1.0
-        tokens = sum(len(piece) for document in self._held_out for piece in self.tokenizer.encode(document.content))
+        tokens = sum(
+            len(piece)
+            for document in self._held_out
+            for piece in self.tokenizer.encode(document.content)
+        )
         return sum(len(document.content) for document in self._held_out) / max(1, tokens)
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -404,8 +489,14 @@ class TextTask(Task):
         params = list(params)
         # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
         fused = True if all(p.device.type == "cpu" for p in params) else None
-        return torch.optim.AdamW(params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
+        return torch.optim.AdamW(
+            params, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused
+        )
 
-    def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    def lr_scheduler(
+        self, optimizer: torch.optim.Optimizer, steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler:
         """Return a schedule of warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor("cosine" if steps else "constant", self.warmup, steps))
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, factor("cosine" if steps else "constant", self.warmup, steps)
+        )

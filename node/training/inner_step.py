@@ -69,7 +69,9 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
 
     def part(number: int) -> Any:
         at = slice(number * size, (number + 1) * size)
-        return mapped(batch, lambda leaf: leaf[at] if _has_rows(leaf) and len(leaf) == count else leaf)
+        return mapped(
+            batch, lambda leaf: leaf[at] if _has_rows(leaf) and len(leaf) == count else leaf
+        )
 
     return [part(number) for number in range(parts)]
 
@@ -79,14 +81,20 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
 DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def check_precision(precision: Precision, device: torch.device, parameters: Iterable[Tensor] = ()) -> None:
+def check_precision(
+    precision: Precision, device: torch.device, parameters: Iterable[Tensor] = ()
+) -> None:
     """Raise TrainingError if ``device`` cannot compute in ``precision``, or not with these ``parameters``."""
     if precision not in DTYPES:
         return
     if not _computes(DTYPES[precision], device):
-        others = "float32" if precision == "bfloat16" and device.type != "cuda" else "float16 or float32"
+        others = (
+            "float32" if precision == "bfloat16" and device.type != "cuda" else "float16 or float32"
+        )
         others = "bfloat16 or float32" if precision == "float16" else others
-        raise TrainingError(f"The device {str(device)!r} cannot compute in {precision}: set train.precision to {others}.")
+        raise TrainingError(
+            f"The device {str(device)!r} cannot compute in {precision}: set train.precision to {others}."
+        )
     if precision == "float16" and any(p.dtype == torch.float16 for p in parameters):
         raise TrainingError(
             "The model has weights of float16, whose gradients cannot be scaled back: have the task make them float32, and leave "
@@ -102,7 +110,9 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
                 return False
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a device without this autocast only warns, and computes in float32
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # a device without this autocast only warns, and computes in float32
             weight = torch.ones(8, 8, device=device, requires_grad=True)
             with torch.autocast(device.type, dtype=dtype):
                 found = torch.nn.functional.linear(torch.ones(8, 8, device=device), weight)
@@ -196,16 +206,24 @@ class InnerStep:
         check_precision(self.own.precision, device, parameters)
         self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
         self.model = model
-        if self.own.compile:  # as a module around it: the model itself keeps its names, and evaluates as it is
+        if (
+            self.own.compile
+        ):  # as a module around it: the model itself keeps its names, and evaluates as it is
             try:
                 self.model = cast(nn.Module, torch.compile(model))
             except RuntimeError as error:  # torch says so of versions of Python, and systems, that it cannot compile on
-                raise TrainingError(f"Cannot compile the model ({summary(error)}): {UNCOMPILED}.") from error
+                raise TrainingError(
+                    f"Cannot compile the model ({summary(error)}): {UNCOMPILED}."
+                ) from error
         self.scaler: torch.amp.GradScaler | None = None
         if self.own.precision == "float16":
             self.scaler = torch.amp.GradScaler(device.type)
             # The first steps are often left out until the scale fits; the schedule goes on all the same, as the other peers' do.
-            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore",
+                message=r"Detected call of `lr_scheduler.step\(\)` before",
+                category=UserWarning,
+            )
         self._skipped, self._outer_in_memory = 0, outer_in_memory
         self.loaded_from: Path | None = None
         """Checkpoint of the inner optimizer's state, until a step was taken with it: torch loads states that no step can use."""
@@ -244,7 +262,9 @@ class InnerStep:
             scaled = self.scaler.scale(scaled)
         with calling(self.task, "the backward pass of loss()"):
             scaled.backward()  # type: ignore[no-untyped-call]
-        return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # sums of bfloat16 stick at 256 times a loss
+        return loss.detach().to(
+            torch.promote_types(loss.dtype, torch.float32)
+        )  # sums of bfloat16 stick at 256 times a loss
 
     def step(self, optimizer: torch.optim.Optimizer, through: object = None) -> bool:
         """Clip the gradients and take a step of ``optimizer``; return whether the weights were stepped.
@@ -255,7 +275,10 @@ class InnerStep:
         Raises TrainingError: the gradients of many steps in a row were not finite, memory runs out, or no step can be taken with
         the state of a checkpoint.
         """
-        with self._explained(None), calling(self.task, "the optimizer of inner_optimizer()", through):
+        with (
+            self._explained(None),
+            calling(self.task, "the optimizer of inner_optimizer()", through),
+        ):
             if self.scaler is None:
                 self._clip()
                 optimizer.step()
@@ -289,9 +312,17 @@ class InnerStep:
         try:
             yield
         except Exception as error:
-            cause = error.__cause__ if isinstance(error, UserCodeError) and error.__cause__ is not None else error
-            if self.own.compile and type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise TrainingError(f"Cannot compile the model ({summary(cause)}): {UNCOMPILED}.") from error
+            cause = (
+                error.__cause__
+                if isinstance(error, UserCodeError) and error.__cause__ is not None
+                else error
+            )
+            if self.own.compile and type(cause).__module__.startswith(
+                ("torch._dynamo", "torch._inductor")
+            ):
+                raise TrainingError(
+                    f"Cannot compile the model ({summary(cause)}): {UNCOMPILED}."
+                ) from error
             if not out_of_memory(cause):
                 if batch is None and self.loaded_from is not None and isinstance(error, UNUSABLE):
                     raise TrainingError(
@@ -302,16 +333,22 @@ class InnerStep:
             remedy = self._remedy(batch)
             if isinstance(error, UserCodeError):
                 raise UserCodeError(str(error).replace(SMALLER, remedy), error.trace) from error
-            raise TrainingError(f"There is not enough memory on {str(self.device)!r} for a step: {remedy}.") from error
+            raise TrainingError(
+                f"There is not enough memory on {str(self.device)!r} for a step: {remedy}."
+            ) from error
 
     def _remedy(self, batch: Any) -> str:
         """Return what would fit, of what is not in use yet. ``batch``: that of the gradients; None: they are there already."""
         found, count = [], self.own.accumulate
         rows = (batch_rows(batch) or 0) // self.layout.ranks
-        files = ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
+        files = (
+            ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
+        )
         if batch is None:  # in the optimizer: the activations are gone by then
             return ", ".join([*files, SMALLER])
-        if finer := next((parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None):
+        if finer := next(
+            (parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None
+        ):
             found.append(f"cut the batch into parts (--set train.accumulate={finer})")
         if self.own.precision == "float32":
             found.append("compute in another format (--precision bfloat16)")
@@ -356,7 +393,9 @@ def resolved(train: TrainSettings) -> TrainSettings:
         usual = {"lr": MUON_LR, "weight_decay": MUON_WEIGHT_DECAY}
     else:
         usual = {"lr": LR, "weight_decay": WEIGHT_DECAY}
-    return train.model_copy(update={name: value for name, value in usual.items() if getattr(train, name) is None})
+    return train.model_copy(
+        update={name: value for name, value in usual.items() if getattr(train, name) is None}
+    )
 
 
 def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -370,10 +409,16 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
         return task.inner_optimizer(params)
     if train.optimizer == "muon":
         with _explained():
-            return muon(model, matrices=task.hidden_matrices(model), **{name: getattr(train, name) for name in KNOBS})
+            return muon(
+                model,
+                matrices=task.hidden_matrices(model),
+                **{name: getattr(train, name) for name in KNOBS},
+            )
     # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
     fused = True if all(p.device.type == "cpu" for p in params) else None
-    return torch.optim.AdamW(params, betas=BETAS, fused=fused, **{name: getattr(train, name) for name in KNOBS})
+    return torch.optim.AdamW(
+        params, betas=BETAS, fused=fused, **{name: getattr(train, name) for name in KNOBS}
+    )
 
 
 def parameter_split(task: Task, train: TrainSettings, model: torch.nn.Module) -> Split | None:
@@ -392,7 +437,9 @@ def _explained() -> Iterator[None]:
         raise TrainingError(f"The optimizer muon cannot train this model: {error}.") from error
 
 
-def make_scheduler(task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def make_scheduler(
+    task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer
+) -> LRScheduler | None:
     """Return the schedule, to be stepped after each inner step; None: the rate stays.
 
     TrainingError if it leads to an end, and this node's run has none.
@@ -400,7 +447,9 @@ def make_scheduler(task: Task, train: TrainSettings, optimizer: torch.optim.Opti
     if train.schedule == "task":
         return task.lr_scheduler(optimizer, train.steps)
     if train.schedule in ("cosine", "wsd") and not train.steps:
-        raise TrainingError(f"The schedule {train.schedule} leads to an end, and this node's run has none: leave --steps 0 out.")
+        raise TrainingError(
+            f"The schedule {train.schedule} leads to an end, and this node's run has none: leave --steps 0 out."
+        )
     if train.schedule == "constant" and not train.warmup:
         return None
     return LambdaLR(optimizer, factor(train.schedule, train.warmup, train.steps))
@@ -438,7 +487,9 @@ class Schedule:
         length: inner steps from the start to the end of the schedule; 0: it has no end.
     """
 
-    def __init__(self, task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer, length: int) -> None:
+    def __init__(
+        self, task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer, length: int
+    ) -> None:
         self._task, self._optimizer, self.length = task, optimizer, length
         before = self._groups()
         self.scheduler = make_scheduler(task, train.model_copy(update={"steps": length}), optimizer)
@@ -449,7 +500,10 @@ class Schedule:
         """Steps of the schedule."""
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [{name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups]
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
 
     def fields(self) -> dict[str, Any] | None:
         """Return the scheduler's state without its functions; None if the rate stays."""
@@ -468,7 +522,9 @@ class Schedule:
         step = min(step, self.length) if self.length else step
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not stepped yet
-            if type(self.scheduler) is LambdaLR and step > self.done:  # its rate follows from the number alone
+            if (
+                type(self.scheduler) is LambdaLR and step > self.done
+            ):  # its rate follows from the number alone
                 self.scheduler.last_epoch, self.scheduler._step_count = step - 1, step
                 self.done = step - 1
             if self.scheduler is None:
@@ -494,7 +550,9 @@ class Schedule:
             self.done = done
             return True
         kept = self._groups()
-        for group, start in zip(self._optimizer.param_groups, copy.deepcopy(self._start), strict=True):
+        for group, start in zip(
+            self._optimizer.param_groups, copy.deepcopy(self._start), strict=True
+        ):
             group.update(start)
         self.forward(done)
         for group, values in zip(self._optimizer.param_groups, kept, strict=True):
@@ -505,14 +563,25 @@ class Schedule:
 def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
     """Return the settings that any of the groups has anew, or otherwise."""
     both = zip(before, after, strict=True)
-    return {name for old, new in both for name, value in new.items() if name not in old or not _equal(old[name], value)}
+    return {
+        name
+        for old, new in both
+        for name, value in new.items()
+        if name not in old or not _equal(old[name], value)
+    }
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and torch.equal(one, other)
+        )
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+        return one.keys() == other.keys() and all(
+            _equal(value, other[name]) for name, value in one.items()
+        )
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)

@@ -61,11 +61,25 @@ class Loader(Iterator[Any]):
         UserCodeError: the user's code failed, in whatever process.
     """
 
-    def __init__(self, task: Task, batches: Iterator[Any], *, workers: int = 0, pin: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        task: Task,
+        batches: Iterator[Any],
+        *,
+        workers: int = 0,
+        pin: bool = False,
+        seed: int = 0,
+    ) -> None:
         if workers and task.draws_with_model:
-            raise LoadingError("This task draws its batches with the model, which workers do not have: set train.workers to 0.")
-        if workers and sys.platform != "linux":  # on macOS a fork of a process with threads may crash in the system's libraries
-            raise LoadingError("Workers are forked, which is safe on Linux alone: set train.workers to 0.")
+            raise LoadingError(
+                "This task draws its batches with the model, which workers do not have: set train.workers to 0."
+            )
+        if (
+            workers and sys.platform != "linux"
+        ):  # on macOS a fork of a process with threads may crash in the system's libraries
+            raise LoadingError(
+                "Workers are forked, which is safe on Linux alone: set train.workers to 0."
+            )
         # Else torch takes SIGCHLD, also for DataLoaders in the task, and raises the error of a worker that died wherever the main
         # thread is, as in the middle of an outer step. It finds dead workers without the signal too, when a batch is drawn.
         signal_handling._SIGCHLD_handler_set = True
@@ -73,13 +87,21 @@ class Loader(Iterator[Any]):
         numbered = batches if isinstance(batches, NumberedBatches) else None
         own = getattr(batches, "own_workers", None)
         if own is not None:
-            own.multiprocessing_context = _telling(own.multiprocessing_context or multiprocessing.get_context())
-        self.workers = 0 if own is not None else workers if numbered is not None else min(workers, 1)
+            own.multiprocessing_context = _telling(
+                own.multiprocessing_context or multiprocessing.get_context()
+            )
+        self.workers = (
+            0 if own is not None else workers if numbered is not None else min(workers, 1)
+        )
         """Processes of this loader: none where the task's own DataLoader has some."""
         ahead = self.workers > 0
-        dataset: Dataset[Any] = _Sequence(batches, ahead) if numbered is None else _Numbered(numbered, ahead)
+        dataset: Dataset[Any] = (
+            _Sequence(batches, ahead) if numbered is None else _Numbered(numbered, ahead)
+        )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)  # of torchdata 0.11 with torch 2.13
+            warnings.filterwarnings(
+                "ignore", "'set_vital' is deprecated", UserWarning
+            )  # of torchdata 0.11 with torch 2.13
             self._loader: Any = StatefulDataLoader(
                 dataset,
                 batch_size=None,
@@ -87,8 +109,14 @@ class Loader(Iterator[Any]):
                 num_workers=self.workers,
                 collate_fn=_in_pieces if pin else lambda batch: batch,
                 pin_memory=pin,
-                multiprocessing_context=_telling(multiprocessing.get_context("fork")) if ahead else None,
-                worker_init_fn=partial(_begin_worker, os.getpid(), threading.current_thread() is threading.main_thread()),
+                multiprocessing_context=_telling(multiprocessing.get_context("fork"))
+                if ahead
+                else None,
+                worker_init_fn=partial(
+                    _begin_worker,
+                    os.getpid(),
+                    threading.current_thread() is threading.main_thread(),
+                ),
                 # By default it takes a number of the global generator, and those are the model's.
                 generator=torch.Generator().manual_seed(seed),
             )
@@ -108,8 +136,14 @@ class Loader(Iterator[Any]):
                 raise
             self.close()
             ended = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
-            what = "A worker that draws batches was ended" if ended else "A batch of a worker cannot be taken"
-            raise LoadingError(f"{what} ({summary(error)}): {ROOM if ended else OTHERS}.") from error
+            what = (
+                "A worker that draws batches was ended"
+                if ended
+                else "A batch of a worker cannot be taken"
+            )
+            raise LoadingError(
+                f"{what} ({summary(error)}): {ROOM if ended else OTHERS}."
+            ) from error
         if isinstance(batch, ShoalError):
             self.close()
             raise batch
@@ -135,7 +169,11 @@ class Loader(Iterator[Any]):
 
 def _sendable(error: ShoalError) -> ShoalError:
     """Return what a worker sends in place of a batch, or of a position, that could not be had: other errors cannot be pickled."""
-    return UserCodeError(str(error), error.trace) if isinstance(error, UserCodeError) else LoadingError(str(error))
+    return (
+        UserCodeError(str(error), error.trace)
+        if isinstance(error, UserCodeError)
+        else LoadingError(str(error))
+    )
 
 
 class _Unsent(ExceptionWrapper):
@@ -156,8 +194,12 @@ class _Telling(Queue):  # type: ignore[type-arg]
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         place, content = item
-        room = isinstance(error, OSError | RuntimeError) and ("shm" in str(error) or "/torch_" in str(error))
-        unsent = _Unsent(f"A worker cannot send what it drew ({summary(error)}): {ROOM if room else OTHERS}.")
+        room = isinstance(error, OSError | RuntimeError) and (
+            "shm" in str(error) or "/torch_" in str(error)
+        )
+        unsent = _Unsent(
+            f"A worker cannot send what it drew ({summary(error)}): {ROOM if room else OTHERS}."
+        )
         if isinstance(content, _AckStartup):
             self.put((place, replace(content, initial_state=unsent)))
         elif isinstance(content, tuple) and len(content) == 3:  # torchdata's: batch, worker, state
@@ -206,7 +248,11 @@ class _Numbered(Dataset[Any]):
         self._batches, self._ahead = batches, ahead
 
     def __getitem__(self, number: int) -> Any:
-        return _sent(lambda: self._batches.batch(number)) if self._ahead else self._batches.batch(number)
+        return (
+            _sent(lambda: self._batches.batch(number))
+            if self._ahead
+            else self._batches.batch(number)
+        )
 
 
 def _sent(draw: Callable[[], Any]) -> Any:
@@ -223,9 +269,14 @@ def _sent(draw: Callable[[], Any]) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided or not leaf.numel() <= _span(leaf) <= WIDE * leaf.numel():
+        if (
+            leaf.layout is not torch.strided
+            or not leaf.numel() <= _span(leaf) <= WIDE * leaf.numel()
+        ):
             return leaf.detach().clone()
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").copy_(leaf.detach())
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").copy_(
+            leaf.detach()
+        )
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -239,7 +290,11 @@ def _in_pieces(batch: Any) -> Any:
     """Return ``batch`` with each tensor in one piece of memory: of a view with gaps the copy to a GPU would be waited for."""
 
     def whole(leaf: Any) -> Any:
-        gaps = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and _span(leaf) != leaf.numel()
+        gaps = (
+            isinstance(leaf, torch.Tensor)
+            and leaf.layout is torch.strided
+            and _span(leaf) != leaf.numel()
+        )
         return leaf.contiguous() if gaps else leaf
 
     return mapped(batch, whole)
@@ -264,7 +319,9 @@ def _begin_worker(parent: int, lasting: bool, worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux" and lasting:  # the kernel takes the end of the thread for that of the parent
+    if (
+        sys.platform == "linux" and lasting
+    ):  # the kernel takes the end of the thread for that of the parent
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(0)

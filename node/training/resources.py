@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 GB = 10**9
-POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
+POOL, BODIES = (
+    128 << 20,
+    64 << 20,
+)  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
-EXCESS, LIBRARIES = 1.2, 128 << 20  # a device's memory is planned wrong beyond this factor and these bytes: cuBLAS keeps 70 MB
+EXCESS, LIBRARIES = (
+    1.2,
+    128 << 20,
+)  # a device's memory is planned wrong beyond this factor and these bytes: cuBLAS keeps 70 MB
 
 
 class MemoryBudgetError(ShoalError):
@@ -61,11 +67,16 @@ def check(
         parameters: those that are trained, or on the device meta those that will be, on one of the type ``device``.
         slow_here: the slow weights are in main memory. working: bytes of batches on the way.
     """
-    places = [(device if parameter.is_meta and device else parameter.device.type, parameter) for parameter in parameters]
+    places = [
+        (device if parameter.is_meta and device else parameter.device.type, parameter)
+        for parameter in parameters
+    ]
     model = sum(_bytes([parameter]) for parameter in parameters if parameter.is_meta)
     here = sum(_bytes([parameter]) for place, parameter in places if place == "cpu")
     slow = 4 * sum(parameter.numel() for parameter in parameters)
-    staged = 4 * sum(parameter.numel() for place, parameter in places if place != "cpu" or parameter.itemsize < 4)
+    staged = 4 * sum(
+        parameter.numel() for place, parameter in places if place != "cpu" or parameter.itemsize < 4
+    )
     outer = int(slow * (1 + METHODS[method].state)) + staged
     parts = {
         "it holds": held(),
@@ -77,14 +88,21 @@ def check(
         "queues": sum(shares(gigabytes)),
         "batch": working if device == "cpu" else 0,
     }
-    if device not in (None, "cpu"):  # the model is made in main memory, and leaves it before the rest is made
+    if device not in (
+        None,
+        "cpu",
+    ):  # the model is made in main memory, and leaves it before the rest is made
         parts["model"] = max(0, 2 * model + parts["it holds"] - sum(parts.values()))
-    parts = {name: nbytes for name, nbytes in parts.items() if nbytes or name not in ("model", "batch")}
+    parts = {
+        name: nbytes for name, nbytes in parts.items() if nbytes or name not in ("model", "batch")
+    }
     total = sum(parts.values())
     listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items())
     need = f"This node will need about {total / GB:.2f} GB of memory ({listed}) for {slow // 4:,} parameters"
     if gigabytes and total > gigabytes * GB:
-        raise MemoryBudgetError(f"{need} and --ram allows {gigabytes:g}: allow more, pass --offload DIR, or train a smaller model.")
+        raise MemoryBudgetError(
+            f"{need} and --ram allows {gigabytes:g}: allow more, pass --offload DIR, or train a smaller model."
+        )
     there = parts["it holds"] + free_memory()[0]
     if not gigabytes and total > there:
         if not own:
@@ -131,7 +149,10 @@ class DevicePlan:
         parts = [local(parameter) for parameter in trained]
         own, whole = _bytes(parts), _bytes(map(local, (*model.parameters(), *model.buffers())))
         slow = 4 * sum(parameter.numel() for parameter in trained) // ranks
-        staged = any(part.itemsize < 4 or part is not parameter for part, parameter in zip(parts, trained, strict=True))
+        staged = any(
+            part.itemsize < 4 or part is not parameter
+            for part, parameter in zip(parts, trained, strict=True)
+        )
         self._of_device, self._device = of_device, device
         self.lasting = {"model": whole, "inner optimizer": _kept(inner, local)}
         """Bytes, by what they are for, that are taken after a step too."""
@@ -151,14 +172,22 @@ class DevicePlan:
         if self._room is not None and total > self._room:
             fits = int(sum(parameter.numel() for parameter in trained) * self._room / total)
             remedies = ["leave --offload device out"] if slow_there else []
-            remedies += [] if gathered else ["share the model among GPUs (--gpus all --parallel fsdp)"]
+            remedies += (
+                [] if gathered else ["share the model among GPUs (--gpus all --parallel fsdp)"]
+            )
             remedies += [f"train a model of fewer than {fits:,} parameters, or end other programs"]
-            raise MemoryBudgetError(f"{self} and {self._room / GB:.2f} are free there: {', '.join(remedies)}.")
+            raise MemoryBudgetError(
+                f"{self} and {self._room / GB:.2f} are free there: {', '.join(remedies)}."
+            )
         of_device.forget_peak(device)
 
     def _parts(self) -> dict[str, int]:
         computing, averaging = self._computing, self._averaging
-        return self.lasting | self.passing | (computing if sum(computing.values()) >= sum(averaging.values()) else averaging)
+        return (
+            self.lasting
+            | self.passing
+            | (computing if sum(computing.values()) >= sum(averaging.values()) else averaging)
+        )
 
     def __str__(self) -> str:
         parts = self._parts()
@@ -167,7 +196,10 @@ class DevicePlan:
 
     def compared(self) -> str:
         """Return a sentence after the first step: how far off the plan was, and what is taken with the activations."""
-        taken, planned = self._of_device.allocated(self._device) - self._before, sum(self.lasting.values())
+        taken, planned = (
+            self._of_device.allocated(self._device) - self._before,
+            sum(self.lasting.values()),
+        )
         most = self._of_device.peak(self._device)
         said = f"after its first step this node holds {taken / GB:.2f} GB of {self._device}, where {planned / GB:.2f} were planned"
         if most is not None:
@@ -228,5 +260,7 @@ def _kept(inner: torch.optim.Optimizer, local: Callable[[Tensor], Tensor]) -> in
         times = 3 if group.get("amsgrad") else _INNER
         if "betas" not in group and "momentum" in group:
             times = int(bool(group["momentum"]))
-        total += times * _bytes(local(parameter) for parameter in group["params"] if parameter.requires_grad)
+        total += times * _bytes(
+            local(parameter) for parameter in group["params"] if parameter.requires_grad
+        )
     return total

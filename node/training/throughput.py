@@ -72,7 +72,9 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     matmul = torch.backends.cuda.matmul
     # The older question is an error in torch 2.9 and later where the format was chosen in the newer way.
-    tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    tf32 = (
+        matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    )
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32=tf32)
 
 
@@ -83,10 +85,16 @@ class FlopCount:
     """The one whose block is being run, by any thread: a GPU's backward pass has a thread of its own."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode, flop_registry  # only where a device's peak is known
+        from torch.utils.flop_counter import (
+            FlopCounterMode,
+            flop_registry,
+        )  # only where a device's peak is known
 
         self.flops, self.known = 0, True
-        self._mode = FlopCounterMode(display=False, custom_mapping={key: self._guarded(one) for key, one in flop_registry.items()})
+        self._mode = FlopCounterMode(
+            display=False,
+            custom_mapping={key: self._guarded(one) for key, one in flop_registry.items()},
+        )
 
     def _guarded(self, count: Callable[..., int]) -> Callable[..., int]:
         """Return ``count``, but where it fails, as torch 2.11's does for grouped queries, training goes on and nothing is known."""
@@ -129,7 +137,9 @@ def repeated() -> AbstractContextManager[None]:
 class Throughput:
     """Measure of one run on ``device``, with matrix products in ``dtype``; FLOPs are counted where its ``peak`` is known."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, peak: Callable[..., float | None] = peak_of) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, peak: Callable[..., float | None] = peak_of
+    ) -> None:
         self._peak = peak(device, dtype)
         self._flops_per_token: float | None = None
         self._steps, self._tokens = StepRate(), StepRate()
@@ -150,7 +160,10 @@ class Throughput:
         self.steps += 1
         self.tokens += tokens
         if self._count is not None:
-            self._flops_per_token, self._peak = self._count.flops / tokens, self._peak if self._count.known else None
+            self._flops_per_token, self._peak = (
+                self._count.flops / tokens,
+                self._peak if self._count.known else None,
+            )
             self._count = None
 
     def report(self, seconds: float) -> Rates:

@@ -34,7 +34,12 @@ from shoal.optim.inner import repeated_blocks
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # arguments that a block of transformers changes
+CACHES = (
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "cache_params",
+)  # arguments that a block of transformers changes
 
 
 def recompute(model: nn.Module) -> None:
@@ -73,7 +78,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {
         "rng": torch.get_rng_state(),
-        "rng_device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_at(device)),
+        "rng_device": None
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_rng_state(*_at(device)),
         "rng_device_kind": device.type,
         "rng_numpy": (str(kind), np.asarray(keys).tolist(), *rest),
         "rng_python": random.getstate(),
@@ -98,7 +105,9 @@ def _at(device: torch.device) -> tuple[torch.device, ...]:
 
 log = logging.getLogger(__name__)
 
-EXTRA_STATE = "_extra_state"  # the name that torch gives to what a module's get_extra_state() returned
+EXTRA_STATE = (
+    "_extra_state"  # the name that torch gives to what a module's get_extra_state() returned
+)
 REPORT_S = 0.5  # seconds between two reports of progress
 
 
@@ -205,7 +214,9 @@ class Trainer:
         self.opt.inner.register_step_post_hook(lambda inner, *_: inner.zero_grad())
         self.whole = self.opt
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
-        self.schedule = Schedule(task, train, self.opt, train.steps if schedule_steps is None else schedule_steps)
+        self.schedule = Schedule(
+            task, train, self.opt, train.steps if schedule_steps is None else schedule_steps
+        )
         self.throughput = Throughput(self.device, self.inner_step.dtype)
         self.stepping = self._drawn = False
         """True while the weights are being stepped, and after that has failed: they are those of no whole step then."""
@@ -223,7 +234,9 @@ class Trainer:
     def _load(self, batches: Iterator[Any]) -> None:
         self.close()
         seed, pin = (self.shard.seed + self.shard.index) % 2**63, copies_beside(self.device)
-        self._batches = Loader(self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed)
+        self._batches = Loader(
+            self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed
+        )
 
     def close(self) -> None:
         """End the workers that draw batches, if there are any; a second call does nothing."""
@@ -238,11 +251,18 @@ class Trainer:
 
         None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
         """
-        with self.opt.averaged() if self.outer.row.slow else nullcontext(), self.inner_step.autocast():
+        with (
+            self.opt.averaged() if self.outer.row.slow else nullcontext(),
+            self.inner_step.autocast(),
+        ):
             loss = self.layout.evaluated(lambda: float(self.task.evaluate(self.model)))
         if math.isfinite(loss):
             return loss
-        log.warning("The held-out loss is %s at step %d and counts as unknown: check the task's evaluate().", loss, self.opt.steps)
+        log.warning(
+            "The held-out loss is %s at step %d and counts as unknown: check the task's evaluate().",
+            loss,
+            self.opt.steps,
+        )
         return None
 
     def run(
@@ -263,13 +283,19 @@ class Trainer:
             now = time.monotonic()
             if now - reported >= REPORT_S:
                 recent = self._recent.take()  # a GPU has caught up then
-                loss = loss if recent is None else self._finite(recent)  # none, if all steps were left out (float16)
-                rates = self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
+                loss = (
+                    loss if recent is None else self._finite(recent)
+                )  # none, if all steps were left out (float16)
+                rates = self.throughput.report(
+                    time.monotonic() - reported - (self._waited() - idle)
+                )
                 on_progress(Progress(self.opt.steps, loss, rates))
                 reported, idle = time.monotonic(), self._waited()
             before = time.monotonic()
             after_step()
-            reported += time.monotonic() - before  # saving and evaluating do not count as inner steps
+            reported += (
+                time.monotonic() - before
+            )  # saving and evaluating do not count as inner steps
         self._recent.take()  # waits for a GPU
         self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
         if not stop():
@@ -314,7 +340,9 @@ class Trainer:
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):
-            raise TrainingError(f"The training loss became {loss} by step {self.opt.steps}: lower the task's learning rate.")
+            raise TrainingError(
+                f"The training loss became {loss} by step {self.opt.steps}: lower the task's learning rate."
+            )
         return loss
 
     def state(self) -> dict[str, Any]:
@@ -356,13 +384,23 @@ class Trainer:
                 )
             self.check_model(state)
             self._find_place(state)
-        small = self.layout.agreed({name: value for name, value in state.items() if name not in ("model", "optimizer")})
+        small = self.layout.agreed(
+            {name: value for name, value in state.items() if name not in ("model", "optimizer")}
+        )
         try:
             self.layout.load_outer(self.opt, state.get("optimizer", {}))
         except ValueError as error:
             raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
-        for own in self.opt.inner.state.values():  # torch keeps the tensors that it is given, which map a file that may be removed
-            own.update({name: value.clone() for name, value in own.items() if isinstance(value, torch.Tensor)})
+        for own in (
+            self.opt.inner.state.values()
+        ):  # torch keeps the tensors that it is given, which map a file that may be removed
+            own.update(
+                {
+                    name: value.clone()
+                    for name, value in own.items()
+                    if isinstance(value, torch.Tensor)
+                }
+            )
         self.layout.load_model(self.model, state.get("model", {}))
         same = self.schedule.resume(small["scheduler"], small["schedule"])
         self.inner_step.load_state_dict(small.get("scaler"))
@@ -370,7 +408,9 @@ class Trainer:
         self._load(self.task.batches_from(self.shard, self.opt.steps) if place is None else place)
         if (rank := self.layout.rank) == 0:
             restore_random_state(small, self.device)
-        elif len(others := small.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
+        elif (
+            len(others := small.get("ranks", ())) == self.layout.ranks - 1
+        ):  # of another layout there are none for this rank
             restore_random_state(others[rank - 1], self.device)
         return same
 
@@ -380,7 +420,11 @@ class Trainer:
 
     def _find_place(self, state: dict[str, Any]) -> Batches | None:
         """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
-        batches = iterator_of(self.task.batches(self.shard), self.shard) if state.get("data") is not None else None
+        batches = (
+            iterator_of(self.task.batches(self.shard), self.shard)
+            if state.get("data") is not None
+            else None
+        )
         if isinstance(batches, Batches):
             batches.load_state_dict(state["data"])
             return batches
@@ -389,7 +433,11 @@ class Trainer:
     def check_model(self, state: Mapping[str, Any]) -> None:
         """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same modules with `get_extra_state`."""
         own, saved = _shapes(self.model.state_dict()), _shapes(state["model"])
-        different = sorted(name for name in own.keys() | saved.keys() if own.get(name, "none") != saved.get(name, "none"))
+        different = sorted(
+            name
+            for name in own.keys() | saved.keys()
+            if own.get(name, "none") != saved.get(name, "none")
+        )
         if different:
             raise TrainingError(
                 f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
@@ -398,5 +446,9 @@ class Trainer:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shape of each tensor in a model's state; None for what a module's ``get_extra_state`` returned, of any type."""
-    tensors = {name for name, value in state.items() if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)}
+    tensors = {
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
+    }
     return {name: value.shape if name in tensors else None for name, value in state.items()}

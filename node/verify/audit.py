@@ -18,7 +18,15 @@ from shoal.node.rl.environment import Policy
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.topics.attestation import Attestations, EvidenceStore, Handler, LogServer, fetch_log, sign_record, verify_record
+from shoal.swarm.topics.attestation import (
+    Attestations,
+    EvidenceStore,
+    Handler,
+    LogServer,
+    fetch_log,
+    sign_record,
+    verify_record,
+)
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Claim
@@ -70,7 +78,11 @@ class Finding:
         """At most 512 bytes of JSON: the reason, cut, and as many figures as fit."""
         reason, figures = ascii(self.reason[:_REASON])[1:-1][:_REASON], dict(self.statistics)
         while True:
-            said = {"accepted": self.accepted, "reason": reason, **{name: float(f"{value:.4g}") for name, value in figures.items()}}
+            said = {
+                "accepted": self.accepted,
+                "reason": reason,
+                **{name: float(f"{value:.4g}") for name, value in figures.items()},
+            }
             data = json.dumps(said, separators=(",", ":")).encode()
             if len(data) <= MOST_EVIDENCE:
                 return data
@@ -86,7 +98,10 @@ class Finding:
 # module computes in (float32 holds bfloat16 and float16 exactly), and a policy is known by the SHA-256 of these bytes.
 
 MOST_BYTES = 64 * 2**20
-_HEAD, _ENTRY = 1024, 256  # bytes that safetensors' header has at most, besides the names: in all, and for each tensor
+_HEAD, _ENTRY = (
+    1024,
+    256,
+)  # bytes that safetensors' header has at most, besides the names: in all, and for each tensor
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -106,9 +121,14 @@ def snapshot(policy: Policy) -> bytes:
             f"The policy has {nbytes:,} bytes of trained weights, and claims need 1 to {MOST_BYTES:,}: "
             "train a small adapter (with peft installed) of a smaller model, or turn verification off."
         )
-    tensors = {name: value.detach().to("cpu", torch.float32, copy=True).contiguous() for name, value in found.items()}
+    tensors = {
+        name: value.detach().to("cpu", torch.float32, copy=True).contiguous()
+        for name, value in found.items()
+    }
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-        raise VerifyError("The policy's weights are not all finite: its training failed, so nothing can be claimed of it.")
+        raise VerifyError(
+            "The policy's weights are not all finite: its training failed, so nothing can be claimed of it."
+        )
     return save(tensors)
 
 
@@ -117,7 +137,9 @@ def base(module: nn.Module) -> str:
     found = hashlib.sha256(b"shoal policy base 1\0")
     own, state = trained(module), module.state_dict()
     for name in sorted(state.keys() - own.keys()):
-        if not isinstance(state[name], Tensor):  # what a module keeps beside tensors (get_extra_state) may be of any type
+        if not isinstance(
+            state[name], Tensor
+        ):  # what a module keeps beside tensors (get_extra_state) may be of any type
             continue
         tensor = state[name].detach().to("cpu").contiguous()
         found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
@@ -131,7 +153,9 @@ def digest(data: bytes) -> bytes:
 
 
 def most_bytes(module: nn.Module) -> int:
-    return _HEAD + sum(4 * value.numel() + _ENTRY + 6 * len(name) for name, value in trained(module).items())
+    return _HEAD + sum(
+        4 * value.numel() + _ENTRY + 6 * len(name) for name, value in trained(module).items()
+    )
 
 
 def load_snapshot(module: nn.Module, data: bytes) -> None:
@@ -142,20 +166,28 @@ def load_snapshot(module: nn.Module, data: bytes) -> None:
     """
     own = trained(module)
     if len(data) > most_bytes(module):
-        raise VerifyError(f"The snapshot has {len(data):,} bytes where at most {most_bytes(module):,} fit this policy: refuse it.")
+        raise VerifyError(
+            f"The snapshot has {len(data):,} bytes where at most {most_bytes(module):,} fit this policy: refuse it."
+        )
     try:
         found = load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise VerifyError(f"The snapshot is no safetensors file ({type(error).__name__}): refuse it.") from None
+        raise VerifyError(
+            f"The snapshot is no safetensors file ({type(error).__name__}): refuse it."
+        ) from None
     if found.keys() != own.keys():
         other = min(found.keys() ^ own.keys())
-        raise VerifyError(f"The snapshot is of another policy, which differs in {other[:80]!a}: refuse it.")
+        raise VerifyError(
+            f"The snapshot is of another policy, which differs in {other[:80]!a}: refuse it."
+        )
     cast: dict[str, Tensor] = {}
     for name, value in own.items():
         tensor = found[name]
         if tensor.dtype != torch.float32 or tensor.shape != value.shape:
             shown = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-            raise VerifyError(f"The snapshot has {name} as {shown}, not as float32 of shape {tuple(value.shape)}: refuse it.")
+            raise VerifyError(
+                f"The snapshot has {name} as {shown}, not as float32 of shape {tuple(value.shape)}: refuse it."
+            )
         cast[name] = tensor.to(value.dtype)
         if not bool(cast[name].isfinite().all()):
             raise VerifyError(f"The snapshot has numbers in {name} that are not finite: refuse it.")
@@ -174,7 +206,9 @@ class SwarmNetwork:
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
         self._membership, self._gossip = membership, gossip
-        self._bodies = EvidenceStore(membership.host, membership.swarm, membership.directory.addresses)
+        self._bodies = EvidenceStore(
+            membership.host, membership.swarm, membership.directory.addresses
+        )
         self._records: Attestations | None = None
         self._logs: LogServer | None = None
 
@@ -184,7 +218,9 @@ class SwarmNetwork:
     def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
         return verify_record(peer, record, signature)
 
-    def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
+    def open(
+        self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]
+    ) -> None:
         """Start, once, to give ``take`` the records of others as (author, record, signature), to serve ``log(since)``, and to leave
         out banned peers. All three are called from other threads; ``take`` refuses by MessageError, and must not wait.
         """
@@ -207,7 +243,14 @@ class SwarmNetwork:
 
     def fetch_log(self, peer: str, since: int) -> bytes:
         """Fetch the log of ``peer`` from round ``since`` on: at most 8 MiB, in 5 s. Raises NetworkError or MessageError."""
-        return fetch_log(self._membership.host, peer, self._membership.directory.addresses(peer), self.swarm, since, PULL_S)
+        return fetch_log(
+            self._membership.host,
+            peer,
+            self._membership.directory.addresses(peer),
+            self.swarm,
+            since,
+            PULL_S,
+        )
 
     def others(self) -> list[str]:
         """Return the members but this node and banned peers, in secret random order."""

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from shoal.node.config.settings import served_by
 from shoal.node.rl.environment import Choose, Completion, Env, Policy
-from shoal.node.verify.audit import Finding, Measured, NotCalibrated, NotCheckable, VerifyError, digest, load_snapshot, most_bytes
+from shoal.node.verify.audit import (
+    Finding,
+    Measured,
+    NotCalibrated,
+    NotCheckable,
+    VerifyError,
+    digest,
+    load_snapshot,
+    most_bytes,
+)
 from shoal.node.verify.material import (
     DTYPES,
     Agreed,
@@ -40,7 +49,13 @@ from shoal.swarm.wire.envelope import pack
 from shoal.verification.calibration import Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
 from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head
-from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, SeededSampling, draw_each, margins
+from shoal.verification.fingerprints.fingerprint import (
+    Drawn,
+    Evidence,
+    SeededSampling,
+    draw_each,
+    margins,
+)
 
 # Generation of a group that can be checked, and its examination: in the same parts, so that only rounding may differ.
 #
@@ -51,7 +66,9 @@ from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, SeededS
 # the policy itself chooses another.
 
 PART = 16  # completions at a time
-AT_ONCE = 4096  # tokens of completions in one call of the module, which bounds the memory for logits
+AT_ONCE = (
+    4096  # tokens of completions in one call of the module, which bounds the memory for logits
+)
 STRIDE = 1 << 20
 ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
 
@@ -91,7 +108,11 @@ def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> WrittenGrou
 
 def _plain(policy: Policy) -> contextlib.AbstractContextManager[object]:
     device = next(policy.module.parameters()).device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.amp.is_autocast_available(device)
+        else contextlib.nullcontext()
+    )
 
 
 def _chooser(seed: int, temperature: float, first: int) -> Choose:
@@ -106,7 +127,9 @@ def _chooser(seed: int, temperature: float, first: int) -> Choose:
 
 
 @torch.no_grad()
-def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int) -> tuple[Tensor, Tensor]:
+def read(
+    policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int
+) -> tuple[Tensor, Tensor]:
     """Return the own states (n, width) of the n tokens of all ``rows``, and their margins (n,) with ``seed``, by prefills.
 
     Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so many tokens.
@@ -123,21 +146,35 @@ def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agr
                 raise ValueError(f"the policy cannot read {len(row)} tokens")
             kept = slice(0, len(row))
             tokens = torch.tensor(list(row), dtype=torch.int64, device="cpu")
-            drawn = Drawn(tokens, logits[number, kept], seed.to_bytes(8, "big"), agreed.temperature, (first + number) * STRIDE)
+            drawn = Drawn(
+                tokens,
+                logits[number, kept],
+                seed.to_bytes(8, "big"),
+                agreed.temperature,
+                (first + number) * STRIDE,
+            )
             found.append(margins(drawn))
             states.append(own[number, kept])
     return torch.cat(states), torch.cat(found)
 
 
 def examine(
-    policy: Policy, prompt: str, rows: Sequence[Sequence[int]], proof: bytes, agreed: Agreed, seed: int
+    policy: Policy,
+    prompt: str,
+    rows: Sequence[Sequence[int]],
+    proof: bytes,
+    agreed: Agreed,
+    seed: int,
 ) -> dict[str, Evidence]:
     """Measure how far ``proof`` and the tokens are from what ``policy`` computes for them, by fingerprint.
 
     Raises ValueError as `read`; faults of the proof are in the evidence.
     """
     states, found = read(policy, prompt, rows, agreed, seed)
-    return {ACTIVATIONS.name: ACTIVATIONS.compare(proof, states), SAMPLING.name: SAMPLING.measured(found)}
+    return {
+        ACTIVATIONS.name: ACTIVATIONS.compare(proof, states),
+        SAMPLING.name: SAMPLING.measured(found),
+    }
 
 
 def dtype_of(policy: Policy) -> str:
@@ -194,19 +231,27 @@ def prove(
 
     Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens, computes nonsense, or computes in another dtype.
     """
-    prompt = env.made.question(at.seed, at.index).prompt if planted_prompt is None else planted_prompt
+    prompt = (
+        env.made.question(at.seed, at.index).prompt if planted_prompt is None else planted_prompt
+    )
     try:
         group = write(policy, prompt, agreed, seed)
         proof = ACTIVATIONS.make(group.states)
     except ValueError as error:
-        raise VerifyError(f"The policy's answers cannot be proved ({error}): mend the policy, or turn verification off.") from error
+        raise VerifyError(
+            f"The policy's answers cannot be proved ({error}): mend the policy, or turn verification off."
+        ) from error
     if group.dtype not in allowed:
         raise VerifyError(
             f"The policy computes in {group.dtype}, where claims of completions are in {' or '.join(allowed)}: give it weights of "
             "that dtype and no autocast of its own, or turn verification off."
         )
     completions = group.completions
-    short = [len(one.tokens) for one in completions if one.finish == "length" and len(one.tokens) != agreed.max_tokens]
+    short = [
+        len(one.tokens)
+        for one in completions
+        if one.finish == "length" and len(one.tokens) != agreed.max_tokens
+    ]
     if short:
         raise VerifyError(
             f"The policy stops after {short[0]} tokens where {agreed.max_tokens} are agreed: set rl.max_tokens to {short[0]}."
@@ -214,12 +259,21 @@ def prove(
     rows = [one.tokens for one in completions]
     finish = [one.finish for one in completions]
     material = material_of(
-        at, rows, finish, proof=proof, policy=policy_name, dtype=group.dtype, kernel=kernel_of(policy), snapshot=snapshot_bytes
+        at,
+        rows,
+        finish,
+        proof=proof,
+        policy=policy_name,
+        dtype=group.dtype,
+        kernel=kernel_of(policy),
+        snapshot=snapshot_bytes,
     )
     return ProvenGroup(at, agreed, seed, completions, pack(material))
 
 
-def make_claim(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
+def make_claim(
+    proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes
+) -> Claim:
     """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot."""
     output = output_hash([one.tokens for one in proven.completions])
     return Claim(
@@ -252,11 +306,18 @@ class Checker:
         allowed: Collection[str] = tuple(DTYPES), own: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._make_policy, self._env, self._agreed = make_policy, env, agreed
-        self.calibration, self._name, self._allowed, self._own = calibration, policy_name, allowed, own
+        self.calibration, self._name, self._allowed, self._own = (
+            calibration,
+            policy_name,
+            allowed,
+            own,
+        )
         self._policies: dict[torch.dtype, Policy] = {}
         self._measured: list[Measured] = []  # of the claim that is being checked
         self._snapshots = Newest[bytes, bytes](KEPT)
-        self._loaded: dict[torch.dtype, bytes] = {}  # digests of the snapshots that the policies hold
+        self._loaded: dict[
+            torch.dtype, bytes
+        ] = {}  # digests of the snapshots that the policies hold
 
     @property
     def policy(self) -> Policy:
@@ -293,16 +354,22 @@ class Checker:
             accepted = True
         except _Wrong as wrong:
             accepted, reason = False, str(wrong)
-        return Finding(accepted, reason, statistics, time.perf_counter() - begin, tuple(self._measured))
+        return Finding(
+            accepted, reason, statistics, time.perf_counter() - begin, tuple(self._measured)
+        )
 
-    def _check(self, claim: Claim, data: bytes, snapshot: bytes | None, statistics: dict[str, float]) -> str:
+    def _check(
+        self, claim: Claim, data: bytes, snapshot: bytes | None, statistics: dict[str, float]
+    ) -> str:
         material = self._opened(claim, data)
         prompt = self._prompt(claim, material)
         rows = self._rows(claim, material)
         width = int(getattr(output_head(self.policy.module), "weight").shape[1])  # noqa: B009 (mypy: any module)
         expected = ACTIVATIONS.proof_bytes(claim.tokens, width)
         if len(material.proof) != expected:
-            raise _Wrong(f"The proof has {len(material.proof)} bytes, but one of {claim.tokens} tokens has {expected}.")
+            raise _Wrong(
+                f"The proof has {len(material.proof)} bytes, but one of {claim.tokens} tokens has {expected}."
+            )
         if not any(material.proof):
             raise _Wrong("The proof is empty: all of its bytes are zero.")
         policy = self.policy_for(material.dtype)
@@ -312,8 +379,12 @@ class Checker:
         except ValueError as error:
             self._loaded.clear()
             if (dtype := dtype_of(policy)) != "float32":
-                raise NotCheckable(f"The claim cannot be checked in {dtype} ({error}): check in float32.") from error
-            raise _Wrong(f"The claimed policy computes nonsense for these tokens: {error}.") from None
+                raise NotCheckable(
+                    f"The claim cannot be checked in {dtype} ({error}): check in float32."
+                ) from error
+            raise _Wrong(
+                f"The claimed policy computes nonsense for these tokens: {error}."
+            ) from None
         return self._judge(found, material, dtype_of(policy), statistics)
 
     # -- cheap tests -----------------------------------------------------------------------------------------------------
@@ -328,27 +399,41 @@ class Checker:
         if material.coordinates.hash != claim.prompt:
             raise _Wrong("The material is about another question than the claim.")
         if claim.seed != seed_of(claim.run, claim.round, claim.peer, claim.slot, claim.prompt):
-            raise _Wrong("The seed is not the one that this peer had to use for this round, slot and question.")
+            raise _Wrong(
+                "The seed is not the one that this peer had to use for this round, slot and question."
+            )
         if claim.sampling != self._agreed.hash:
-            raise _Wrong("The completions are claimed to be drawn with other settings than the swarm agreed on.")
+            raise _Wrong(
+                "The completions are claimed to be drawn with other settings than the swarm agreed on."
+            )
         if material.policy != self._name:
-            raise _Wrong(f"The claim is of the policy {material.policy!r} where the swarm agreed on {self._name!r}.")
+            raise _Wrong(
+                f"The claim is of the policy {material.policy!r} where the swarm agreed on {self._name!r}."
+            )
         if material.dtype not in self._allowed:
-            raise _Wrong(f"The completions are claimed to be computed in {material.dtype}, which the swarm does not allow.")
+            raise _Wrong(
+                f"The completions are claimed to be computed in {material.dtype}, which the swarm does not allow."
+            )
         return material
 
     def _prompt(self, claim: Claim, material: Material) -> str:
         if not self._env.knows(material.env, material.env_version, material.env_config):
-            raise _Wrong("The question is of another environment, version or options than the swarm's.")
+            raise _Wrong(
+                "The question is of another environment, version or options than the swarm's."
+            )
         try:
             return self._env.made.question(material.seed, material.index).prompt
         except Exception as error:  # a user's code, given a stranger's numbers
-            raise _Wrong(f"The environment has no question of these numbers ({type(error).__name__}).") from error
+            raise _Wrong(
+                f"The environment has no question of these numbers ({type(error).__name__})."
+            ) from error
 
     def _rows(self, claim: Claim, material: Material) -> list[tuple[int, ...]]:
         rows, most = material.rows(), self._agreed.max_tokens
         if len(rows) != self._agreed.group:
-            raise _Wrong(f"The group has {len(rows)} completions where {self._agreed.group} are agreed.")
+            raise _Wrong(
+                f"The group has {len(rows)} completions where {self._agreed.group} are agreed."
+            )
         if sum(map(len, rows)) != claim.tokens or output_hash(rows) != claim.output:
             raise _Wrong("The tokens are not those that the claim names.")
         vocabulary = self.policy.vocabulary
@@ -362,7 +447,9 @@ class Checker:
             if ended and ended[0] < len(row) - 1:
                 raise _Wrong(f"{where} goes on after its end.")
             if not ended and len(row) < most:
-                raise _Wrong(f"{where} is truncated: it stops after {len(row)} of {most} tokens without an end.")
+                raise _Wrong(
+                    f"{where} is truncated: it stops after {len(row)} of {most} tokens without an end."
+                )
             if finish != ("stop" if ended else "length"):
                 raise _Wrong(f"{where} says that it ended otherwise than it did.")
         return rows
@@ -377,7 +464,9 @@ class Checker:
         else:
             data = self._snapshots.get(model)
         if data is None:
-            raise NotCheckable("The snapshot of the claimed policy is not here: fetch it from the claim's author.")
+            raise NotCheckable(
+                "The snapshot of the claimed policy is not here: fetch it from the claim's author."
+            )
         if len(data) != nbytes:
             raise _Wrong(f"The snapshot has {len(data)} bytes where the material says {nbytes}.")
         dtype = DTYPES[cast(Dtype, dtype_of(policy))]
@@ -389,7 +478,13 @@ class Checker:
             self._loaded[dtype] = model
         self._snapshots[model] = data
 
-    def _judge(self, found: dict[str, Evidence], material: Material, dtype: str, statistics: dict[str, float]) -> str:
+    def _judge(
+        self,
+        found: dict[str, Evidence],
+        material: Material,
+        dtype: str,
+        statistics: dict[str, float],
+    ) -> str:
         wrong = ""
         for name, evidence in found.items():
             pair = Pair(name, self._name, material.dtype, dtype)
@@ -401,7 +496,10 @@ class Checker:
             if honest is not None and honest.features == evidence.features and not evidence.fault:
                 self._measured.append(Measured(pair, honest, evidence, material.kernel))
             if math.isfinite(judged.statistic):
-                statistics[f"{name}_statistic"], statistics[f"{name}_threshold"] = judged.statistic, judged.threshold
+                statistics[f"{name}_statistic"], statistics[f"{name}_threshold"] = (
+                    judged.statistic,
+                    judged.threshold,
+                )
                 means = zip(evidence.features, evidence.means(), strict=True)
                 statistics.update({feature.name: mean for feature, mean in means})
             if not judged.accepted and not wrong:

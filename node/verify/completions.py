@@ -19,8 +19,27 @@ from shoal.node.config.settings import Settings
 from shoal.node.rl.environment import Env, Option, Policy
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import Claimed, RLTask
-from shoal.node.verify.audit import Finding, Made, NotCalibrated, NotCheckable, SwarmNetwork, VerifyError, digest, snapshot
-from shoal.node.verify.checker import ACTIVATIONS, SAMPLING, Checker, ProvenGroup, examine, make_claim, policy_label, prove, write
+from shoal.node.verify.audit import (
+    Finding,
+    Made,
+    NotCalibrated,
+    NotCheckable,
+    SwarmNetwork,
+    VerifyError,
+    digest,
+    snapshot,
+)
+from shoal.node.verify.checker import (
+    ACTIVATIONS,
+    SAMPLING,
+    Checker,
+    ProvenGroup,
+    examine,
+    make_claim,
+    policy_label,
+    prove,
+    write,
+)
 from shoal.node.verify.material import (
     CLAIM,
     DTYPES,
@@ -36,7 +55,14 @@ from shoal.node.verify.material import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest import Terms
-from shoal.verification.calibration import FEWEST, Calibration, CalibrationError, Pair, load_calibration, save_calibration
+from shoal.verification.calibration import (
+    FEWEST,
+    Calibration,
+    CalibrationError,
+    Pair,
+    load_calibration,
+    save_calibration,
+)
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
 from shoal.verification.fingerprints.fingerprint import Evidence
@@ -44,7 +70,9 @@ from shoal.verification.fingerprints.fingerprint import Evidence
 # The training thread's part in verification: writing the groups of completions that are to be claimed.
 
 MOST_WRITTEN = 64  # groups that wait to be claimed
-ASIDE = 2**40  # distance to the questions of which one is answered instead where a claim has to be wrong
+ASIDE = (
+    2**40
+)  # distance to the questions of which one is answered instead where a claim has to be wrong
 ASIDES = 64  # questions to try there: where there are few, the same one comes up again
 
 
@@ -71,7 +99,9 @@ class Claimer:
         """Replace the slots for which groups are to be written."""
         with self._lock:
             self._filled &= {(slot.round, slot.slot) for slot in slots}
-            self._slots = deque(slot for slot in slots if (slot.round, slot.slot) not in self._filled)
+            self._slots = deque(
+                slot for slot in slots if (slot.round, slot.slot) not in self._filled
+            )
 
     def take(self) -> list[Made]:
         """Return the claims of the groups written since the last call."""
@@ -81,7 +111,14 @@ class Claimer:
         return [
             Made(
                 slot,
-                make_claim(proven, run=self._run, round=slot.round, peer=self._peer, slot=slot.slot, model=digest(held)),
+                make_claim(
+                    proven,
+                    run=self._run,
+                    round=slot.round,
+                    peer=self._peer,
+                    slot=slot.slot,
+                    model=digest(held),
+                ),
                 proven.material,
                 held,
             )
@@ -113,7 +150,9 @@ class Claimer:
     def _aside(self, seed: int, index: int) -> str | None:
         """Return the prompt of another question, or None if none was found: an answer to the same one would be a right claim."""
         asked = self._env.made.question(seed, index).prompt
-        others = (self._env.made.question(seed, index + ASIDE + number).prompt for number in range(ASIDES))
+        others = (
+            self._env.made.question(seed, index + ASIDE + number).prompt for number in range(ASIDES)
+        )
         return next((prompt for prompt in others if prompt != asked), None)
 
 
@@ -134,7 +173,9 @@ def self_calibrate(
     Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the dtypes.
     """
     if claims < FEWEST:
-        raise VerifyError(f"A calibration needs at least {FEWEST} claims, not {claims}: ask for more.")
+        raise VerifyError(
+            f"A calibration needs at least {FEWEST} claims, not {claims}: ask for more."
+        )
     sides = {dtype: copy.deepcopy(policy) for dtype in dtypes}
     for dtype, own in sides.items():
         own.module.to(DTYPES[dtype]).eval()
@@ -143,15 +184,27 @@ def self_calibrate(
         for claim in range(claims):
             progress(number * claims + claim, len(sides) * claims)
             at = Coordinates.of(env, QUESTIONS, claim)
-            prompt, seed = env.made.question(at.seed, at.index).prompt, seed_of("calibration", claim, prover, 0, at.hash)
+            prompt, seed = (
+                env.made.question(at.seed, at.index).prompt,
+                seed_of("calibration", claim, prover, 0, at.hash),
+            )
             try:
                 group = write(sides[prover], prompt, agreed, seed)
-                proof, rows = ACTIVATIONS.make(group.states), [one.tokens for one in group.completions]
+                proof, rows = (
+                    ACTIVATIONS.make(group.states),
+                    [one.tokens for one in group.completions],
+                )
                 for verifier in sides if across else (prover,):
-                    for name, found in examine(sides[verifier], prompt, rows, proof, agreed, seed).items():
-                        evidence.setdefault(Pair(name, policy_name, prover, verifier), []).append(found)
+                    for name, found in examine(
+                        sides[verifier], prompt, rows, proof, agreed, seed
+                    ).items():
+                        evidence.setdefault(Pair(name, policy_name, prover, verifier), []).append(
+                            found
+                        )
             except ValueError as error:
-                raise VerifyError(f"The policy cannot be calibrated in {prover} ({error}): leave that dtype out.") from error
+                raise VerifyError(
+                    f"The policy cannot be calibrated in {prover} ({error}): leave that dtype out."
+                ) from error
     progress(len(sides) * claims, len(sides) * claims)
     made = Calibration()
     for pair, found_of in evidence.items():
@@ -167,11 +220,16 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
     found = _loaded(path)
     own = own_dtypes(found, policy_name, provers)
     wanted = {
-        Pair(fingerprint.name, policy_name, prover, prover if prover in own else "float32"): fingerprint.features
+        Pair(
+            fingerprint.name, policy_name, prover, prover if prover in own else "float32"
+        ): fingerprint.features
         for prover in provers
         for fingerprint in (ACTIVATIONS, SAMPLING)
     }
-    if any(pair in found.pairs and found.pairs[pair].features != features for pair, features in wanted.items()):
+    if any(
+        pair in found.pairs and found.pairs[pair].features != features
+        for pair, features in wanted.items()
+    ):
         raise VerifyError(
             f"The calibration '{path}' was made by a version of shoal that measured other things: make another with "
             "`shoal verify calibrate`, or remove it."
@@ -187,14 +245,20 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
 def own_dtypes(known: Calibration, policy_name: str, provers: Collection[str]) -> tuple[str, ...]:
     """Return those of ``provers``' dtypes that ``known`` can judge in the same dtype."""
     names = ACTIVATIONS.name, SAMPLING.name
-    return tuple(one for one in provers if all(Pair(name, policy_name, one, one) in known.pairs for name in names))
+    return tuple(
+        one
+        for one in provers
+        if all(Pair(name, policy_name, one, one) in known.pairs for name in names)
+    )
 
 
 log = logging.getLogger(__name__)
 
 CLAIMS = "claims"  # their folder, within the node's
 SELF_CLAIMS = 128  # honest claims of its own that a node without a calibration measures
-CALIBRATION = "calibration"  # file of `shoal verify calibrate` in a node's folder, where there is one
+CALIBRATION = (
+    "calibration"  # file of `shoal verify calibrate` in a node's folder, where there is one
+)
 KEPT = 256  # claims in the node's folder
 PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
@@ -208,7 +272,12 @@ class CompletionClaims:
     """
 
     def __init__(
-        self, settings: Settings, terms: Terms, task: RLTask, network: SwarmNetwork, clock: Callable[[], float] = time.time
+        self,
+        settings: Settings,
+        terms: Terms,
+        task: RLTask,
+        network: SwarmNetwork,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._network, self._folder = network, settings.node.run_folder / CLAIMS
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
@@ -216,7 +285,9 @@ class CompletionClaims:
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
         self._dtypes = cast("tuple[Dtype, ...]", tuple(dict.fromkeys(("float32", terms.dtype))))
         path = settings.node.run_folder / CALIBRATION
-        self._calibration = read_calibration(path, self._policy_name, self._dtypes) if path.exists() else None
+        self._calibration = (
+            read_calibration(path, self._policy_name, self._dtypes) if path.exists() else None
+        )
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
         self.claimer = Claimer(
             self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round,
@@ -242,12 +313,20 @@ class CompletionClaims:
     def _hand_out_again(self) -> None:
         """Serve the claims of before a restart again, or they would count as withheld; the newest last, which is kept longest."""
         oldest = self._round() - PENDING
-        for path in sorted(self._folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns)[-KEPT:]:
+        for path in sorted(
+            self._folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns
+        )[-KEPT:]:
             with contextlib.suppress(VerifyError):
                 stored = load_claim(path)
                 claim = stored.claim
-                if claim.peer == self._network.me and claim.run == self._network.swarm and claim.round >= oldest:
-                    for body in filter(None, (stored.material, stored.snapshot)):  # a crash may leave an empty file
+                if (
+                    claim.peer == self._network.me
+                    and claim.run == self._network.swarm
+                    and claim.round >= oldest
+                ):
+                    for body in filter(
+                        None, (stored.material, stored.snapshot)
+                    ):  # a crash may leave an empty file
                         self._network.put(body)
 
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
@@ -258,7 +337,9 @@ class CompletionClaims:
             log.warning("%s", error)
 
 
-def inspect(stored: Stored, model: str, env: str | None, calibration: Path | None, claims: int) -> Finding:
+def inspect(
+    stored: Stored, model: str, env: str | None, calibration: Path | None, claims: int
+) -> Finding:
     """Check ``stored`` with the policy that the user names; if a ``calibration`` is needed and not given, one is made from
     ``claims`` honest claims of the same snapshot.
 
@@ -280,10 +361,14 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
             f"The claimed policy's weights {stored.claim.model.hex()}.safetensors are not beside the claim's file: put them there."
         )
     if material.policy != name:
-        raise NotCheckable(f"The claim is of the policy {material.policy!r}, not of {name!r}: name it with --model.")
+        raise NotCheckable(
+            f"The claim is of the policy {material.policy!r}, not of {name!r}: name it with --model."
+        )
 
     def make() -> Policy:
-        return load_policy("tiny:copy:0" if name == "tiny" else model, made, 0)  # the snapshot has all of tiny
+        return load_policy(
+            "tiny:copy:0" if name == "tiny" else model, made, 0
+        )  # the snapshot has all of tiny
 
     known = _loaded(calibration) if calibration else Calibration()
     own = own_dtypes(known, name, [material.dtype]) if calibration else (material.dtype,)
@@ -295,7 +380,9 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
             raise
     # All tests that need no calibration have passed, so the policy holds the claimed weights.
     policy = checker.policy_for(material.dtype)
-    honest = self_calibrate(policy, made, stored.agreed, policy_name=name, claims=claims, dtypes=[material.dtype])
+    honest = self_calibrate(
+        policy, made, stored.agreed, policy_name=name, claims=claims, dtypes=[material.dtype]
+    )
     checker.calibration.pairs.update(honest.pairs)
     return checker.check(stored.claim, stored.material, stored.snapshot)
 
@@ -305,8 +392,12 @@ def _environment(material: Material, spec: str | None) -> Env:
         options = cast("dict[str, Option]", json.loads(material.env_config))
     except (ValueError, RecursionError):
         options = {}
-    if spec is None and not re.fullmatch(r"[a-z0-9_]{1,64}", material.env):  # only a user decides what is imported
-        raise NotCheckable(f"The claim is about {material.env!r}, which is not built in: name its file with --env.")
+    if spec is None and not re.fullmatch(
+        r"[a-z0-9_]{1,64}", material.env
+    ):  # only a user decides what is imported
+        raise NotCheckable(
+            f"The claim is about {material.env!r}, which is not built in: name its file with --env."
+        )
     return load_env(spec or material.env, options if isinstance(options, dict) else {})
 
 
@@ -320,17 +411,31 @@ def _loaded(path: Path) -> Calibration:
 def report(stored: Stored, finding: Finding) -> dict[str, Any]:
     """Return the object that the command prints with ``--json``."""
     claim = stored.claim
-    about = {"claim": claim.id.hex(), "peer": claim.peer, "run": claim.run, "round": claim.round, "slot": claim.slot}
+    about = {
+        "claim": claim.id.hex(),
+        "peer": claim.peer,
+        "run": claim.run,
+        "round": claim.round,
+        "slot": claim.slot,
+    }
     with contextlib.suppress(MessageError):
         material = decode_material(stored.material)
         about |= {"dtype": material.dtype, "kernel": material.kernel}
-    found = {"accepted": finding.accepted, "reason": finding.reason, "statistics": finding.statistics, "seconds": finding.seconds}
+    found = {
+        "accepted": finding.accepted,
+        "reason": finding.reason,
+        "statistics": finding.statistics,
+        "seconds": finding.seconds,
+    }
     return {**found, **about, "model": claim.model.hex()}
 
 
 def summary(report: dict[str, Any]) -> str:
     head = "accepted" if report["accepted"] else "refused"
-    lines = [f"{head}: {report['reason']}", f"claim {report['claim'][:16]} of {report['peer']}, round {report['round']}"]
+    lines = [
+        f"{head}: {report['reason']}",
+        f"claim {report['claim'][:16]} of {report['peer']}, round {report['round']}",
+    ]
     if "dtype" in report:
         lines.append(f"  computed in {report['dtype']} by {report['kernel']}, as its author says")
     lines += [f"  {name}: {value:.4g}" for name, value in report["statistics"].items()]
@@ -352,12 +457,23 @@ def calibrate_spec(
     agreed = Agreed(temperature, max_tokens or policy.max_tokens, group)
     sides = [cast(Dtype, dtype) for dtype in dtypes]
     name = policy_label(model)
-    found = self_calibrate(policy, made, agreed, policy_name=name, claims=claims, dtypes=sides, progress=progress)
+    found = self_calibrate(
+        policy, made, agreed, policy_name=name, claims=claims, dtypes=sides, progress=progress
+    )
     warning = next(iter(found.pairs.values())).warning(rate)
     try:
         save_calibration(found, out)
     except OSError as error:
-        raise VerifyError(f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions.") from error
+        raise VerifyError(
+            f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions."
+        ) from error
     pairs = [f"{prover} -> {verifier}" for prover in sides for verifier in sides]
     warning = warning[:1].upper() + warning[1:]
-    return {"policy": name, "claims": claims, "rate": rate, "pairs": pairs, "warning": warning, "out": str(out)}
+    return {
+        "policy": name,
+        "claims": claims,
+        "rate": rate,
+        "pairs": pairs,
+        "warning": warning,
+        "out": str(out),
+    }

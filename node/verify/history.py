@@ -83,25 +83,43 @@ class EvidenceFile:
 
     def peers(self) -> list[str]:
         with self._open() as database:
-            return [peer for (peer,) in database.execute("SELECT DISTINCT peer FROM series ORDER BY peer")]
+            return [
+                peer
+                for (peer,) in database.execute("SELECT DISTINCT peer FROM series ORDER BY peer")
+            ]
 
     def series(self, peer: str) -> list[SeriesRow]:
         """Return the series of ``peer``, the oldest first."""
         with self._open() as database:
-            found = database.execute("SELECT row FROM series WHERE peer = ? ORDER BY number", (peer,)).fetchall()
+            found = database.execute(
+                "SELECT row FROM series WHERE peer = ? ORDER BY number", (peer,)
+            ).fetchall()
             rows = [json.loads(text) for (text,) in found]
-            return [SeriesRow(**{**row, "pair": Pair(**row["pair"]), "features": tuple(row["features"])}) for row in rows]
+            return [
+                SeriesRow(
+                    **{**row, "pair": Pair(**row["pair"]), "features": tuple(row["features"])}
+                )
+                for row in rows
+            ]
 
     def claims(self, peer: str, number: int) -> list[ClaimRow]:
         """Return the claims of a series in order; none of one that is over."""
         with self._open() as database:
-            found = database.execute("SELECT row FROM claims WHERE peer = ? AND number = ? ORDER BY place", (peer, number))
+            found = database.execute(
+                "SELECT row FROM claims WHERE peer = ? AND number = ? ORDER BY place",
+                (peer, number),
+            )
             rows = [json.loads(text) for (text,) in found]
             return [ClaimRow(*row[:3], *map(tuple, row[3:6]), *row[6:]) for row in rows]
 
     def knows(self, peer: str, claim: str) -> bool:
         with self._open() as database:
-            return database.execute("SELECT 1 FROM claims WHERE peer = ? AND claim = ?", (peer, claim)).fetchone() is not None
+            return (
+                database.execute(
+                    "SELECT 1 FROM claims WHERE peer = ? AND claim = ?", (peer, claim)
+                ).fetchone()
+                is not None
+            )
 
     def add(self, peer: str, series: SeriesRow, claim: ClaimRow) -> None:
         """Store ``claim`` as number ``series.claims`` of ``series``, which is as it is after it."""
@@ -116,13 +134,24 @@ class EvidenceFile:
             if series.claims == 1:  # those of its kind before it are over
                 for row in self.series(peer):
                     if row.pair == series.pair:
-                        database.execute("DELETE FROM claims WHERE peer = ? AND number = ?", (peer, row.number))
+                        database.execute(
+                            "DELETE FROM claims WHERE peer = ? AND number = ?", (peer, row.number)
+                        )
                 for table in ("series", "claims"):
-                    database.execute(f"DELETE FROM {table} WHERE peer = ? AND number <= ?", (peer, series.number - SERIES))
+                    database.execute(
+                        f"DELETE FROM {table} WHERE peer = ? AND number <= ?",
+                        (peer, series.number - SERIES),
+                    )
             place, text = (peer, series.number), json.dumps(asdict(series))
-            database.execute("INSERT OR REPLACE INTO series VALUES (?, ?, ?, ?, ?)", (*place, series.last, series.log_odds, text))
+            database.execute(
+                "INSERT OR REPLACE INTO series VALUES (?, ?, ?, ?, ?)",
+                (*place, series.last, series.log_odds, text),
+            )
             text = json.dumps(astuple(claim))
-            database.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?)", (*place, series.claims, claim.claim, text))
+            database.execute(
+                "INSERT INTO claims VALUES (?, ?, ?, ?, ?)",
+                (*place, series.claims, claim.claim, text),
+            )
 
     @contextmanager
     def _open(self, create: bool = False) -> Iterator[sqlite3.Connection]:
@@ -144,7 +173,11 @@ class EvidenceFile:
 
 def is_open(series: SeriesRow, pair: Pair, calibration: str, bans: int) -> bool:
     """Return whether another claim of ``pair`` belongs to ``series``."""
-    return (series.pair, series.calibration, series.bans) == (pair, calibration, bans) and series.claims < LENGTH
+    return (series.pair, series.calibration, series.bans) == (
+        pair,
+        calibration,
+        bans,
+    ) and series.claims < LENGTH
 
 
 # Odds that verifiers state about a peer when they reveal their votes on its claims; the same for all who hold the same records.
@@ -160,13 +193,23 @@ def stated(table: Table, ledger: Ledger, electorates: Electorates) -> dict[str, 
     Only votes that count are read, so nobody speaks who was not drawn, and an operator speaks once, whatever its number of peers.
     """
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for ruling in sorted(table.rulings.values(), key=lambda ruling: (ruling.claim.round, ruling.claim.id)):
+    for ruling in sorted(
+        table.rulings.values(), key=lambda ruling: (ruling.claim.round, ruling.claim.id)
+    ):
         claim, electorate = ruling.claim, electorates.get(ruling.claim.round)
         last = len(ruling.trials) - 1
         for attempt, trial in enumerate(ruling.trials):
-            case, number = (claim.id, attempt) if ruling.appeal is None or attempt < last else (ruling.appeal.id, 0)
+            case, number = (
+                (claim.id, attempt)
+                if ruling.appeal is None or attempt < last
+                else (ruling.appeal.id, 0)
+            )
             for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
-                reveals = ledger.ballots(Reveal, case, number, peer) if mark in ("valid", "invalid") else []
+                reveals = (
+                    ledger.ballots(Reveal, case, number, peer)
+                    if mark in ("valid", "invalid")
+                    else []
+                )
                 said = _carried(reveals[0].evidence) if len(reveals) == 1 else None
                 if said is not None:
                     found[claim.peer][operator(electorate, peer) if electorate else peer] = said
@@ -178,7 +221,11 @@ def _carried(evidence: bytes) -> float | None:
     try:
         said = json.loads(evidence)
         odds = said.get(FIELD) if isinstance(said, dict) else None
-        number = float(odds) if isinstance(odds, (int, float)) and not isinstance(odds, bool) else math.nan
+        number = (
+            float(odds)
+            if isinstance(odds, (int, float)) and not isinstance(odds, bool)
+            else math.nan
+        )
     except (ValueError, RecursionError, OverflowError):
         return None
     return min(math.log(number), MOST_LOG) if 0 < number < math.inf else None
@@ -208,10 +255,21 @@ class History:
             return finding
         self._waiting[claim.id] = claim, finding.measured
         own = self.log_odds(claim.peer)
-        finding = replace(finding, statistics={FIELD: math.exp(min(own, MOST_LOG)), **finding.statistics})
-        others = [odds for operator, odds in self._stated.get(claim.peer, {}).items() if operator != self._operator]
+        finding = replace(
+            finding, statistics={FIELD: math.exp(min(own, MOST_LOG)), **finding.statistics}
+        )
+        others = [
+            odds
+            for operator, odds in self._stated.get(claim.peer, {}).items()
+            if operator != self._operator
+        ]
         alarmed = sum(odds >= ALARM for odds in (own, *others))
-        if not finding.accepted or own < 0 or 1 + len(others) < LEAST or 2 * alarmed <= 1 + len(others):
+        if (
+            not finding.accepted
+            or own < 0
+            or 1 + len(others) < LEAST
+            or 2 * alarmed <= 1 + len(others)
+        ):
             return finding
         reason = (
             f"Taken together, this peer's claims are not those of an honest one: {alarmed} of {1 + len(others)} verifiers find so, "
@@ -226,7 +284,9 @@ class History:
         self._table, newest = (table if self._table.round < 0 else self._table), table
         alarms = []
         due = [entry for entry in self._waiting.values() if entry[0].round <= table.round]
-        for claim, measured in sorted(due, key=lambda entry: (entry[0].round, entry[0].slot, entry[0].id)):
+        for claim, measured in sorted(
+            due, key=lambda entry: (entry[0].round, entry[0].slot, entry[0].id)
+        ):
             del self._waiting[claim.id]
             ruling = table.rulings.get(claim.id)
             if ruling is None or ruling.opened:  # its author was banned, or had to make it wrong
@@ -254,7 +314,9 @@ class History:
     def _bans(self, peer: str, rows: Sequence[SeriesRow]) -> int:
         """Return how many bans ``peer`` had; after a start the table may not know it yet."""
         standing = self._table.standings.get(peer)
-        return max(0 if standing is None else standing.bans, max((row.bans for row in rows), default=0))
+        return max(
+            0 if standing is None else standing.bans, max((row.bans for row in rows), default=0)
+        )
 
     def _count(self, claim: Claim, measured: tuple[Measured, ...]) -> None:
         if self._file.knows(claim.peer, claim.id.hex()):  # checked again after an appeal
@@ -275,10 +337,16 @@ class History:
                 row, claims=row.claims + 1, first=row.first if row.claims else claim.round, last=claim.round,
                 log_odds=max(row.log_odds, odds) if row.claims else odds,
             )  # fmt: skip
-            self._file.add(claim.peer, row, ClaimRow(claim.id.hex(), claim.round, odds, scores, tolerances, p, one.kernel))
+            self._file.add(
+                claim.peer,
+                row,
+                ClaimRow(claim.id.hex(), claim.round, odds, scores, tolerances, p, one.kernel),
+            )
             self._open[place] = series, row
 
-    def _resumed(self, peer: str, reference: Reference, rows: Sequence[SeriesRow], bans: int) -> tuple[Series, SeriesRow]:
+    def _resumed(
+        self, peer: str, reference: Reference, rows: Sequence[SeriesRow], bans: int
+    ) -> tuple[Series, SeriesRow]:
         """Return the series that is under way in the file, or a new one, and its row there."""
         for row in reversed(rows):
             if is_open(row, reference.pair, reference.digest, bans):
@@ -288,7 +356,9 @@ class History:
                 return series, row
         number = 1 + max((row.number for row in rows), default=0)
         names = tuple(feature.name for feature in reference.honest.features)
-        return Series(reference, number), SeriesRow(number, bans, reference.pair, names, reference.digest, 0, 0, 0, 0.0)
+        return Series(reference, number), SeriesRow(
+            number, bans, reference.pair, names, reference.digest, 0, 0, 0, 0.0
+        )
 
 
 # The table of ``shoal verify odds``, from `shoal.verification.consensus.rulings`.
@@ -302,27 +372,58 @@ def odds_report(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the object that the command prints with ``--json``. Raises ValueError for an impossible draw, as of an even number."""
     rows = []
-    for n in sorted({verifiers, *MORE} if population is None else {verifiers, *(n for n in MORE if n <= population)}):
+    for n in sorted(
+        {verifiers, *MORE}
+        if population is None
+        else {verifiers, *(n for n in MORE if n <= population)}
+    ):
         found = vote(n, collude, lazy=lazy, miss=miss, alarm=alarm, population=population)
-        rows.append({"n": n, "wrong_accepted": found.wrong_accepted, "honest_rejected": found.honest_rejected})
+        rows.append(
+            {
+                "n": n,
+                "wrong_accepted": found.wrong_accepted,
+                "honest_rejected": found.honest_rejected,
+            }
+        )
     mine = next(row for row in rows if row["n"] == verifiers)
     detected = 1 - mine["wrong_accepted"]
     least = least_audit(gain, penalty, detected) if detected > 0 else float("inf")
     paying = {} if audit is None else {"audit": audit, "cheating_pays": bool(audit <= least)}
-    given = {"collude": collude, "lazy": lazy, "miss": miss, "alarm": alarm, "population": population, "gain": gain}
-    return {**mine, **given, "penalty": penalty, "least_audit": least if detected > 0 else None, **paying, "table": rows}
+    given = {
+        "collude": collude,
+        "lazy": lazy,
+        "miss": miss,
+        "alarm": alarm,
+        "population": population,
+        "gain": gain,
+    }
+    return {
+        **mine,
+        **given,
+        "penalty": penalty,
+        "least_audit": least if detected > 0 else None,
+        **paying,
+        "table": rows,
+    }
 
 
 def odds_table(report: dict[str, Any]) -> str:
     lines = [f"{'verifiers':>9}  {'wrong accepted':>14}  {'honest rejected':>15}"]
-    lines += [f"{row['n']:>9}  {row['wrong_accepted']:>14.3%}  {row['honest_rejected']:>15.3%}" for row in report["table"]]
+    lines += [
+        f"{row['n']:>9}  {row['wrong_accepted']:>14.3%}  {row['honest_rejected']:>15.3%}"
+        for row in report["table"]
+    ]
     least = report["least_audit"]
     if least is None or least > 1:
         lines.append(f"with {report['n']} verifiers cheating pays however many claims are checked")
     else:
-        lines.append(f"with {report['n']} verifiers cheating does not pay if more than {least:.2%} of the claims are checked")
+        lines.append(
+            f"with {report['n']} verifiers cheating does not pay if more than {least:.2%} of the claims are checked"
+        )
     if "audit" in report:
-        lines.append(f"at {report['audit']:.2%} it {'pays' if report['cheating_pays'] else 'does not pay'}")
+        lines.append(
+            f"at {report['audit']:.2%} it {'pays' if report['cheating_pays'] else 'does not pay'}"
+        )
     return "\n".join(lines)
 
 
@@ -337,14 +438,26 @@ def explain(name: str, folders: Sequence[Path]) -> dict[str, Any]:
     """
     wanted = name.lstrip("…")
     files = [EvidenceFile(folder / NAME) for folder in folders]
-    peers = {peer for file in files for peer in file.peers() if peer == wanted or _is_part(peer, wanted)}
+    peers = {
+        peer for file in files for peer in file.peers() if peer == wanted or _is_part(peer, wanted)
+    }
     if len(peers) != 1:
         where = ", ".join(map(str, folders)) or "runs/*"
-        found = f"{len(peers)} peers are called {name!r}" if peers else f"No claim was counted of {name!r} in {where}"
-        raise VerifyError(f"{found}: name the peer as `shoal peers` shows it, and a node's folder with --folder.")
+        found = (
+            f"{len(peers)} peers are called {name!r}"
+            if peers
+            else f"No claim was counted of {name!r} in {where}"
+        )
+        raise VerifyError(
+            f"{found}: name the peer as `shoal peers` shows it, and a node's folder with --folder."
+        )
     peer = peers.pop()
     told = [_told(file, peer) for file in files]
-    return {"peer": peer, "alarm_at": round(1 / LIFE_RATE), "nodes": [one for one in told if one["series"]]}
+    return {
+        "peer": peer,
+        "alarm_at": round(1 / LIFE_RATE),
+        "nodes": [one for one in told if one["series"]],
+    }
 
 
 def _is_part(peer: str, part: str) -> bool:
@@ -356,7 +469,13 @@ def _told(file: EvidenceFile, peer: str) -> dict[str, Any]:
     bans = max((row.bans for row in rows), default=0)
     highest = max((row.log_odds for row in rows if row.bans == bans), default=0.0)
     series = [_series(row, file.claims(peer, row.number)) for row in rows]
-    return {"folder": str(file.path.parent), "alarm": highest >= ALARM, "odds": _odds(highest), "bans": bans, "series": series}
+    return {
+        "folder": str(file.path.parent),
+        "alarm": highest >= ALARM,
+        "odds": _odds(highest),
+        "bans": bans,
+        "series": series,
+    }
 
 
 def _series(row: SeriesRow, claims: Sequence[ClaimRow]) -> dict[str, Any]:
@@ -381,7 +500,9 @@ def summary(report: Mapping[str, Any]) -> str:
     lines = [f"peer {report['peer']}; an alarm at odds of {report['alarm_at']:,} to 1"]
     for node in report["nodes"]:
         decided = "an alarm" if node["alarm"] else "no alarm"
-        lines.append(f"{node['folder']}: {decided}, odds of {node['odds']:.3g} to 1 against it (after {node['bans']} bans)")
+        lines.append(
+            f"{node['folder']}: {decided}, odds of {node['odds']:.3g} to 1 against it (after {node['bans']} bans)"
+        )
         for series in node["series"]:
             lines.append(
                 f"  {series['number']}. {series['fingerprint']} of {series['model']}, {series['prover']} checked in "
@@ -391,5 +512,7 @@ def summary(report: Mapping[str, Any]) -> str:
             for one in series["counted"][-SHOWN:]:
                 feature, p = min(one["p"].items(), key=lambda item: item[1])
                 by = f"  by {one['kernel']}" if one["kernel"] else ""
-                lines.append(f"     {one['claim'][:12]}  round {one['round']}  odds {one['odds']:.3g}  p {p:.3g} of {feature}{by}")
+                lines.append(
+                    f"     {one['claim'][:12]}  round {one['round']}  odds {one['odds']:.3g}  p {p:.3g} of {feature}{by}"
+                )
     return "\n".join(lines)

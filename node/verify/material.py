@@ -23,14 +23,26 @@ from shoal.node.verify.audit import MOST_BYTES, VerifyError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.file_lock import replace_file
 from shoal.swarm.topics.attestation import verify_record
-from shoal.swarm.topics.rollout import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens
+from shoal.swarm.topics.rollout import (
+    EnvConfig,
+    EnvName,
+    Finish,
+    Finishes,
+    Numbers,
+    QuestionSeed,
+    pack_tokens,
+)
 from shoal.swarm.wire.envelope import KIB, Count, Label, Message, pack, unpack
 from shoal.verification.consensus.records import LIMIT as MOST_RECORD
 from shoal.verification.consensus.records import Claim, Signed, decode
 
 MOST_TOKENS = 1 << 17  # of a claim, which a proof of activations can hold
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[Dtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,14 @@ class Agreed:
     """Completions of each question."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.temperature <= 100 and 1 <= self.max_tokens <= 16_384 and 1 <= self.group <= 64):
-            raise ValueError("a group has 1 to 64 completions of at most 1 to 16,384 tokens, at a temperature from 0 to 100")
+        if not (
+            0 <= self.temperature <= 100
+            and 1 <= self.max_tokens <= 16_384
+            and 1 <= self.group <= 64
+        ):
+            raise ValueError(
+                "a group has 1 to 64 completions of at most 1 to 16,384 tokens, at a temperature from 0 to 100"
+            )
 
     @property
     def hash(self) -> bytes:
@@ -68,7 +86,10 @@ class Coordinates:
 
     @property
     def hash(self) -> bytes:
-        return _hash("question", bytes(msgpack.packb([self.env, self.version, self.config, self.seed, self.index])))
+        return _hash(
+            "question",
+            bytes(msgpack.packb([self.env, self.version, self.config, self.seed, self.index])),
+        )
 
 
 class Material(Message):
@@ -93,7 +114,9 @@ class Material(Message):
     @model_validator(mode="after")
     def _consistent(self) -> Material:
         if not self.tokens or len(self.finish) != len(self.tokens) or not all(self.tokens):
-            raise ValueError("must hold completions of at least one token, each with its finish reason")
+            raise ValueError(
+                "must hold completions of at least one token, each with its finish reason"
+            )
         if sum(map(len, self.tokens)) > 4 * MOST_TOKENS:
             raise ValueError(f"must hold at most {MOST_TOKENS} tokens")
         return self
@@ -117,9 +140,21 @@ def material_of(
     proof: bytes, policy: str, dtype: str, kernel: str, snapshot: int,
 ) -> Material:  # fmt: skip
     """Make the material of one's own completions. Raises pydantic's ValidationError, a ValueError, for what no claim can hold."""
-    fields = {"env": at.env, "env_version": at.version, "env_config": at.config, "seed": at.seed, "index": at.index}
+    fields = {
+        "env": at.env,
+        "env_version": at.version,
+        "env_config": at.config,
+        "seed": at.seed,
+        "index": at.index,
+    }
     packed = tuple(pack_tokens(row) for row in rows)
-    said = {"policy": policy, "proof": proof, "dtype": dtype, "kernel": kernel, "snapshot": snapshot}
+    said = {
+        "policy": policy,
+        "proof": proof,
+        "dtype": dtype,
+        "kernel": kernel,
+        "snapshot": snapshot,
+    }
     return Material.model_validate({**fields, **said, "tokens": packed, "finish": tuple(finish)})
 
 
@@ -129,7 +164,12 @@ def output_hash(rows: Sequence[Sequence[int]]) -> bytes:
 
 def seed_of(run: str, round: int, peer: str, slot: int, prompt: bytes) -> int:
     """Return `Claim.seed`, below 2^63: it follows from the place of the claim, so its author cannot try several."""
-    return int.from_bytes(_hash("seed", bytes(msgpack.packb([run, round, peer, slot, prompt])))[:8], "big") >> 1
+    return (
+        int.from_bytes(
+            _hash("seed", bytes(msgpack.packb([run, round, peer, slot, prompt])))[:8], "big"
+        )
+        >> 1
+    )
 
 
 def _hash(what: str, data: bytes) -> bytes:
@@ -171,7 +211,14 @@ class Stored:
         return verify_record(self.claim.peer, self.claim.encoded, self.signature)
 
 
-def save_claim(folder: Path, signed: Signed, material: bytes, agreed: Agreed, snapshot: bytes | None, keep: int = KEEP) -> Path:
+def save_claim(
+    folder: Path,
+    signed: Signed,
+    material: bytes,
+    agreed: Agreed,
+    snapshot: bytes | None,
+    keep: int = KEEP,
+) -> Path:
     """Write a claim into ``folder`` and return its file; only the newest ``keep`` claims, and their policies, stay there.
 
     Raises VerifyError if it cannot be written, and ValueError for a record that is no claim.
@@ -179,8 +226,21 @@ def save_claim(folder: Path, signed: Signed, material: bytes, agreed: Agreed, sn
     claim = signed.record
     if not isinstance(claim, Claim):
         raise ValueError(f"only claims are stored, not a {claim.KIND}")
-    settings = {"temperature": float(agreed.temperature), "max_tokens": agreed.max_tokens, "group": agreed.group}
-    packed = pack(_File.model_validate({"record": claim.encoded, "signature": signed.signature, "material": material, **settings}))
+    settings = {
+        "temperature": float(agreed.temperature),
+        "max_tokens": agreed.max_tokens,
+        "group": agreed.group,
+    }
+    packed = pack(
+        _File.model_validate(
+            {
+                "record": claim.encoded,
+                "signature": signed.signature,
+                "material": material,
+                **settings,
+            }
+        )
+    )
     path = folder / f"{claim.id.hex()}{CLAIM}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -190,7 +250,9 @@ def save_claim(folder: Path, signed: Signed, material: bytes, agreed: Agreed, sn
         replace_file(path, packed)
         _prune(folder, keep, path)
     except OSError as error:
-        raise VerifyError(f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its permissions.") from error
+        raise VerifyError(
+            f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its permissions."
+        ) from error
     return path
 
 
@@ -200,9 +262,13 @@ def load_claim(path: Path) -> Stored:
     try:
         claim = decode(found.record)
     except ValueError as error:
-        raise VerifyError(f"{str(path)!r} holds no claim that can be read: take another copy of it.") from error
+        raise VerifyError(
+            f"{str(path)!r} holds no claim that can be read: take another copy of it."
+        ) from error
     if not isinstance(claim, Claim):
-        raise VerifyError(f"{str(path)!r} holds a {claim.KIND} and no claim: name the file of a claim.")
+        raise VerifyError(
+            f"{str(path)!r} holds a {claim.KIND} and no claim: name the file of a claim."
+        )
     agreed = Agreed(found.temperature, found.max_tokens, found.group)
     weights = _weights(path.parent, claim)
     snapshot = _read(weights, MOST_BYTES) if weights.is_file() else None
@@ -217,13 +283,22 @@ def find_claim(name: str, folders: Sequence[Path]) -> Path:
     if Path(name).is_file():
         return Path(name)
     if not re.fullmatch(r"[0-9a-f]{4,64}", name):
-        raise VerifyError(f"There is no file {name!r}, and it is no claim's id: give a file, or 4 or more hex digits of an id.")
-    found = {path.name: path for folder in folders if folder.is_dir() for path in folder.glob(f"{name}*{CLAIM}")}
+        raise VerifyError(
+            f"There is no file {name!r}, and it is no claim's id: give a file, or 4 or more hex digits of an id."
+        )
+    found = {
+        path.name: path
+        for folder in folders
+        if folder.is_dir()
+        for path in folder.glob(f"{name}*{CLAIM}")
+    }
     if len(found) == 1:
         return next(iter(found.values()))
     where = ", ".join(map(str, folders)) or "runs/*/claims"
     if not found:
-        raise VerifyError(f"There is no claim {name!r} in {where}: name its file, or a node's folder with --folder.")
+        raise VerifyError(
+            f"There is no claim {name!r} in {where}: name its file, or a node's folder with --folder."
+        )
     raise VerifyError(f"{len(found)} claims begin with {name!r}: give more digits.")
 
 
@@ -232,7 +307,9 @@ def _opened(path: Path) -> _File:
     try:
         return unpack(data, _File)
     except MessageError:
-        raise VerifyError(f"{str(path)!r} is no stored claim of this version, or damaged: take another copy of it.") from None
+        raise VerifyError(
+            f"{str(path)!r} is no stored claim of this version, or damaged: take another copy of it."
+        ) from None
 
 
 def _weights(folder: Path, claim: Claim) -> Path:
@@ -242,15 +319,23 @@ def _weights(folder: Path, claim: Claim) -> Path:
 def _read(path: Path, most: int) -> bytes:
     try:
         if path.stat().st_size > most:
-            raise VerifyError(f"{str(path)!r} is larger than {most} bytes: it is not what it should be.")
+            raise VerifyError(
+                f"{str(path)!r} is larger than {most} bytes: it is not what it should be."
+            )
         with path.open("rb") as file:
             return file.read(most)
     except OSError as error:
-        raise VerifyError(f"Cannot read {str(path)!r} ({error.strerror}): check the path and its permissions.") from error
+        raise VerifyError(
+            f"Cannot read {str(path)!r} ({error.strerror}): check the path and its permissions."
+        ) from error
 
 
 def _prune(folder: Path, keep: int, newest: Path) -> None:
-    claims = sorted(folder.glob(f"*{CLAIM}"), key=lambda path: (path == newest, path.stat().st_mtime_ns), reverse=True)
+    claims = sorted(
+        folder.glob(f"*{CLAIM}"),
+        key=lambda path: (path == newest, path.stat().st_mtime_ns),
+        reverse=True,
+    )
     for path in claims[max(keep, 1) :]:
         path.unlink(missing_ok=True)
     if len(claims) > keep:

@@ -43,17 +43,26 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
         and getattr(signed.record, "run", swarm) == swarm
     ]
     electorates = {electorate.round: electorate for electorate in log.electorates}
-    return compute_scores(Ledger(records), electorates, rules, ScoreRules(), max(round, log.base.round), log.base)
+    return compute_scores(
+        Ledger(records), electorates, rules, ScoreRules(), max(round, log.base.round), log.base
+    )
 
 
 def read_peers(link: Link) -> dict[str, Any]:
     """Return the standing of each member. Raises StartupError, NetworkError or MessageError."""
     with visited(link) as (host, manifest, members, _):
-        tables = _reputations(host, link.swarm, manifest, members) if manifest.terms is not None else {}
+        tables = (
+            _reputations(host, link.swarm, manifest, members) if manifest.terms is not None else {}
+        )
     now, round_s = time.time(), manifest.verify.round_s
-    ((common, agree),) = Counter(table.digest for table in tables.values()).most_common(1) or [(b"", 0)]
+    ((common, agree),) = Counter(table.digest for table in tables.values()).most_common(1) or [
+        (b"", 0)
+    ]
     table = next((table for table in tables.values() if table.digest == common), Table(-1, {}, {}))
-    peers = {**{peer: member.name for peer, member in members.items()}, **{p: "" for p in table.standings if p not in members}}
+    peers = {
+        **{peer: member.name for peer, member in members.items()},
+        **{p: "" for p in table.standings if p not in members},
+    }
     return {
         "swarm": link.swarm,
         "name": manifest.name,
@@ -62,13 +71,20 @@ def read_peers(link: Link) -> dict[str, Any]:
         "asked": len(tables),
         "agree": agree,
         "peers": [
-            {"name": name, "peer": peer, "here": peer in members, **_standing(table, peer, round_s, now)}
+            {
+                "name": name,
+                "peer": peer,
+                "here": peer in members,
+                **_standing(table, peer, round_s, now),
+            }
             for peer, name in sorted(peers.items(), key=lambda item: (item[1], item[0]))
         ],
     }
 
 
-def _reputations(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]) -> dict[str, Table]:
+def _reputations(
+    host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]
+) -> dict[str, Table]:
     """Return the table by peer, of the peers that answered."""
     round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest.verify)
     found: dict[str, Table] = {}
@@ -79,7 +95,9 @@ def _reputations(host: Host, swarm: str, manifest: Manifest, members: Mapping[st
             continue
         found[peer] = table_of(log, swarm, rules, round)
     if members and not found:
-        raise NetworkError("No member of the swarm served its log of verification: try again in a minute.")
+        raise NetworkError(
+            "No member of the swarm served its log of verification: try again in a minute."
+        )
     return found
 
 
@@ -110,10 +128,26 @@ def reasons(standing: Standing) -> str:
 
 def summary(report: Mapping[str, Any]) -> str:
     if not report["verify"]:
-        return f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
+        return (
+            f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
+        )
     title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"
-    columns = ("name", "peer", "score", "claims valid/invalid/unverified", "votes with/against", "banned until", "because of")
-    return grid(columns, map(_cells, report["peers"]), words=("name", "peer", "because of"), width=140, title=title)
+    columns = (
+        "name",
+        "peer",
+        "score",
+        "claims valid/invalid/unverified",
+        "votes with/against",
+        "banned until",
+        "because of",
+    )
+    return grid(
+        columns,
+        map(_cells, report["peers"]),
+        words=("name", "peer", "because of"),
+        width=140,
+        title=title,
+    )
 
 
 def _cells(one: Mapping[str, Any]) -> list[str]:

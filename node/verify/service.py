@@ -65,7 +65,11 @@ class Feed:
 
     def settled(self, table: Table, check_s: float) -> None:
         """Report new bans by ``table``, and whether this node is drawn. ``check_s``: seconds that checking took so far."""
-        banned = {peer: until for peer in table.standings if (until := table.banned_until(peer)) is not None}
+        banned = {
+            peer: until
+            for peer in table.standings
+            if (until := table.banned_until(peer)) is not None
+        }
         for peer, until in banned.items():
             if self._banned.get(peer) != until:
                 ends = time.strftime("%H:%M:%S", time.localtime((until + 1) * self._round_s))
@@ -74,13 +78,21 @@ class Feed:
         self._banned = banned
         if table.is_absent(self._me) != self._absent:
             self._absent = not self._absent
-            self.notify(ABSENT.format(table.standings[self._me].votes["absent"]) if self._absent else BACK)
+            self.notify(
+                ABSENT.format(table.standings[self._me].votes["absent"]) if self._absent else BACK
+            )
         votes = self._votes(table)
-        self._events.append({"round": table.round, "banned": sorted(banned), "check_s": check_s, **votes})
+        self._events.append(
+            {"round": table.round, "banned": sorted(banned), "check_s": check_s, **votes}
+        )
 
     def _votes(self, table: Table) -> dict[str, Any]:
         """Return the votes of others on claims of this node that were not returned yet, and how many it has cast itself."""
-        mine = {claim: ruling for claim, ruling in table.rulings.items() if ruling.claim.peer == self._me}
+        mine = {
+            claim: ruling
+            for claim, ruling in table.rulings.items()
+            if ruling.claim.peer == self._me
+        }
         new, self._voted = mine.keys() - self._voted, set(mine)
         trials = (trial for claim in new for trial in mine[claim].trials)
         votes = Counter(
@@ -90,7 +102,10 @@ class Feed:
             if mark in ("valid", "invalid")
         )
         cast = table.standings[self._me].votes if self._me in table.standings else {}
-        return {"votes": dict(votes), "voted": sum(cast.get(kind, 0) for kind in ("agreed", "against", "missed"))}
+        return {
+            "votes": dict(votes),
+            "voted": sum(cast.get(kind, 0) for kind in ("agreed", "against", "missed")),
+        }
 
 
 log = logging.getLogger(__name__)
@@ -121,7 +136,13 @@ class Auditor:
         weigh: Callable[[Claim, Finding], Finding],
         counts: Counter[str],
     ) -> None:
-        self._checker, self._network, self._budget, self._on_audit, self._weigh = checker, network, budget, on_audit, weigh
+        self._checker, self._network, self._budget, self._on_audit, self._weigh = (
+            checker,
+            network,
+            budget,
+            on_audit,
+            weigh,
+        )
         self._fetch_s, self._timer, self._until, self.counts = fetch_s, timer, 0.0, counts
 
     def check(self, claim: Claim) -> Checked | None:
@@ -133,7 +154,9 @@ class Auditor:
         try:
             found, material, snapshot = self._examine(claim)
         except Exception as error:  # its author chose the question: a check that fails costs this seat, not all later ones
-            log.warning("a claim was not checked: %s", error, exc_info=not isinstance(error, NotCheckable))
+            log.warning(
+                "a claim was not checked: %s", error, exc_info=not isinstance(error, NotCheckable)
+            )
             self.counts["uncheckable"] += 1
             return None
         finally:
@@ -201,7 +224,9 @@ class Verification:
             salt=salt, rules=rules_of(settings.verify), prices=ScoreRules(), round_s=self._round_s,
         )  # fmt: skip
         self._auditor: Auditor | None = None
-        self._lock = threading.Lock()  # guards the participant, but while a claim is checked: nothing else changes it then
+        self._lock = (
+            threading.Lock()
+        )  # guards the participant, but while a claim is checked: nothing else changes it then
         self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
         self._pull_at, self._left = 0.0, False
         self._began, self._counts, self._reported = timer(), Counter[str](), self._participant.table
@@ -279,11 +304,17 @@ class Verification:
                 self.step()
         except Exception as error:  # training must go on whatever happens here
             log.warning("verification ended", exc_info=True)
-            self._feed.notify(f"verification has ended ({type(error).__name__}: {error}): start the node again to take part in it")
+            self._feed.notify(
+                f"verification has ended ({type(error).__name__}: {error}): start the node again to take part in it"
+            )
 
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
-        checker, fetch_s, seats = self._kind.prepare(self._feed.notify), self._round_s / 20, self._participant.rules.verifiers
+        checker, fetch_s, seats = (
+            self._kind.prepare(self._feed.notify),
+            self._round_s / 20,
+            self._participant.rules.verifiers,
+        )
         needed = seats * checker.most_snapshot_bytes * 8e-6 / fetch_s
         if needed > UPLINK:
             self._feed.notify(
@@ -292,7 +323,14 @@ class Verification:
                 f"created with --set verify.round_s={math.ceil(self._round_s * needed / UPLINK)} they need {UPLINK}"
             )
         self._auditor = Auditor(
-            checker, self._network, self._budget, self._audited, fetch_s, self._timer, self._history.weigh, self._counts
+            checker,
+            self._network,
+            self._budget,
+            self._audited,
+            fetch_s,
+            self._timer,
+            self._history.weigh,
+            self._counts,
         )
 
     def step(self) -> None:
@@ -313,7 +351,9 @@ class Verification:
                 self._reported = participant.table
                 self._feed.settled(self._reported, self._budget.spent)
                 consensus = participant.consensus
-                for peer in self._history.settle(self._reported, consensus.ledger, consensus.electorates):
+                for peer in self._history.settle(
+                    self._reported, consensus.ledger, consensus.electorates
+                ):
                     self._feed.notify(
                         f"the claims of {self._network.name(peer)}, taken together, are not honest ones: "
                         f"`shoal verify explain {peer}` says why"
@@ -341,7 +381,9 @@ class Verification:
             checked = self._auditor.check(claim)
         finally:
             self._lock.acquire()
-        return None if self._left else checked  # of a vote that nobody would reveal nothing is to be seen
+        return (
+            None if self._left else checked
+        )  # of a vote that nobody would reveal nothing is to be seen
 
     # -- the network -----------------------------------------------------------------------------------------------------
 
@@ -352,7 +394,9 @@ class Verification:
         except ValueError as error:
             raise MessageError(f"A record of verification was refused: {error}.") from None
         if record.peer != author:
-            raise MessageError("A record of verification was refused: its author did not send it.", "forged")
+            raise MessageError(
+                "A record of verification was refused: its author did not send it.", "forged"
+            )
         self._inbox.append((Signed(record, signature), self._clock()))
 
     def _log(self, since: int) -> bytes:
@@ -379,7 +423,9 @@ class Verification:
 
     # -- for people ------------------------------------------------------------------------------------------------------
 
-    def _audited(self, claim: Claim, finding: Finding, material: bytes | None, snapshot: bytes | None) -> None:
+    def _audited(
+        self, claim: Claim, finding: Finding, material: bytes | None, snapshot: bytes | None
+    ) -> None:
         if not finding.accepted:
             who = self._network.name(claim.peer)
             self._feed.notify(f"claim {claim.id.hex()[:12]} of {who} is invalid: {finding.reason}")

@@ -60,7 +60,9 @@ def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
         )
 
 
-def start_verification(settings: Settings, membership: Membership, task: Task) -> Verification | None:
+def start_verification(
+    settings: Settings, membership: Membership, task: Task
+) -> Verification | None:
     """Start verification before training begins; return None if nothing is claimed in the swarm.
 
     Raises ConfigError or VerifyError if this node cannot take part.
@@ -74,7 +76,9 @@ def start_verification(settings: Settings, membership: Membership, task: Task) -
     from shoal.node.verify.service import Verification
 
     if not isinstance(task, RLTask):
-        raise VerifyError("The swarm's manifest is about claims that its task cannot make: ask its creator for another swarm.")
+        raise VerifyError(
+            "The swarm's manifest is about claims that its task cannot make: ask its creator for another swarm."
+        )
     network = SwarmNetwork(membership, membership.gossip)
     check_terms(terms, settings, task)
     verification = Verification(settings, CompletionClaims(settings, terms, task, network), network)

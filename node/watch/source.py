@@ -70,10 +70,14 @@ class PeerAddresses:
 
     def __init__(self) -> None:
         self._known = Newest[str, tuple[str, ...]](MAX_KNOWN)
-        self._tried = Newest[str, tuple[int, float]](MAX_KNOWN)  # failures since it was reached, and when it may be dialled again
+        self._tried = Newest[str, tuple[int, float]](
+            MAX_KNOWN
+        )  # failures since it was reached, and when it may be dialled again
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
-        usable = tuple(a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}"))
+        usable = tuple(
+            a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}")
+        )
         if usable:
             self._known[peer] = usable
 
@@ -94,7 +98,9 @@ class PeerAddresses:
 
 # Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the last, and not too many.
 
-QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
+QUOTA = RateLimit(
+    messages=300, nbytes=4 << 20, senders=4096
+)  # a minute for each publisher; nodes send 120 at most
 MAX_PEERS = 4096  # peers whose last status is known
 OLD_S = 600.0  # most seconds between a status and our clock: clocks differ, but last week's swarm must not be shown
 
@@ -115,7 +121,9 @@ class RecordFilter(Generic[R]):
     def open(self, publisher: str, data: bytes) -> R:
         """Return the record in ``data``. Raises MessageError, with the reason in one word."""
         if not self._quotas.take(publisher, 1, len(data)):
-            raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
+            raise MessageError(
+                "A message was refused: its publisher sent too many, or too large ones.", "quota"
+            )
         sent = envelope.open_envelope(data, self._swarm, self._room)
         record = envelope.open_body(sent.encoding, sent.size, sent.body, self._kind).message
         assert isinstance(record, Status | Receipts)
@@ -123,7 +131,9 @@ class RecordFilter(Generic[R]):
         if record.swarm != self._swarm:
             raise MessageError(f"A {what} of another swarm was refused.", "foreign-swarm")
         if abs(record.issued - self._clock()) > OLD_S:
-            raise MessageError(f"A {what} was refused: it is ten minutes old, or a clock is wrong.", "old")
+            raise MessageError(
+                f"A {what} was refused: it is ten minutes old, or a clock is wrong.", "old"
+            )
         if record.issued <= self._issued.get(record.peer, 0.0):
             raise MessageError(f"A {what} was refused: a newer one was there before.", "replayed")
         self._issued[record.peer] = record.issued
@@ -145,7 +155,10 @@ class LightClient:
 
     def __init__(self, link: Link, send: Callable[[Event], None]) -> None:
         self._link, self._send = link, send
-        self._gate, self._receipts = RecordFilter(Status, link.swarm), RecordFilter(Receipts, link.swarm)
+        self._gate, self._receipts = (
+            RecordFilter(Status, link.swarm),
+            RecordFilter(Receipts, link.swarm),
+        )
         self._book = PeerAddresses()
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
@@ -159,7 +172,9 @@ class LightClient:
         """Watch until cancelled; a daemon that ends is started again. Raises StartupError."""
         self._send(Watching(time=time.time(), swarm=self._link.swarm))
         while True:
-            daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True, idle="")  # no connection to it stays open
+            daemon = await Daemon.launch(
+                Identity.ephemeral(), listen=LISTEN, light=True, idle=""
+            )  # no connection to it stays open
             daemon.backoff = DialBackoff(self._link.bootstrap)
             try:
                 async with asyncio.TaskGroup() as self._tasks:  # the first that fails ends all
@@ -173,8 +188,12 @@ class LightClient:
             self._note_connections(daemon, set())
             await asyncio.sleep(RESTART_S)
 
-    async def _listen(self, daemon: Daemon, kind: type[Message], take: Callable[[str, bytes], None]) -> None:
-        subscription = await asyncio.wait_for(Subscription.to(daemon, topic_of(self._link.swarm, kind)), ASK_S)
+    async def _listen(
+        self, daemon: Daemon, kind: type[Message], take: Callable[[str, bytes], None]
+    ) -> None:
+        subscription = await asyncio.wait_for(
+            Subscription.to(daemon, topic_of(self._link.swarm, kind)), ASK_S
+        )
         while True:
             message = await subscription.next()
             try:
@@ -241,11 +260,18 @@ class LightClient:
                     members = await reachability.ask_seed(stream, self._link.swarm)
                 for member in members:
                     self._book.learn(member.peer, member.addresses)
-        except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:  # it costs a title and no more
+        except (
+            TimeoutError,
+            *DAEMON_GONE,
+            NetworkError,
+            MessageError,
+        ) as error:  # it costs a title and no more
             log.debug("asking %s failed: %r", peer, error)
 
     async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:
-        return Stream(peer, *await asyncio.wait_for(daemon.open(peer, protocol), ASK_S), self._traffic)
+        return Stream(
+            peer, *await asyncio.wait_for(daemon.open(peer, protocol), ASK_S), self._traffic
+        )
 
     async def _describe(self, daemon: Daemon, peer: str) -> bool:
         try:
@@ -276,7 +302,9 @@ class Recorder:
         try:
             self._file: FileIO = path.open("xb", buffering=0)
         except FileExistsError:
-            raise WatchError(f"{str(path)!r} exists already: name a new file, or move it away.") from None
+            raise WatchError(
+                f"{str(path)!r} exists already: name a new file, or move it away."
+            ) from None
         except OSError as error:
             raise self._error(error) from None
 
@@ -292,7 +320,9 @@ class Recorder:
         self._file.close()
 
     def _error(self, error: OSError) -> WatchError:
-        return WatchError(f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name another file.")
+        return WatchError(
+            f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name another file."
+        )
 
 
 def recorded(path: Path) -> Iterator[Event]:
@@ -304,10 +334,14 @@ def recorded(path: Path) -> Iterator[Event]:
                     return
                 yield event_of(line.rstrip("\n"), f"line {number} of {str(path)!r}")
     except OSError as error:
-        raise WatchError(f"Cannot replay {str(path)!r} ({error.strerror}): give a file that --record wrote.") from None
+        raise WatchError(
+            f"Cannot replay {str(path)!r} ({error.strerror}): give a file that --record wrote."
+        ) from None
 
 
-def replay(path: Path, send: Callable[[Event], None], wait: Callable[[float], bool], speed: float = 1.0) -> None:
+def replay(
+    path: Path, send: Callable[[Event], None], wait: Callable[[float], bool], speed: float = 1.0
+) -> None:
     """Send the events of a recording with their pauses, ``speed`` times as fast (0: without pauses).
 
     ``wait(seconds)`` returns True if the replay is to end. Raises WatchError.
@@ -409,7 +443,9 @@ def live(link: Link, send: Send) -> EventSource:
 READ_S = 0.1
 
 
-def event_sink(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool) -> Callable[[Event], None]:
+def event_sink(
+    inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool
+) -> Callable[[Event], None]:
     """Return the function that records and queues a source's events. If the queue is full the oldest event goes, or with ``drop``
     False (a replay) the source waits.
     """

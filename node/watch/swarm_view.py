@@ -102,7 +102,9 @@ class MessageRefused(_Event):
     reason: Annotated[str, Field(max_length=64)]
 
 
-Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | Signed | MessageRefused
+Event = (
+    Watching | Described | Connected | Disconnected | Unreachable | Heard | Signed | MessageRefused
+)
 _any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 
@@ -113,13 +115,17 @@ def line_of(event: Event) -> str:
 def event_of(line: str, where: str = "the recording") -> Event:
     """Decode the event in ``line``. Raises WatchError if it is none; ``where`` names the place for the sentence."""
     if len(line) > MAX_LINE:
-        raise WatchError(f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote.")
+        raise WatchError(
+            f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote."
+        )
     try:
         return _any.validate_json(line)
     except ValidationError as error:
         what = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
         said = ascii(what)[1:-1][:120]
-        raise WatchError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None
+        raise WatchError(
+            f"Cannot replay: {where} is no event ({said}): give a file that --record wrote."
+        ) from None
 
 
 FAULTS = {
@@ -229,7 +235,9 @@ def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, list[Any]
     each = [laid(points, xs) for points in curves]
     known = [[y for y in column if y is not None] for column in zip(*each, strict=True)]
     return {
-        "x": [float(f"{x:.12g}") for x in xs],  # rounds and seconds: five digits are too few for 100,000
+        "x": [
+            float(f"{x:.12g}") for x in xs
+        ],  # rounds and seconds: five digits are too few for 100,000
         "mean": [rounded(statistics.fmean(ys)) if ys else None for ys in known],
         "low": [min(ys, default=None) for ys in known],
         "high": [max(ys, default=None) for ys in known],
@@ -293,20 +301,31 @@ class Meetings:
     def pairs(self, rounds: int = 0) -> dict[Pair, int]:
         """Count the exchanges of each pair; in the newest ``rounds`` rounds if that is not 0."""
         newest = max((number for number, _, _ in self._pairs), default=0)
-        return dict(Counter((a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds))
+        return dict(
+            Counter(
+                (a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds
+            )
+        )
 
     def edges(self) -> dict[Pair, Edge]:
         found: dict[Pair, Edge] = {}
         for (number, a, b), time in self._pairs.items():
             before = found.get((a, b), Edge(0, -1, 0.0))
             newer = number >= before.round
-            found[a, b] = Edge(before.times + 1, number if newer else before.round, time if newer else before.time)
+            found[a, b] = Edge(
+                before.times + 1, number if newer else before.round, time if newer else before.time
+            )
         return found
 
     def newest(self) -> list[tuple[int, list[list[str]], list[str]]]:
         """Return the newest `SHOWN` rounds, newest first: number, the groups that averaged, and who had no partner."""
-        numbers = sorted({number for number, _, _ in self._pairs} | set(self._alone), reverse=True)[:SHOWN]
-        return [(number, self._groups(number), sorted(self._alone.get(number, ()))) for number in numbers]
+        numbers = sorted({number for number, _, _ in self._pairs} | set(self._alone), reverse=True)[
+            :SHOWN
+        ]
+        return [
+            (number, self._groups(number), sorted(self._alone.get(number, ())))
+            for number in numbers
+        ]
 
     def _groups(self, round: int) -> list[list[str]]:
         groups: dict[str, set[str]] = {}
@@ -314,7 +333,9 @@ class Meetings:
             if number == round:
                 joined = groups.get(a, {a}) | groups.get(b, {b})
                 groups.update(dict.fromkeys(joined, joined))
-        return sorted(sorted(group) for group in {id(group): group for group in groups.values()}.values())
+        return sorted(
+            sorted(group) for group in {id(group): group for group in groups.values()}.values()
+        )
 
 
 MAX_SIGNED = 16_384  # pairs of a signer and another, of which the newest receipt is kept
@@ -330,7 +351,10 @@ class Confirmations:
         """Take in a record, whose signature was checked."""
         for peer, *_ in receipts.work:
             key = receipts.peer, peer
-            if receipts.issued > self._signed.get(key, (-1.0,))[0] and (work := receipts.of(peer)) is not None:
+            if (
+                receipts.issued > self._signed.get(key, (-1.0,))[0]
+                and (work := receipts.of(peer)) is not None
+            ):
                 self._signed[key] = receipts.issued, work
 
     def of(self, peers: Collection[str], rounds: float) -> dict[str, dict[str, Work]]:
@@ -348,10 +372,13 @@ class Confirmations:
                 if any(work := confirmed(signed, own)):
                     found[peer][signer] = work
         each = [work for partners in found.values() for work in partners.values()]
-        usual = statistics.median([work.tokens / work.exchanges for work in each if work.exchanges] or [0.0])
+        usual = statistics.median(
+            [work.tokens / work.exchanges for work in each if work.exchanges] or [0.0]
+        )
         return {
             peer: {
-                signer: work._replace(tokens=min(work.tokens, MOST * usual * work.exchanges)) for signer, work in partners.items()
+                signer: work._replace(tokens=min(work.tokens, MOST * usual * work.exchanges))
+                for signer, work in partners.items()
             }
             for peer, partners in found.items()
         }
@@ -364,8 +391,19 @@ MISSED = 4  # missed statuses, in a large one
 GONE = ("leaving", "done")
 SAMPLE_S = 1.0  # seconds between two points of the swarm's curves
 COMPARED = 4  # newest exchanges of which the peers' weights are compared
-COUNTS = ("rollouts_own", "rollouts_foreign", "claims", "checked", "invalid")  # in statuses of nodes that have such a number
-RATES = ("steps_per_s", "tokens_per_s", "sent_per_s", "received_per_s")  # of the totals, drawn over time
+COUNTS = (
+    "rollouts_own",
+    "rollouts_foreign",
+    "claims",
+    "checked",
+    "invalid",
+)  # in statuses of nodes that have such a number
+RATES = (
+    "steps_per_s",
+    "tokens_per_s",
+    "sent_per_s",
+    "received_per_s",
+)  # of the totals, drawn over time
 
 
 @dataclass
@@ -395,13 +433,19 @@ class Peer:
     def doing(self) -> str:
         """What it does, in a word or two, as far as known."""
         return (
-            "silent" if self.silent else self.status.state if self.status.state in GONE else self.status.doing or self.status.state
+            "silent"
+            if self.silent
+            else self.status.state
+            if self.status.state in GONE
+            else self.status.doing or self.status.state
         )
 
     @property
     def relayed(self) -> bool:
         """True if others reach it through a relay only."""
-        return bool(self.status.addresses) and all("/p2p-circuit" in address for address in self.status.addresses)
+        return bool(self.status.addresses) and all(
+            "/p2p-circuit" in address for address in self.status.addresses
+        )
 
     @property
     def roles(self) -> list[str]:
@@ -456,11 +500,15 @@ class SwarmView:
     def take(self, event: Event) -> None:
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
-            self._status(event.status, self.now)  # a clock that was set back would make all seem silent
+            self._status(
+                event.status, self.now
+            )  # a clock that was set back would make all seem silent
         elif isinstance(event, Signed):
             self.confirmations.add(event.receipts)
         elif isinstance(event, MessageRefused):
-            self.refused[event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"] += 1
+            self.refused[
+                event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"
+            ] += 1
         elif isinstance(event, Connected):
             self.connected.add(event.peer)
             self.met.setdefault(event.peer, event.time)
@@ -470,7 +518,9 @@ class SwarmView:
             self.met.pop(event.peer, None)
         elif isinstance(event, Unreachable):
             if event.peer not in self.unreachable:
-                why = re.split(r" \(| at /| /", event.reason)[0]  # strangers may read it, so without addresses
+                why = re.split(r" \(| at /| /", event.reason)[
+                    0
+                ]  # strangers may read it, so without addresses
                 self._note("peer", f"…{event.peer[-TAIL:]} {why}")
             self.unreachable[event.peer] = event.reason
         elif isinstance(event, Described):
@@ -499,7 +549,9 @@ class SwarmView:
         self.heard += 1
         self.begun = self.now if self.begun is None else self.begun
         fragments = 1 if self.title is None else self.title.fragments
-        status = status.model_copy(update={"round": status.round // fragments})  # each fragment's exchange has a number there
+        status = status.model_copy(
+            update={"round": status.round // fragments}
+        )  # each fragment's exchange has a number there
         peer = self.peers.get(status.peer)
         if peer is None:
             peer = self.peers[status.peer] = Peer(status, now)
@@ -514,7 +566,9 @@ class SwarmView:
         if status.reward is not None:
             peer.reward.add(status.round, status.reward)
         self._compare_weights(status, fragments)
-        if self.now - self._sampled >= SAMPLE_S:  # in a recording nothing else tells that time goes by
+        if (
+            self.now - self._sampled >= SAMPLE_S
+        ):  # in a recording nothing else tells that time goes by
             self.tick(self.now)
 
     def _compare_weights(self, status: Status, fragments: int) -> None:
@@ -522,13 +576,19 @@ class SwarmView:
         if status.projection is None:
             return
         number, norm, sums = status.projection
-        if number not in self._projections and (points := self.consensus.points) and number / fragments <= points[-1][0]:
+        if (
+            number not in self._projections
+            and (points := self.consensus.points)
+            and number / fragments <= points[-1][0]
+        ):
             return
         self._projections.setdefault(number, {})[status.peer] = (*sums, norm)
         while self._projections:
             oldest = min(self._projections)
             known = self._projections[oldest]
-            complete = len(known) > 1 and all(key in known for key, peer in self.peers.items() if peer.here)
+            complete = len(known) > 1 and all(
+                key in known for key, peer in self.peers.items() if peer.here
+            )
             if not complete and len(self._projections) <= COMPARED:
                 return
             del self._projections[oldest]
@@ -539,8 +599,12 @@ class SwarmView:
         before = peer.status
         passed = status.issued - before.issued
         if passed > 0:
-            peer.sent_rate = _smooth(peer.sent_rate, max(status.sent - before.sent, 0) / passed, passed)
-            peer.received_rate = _smooth(peer.received_rate, max(status.received - before.received, 0) / passed, passed)
+            peer.sent_rate = _smooth(
+                peer.sent_rate, max(status.sent - before.sent, 0) / passed, passed
+            )
+            peer.received_rate = _smooth(
+                peer.received_rate, max(status.received - before.received, 0) / passed, passed
+            )
         if peer.silent:
             self._note("peer", f"{status.name} is back, {status.state} in round {status.round}")
         elif status.state != before.state:
@@ -552,10 +616,16 @@ class SwarmView:
             peer.faults[fault] = count
         if (status.invalid or 0) > (before.invalid or 0):
             so_far = f"{status.invalid or 0:,} of {status.checked or 0:,} checks so far"
-            self._note("verdict", f"{status.name} checked a claim of another peer and found it invalid: {so_far}")
+            self._note(
+                "verdict",
+                f"{status.name} checked a claim of another peer and found it invalid: {so_far}",
+            )
         for banned in set(status.banned) - set(before.banned):
             name = self.name(banned[-TAIL:])
-            self._note("verdict", f"{name} is banned, as {status.name} reports: too many of its claims were found invalid")
+            self._note(
+                "verdict",
+                f"{name} is banned, as {status.name} reports: too many of its claims were found invalid",
+            )
 
     def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
         me, place = peer.status.peer, (done.step, done.round)
@@ -583,10 +653,14 @@ class SwarmView:
 
     def name(self, tail: str) -> str:
         """Return the display name of the peer whose id ends with ``tail``."""
-        return next((peer.status.name for key, peer in self.peers.items() if key.endswith(tail)), "…" + tail)
+        return next(
+            (peer.status.name for key, peer in self.peers.items() if key.endswith(tail)), "…" + tail
+        )
 
     def rows(self) -> list[tuple[str, Peer]]:
-        return sorted(self.peers.items(), key=lambda item: (not item[1].here, item[1].status.name, item[0]))
+        return sorted(
+            self.peers.items(), key=lambda item: (not item[1].here, item[1].status.name, item[0])
+        )
 
     def here(self) -> list[Peer]:
         """Return the peers that take part, as far as known."""
@@ -597,13 +671,17 @@ class SwarmView:
         rounds = [peer.status.round for peer in self.peers.values()]
         fragments = 1 if self.title is None else self.title.fragments
         most = (statistics.median(rounds) + 2) * fragments if rounds else 0.0
-        places = {key: range_met(key, peer.status.addresses, {}) for key, peer in self.peers.items()}
+        places = {
+            key: range_met(key, peer.status.addresses, {}) for key, peer in self.peers.items()
+        }
         return {
             peer: {
                 **total(partners.values())._asdict(),
                 "partners": len(partners),
                 "ranges": len({places[signer] for signer in partners}),
-                "elsewhere": total(work for signer, work in partners.items() if places[signer] != places[peer]).rounds,
+                "elsewhere": total(
+                    work for signer, work in partners.items() if places[signer] != places[peer]
+                ).rounds,
             }
             for peer, partners in self.confirmations.of(self.peers, most).items()
         }
@@ -611,7 +689,9 @@ class SwarmView:
     def size(self) -> int:
         """Return about how many peers take part: those heard of, or in buckets the median of their estimates, if that is more."""
         here = self.here()
-        said = [peer.status.peers or 0 for peer in here]  # who sees the whole swarm states none: one liar is no majority
+        said = [
+            peer.status.peers or 0 for peer in here
+        ]  # who sees the whole swarm states none: one liar is no majority
         return max(len(here), statistics.median_low(said) if said else 0)
 
     def totals(self) -> dict[str, Any]:
@@ -649,7 +729,9 @@ class SwarmView:
         """Sum what is confirmed, each exchange once; ``elsewhere``: rounds confirmed from another address range than the peer's."""
         each = [one for one in self.confirmed().values() if one["partners"]]
         sums = {name: sum(one[name] for one in each) for name in (*Work._fields, "elsewhere")}
-        return {**sums, "exchanges": sums["exchanges"] // 2, "partners": len(each)} if each else None
+        return (
+            {**sums, "exchanges": sums["exchanges"] // 2, "partners": len(each)} if each else None
+        )
 
 
 def _smooth(before: float, value: float, seconds: float) -> float:

@@ -23,7 +23,18 @@ from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.
 
-COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue", "bright_yellow", "bright_cyan", "bright_magenta", "bright_green")
+COLOURS = (
+    "cyan",
+    "magenta",
+    "yellow",
+    "green",
+    "red",
+    "blue",
+    "bright_yellow",
+    "bright_cyan",
+    "bright_magenta",
+    "bright_green",
+)
 MEAN = "bold bright_white"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row from the top
 LABEL = 8  # columns of the scale on the left
@@ -34,7 +45,9 @@ def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def plot(curves: Sequence[Points], width: int, height: int, mean: Points = (), *, axis: str = "") -> Text:
+def plot(
+    curves: Sequence[Points], width: int, height: int, mean: Points = (), *, axis: str = ""
+) -> Text:
     """Draw ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and the ends of x below.
 
     ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the colour of the later one.
@@ -66,7 +79,9 @@ def plot(curves: Sequence[Points], width: int, height: int, mean: Points = (), *
         label = y_high if row == 0 else y_low if row == peer_rows - 1 else None
         text.append(f"{'' if label is None else format(label, '.4g'):>{LABEL}} ", style="dim")
         for column in range(columns):
-            style = MEAN if mean and owner[row][column] == len(curves) else colour(owner[row][column])
+            style = (
+                MEAN if mean and owner[row][column] == len(curves) else colour(owner[row][column])
+            )
             text.append(chr(0x2800 + cells[row][column]), style=style)
         text.append("\n")
     left, right = f"{axis} {x_low:.6g}".strip(), format(x_high, ".6g")
@@ -78,7 +93,10 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
     """Return the dots from ``start`` to ``end``, both included."""
     steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
-        (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))
+        (
+            start[0] + round((end[0] - start[0]) * step / steps),
+            start[1] + round((end[1] - start[1]) * step / steps),
+        )
         for step in range(steps + 1)
     ]
 
@@ -94,13 +112,19 @@ COLUMNS = (
 def headline(view: SwarmView) -> str:
     totals = view.totals()
     title = view.title
-    parts = [f"{title.name} · {title.task} · {title.method}" if title else (view.swarm[:12] + "…" if view.swarm else "shoal watch")]
+    parts = [
+        f"{title.name} · {title.task} · {title.method}"
+        if title
+        else (view.swarm[:12] + "…" if view.swarm else "shoal watch")
+    ]
     if not totals["known"]:
         parts.append(plural(totals["connected"], "connection") + ", no status yet")
     else:
         low, high = totals["round_min"], totals["round_max"]
         about = f"about {totals['size']:,} peers (estimated from {totals['peers']})"
-        parts.append(about if totals["sampled"] else f"{totals['peers']} of {totals['known']} peers")
+        parts.append(
+            about if totals["sampled"] else f"{totals['peers']} of {totals['known']} peers"
+        )
         if low is not None:
             parts.append(f"round {low}" if low == high else f"rounds {low} to {high}")
         parts.append(f"loss {figure(totals['loss'])}")
@@ -112,9 +136,13 @@ def headline(view: SwarmView) -> str:
         by = " by those" if totals["sampled"] else ""
         parts.append(f"{amount(totals['sent_per_s'])}/s sent, {amount(totals['sent'])} in all{by}")
         if totals["rollouts_own"] is not None:
-            parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
+            parts.append(
+                f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others"
+            )
         if totals["claims"] is not None:
-            parts.append(f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} invalid")
+            parts.append(
+                f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} invalid"
+            )
         parts.append(plural(totals["connected"], "connection"))
     if totals["refused"]:
         parts.append(plural(totals["refused"], "message") + " refused")
@@ -136,7 +164,9 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     str(status.round),
                     str(status.step),
                     figure(status.loss),
-                    ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
+                    ", ".join(view.name(tail) for tail in peer.partners[:3])
+                    + (" …" if len(peer.partners) > 3 else "")
+                    or "-",
                     figure(status.steps_per_s, ".1f"),
                     tokens_label(status.tokens_per_s, status.mfu),
                     lag_label(status.lag, status.lag_auto, status.late),
@@ -178,7 +208,11 @@ def exchanges(view: SwarmView, width: int, height: int) -> Text:
         for other in tails:
             low, high = sorted((tails[index], other))
             count = counts.get((low, high), 0)
-            shade = SHADES[math.ceil(count * (len(SHADES) - 1) / most)] if count else ("·" if other != tails[index] else "╲")
+            shade = (
+                SHADES[math.ceil(count * (len(SHADES) - 1) / most)]
+                if count
+                else ("·" if other != tails[index] else "╲")
+            )
             text.append(shade * 2 if count else f"{shade} ", style="" if count else "dim")
     return text
 
@@ -225,7 +259,14 @@ class WatchApp(App[None]):  # type: ignore[misc]
     .panel:focus { border: round $accent; }
     """
 
-    def __init__(self, inbox: queue.Queue[Event], source: EventSource, *, live: bool = True, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        inbox: queue.Queue[Event],
+        source: EventSource,
+        *,
+        live: bool = True,
+        seconds: float | None = None,
+    ) -> None:
         super().__init__()
         self._seconds = seconds
         self._inbox, self._source, self._live = inbox, source, live
@@ -236,7 +277,9 @@ class WatchApp(App[None]):  # type: ignore[misc]
 
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
-        table: DataTable[Text] = DataTable(id="peers", classes="panel", cursor_type="row", zebra_stripes=True)
+        table: DataTable[Text] = DataTable(
+            id="peers", classes="panel", cursor_type="row", zebra_stripes=True
+        )
         table.border_title = "peers"
         log = RichLog(id="news", classes="panel", max_lines=256, wrap=True, min_width=1)
         log.border_title = "news, faults, verdicts"
@@ -280,7 +323,9 @@ class WatchApp(App[None]):  # type: ignore[misc]
         if self._live and self._source.ended.is_set():
             self.exit()
             return
-        if not self._held and self.query("#head"):  # textual takes the widgets down before it stops the timers
+        if not self._held and self.query(
+            "#head"
+        ):  # textual takes the widgets down before it stops the timers
             self._draw()
 
     def _draw(self) -> None:

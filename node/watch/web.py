@@ -52,10 +52,17 @@ class ShownLink:
         """Return the link as text and as a QR code's SVG path on a square of ``size`` modules."""
         if self._clock() >= self._next:
             made = self._current(view)
-            code = segno.make_qr(str(Link(made.swarm, made.bootstrap[:IN_CODE])), error="l", boost_error=False)
-            self._shown = {"text": str(made), "qr": {"size": len(code.matrix), "path": _path(code.matrix)}}
+            code = segno.make_qr(
+                str(Link(made.swarm, made.bootstrap[:IN_CODE])), error="l", boost_error=False
+            )
+            self._shown = {
+                "text": str(made),
+                "qr": {"size": len(code.matrix), "path": _path(code.matrix)},
+            }
             here = len(view.here())
-            self._next = self._clock() + (REFRESH_S if here else 0.0)  # the first statuses are shown at once
+            self._next = self._clock() + (
+                REFRESH_S if here else 0.0
+            )  # the first statuses are shown at once
         return self._shown
 
     def _current(self, view: SwarmView) -> Link:
@@ -67,7 +74,9 @@ class ShownLink:
             peer = address.rpartition("/p2p/")[2]
             if peer in view.connected and peer not in view.peers:
                 seeds.setdefault(peer, []).append(address)
-        return lasting_link(self._link.swarm, members, seeds=seeds, met=view.connected, otherwise=given)
+        return lasting_link(
+            self._link.swarm, members, seeds=seeds, met=view.connected, otherwise=given
+        )
 
 
 def _path(matrix: Iterable[Iterable[int]]) -> str:
@@ -87,7 +96,9 @@ POINTS = 160  # of a chart
 LINES = 48  # peers that have a line of their own in a chart; all are in its mean and band
 ROWS = 256  # peers in the table
 EDGES = 512  # pairs on the map
-STRANGER_S = 10.0  # seconds after which a connected peer that says nothing is taken for a bootstrap node
+STRANGER_S = (
+    10.0  # seconds after which a connected peer that says nothing is taken for a bootstrap node
+)
 
 
 def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
@@ -105,7 +116,9 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
     rewards = [peer.reward.smooth() for peer in peers]
     return {
         "swarm": view.swarm,
-        "title": None if view.title is None else view.title.model_dump(include={"name", "task", "method"}),
+        "title": None
+        if view.title is None
+        else view.title.model_dump(include={"name", "task", "method"}),
         "now": view.now,
         "begun": view.begun,
         "ended": ended,
@@ -128,28 +141,53 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
                 "received_per_s": peer.received_rate,
                 "confirmed": confirmed[key],
                 "partners": names(peer.partners),
-                "faults_text": ", ".join(swarm_view.fault_label(kind, count) for kind, count in peer.status.faults),
+                "faults_text": ", ".join(
+                    swarm_view.fault_label(kind, count) for kind, count in peer.status.faults
+                ),
                 **peer.status.model_dump(
-                    mode="json", exclude={"doing", "swarm", "peer", "rounds", "addresses", "projection", "banned", "faults"}
+                    mode="json",
+                    exclude={
+                        "doing",
+                        "swarm",
+                        "peer",
+                        "rounds",
+                        "addresses",
+                        "projection",
+                        "banned",
+                        "faults",
+                    },
                 ),
             }
             for key, peer in rows[:ROWS]
         ],
         "bootstrap": sorted(
-            peer[-TAIL:] for peer, since in view.met.items() if peer not in view.peers and view.now - since > STRANGER_S
+            peer[-TAIL:]
+            for peer, since in view.met.items()
+            if peer not in view.peers and view.now - since > STRANGER_S
         )[:LINES],
         "charts": {
             "loss": chart([peer.loss.smooth() for peer in peers], POINTS, LINES),
-            "loss_over_time": chart([peer.loss_over_time.smooth() for peer in peers], POINTS, LINES),
+            "loss_over_time": chart(
+                [peer.loss_over_time.smooth() for peer in peers], POINTS, LINES
+            ),
             "reward": chart(rewards, POINTS, LINES) if any(rewards) else None,
             "consensus": chart([view.consensus.smooth(), view.consensus.points], POINTS, 2),
             "steps_per_s": chart([view.rates["steps_per_s"].smooth()], POINTS, 0),
             "tokens_per_s": chart([view.rates["tokens_per_s"].smooth()], POINTS, 0),
-            "traffic": chart([view.rates["sent_per_s"].smooth(), view.rates["received_per_s"].smooth()], POINTS, 2),
+            "traffic": chart(
+                [view.rates["sent_per_s"].smooth(), view.rates["received_per_s"].smooth()],
+                POINTS,
+                2,
+            ),
         },
         "pairs": [[a, b, edge.times, edge.round // fragments, edge.time] for (a, b), edge in edges],
         "meetings": [
-            [number // fragments, number % fragments, [names(group) for group in groups], names(alone)]
+            [
+                number // fragments,
+                number % fragments,
+                [names(group) for group in groups],
+                names(alone),
+            ]
             for number, groups, alone in view.meetings.newest()
         ],
         "news": [[item.time, item.kind, item.text] for item in view.log],
@@ -163,7 +201,9 @@ FRAME_S = 0.5
 SHARED_FRAME_S = 2.0  # between two looks for strangers, who may be many
 MOST_AT_ONCE = 5000  # events taken between two pictures
 MAX_PAGES, MAX_SHARED = 32, 256  # served at once
-MAX_CONNECTIONS = 400  # below the usual 1,024 descriptors of a process; this machine, as a proxy, may have all
+MAX_CONNECTIONS = (
+    400  # below the usual 1,024 descriptors of a process; this machine, as a proxy, may have all
+)
 MAX_OF_RANGE, MAX_OF_ADDRESS = 128, 64  # of one address range (/16 of IPv4), and of one address
 HEADERS_S = 10.0  # seconds in which the header of a request must be there
 READ_S = 20.0  # seconds in which a viewer must take a picture; SENT: bytes that may wait for it in the system
@@ -191,10 +231,14 @@ HEADERS = {
 
 
 @web.middleware  # type: ignore[untyped-decorator]
-async def _only_here(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+async def _only_here(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     """Refuse requests for other host names: a web site elsewhere may let its own name point to this machine."""
     if host_asked(request.headers.get("Host", "")) not in NAMES:
-        return web.Response(status=403, text="Open this page under http://127.0.0.1 or http://localhost.")
+        return web.Response(
+            status=403, text="Open this page under http://127.0.0.1 or http://localhost."
+        )
     return await handler(request)
 
 
@@ -207,20 +251,28 @@ class _Gate(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         host = str((transport.get_extra_info("peername") or ("",))[0])
-        of_range = sum(count for other, count in self._open.items() if range_of(other) == range_of(host))
+        of_range = sum(
+            count for other, count in self._open.items() if range_of(other) == range_of(host)
+        )
         few = self._open[host] < MAX_OF_ADDRESS and of_range < MAX_OF_RANGE
-        if self._open.total() >= MAX_CONNECTIONS or not (few or ipaddress.ip_address(host).is_loopback):
+        if self._open.total() >= MAX_CONNECTIONS or not (
+            few or ipaddress.ip_address(host).is_loopback
+        ):
             transport.close()
             return
         self._host, self._transport = host, transport
         if (link := transport.get_extra_info("socket")) is not None:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT)  # so that it is seen when a viewer takes nothing
+            link.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, SENT
+            )  # so that it is seen when a viewer takes nothing
         self._open[host] += 1
         self._inner.connection_made(transport)
         self._waits()
 
     def _waits(self) -> None:
-        self._deadline = self._deadline or asyncio.get_running_loop().call_later(HEADERS_S, self._transport.close)
+        self._deadline = self._deadline or asyncio.get_running_loop().call_later(
+            HEADERS_S, self._transport.close
+        )
 
     def data_received(self, data: bytes) -> None:
         if not self._host:
@@ -229,7 +281,9 @@ class _Gate(asyncio.Protocol):
         if len(self._unfinished) > LONGEST_HEADER:
             self._transport.close()
             return
-        if self._deadline is not None and any(map(bytes.strip, whole)):  # blank lines are no request
+        if self._deadline is not None and any(
+            map(bytes.strip, whole)
+        ):  # blank lines are no request
             self._deadline.cancel()
             self._deadline = None
         if self._unfinished:
@@ -279,7 +333,9 @@ class Page:
         self._fresh = asyncio.Condition()
         self._number = 0
         self._text = ""
-        self._pages: dict[asyncio.Task[object], str] = {}  # stream -> the address of its viewer, the oldest first
+        self._pages: dict[
+            asyncio.Task[object], str
+        ] = {}  # stream -> the address of its viewer, the oldest first
 
     def app(self) -> web.Application:
         """Return the application: the page's files, the stream of pictures, and the picture at a time of a recording."""
@@ -304,7 +360,9 @@ class Page:
         except ValueError:
             return web.Response(status=400, text="Pass ?time= in Unix seconds.")
         if self._asked >= MAX_ASKED:
-            return web.Response(status=503, text="Too many ask for a time of this recording now: try again.")
+            return web.Response(
+                status=503, text="Too many ask for a time of this recording now: try again."
+            )
         self._asked += 1
         try:
             async with self._reading:
@@ -325,7 +383,11 @@ class Page:
 
         async def answer(request: web.Request) -> web.Response:
             # No < from a stranger's name may end the element that the picture stands in.
-            first = FIRST.replace("null", (self._text or "null").replace("<", "\\u003c")) if mark else ""
+            first = (
+                FIRST.replace("null", (self._text or "null").replace("<", "\\u003c"))
+                if mark
+                else ""
+            )
             return web.Response(text=before + first + behind, content_type=kind, headers=HEADERS)
 
         return answer
@@ -400,7 +462,9 @@ def serve(page: Page, place: Address, seconds: float | None, say: Callable[[str]
 
     async def main() -> None:
         # What is no request is no fault of this program, and so no line of its log.
-        server_logger.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
+        server_logger.addFilter(
+            lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError)
+        )
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         try:
@@ -408,10 +472,14 @@ def serve(page: Page, place: Address, seconds: float | None, say: Callable[[str]
             server, loop = runner.server, asyncio.get_running_loop()
             assert server is not None  # it is there once the runner is set up
             try:
-                site = await loop.create_server(lambda: _Gate(server(), open), place.host, place.port)
+                site = await loop.create_server(
+                    lambda: _Gate(server(), open), place.host, place.port
+                )
             except OSError as error:
                 what = error.strerror or "unknown reason"
-                raise WatchError(f"Cannot serve the page on port {place.port} ({what}): choose another with --web.") from None
+                raise WatchError(
+                    f"Cannot serve the page on port {place.port} ({what}): choose another with --web."
+                ) from None
             say(f"http://{place._replace(port=site.sockets[0].getsockname()[1])}/")
             end = None if seconds is None else time.monotonic() + seconds
             await page.keep(lambda: end is not None and time.monotonic() >= end)

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Shape, check_payload, encoded, finite, packed, padded, unpacked
+from shoal.optim.codecs.base import (
+    NOT_FINITE,
+    Checks,
+    Codec,
+    Shape,
+    check_payload,
+    encoded,
+    finite,
+    packed,
+    padded,
+    unpacked,
+)
 from shoal.optim.device import accelerator_of, to_device, wide
 
 Table = Sequence[Sequence[float]]
@@ -35,8 +46,13 @@ def allocate(errors: Table, sizes: Table, budget: float) -> list[int]:
     if any(not error >= 0 for row in errors for error in row):
         raise ValueError("errors must be numbers and not negative")
     if total(sizes, [row.index(min(row)) for row in map(list, sizes)]) > budget:
-        raise ValueError(f"even the smallest sizes need more than the {budget:g} that the budget allows")
-    tries = [_spend(errors, sizes, budget, pick) for pick in (_knapsack(errors, sizes, budget), greedy(errors, sizes, budget))]
+        raise ValueError(
+            f"even the smallest sizes need more than the {budget:g} that the budget allows"
+        )
+    tries = [
+        _spend(errors, sizes, budget, pick)
+        for pick in (_knapsack(errors, sizes, budget), greedy(errors, sizes, budget))
+    ]
     for choice in range(min(map(len, sizes), default=0)):
         if total(sizes, [choice] * len(sizes)) <= budget:
             tries.append([choice] * len(sizes))
@@ -55,7 +71,8 @@ def greedy(errors: Table, sizes: Table, budget: float) -> list[int]:
 
     def at(price: float) -> list[int]:
         return [
-            min(range(len(row)), key=lambda c: (row[c] + price * size[c], size[c])) for row, size in zip(errors, sizes, strict=True)
+            min(range(len(row)), key=lambda c: (row[c] + price * size[c], size[c]))
+            for row, size in zip(errors, sizes, strict=True)
         ]
 
     low, high = -300.0, 300.0  # decimal logarithm of the price
@@ -77,7 +94,9 @@ def _knapsack(errors: Table, sizes: Table, budget: float) -> list[int]:
     spare = budget - sum(least)
     step = max(spare / RESOLUTION, 1.0)
     room = int(spare // step)
-    best = torch.zeros(room + 1, dtype=torch.float64, device="cpu")  # least error so far, by the steps spent at most
+    best = torch.zeros(
+        room + 1, dtype=torch.float64, device="cpu"
+    )  # least error so far, by the steps spent at most
     picked = []
     for error, size, smallest in zip(errors, sizes, least, strict=True):
         options = torch.full((len(size), room + 1), math.inf, dtype=torch.float64, device="cpu")
@@ -88,7 +107,9 @@ def _knapsack(errors: Table, sizes: Table, budget: float) -> list[int]:
         best, pick = options.min(0)
         picked.append(pick)
     picks = []
-    for pick, size, smallest in zip(reversed(picked), reversed(sizes), reversed(least), strict=True):
+    for pick, size, smallest in zip(
+        reversed(picked), reversed(sizes), reversed(least), strict=True
+    ):
         picks.append(int(pick[room]))
         room -= math.ceil((size[picks[-1]] - smallest) / step)
     return picks[::-1]
@@ -103,7 +124,8 @@ def _spend(errors: Table, sizes: Table, budget: float, picks: list[int]) -> list
             (errors[layer][pick] - errors[layer][choice], layer, choice)
             for layer, pick in enumerate(picks)
             for choice in range(len(sizes[layer]))
-            if errors[layer][choice] < errors[layer][pick] and sizes[layer][choice] - sizes[layer][pick] <= left
+            if errors[layer][choice] < errors[layer][pick]
+            and sizes[layer][choice] - sizes[layer][pick] <= left
         ]
         if not gains:
             return picks
@@ -165,14 +187,21 @@ class AutoCodec:
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
         """Encode on the device of the tensors, which is waited for where there is no choice yet."""
         device = accelerator_of(tensors) or torch.device("cpu")
-        shapes, tensors = [tuple(tensor.shape) for tensor in tensors], [tensor.to(device) for tensor in tensors]
+        shapes, tensors = (
+            [tuple(tensor.shape) for tensor in tensors],
+            [tensor.to(device) for tensor in tensors],
+        )
         checks.require(finite(tensors), f"a tensor to be sent {NOT_FINITE}")
         first, due = shapes != self._shapes, self._age >= self.every
-        choice = self._chosen(self._errors(tensors, shapes).tolist(), shapes) if first else self._choice
+        choice = (
+            self._chosen(self._errors(tensors, shapes).tolist(), shapes) if first else self._choice
+        )
         found = choice
         payload = Checks.payload(self.nbytes(shapes), device)
         self._last = weakref.ref(payload), choice
-        payload[: len(shapes)] = to_device([torch.tensor(choice, dtype=torch.uint8, device="cpu")], device)[0]
+        payload[: len(shapes)] = to_device(
+            [torch.tensor(choice, dtype=torch.uint8, device="cpu")], device
+        )[0]
         offset = padded(len(shapes))
         for tensor, index in zip(tensors, choice, strict=True):
             part = packed(self.candidates[index], [tensor], checks)
@@ -195,23 +224,34 @@ class AutoCodec:
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         """Decode by the choice that the payload names; that of the last one of ``packed`` is known without a look at it."""
         last, choice = self._last
-        return self._restored(payload, shapes, choice if last() is payload else payload[: len(shapes)].tolist(), checks)
+        return self._restored(
+            payload,
+            shapes,
+            choice if last() is payload else payload[: len(shapes)].tolist(),
+            checks,
+        )
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode by the choice that the payload names. ValueError if it names none, or one that does not fit."""
         payload = check_payload(payload, self.nbytes(shapes), self.name)
         choice = payload[: len(shapes)].tolist()
         if max(choice, default=0) >= len(self.candidates):
-            raise ValueError(f"the payload names codec {max(choice)}, there are {len(self.candidates)}")
+            raise ValueError(
+                f"the payload names codec {max(choice)}, there are {len(self.candidates)}"
+            )
         return self._restored(payload, shapes, choice, Checks(later=False))
 
-    def _restored(self, payload: Tensor, shapes: Sequence[Shape], choice: Sequence[int], checks: Checks) -> list[Tensor]:
+    def _restored(
+        self, payload: Tensor, shapes: Sequence[Shape], choice: Sequence[int], checks: Checks
+    ) -> list[Tensor]:
         offset, tensors = padded(len(shapes)), []
         for shape, index in zip(shapes, choice, strict=True):
             size = self.candidates[index].nbytes([shape])
             if offset + size > payload.numel():
                 raise ValueError("the payload names codecs that need more bytes than it has")
-            tensors += unpacked(self.candidates[index], payload[offset : offset + size], [shape], checks)
+            tensors += unpacked(
+                self.candidates[index], payload[offset : offset + size], [shape], checks
+            )
             offset += padded(size)
         return tensors
 
@@ -219,12 +259,21 @@ class AutoCodec:
         return AutoCodec(self.bits, self.candidates, self.every)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"codec": self.name, "shapes": list(self._shapes), "choice": list(self._choice), "age": self._age}
+        return {
+            "codec": self.name,
+            "shapes": list(self._shapes),
+            "choice": list(self._choice),
+            "age": self._age,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         choice = [int(index) for index in state_dict.get("choice", [])]
-        if state_dict.get("codec") != self.name or not all(0 <= index < len(self.candidates) for index in choice):
-            raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")
+        if state_dict.get("codec") != self.name or not all(
+            0 <= index < len(self.candidates) for index in choice
+        ):
+            raise ValueError(
+                f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}"
+            )
         self._shapes = [tuple(shape) for shape in state_dict["shapes"]]
         self._choice, self._age = choice, int(state_dict["age"])
 
@@ -241,7 +290,12 @@ class AutoCodec:
         for tensor, shape in zip(tensors, shapes, strict=True):
             for codec in self.candidates:
                 (decoded,) = unpacked(codec, packed(codec, [tensor], Checks()), [shape], Checks())
-                errors.append((tensor.float() - decoded.to(tensor.device)).to(wide(tensor.device)).square().sum())
+                errors.append(
+                    (tensor.float() - decoded.to(tensor.device))
+                    .to(wide(tensor.device))
+                    .square()
+                    .sum()
+                )
         return torch.stack(errors) if errors else torch.empty(0, device="cpu")
 
     def _chosen(self, errors: list[float], shapes: Sequence[Shape]) -> list[int]:

@@ -43,9 +43,15 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     # Each begins at a multiple of 8 bytes, which suits every type.
     sizes = [-(-tensor.nbytes // 8) * 8 if tensor.device.type == "cpu" else 0 for tensor in tensors]
     rooms = []
-    for tensor, piece, size in zip(tensors, torch.split(buffer(sum(sizes)), sizes), sizes, strict=True):
+    for tensor, piece, size in zip(
+        tensors, torch.split(buffer(sum(sizes)), sizes), sizes, strict=True
+    ):
         fits = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) if size else None
-        rooms.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if fits is None else fits)
+        rooms.append(
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if fits is None
+            else fits
+        )
     return rooms
 
 
@@ -108,7 +114,9 @@ class Stateless:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
-            raise ValueError(f"a codec without state was given the state of {state_dict.get('codec', 'another')}")
+            raise ValueError(
+                f"a codec without state was given the state of {state_dict.get('codec', 'another')}"
+            )
 
 
 def padded(size: int) -> int:
@@ -119,11 +127,21 @@ def padded(size: int) -> int:
 def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
     """Return ``payload``, aligned so that it can be viewed as wider numbers. ValueError unless it is ``expected`` bytes long."""
     if payload.dtype != torch.uint8 or payload.dim() != 1:
-        raise ValueError(f"a payload is a flat tensor of bytes, this one is {payload.dtype} of shape {tuple(payload.shape)}")
+        raise ValueError(
+            f"a payload is a flat tensor of bytes, this one is {payload.dtype} of shape {tuple(payload.shape)}"
+        )
     if payload.numel() != expected:
-        raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {expected} in {name}")
-    aligned = payload.stride(0) == 1 and payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
-    return payload if aligned else torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
+        raise ValueError(
+            f"payload has {payload.numel()} bytes, these shapes need {expected} in {name}"
+        )
+    aligned = (
+        payload.stride(0) == 1 and payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
+    )
+    return (
+        payload
+        if aligned
+        else torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
+    )
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -167,7 +185,9 @@ class Checks:
             if not bool(holds):
                 raise ValueError(text)
         else:
-            self._conditions[text] = self._conditions[text] & holds if text in self._conditions else holds
+            self._conditions[text] = (
+                self._conditions[text] & holds if text in self._conditions else holds
+            )
 
     def then(self, do: Callable[[], None]) -> None:
         """Call ``do`` once all conditions are known to hold."""
@@ -193,7 +213,10 @@ class Checks:
             if values is not None:
                 whole = torch.cat([whole, values.view(torch.uint8)])
             host, held, rest = torch.split(buffer(sum(sizes)).copy_(whole), sizes)  # the one wait
-            answers, values = list(held), None if values is None else rest.clone().view(values.dtype)
+            answers, values = (
+                list(held),
+                None if values is None else rest.clone().view(values.dtype),
+            )
         for text, holds in zip(self._conditions, answers, strict=True):
             if not bool(holds):
                 raise ValueError(text)
@@ -230,7 +253,9 @@ def packed(codec: Codec, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
     return codec.encode(tensors)
 
 
-def unpacked(codec: Codec, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+def unpacked(
+    codec: Codec, payload: Tensor, shapes: Sequence[Shape], checks: Checks
+) -> list[Tensor]:
     """Return the tensors of a payload; on an accelerator what ``decode`` would ask of it is in ``checks``."""
     if isinstance(codec, Packs) and payload.device.type != "cpu":
         return codec.unpacked(payload, shapes, checks)
@@ -282,15 +307,21 @@ class FloatCodec(Stateless):
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        payload = Checks.payload(self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device)
+        payload = Checks.payload(
+            self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device
+        )
         flat = payload.view(self.dtype)
         fits = []
-        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+        ):
             part.copy_(values := tensor.detach().reshape(-1))
             if self.dtype != torch.float32:  # NaN and infinity are sent as they are
                 fits.append(~(values.isfinite() & part.isinf()).any())
         if fits:
-            checks.require(torch.stack(fits).all(), f"a value to be sent is too large for {self.name}")
+            checks.require(
+                torch.stack(fits).all(), f"a value to be sent is too large for {self.name}"
+            )
         return payload
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
@@ -308,7 +339,11 @@ class FloatCodec(Stateless):
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode as float32: views into the payload if that is float32, else fresh copies."""
-        flat = check_payload(payload, self.nbytes(shapes), self.name).view(self.dtype).to(torch.float32)
+        flat = (
+            check_payload(payload, self.nbytes(shapes), self.name)
+            .view(self.dtype)
+            .to(torch.float32)
+        )
         sizes = [math.prod(shape) for shape in shapes]
         parts = torch.split(flat, sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -376,15 +411,22 @@ class BufferTailCodec:
         return encoded(self, tensors)
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        shapes, device = [tuple(tensor.shape) for tensor in tensors], accelerator_of(tensors) or torch.device("cpu")
+        shapes, device = (
+            [tuple(tensor.shape) for tensor in tensors],
+            accelerator_of(tensors) or torch.device("cpu"),
+        )
         payload, (head, _) = Checks.payload(self.nbytes(shapes), device), self._cut(shapes)
-        payload[: self.codec.nbytes(head)] = packed(self.codec, list(tensors[: -self.count]), checks)
+        payload[: self.codec.nbytes(head)] = packed(
+            self.codec, list(tensors[: -self.count]), checks
+        )
         payload[self._room(head) :] = packed(FLOAT32, list(tensors[-self.count :]), checks)
         return payload
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         if payload.numel() != self.nbytes(shapes):
-            raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}")
+            raise ValueError(
+                f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}"
+            )
         return self.unpacked(payload, shapes, Checks(later=False))
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:

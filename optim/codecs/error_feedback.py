@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Shape, check_finite, encoded, finite, packed, unpacked
+from shoal.optim.codecs.base import (
+    NOT_FINITE,
+    Checks,
+    Codec,
+    Shape,
+    check_finite,
+    encoded,
+    finite,
+    packed,
+    unpacked,
+)
 
 
 class ErrorFeedback:
@@ -73,7 +83,10 @@ class ErrorFeedback:
             return Checks.payload(self.payload.numel(), tensors[0].device).copy_(self.payload)
         total = self._total(tensors)
         payload = packed(self.codec, total, checks)
-        error = [torch.sub(a, sent, out=a) for a, sent in zip(total, self._decoded(payload, total), strict=True)]
+        error = [
+            torch.sub(a, sent, out=a)
+            for a, sent in zip(total, self._decoded(payload, total), strict=True)
+        ]
         checks.require(finite(error), f"a tensor to be sent, or its decoded form, {NOT_FINITE}")
 
         def keep() -> None:
@@ -93,7 +106,10 @@ class ErrorFeedback:
                 f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} values, got {len(given)} of "
                 f"{sum(map(math.prod, given))}: use fresh() for each fragment or model"
             )
-        return [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
+        return [
+            torch.add(g, e.to(g.device), alpha=self.beta)
+            for g, e in zip(total, self.error, strict=True)
+        ]
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         return unpacked(self.codec, payload, shapes, checks)
@@ -136,26 +152,45 @@ class ErrorFeedback:
     @torch.no_grad()
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """Return the codec's name, e, and the wrapped codec's state; with ``unsent``, e as ``rejected(unsent)`` would leave it."""
-        error = self._taken_back(unsent) if unsent is not None else [tensor.clone() for tensor in self.error or []]
-        return {"codec": self.name, "error": None if self.error is None else error, "inner": self.codec.state_dict()}
+        error = (
+            self._taken_back(unsent)
+            if unsent is not None
+            else [tensor.clone() for tensor in self.error or []]
+        )
+        return {
+            "codec": self.name,
+            "error": None if self.error is None else error,
+            "inner": self.codec.state_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned. ValueError for another codec's state or one not finite; nothing is changed then."""
         if state_dict.get("codec") != self.name:
-            raise ValueError(f"the saved error feedback is of the codec {state_dict.get('codec')}, not of {self.name}")
+            raise ValueError(
+                f"the saved error feedback is of the codec {state_dict.get('codec')}, not of {self.name}"
+            )
         error: list[Tensor] | None = state_dict["error"]
         check_finite(error or [], "the saved error feedback")
         payload: Tensor | None = state_dict.get("payload")
         size = self.nbytes([tuple(tensor.shape) for tensor in error or []])
         if payload is not None and (payload.dtype != torch.uint8 or payload.shape != (size,)):
-            raise ValueError(f"the saved payload of {self.name} has not the {size} bytes of its tensors")
+            raise ValueError(
+                f"the saved payload of {self.name} has not the {size} bytes of its tensors"
+            )
         self.codec.load_state_dict(state_dict["inner"])
-        self.error = None if error is None else [tensor.to(torch.float32, copy=True) for tensor in error]
-        self.payload, self._again = (None if payload is None else payload.clone()), payload is not None
+        self.error = (
+            None if error is None else [tensor.to(torch.float32, copy=True) for tensor in error]
+        )
+        self.payload, self._again = (
+            (None if payload is None else payload.clone()),
+            payload is not None,
+        )
 
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         devices = {tensor.device for tensor in like}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         # Nothing is asked of one's own payload.
-        decoded = unpacked(self.codec, payload.to(device), [tuple(tensor.shape) for tensor in like], Checks())
+        decoded = unpacked(
+            self.codec, payload.to(device), [tuple(tensor.shape) for tensor in like], Checks()
+        )
         return [values.to(tensor.device) for values, tensor in zip(decoded, like, strict=True)]

@@ -131,7 +131,9 @@ class Mod4Codec:
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Raise ValueError: what a payload means depends on who reads it (``PairMessage.read``)."""
-        raise ValueError("mod4 is for two peers, each of which reads it by its own weights: choose another codec for groups")
+        raise ValueError(
+            "mod4 is for two peers, each of which reads it by its own weights: choose another codec for groups"
+        )
 
     def fresh(self) -> Mod4Codec:
         return Mod4Codec()
@@ -143,26 +145,38 @@ class Mod4Codec:
             return
         sigma = SIGMAS[sent.exponents.int() + 128]
         widest = REFUSED * sigma
-        seen = torch.where(read.kept, read.distance, torch.where(sigma <= read.expected, widest, sigma / GROWTH))
-        self._measured = _exponents(torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False)
+        seen = torch.where(
+            read.kept, read.distance, torch.where(sigma <= read.expected, widest, sigma / GROWTH)
+        )
+        self._measured = _exponents(
+            torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False
+        )
         weights = sent.own.sizes * read.kept
         moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)
         total = float((weights * moved.square()).sum(dtype=torch.float64))
         if total > 0:
-            self._rho = math.sqrt(float((weights * read.distance.square()).sum(dtype=torch.float64)) / total)
+            self._rho = math.sqrt(
+                float((weights * read.distance.square()).sum(dtype=torch.float64)) / total
+            )
 
     def _range(self, own: Rows) -> tuple[Tensor, Tensor]:
         """Return the exponents of the blocks, and those of rms(w - slow)."""
         if self._measured is not None and len(self._measured) != len(own):
-            self._measured = None  # other tensors than before: what was measured says nothing about them
+            self._measured = (
+                None  # other tensors than before: what was measured says nothing about them
+            )
         moved = _exponents(_rms(own)) if self._moved is None else self._moved
         if len(moved) != len(own):  # several tensors a parameter
             moved = moved.repeat(len(own) // max(len(moved), 1))
         expected = _known(moved) * (self._rho * min(math.sqrt(1 + self._apart), APART))
         if self._measured is not None:
             torch.maximum(expected, GROWTH * _known(self._measured), out=expected)
-        for part, size in zip(torch.split(expected, own.counts), torch.split(own.sizes, own.counts), strict=True):
-            part.clamp_(min=NEAR * math.sqrt(float((size * part.square()).sum() / size.sum().clamp(min=1))))
+        for part, size in zip(
+            torch.split(expected, own.counts), torch.split(own.sizes, own.counts), strict=True
+        ):
+            part.clamp_(
+                min=NEAR * math.sqrt(float((size * part.square()).sum() / size.sum().clamp(min=1)))
+            )
         least = own.largest * (2.0**-20 * LEVELS / (2 * REACH))
         if not bool((least <= SIGMAS[-1]).all()):
             raise ValueError(
@@ -186,18 +200,45 @@ class Mod4Codec:
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """Return the measured distances, what is needed to encode the contribution in flight again, and the codec's name."""
-        kept = {"measured": self._measured, "moved": self._moved if self.pending and unsent is None else None}
+        kept = {
+            "measured": self._measured,
+            "moved": self._moved if self.pending and unsent is None else None,
+        }
         texts = {name: None if found is None else _text(found) for name, found in kept.items()}
-        return {"codec": self.name, **texts, "rho": self._rho, "apart": self._apart, "far": self._far, "seed": self._seed.hex()}
+        return {
+            "codec": self.name,
+            **texts,
+            "rho": self._rho,
+            "apart": self._apart,
+            "far": self._far,
+            "seed": self._seed.hex(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.get("codec") != self.name:
-            raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")
-        measured, moved = (None if (text := state_dict[name]) is None else _read_text(text) for name in ("measured", "moved"))
-        rho, apart, seed = float(state_dict["rho"]), int(state_dict["apart"]), bytes.fromhex(state_dict["seed"])
+            raise ValueError(
+                f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}"
+            )
+        measured, moved = (
+            None if (text := state_dict[name]) is None else _read_text(text)
+            for name in ("measured", "moved")
+        )
+        rho, apart, seed = (
+            float(state_dict["rho"]),
+            int(state_dict["apart"]),
+            bytes.fromhex(state_dict["seed"]),
+        )
         if not 0 <= rho < math.inf or apart < 0 or len(seed) != SEED:
-            raise ValueError("the saved state of mod4 has a range that no run measures: it was damaged")
-        self._measured, self._moved, self._rho, self._apart, self._seed = measured, moved, rho, apart, seed
+            raise ValueError(
+                "the saved state of mod4 has a range that no run measures: it was damaged"
+            )
+        self._measured, self._moved, self._rho, self._apart, self._seed = (
+            measured,
+            moved,
+            rho,
+            apart,
+            seed,
+        )
         self._far = bool(state_dict.get("far"))
         self.pending = False
 
@@ -222,7 +263,9 @@ class PairMessage:
     @property
     def nbytes(self) -> int:
         count = len(self.own)
-        return SEED + (2 + HALF) * count + _gap(count, self.tail) + FLOAT32.nbytes(self._tail_shapes)
+        return (
+            SEED + (2 + HALF) * count + _gap(count, self.tail) + FLOAT32.nbytes(self._tail_shapes)
+        )
 
     @functools.cached_property
     @torch.no_grad()
@@ -233,8 +276,13 @@ class PairMessage:
         exponents.copy_(self.exponents.view(torch.uint8))
         dither, odd = _stream(self.seed, count)
         sums, spare = torch.empty(count, device="cpu"), torch.empty_like(dither)
-        points, lower = torch.empty_like(dither, dtype=torch.int16), torch.empty(len(dither), HALF, dtype=torch.int16, device="cpu")
-        for z, wide, code, total in _together(self._points(dither), self._wide(self.exponents), codes, sums):
+        points, lower = (
+            torch.empty_like(dither, dtype=torch.int16),
+            torch.empty(len(dither), HALF, dtype=torch.int16, device="cpu"),
+        )
+        for z, wide, code, total in _together(
+            self._points(dither), self._wide(self.exponents), codes, sums
+        ):
             if wide:
                 _modulo(z, LEVELS * 256, spare)
             whole, low = points[: len(z)].copy_(z), lower[: len(z)]
@@ -261,14 +309,29 @@ class PairMessage:
         scale, step = step.reciprocal().div_(LEVELS), step * LEVELS
         dither.div_(LEVELS)
         first, second = dither[:, :HALF], dither[:, HALF:]
-        high, spare, halves = torch.empty_like(dither), torch.empty_like(dither), torch.empty(2, len(dither), HALF, device="cpu")
+        high, spare, halves = (
+            torch.empty_like(dither),
+            torch.empty_like(dither),
+            torch.empty(2, len(dither), HALF, device="cpu"),
+        )
         values = buffer(4 * BLOCK * count).view(torch.float32).view(count, BLOCK)
         sums, distance = torch.empty(count, device="cpu"), torch.empty(count, device="cpu")
-        slabs = _together(self.own.slabs(), self._wide(exponents.view(torch.int8)), values, codes, scale, step, sums, distance)
+        slabs = _together(
+            self.own.slabs(),
+            self._wide(exponents.view(torch.int8)),
+            values,
+            codes,
+            scale,
+            step,
+            sums,
+            distance,
+        )
         for number, (own, wide, found, code, scaling, stepping, total, norm) in enumerate(slabs):
             k, (low, upper) = high[: len(own)], halves[:, : len(own)]
             torch.floor(low.copy_(code).mul_(1 / LEVELS), out=upper)
-            torch.sub(first[: len(own)], low.sub_(upper), out=found[:, :HALF])  # (u - code) / 2^b, exactly
+            torch.sub(
+                first[: len(own)], low.sub_(upper), out=found[:, :HALF]
+            )  # (u - code) / 2^b, exactly
             torch.sub(second[: len(own)], upper, alpha=1 / LEVELS, out=found[:, HALF:])
             torch.addcmul(found, own, scaling, out=k).round_()
             torch.sub(k, found, out=found).mul_(stepping)
@@ -278,14 +341,21 @@ class PairMessage:
             apart = torch.sub(found, own, out=k)
             if number in self.own.short:  # what fills short blocks up is read with its rounding
                 span = slice(number * SLAB, number * SLAB + len(own))
-                apart.masked_fill_(torch.arange(BLOCK, device="cpu") >= self.own.sizes[span, None], 0)
+                apart.masked_fill_(
+                    torch.arange(BLOCK, device="cpu") >= self.own.sizes[span, None], 0
+                )
             torch.linalg.vector_norm(apart, dim=1, out=norm)
         distance.div_(self.own.sizes.sqrt())
-        kept = (_digests(sums) == digests).logical_and_(distance <= FAR * SIGMAS[self.exponents.int() + 128])
+        kept = (_digests(sums) == digests).logical_and_(
+            distance <= FAR * SIGMAS[self.exponents.int() + 128]
+        )
         if not bool(kept.all()):
             for own, found, good in _together(self.own.slabs(), values, kept):
                 found[~good] = own[~good]
-        rest = FLOAT32.decode(payload[payload.numel() - FLOAT32.nbytes(self._tail_shapes) :].clone(), self._tail_shapes)
+        rest = FLOAT32.decode(
+            payload[payload.numel() - FLOAT32.nbytes(self._tail_shapes) :].clone(),
+            self._tail_shapes,
+        )
         return Reading(values, kept, distance, SIGMAS[steps], rest)
 
     def move(self, read: Reading, refused: bytes) -> list[Tensor]:
@@ -298,7 +368,10 @@ class PairMessage:
         for z, values, stepping in _together(self._points(dither), read.values, step):
             values.sub_(z.sub_(dither[: len(z)]).mul_(stepping))
         read.values[~read.kept | self.refused(refused)] = 0
-        return [*self._cut(read.values), *(theirs - mine for theirs, mine in zip(read.rest, self.rest, strict=True))]
+        return [
+            *self._cut(read.values),
+            *(theirs - mine for theirs, mine in zip(read.rest, self.rest, strict=True)),
+        ]
 
     def seen(self, read: Reading) -> list[Tensor]:
         """Return the partner's tensors, with the own values where the block was refused here."""
@@ -310,7 +383,9 @@ class PairMessage:
         if not bits:
             return torch.zeros(count, dtype=torch.bool, device="cpu")
         if len(bits) != packed_bytes(count, 1):
-            raise ValueError(f"{len(bits)} bytes name the refused blocks, {packed_bytes(count, 1)} are needed for {count}")
+            raise ValueError(
+                f"{len(bits)} bytes name the refused blocks, {packed_bytes(count, 1)} are needed for {count}"
+            )
         return unpack(torch.frombuffer(bytearray(bits), dtype=torch.uint8), 1, count).bool()
 
     @property
@@ -319,7 +394,10 @@ class PairMessage:
 
     def _points(self, dither: Tensor) -> Iterator[Tensor]:
         """Yield z of a slab after the other, in memory that the next one overwrites."""
-        scale, room = STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1), torch.empty_like(dither)
+        scale, room = (
+            STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1),
+            torch.empty_like(dither),
+        )
         for own, scaling in _together(self.own.slabs(), scale):
             yield torch.addcmul(dither[: len(own)], own, scaling, out=room[: len(own)]).round_()
 
@@ -362,7 +440,11 @@ class Reading:
     @property
     def bits(self) -> bytes:
         """Which blocks are refused, one bit each, the first in the lowest bit of the first byte; empty if none is."""
-        return b"" if bool(self.kept.all()) else pack((~self.kept).view(torch.uint8), 1).numpy().tobytes()
+        return (
+            b""
+            if bool(self.kept.all())
+            else pack((~self.kept).view(torch.uint8), 1).numpy().tobytes()
+        )
 
 
 def for_pairs(codec: Codec) -> tuple[Mod4Codec, int] | None:
@@ -413,7 +495,10 @@ class Rows:
     @functools.cached_property
     def largest(self) -> Tensor:
         """The largest magnitude of each block."""
-        largest, room = torch.empty(len(self), device="cpu"), torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
+        largest, room = (
+            torch.empty(len(self), device="cpu"),
+            torch.empty(min(len(self), SLAB), BLOCK, device="cpu"),
+        )
         for part, found in _together(self.slabs(), largest):
             torch.amax(torch.abs(part, out=room[: len(part)]), dim=1, out=found)
         return largest
@@ -422,7 +507,10 @@ class Rows:
         """Yield (blocks, 64) of a slab after the other, short blocks filled with zeros; some in memory that the next overwrites."""
         room = torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
         for first in range(0, len(self), SLAB):
-            size, place = (min(first + SLAB, len(self)) - first) * BLOCK, bisect_right(self._ends, first)
+            size, place = (
+                (min(first + SLAB, len(self)) - first) * BLOCK,
+                bisect_right(self._ends, first),
+            )
             begin = (first - self._ends[place] + self.counts[place]) * BLOCK
             part = self._flat[place][begin : begin + size]
             if part.numel() == size and part.dtype == torch.float32:
@@ -438,7 +526,10 @@ class Rows:
 
 def _together(*parts: Tensor | Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield from all at once; of tensors, which have a row for each block, a slab after the other."""
-    slabs = ((torch.split(part, SLAB) if len(part) else ()) if isinstance(part, Tensor) else part for part in parts)
+    slabs = (
+        (torch.split(part, SLAB) if len(part) else ()) if isinstance(part, Tensor) else part
+        for part in parts
+    )
     return zip(*slabs, strict=True)
 
 
@@ -464,7 +555,9 @@ def _known(exponents: Tensor) -> Tensor:
 
 def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of the exponents, the digests and the codes, (count, 32)."""
-    exponents, digests, codes = torch.split(payload[SEED : SEED + (2 + HALF) * count], [count, count, HALF * count])
+    exponents, digests, codes = torch.split(
+        payload[SEED : SEED + (2 + HALF) * count], [count, count, HALF * count]
+    )
     return exponents, digests, codes.view(count, HALF)
 
 

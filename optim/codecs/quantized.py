@@ -50,7 +50,9 @@ def byte_table(levels: Tensor) -> Tensor:
     """
     width = {2: 1, 4: 2, 16: 4}[levels.numel()]
     byte = torch.arange(256, device=levels.device)
-    return torch.stack([levels[(byte >> shift) & (2**width - 1)] for shift in range(0, 8, width)], dim=1)
+    return torch.stack(
+        [levels[(byte >> shift) & (2**width - 1)] for shift in range(0, 8, width)], dim=1
+    )
 
 
 def look_up(packed: Tensor, table: Tensor, count: int) -> Tensor:
@@ -60,7 +62,9 @@ def look_up(packed: Tensor, table: Tensor, count: int) -> Tensor:
 
 def unpack(packed: Tensor, width: int, count: int) -> Tensor:
     """Return the ``count`` codes that ``pack`` has packed, as uint8."""
-    return look_up(packed, byte_table(torch.arange(2**width, dtype=torch.uint8, device=packed.device)), count)
+    return look_up(
+        packed, byte_table(torch.arange(2**width, dtype=torch.uint8, device=packed.device)), count
+    )
 
 
 def pack12(codes: Tensor) -> Tensor:
@@ -129,7 +133,9 @@ class SectionCodec(Stateless, ABC):
         tensors, offset = [], 0
         with torch.no_grad():
             for shape in shapes:
-                tensors.append(self.read(payload[offset : offset + self.section(shape)], shape, checks))
+                tensors.append(
+                    self.read(payload[offset : offset + self.section(shape)], shape, checks)
+                )
                 offset += padded(self.section(shape))
         return tensors
 
@@ -156,7 +162,10 @@ def check_sent(scales: Tensor, checks: Checks) -> None:
 
 
 def check_received(scales: Tensor, checks: Checks) -> None:
-    checks.require(((scales >= 0) & scales.isfinite()).all(), "the payload has a scale that is negative, infinite or no number")
+    checks.require(
+        ((scales >= 0) & scales.isfinite()).all(),
+        "the payload has a scale that is negative, infinite or no number",
+    )
 
 
 class DenseCodec(SectionCodec):
@@ -225,7 +234,9 @@ class Int8Codec(DenseCodec):
     def restore(self, codes: Tensor, values: Tensor) -> None:
         """Divide by 127 before scaling, so that the largest value is exact. The code -128, which is never sent, counts as -127."""
         # By a tensor: CUDA divides by a number as it multiplies by its reciprocal, and the last bit is another than a CPU's.
-        values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(values.new_full((1,), 127.0))
+        values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(
+            values.new_full((1,), 127.0)
+        )
 
 
 class SignCodec(DenseCodec):
@@ -293,12 +304,16 @@ class E3M0Codec(SectionCodec):
             at = first * BLOCK // 2
             if values.shape[1] == BLOCK:
                 # A copy, because words must begin at multiples of 8 bytes.
-                words = section[at : at + values.numel() // 2].clone().view(torch.int64).view(-1, WORD)
+                words = (
+                    section[at : at + values.numel() // 2].clone().view(torch.int64).view(-1, WORD)
+                )
                 scales = _from_words(words, values, checks)
             else:
                 part = section[at:].clone()
                 scales = part[:2].view(torch.bfloat16)
-                values.view(-1).copy_(look_up(part[2:], byte_table(_levels(section.device)), values.numel()))
+                values.view(-1).copy_(
+                    look_up(part[2:], byte_table(_levels(section.device)), values.numel())
+                )
             check_received(scales, checks)
             values.mul_(scales.float()[:, None])
         return flat.view(shape)
@@ -358,4 +373,6 @@ def _levels(device: torch.device) -> Tensor:
 def _fours(device: torch.device) -> Tensor:
     """Return the values of four digits by the number that they form: (50625, 4)."""
     index = torch.arange(QUARTER, device=device)
-    return _levels(device)[torch.stack([index // DIGITS**place % DIGITS for place in range(4)], dim=1)]
+    return _levels(device)[
+        torch.stack([index // DIGITS**place % DIGITS for place in range(4)], dim=1)
+    ]

@@ -39,11 +39,15 @@ def beyond_senders(codec: Codec) -> int | None:
 INT8, E3M0, SIGN, TOPK2 = Int8Codec(), E3M0Codec(), SignCodec(), TopK2Codec()
 
 _CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, E3M0, TOPK2, TopK2SendersCodec(), SIGN)
+    codec.name: codec
+    for codec in (FLOAT32, FLOAT16, BFLOAT16, INT8, E3M0, TOPK2, TopK2SendersCodec(), SIGN)
 }
 _SHORT: dict[str, Codec] = {"fp32": FLOAT32, "fp16": FLOAT16, "bf16": BFLOAT16}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_NAME = re.compile(rf"(?P<base>[a-z0-9-]+)(?::(?P<number>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?", re.ASCII)
+_NAME = re.compile(
+    rf"(?P<base>[a-z0-9-]+)(?::(?P<number>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?",
+    re.ASCII,
+)
 
 
 def codec_named(name: str) -> Codec:
@@ -61,7 +65,11 @@ def codec_named(name: str) -> Codec:
 
 def _base(base: str, number: str | None) -> Codec | None:
     if base == "auto":
-        return AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)) if number else None
+        return (
+            AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2))
+            if number
+            else None
+        )
     if base == "mod4":
         return None if number else Mod4Codec()
     codec = _CODECS.get(base) or _SHORT.get(base)

@@ -57,12 +57,16 @@ class TopK2Codec(SectionCodec):
             raise ValueError(
                 f"{self.base} keeps a part of the values from 1/{CHUNK} to {MOST:g}, got {part:g}: to send more, choose auto:BITS"
             )
-        self.part = float(f"{part:g}")  # as the name says it, or two peers would keep different numbers of values
+        self.part = float(
+            f"{part:g}"
+        )  # as the name says it, or two peers would keep different numbers of values
         self.name = self.base if self.part == PART else f"{self.base}:{self.part:g}"
 
     def section(self, shape: Shape) -> int:
         whole, rest = divmod(math.prod(shape), CHUNK)
-        return whole * _chunk_bytes(self._kept(CHUNK)) + (_chunk_bytes(self._kept(rest)) if rest else 0)
+        return whole * _chunk_bytes(self._kept(CHUNK)) + (
+            _chunk_bytes(self._kept(rest)) if rest else 0
+        )
 
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
         whole, rest = divmod(tensor.numel(), CHUNK)
@@ -131,13 +135,21 @@ def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Ten
     """Return views of a section of ``chunks`` chunks that keep so many values each: levels, packed indices, signs, row by row."""
     sizes = [chunks * 4, chunks * packed_bytes(keep, 12), chunks * packed_bytes(keep, 1)]
     levels, indices, signs = torch.split(section, sizes)
-    return levels.view(torch.bfloat16).view(chunks, 2), indices.view(chunks, -1), signs.view(chunks, -1)
+    return (
+        levels.view(torch.bfloat16).view(chunks, 2),
+        indices.view(chunks, -1),
+        signs.view(chunks, -1),
+    )
 
 
-def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks) -> None:
+def _select(
+    chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks
+) -> None:
     magnitudes, places = chunks.abs().topk(keep, dim=1)
     halves = magnitudes.tensor_split([(keep + 1) // 2], dim=1)
-    means = [half.sum(1) / (half != 0).sum(1).clamp(min=1) for half in halves]  # of the values above zero; 0 if there are none
+    means = [
+        half.sum(1) / (half != 0).sum(1).clamp(min=1) for half in halves
+    ]  # of the values above zero; 0 if there are none
     levels.copy_(torch.stack(means, dim=1))
     check_sent(levels, checks)
     places = torch.where(magnitudes == 0, places[:, :1], places)
@@ -149,7 +161,9 @@ def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: T
         signs.copy_(pack(negative.view(-1), 1).view(len(chunks), -1))
 
 
-def _restore(section: Tensor, chunks: int, size: int, keep: int, checks: Checks) -> tuple[Tensor, Tensor]:
+def _restore(
+    section: Tensor, chunks: int, size: int, keep: int, checks: Checks
+) -> tuple[Tensor, Tensor]:
     """Return places within the chunks and values, both (chunks, kept). ``checks``: the bytes are such as ``_select`` writes."""
     levels, indices, signs = _parts(section, chunks, keep)
     check_received(levels, checks)
@@ -157,7 +171,10 @@ def _restore(section: Tensor, chunks: int, size: int, keep: int, checks: Checks)
     ordered, head = places.sort(dim=1).values, places[:, :1]
     # If a place were named twice, its value would depend on the order in which a device writes.
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != head)
-    checks.require((ordered[:, -1] < size).all() & ~twice.any(), "the payload names a place twice, or one that is not in its chunk")
+    checks.require(
+        (ordered[:, -1] < size).all() & ~twice.any(),
+        "the payload names a place twice, or one that is not in its chunk",
+    )
     high, low = levels.float().unsqueeze(2).unbind(1)
     values = torch.cat((high.expand(-1, (keep + 1) // 2), low.expand(-1, keep // 2)), dim=1)
     negative = unpack(signs.reshape(-1), 1, chunks * signs.shape[1] * 8).view(chunks, -1)[:, :keep]

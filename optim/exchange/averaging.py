@@ -44,7 +44,13 @@ class UpdateScreen:
     gathers = False
     """True if every contribution is needed separately, so that an all-reduce will not do."""
 
-    def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
+    def problem(
+        self,
+        key: RoundKey,
+        own: Callable[[], Sequence[Tensor]],
+        peer: str,
+        theirs: Sequence[Tensor],
+    ) -> str | None:
         """Return in a few words why the contribution of ``peer`` must not count, or None if it may. ``own`` returns this node's.
 
         Neither is changed. Both are decoded, and ``theirs`` has the shapes of ``own``.
@@ -63,7 +69,9 @@ def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
     """Return the Euclidean norms of the difference of all tensors together and of ``own``. float32 input cannot overflow."""
     far = near = 0.0
     for mine, theirs in zip(own, other, strict=True):
-        for a, b in zip(torch.split(mine.reshape(-1), SLAB), torch.split(theirs.reshape(-1), SLAB), strict=True):
+        for a, b in zip(
+            torch.split(mine.reshape(-1), SLAB), torch.split(theirs.reshape(-1), SLAB), strict=True
+        ):
             exact = a.double()
             near += float(exact.dot(exact))
             far += float(exact.sub_(b).square_().sum())
@@ -78,7 +86,9 @@ def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
         flat = [tensors[place].reshape(-1) for tensors in contributions]
         for start in range(0, like.numel(), SLAB):
             rows = torch.stack([part[start : start + SLAB].double() for part in flat])
-            rows -= rows.median(dim=0).values  # model weights differ by little, which squares of the whole would drown
+            rows -= rows.median(
+                dim=0
+            ).values  # model weights differ by little, which squares of the whole would drown
             gram += rows @ rows.T
     squares = gram.diagonal()[:, None] + gram.diagonal()[None, :] - 2 * gram
     found: list[list[float]] = squares.clamp_min(0).fill_diagonal_(0).tolist()
@@ -112,9 +122,19 @@ def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]
     count = len(squares)
     start = min(range(count), key=lambda place: (median(squares[place]), place))
     if math.isfinite(times):
-        near = [place for place in range(count) if squares[start][place] <= CUTOFF**2 * median(squares[start])]
+        near = [
+            place
+            for place in range(count)
+            if squares[start][place] <= CUTOFF**2 * median(squares[start])
+        ]
         if len(near) < count:
-            among = dict(zip(near, centered_clip([[squares[i][j] for j in near] for i in near], times), strict=True))
+            among = dict(
+                zip(
+                    near,
+                    centered_clip([[squares[i][j] for j in near] for i in near], times),
+                    strict=True,
+                )
+            )
             return [among.get(place, 0) for place in range(count)]
     exact = torch.tensor(squares, dtype=torch.float64, device="cpu")
     shares = torch.zeros(count, dtype=torch.float64, device="cpu")
@@ -131,7 +151,14 @@ def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]
     return [int(share) for share in (shares * GRID).round().tolist()]
 
 
-def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+def mean_of(
+    screen: UpdateScreen,
+    codec: Codec,
+    me: str,
+    fragment: int,
+    contributions: Contributions,
+    even: int = 0,
+) -> Mean:
     """Return the mean of a committed exchange, of the same bits for all members without a screen; may be computed in place.
 
     A codec that averages by sender takes the place of the screen's mean, and needs all decoded contributions at once.
@@ -139,13 +166,20 @@ def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contribu
     tail = beyond_senders(codec)
     if tail is None:
         return screen.mean(me, fragment, contributions, even)
-    held = sorted(((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions), key=lambda item: item[0])
+    held = sorted(
+        ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions),
+        key=lambda item: item[0],
+    )
     count = len(held[0][2]) - tail
     rest = weighted_mean([(peer, weight, tensors[count:]) for peer, weight, tensors in held])
     stated, _ = counted_weights([weight for _, weight, _ in held])
-    counted = [(weight, tensors) for weight, (_, _, tensors) in zip(stated, held, strict=True) if weight]
+    counted = [
+        (weight, tensors) for weight, (_, _, tensors) in zip(stated, held, strict=True) if weight
+    ]
     weights = [weight for weight, _ in counted]
-    means = [sender_mean(weights, [tensors[place] for _, tensors in counted]) for place in range(count)]
+    means = [
+        sender_mean(weights, [tensors[place] for _, tensors in counted]) for place in range(count)
+    ]
     return replace(rest, tensors=[*means, *rest.tensors])
 
 
@@ -168,7 +202,10 @@ def pair_mean(
     moves = message.move(read, refused)
     still = [torch.zeros_like(move) for move in moves]
     mean = screen.mean(me, fragment, [(me, weight, still), (peer, their_weight, moves)], even)
-    return replace(mean, tensors=[move.add_(own) for move, own in zip(mean.tensors, message.tensors(), strict=True)])
+    return replace(
+        mean,
+        tensors=[move.add_(own) for move, own in zip(mean.tensors, message.tensors(), strict=True)],
+    )
 
 
 def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
@@ -179,7 +216,9 @@ def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     The median is torch's (the lower of two). Sent is what is not 0; what nobody sent is 0. Their code has no weights (w = 1). The
     paper (2508.15706) divides by the number of peers in place of that of the senders, so a step is up to that many times smaller.
     """
-    norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    )
     factors = (norms.median() / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
     total, share = torch.zeros_like(tensors[0]), torch.zeros_like(tensors[0])
     for weight, factor, tensor in zip(weights, factors.tolist(), tensors, strict=True):

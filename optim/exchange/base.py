@@ -47,12 +47,16 @@ class OnDemand(Sequence[Tensor]):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [tuple(item.shape if isinstance(item, Tensor) else item[0].shape) for item in self._items]
+        return [
+            tuple(item.shape if isinstance(item, Tensor) else item[0].shape) for item in self._items
+        ]
 
     @property
     def on_cpu(self) -> bool:
         """True if all are in main memory."""
-        every = (item for item in self._items for item in ([item] if isinstance(item, Tensor) else item))
+        every = (
+            item for item in self._items for item in ([item] if isinstance(item, Tensor) else item)
+        )
         return all(tensor.device.type == "cpu" for tensor in every)
 
     def __len__(self) -> int:
@@ -71,7 +75,9 @@ class OnDemand(Sequence[Tensor]):
 
     def rounded(self, through: torch.dtype) -> OnDemand:
         """Return the same as float32 values that have travelled in ``through``."""
-        return OnDemand([item.float() if isinstance(item, Tensor) else item for item in self._items], through)
+        return OnDemand(
+            [item.float() if isinstance(item, Tensor) else item for item in self._items], through
+        )
 
     def joined(self, tensors: Sequence[Tensor]) -> OnDemand:
         """Return the same with ``tensors`` at its end."""
@@ -84,7 +90,9 @@ class OnDemand(Sequence[Tensor]):
         if isinstance(item, Tensor):
             part = item.detach().reshape(-1)[start:stop].to("cpu", torch.float32)
         else:
-            part = torch.sub(*(whole.detach().reshape(-1)[start:stop] for whole in item)).to("cpu", torch.float32)
+            part = torch.sub(*(whole.detach().reshape(-1)[start:stop] for whole in item)).to(
+                "cpu", torch.float32
+            )
         return part if self._through is None else part.to(self._through).float()
 
 
@@ -224,7 +232,9 @@ def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:
     return [min(weight, limit) for weight in stated], limit
 
 
-def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0) -> Mean:
+def weighted_mean(
+    contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0
+) -> Mean:
     """Return the mean of (peer id, stated weight, tensors) by ``counted_weights``, and a plain one of the first ``even`` tensors.
 
     It is computed in the tensors of the peer whose id sorts first. The order of additions depends only on the peer ids, so every
@@ -233,13 +243,27 @@ def weighted_mean(contributions: Sequence[tuple[str, float, Iterable[Tensor]]], 
     """
     ordered = sorted(contributions, key=lambda item: item[0])
     weights, limit = counted_weights([weight for _, weight, _ in ordered])
-    counted = [(peer, weight, part) for (peer, _, part), weight in zip(ordered, weights, strict=True) if weight > 0]
-    spare = next((part for (_, _, part), weight in zip(ordered, weights, strict=True) if not weight), None)
-    return Mean(combined(counted, even, spare), sum(weights), tuple(peer for peer, _, _ in ordered), len(counted), limit=limit)
+    counted = [
+        (peer, weight, part)
+        for (peer, _, part), weight in zip(ordered, weights, strict=True)
+        if weight > 0
+    ]
+    spare = next(
+        (part for (_, _, part), weight in zip(ordered, weights, strict=True) if not weight), None
+    )
+    return Mean(
+        combined(counted, even, spare),
+        sum(weights),
+        tuple(peer for peer, _, _ in ordered),
+        len(counted),
+        limit=limit,
+    )
 
 
 def combined(
-    contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0, spare: Iterable[Tensor] | None = None
+    contributions: Sequence[tuple[str, float, Iterable[Tensor]]],
+    even: int = 0,
+    spare: Iterable[Tensor] | None = None,
 ) -> list[Tensor]:
     """Return the sum of the tensors, each times its positive weight's share of all, or the same share in the first ``even``.
 
@@ -258,7 +282,9 @@ def combined(
         elif isinstance(tensors, OnDemand):
             flat = [tensor.view(-1) for tensor in result]
             for place, start, stop in slabs(tensors):
-                flat[place][start:stop].add_(tensors.values(place, start, stop), alpha=share[place >= even])
+                flat[place][start:stop].add_(
+                    tensors.values(place, start, stop), alpha=share[place >= even]
+                )
         else:
             for place, (accumulated, tensor) in enumerate(zip(result, tensors, strict=True)):
                 accumulated.add_(tensor, alpha=share[place >= even])
@@ -274,13 +300,29 @@ def _into_another(
 ) -> list[Tensor]:
     """Return the sum that begins with ``first``, in the same order of additions, piece by piece in the tensors of another."""
     rest = [tensors if isinstance(tensors, OnDemand) else list(tensors) for tensors in others]
-    room = next((tensors for tensors in (*rest, spare) if tensors is not None and not isinstance(tensors, OnDemand)), None)
-    result = [torch.empty(shape, device="cpu") for shape in first.shapes] if room is None else list(room)
-    flat = [[tensor.view(-1) for tensor in tensors] if isinstance(tensors, list) else tensors for tensors in rest]
+    room = next(
+        (
+            tensors
+            for tensors in (*rest, spare)
+            if tensors is not None and not isinstance(tensors, OnDemand)
+        ),
+        None,
+    )
+    result = (
+        [torch.empty(shape, device="cpu") for shape in first.shapes] if room is None else list(room)
+    )
+    flat = [
+        [tensor.view(-1) for tensor in tensors] if isinstance(tensors, list) else tensors
+        for tensors in rest
+    ]
     for place, start, stop in slabs(first):
         piece = first.values(place, start, stop) * shares[0][place >= even]
         for tensors, share in zip(flat, shares[1:], strict=True):
-            part = tensors.values(place, start, stop) if isinstance(tensors, OnDemand) else tensors[place][start:stop]
+            part = (
+                tensors.values(place, start, stop)
+                if isinstance(tensors, OnDemand)
+                else tensors[place][start:stop]
+            )
             piece.add_(part, alpha=share[place >= even])
         result[place].view(-1)[start:stop] = piece
     return result
@@ -353,6 +395,11 @@ def common(held: Mapping[int, int]) -> tuple[int, int]:
         if all(mean >> place & 1 for place in takers):
             return mean, sum(1 << place for place in takers)
         wanted = {place: sum(places >> place & 1 for places in takers.values()) for place in takers}
-        lacks = {place: sum(not places >> other & 1 for other in takers) for place, places in takers.items()}
-        del takers[min(takers, key=lambda place: (wanted[place] - lacks[place], wanted[place], place))]
+        lacks = {
+            place: sum(not places >> other & 1 for other in takers)
+            for place, places in takers.items()
+        }
+        del takers[
+            min(takers, key=lambda place: (wanted[place] - lacks[place], wanted[place], place))
+        ]
     return 0, 0

@@ -46,7 +46,15 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
-from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey, groups
+from shoal.optim.exchange.base import (
+    Contribution,
+    Exchange,
+    Handle,
+    Mean,
+    NoPartner,
+    RoundKey,
+    groups,
+)
 from shoal.optim.exchange.gloo_groups import (
     GIVEN_UP,
     GlooGroups,
@@ -132,15 +140,25 @@ class Distributed(Exchange):
         exchange_timeout: float = 600.0,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialised: call init_process_group first, under torchrun")
+            raise ValueError(
+                "torch.distributed is not initialised: call init_process_group first, under torchrun"
+            )
         ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         if shards < 1 or len(ranks) % shards or size < 0:
-            raise ValueError(f"{len(ranks)} ranks cannot be cut into peers of {shards} shards in groups of {size}")
+            raise ValueError(
+                f"{len(ranks)} ranks cannot be cut into peers of {shards} shards in groups of {size}"
+            )
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):
-            store = store.clone()  # a connection of its own: a wait in the other one would block this exchange
+            store = (
+                store.clone()
+            )  # a connection of its own: a wait in the other one would block this exchange
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
-        self._peers, self._size, self._seed = [str(number) for number in range(len(ranks) // shards)], size, seed
+        self._peers, self._size, self._seed = (
+            [str(number) for number in range(len(ranks) // shards)],
+            size,
+            seed,
+        )
         self._process = ProcessCoordinates(peer, shard, shards)
         self.peer, self.shards, self.compares = str(peer), shards, not 0 < size < len(self._peers)
         self._timeout, self._limit = exchange_timeout, wait + 3 * exchange_timeout
@@ -159,26 +177,45 @@ class Distributed(Exchange):
 
     @classmethod
     def for_shards(
-        cls, mesh: DeviceMesh, *, size: int = 0, seed: int = 0, wait: float = 60.0, exchange_timeout: float = 600.0
+        cls,
+        mesh: DeviceMesh,
+        *,
+        size: int = 0,
+        seed: int = 0,
+        wait: float = 60.0,
+        exchange_timeout: float = 600.0,
     ) -> Distributed:
         """Construct it for a mesh of (peers, shards) over all ranks, as ``init_device_mesh`` makes it. ValueError for another."""
         if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
-            raise ValueError(f"the mesh must have two dimensions, peers and shards, over all ranks in order: {mesh.mesh.tolist()}")
-        return cls(size=size, seed=seed, shards=mesh.size(1), wait=wait, exchange_timeout=exchange_timeout)
+            raise ValueError(
+                f"the mesh must have two dimensions, peers and shards, over all ranks in order: {mesh.mesh.tolist()}"
+            )
+        return cls(
+            size=size, seed=seed, shards=mesh.size(1), wait=wait, exchange_timeout=exchange_timeout
+        )
 
     def start(self, contribution: Contribution) -> Handle:
         """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive.
 
         A contribution with NaN or infinity stays at home.
         """
-        key, weight, codec, tensors = contribution.key, contribution.weight, contribution.codec, list(contribution.tensors)
+        key, weight, codec, tensors = (
+            contribution.key,
+            contribution.weight,
+            contribution.codec,
+            list(contribution.tensors),
+        )
         if contribution.members:
             payload = _encoded(tensors, FLOAT32)
-            return self._begin(key, _offer(payload, weight), payload, tuple(sorted(map(int, contribution.members))))
+            return self._begin(
+                key, _offer(payload, weight), payload, tuple(sorted(map(int, contribution.members)))
+            )
         if (self._size or len(self._peers)) > 2:
             check_no_pair(codec)
         if not 0 < weight < float("inf"):
-            raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
+            raise ValueError(
+                f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)"
+            )
         try:
             payload = _encoded(tensors, codec)
         except ValueError:
@@ -192,7 +229,9 @@ class Distributed(Exchange):
             self.absent(key)
             return NoPartner()
         state = tuple(contribution.state) if self.compares else ()
-        return self._begin(key, _offer(payload, weight, state), replace(payload, even=contribution.even))
+        return self._begin(
+            key, _offer(payload, weight, state), replace(payload, even=contribution.even)
+        )
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and inform the others, so that they do not wait."""
@@ -203,19 +242,31 @@ class Distributed(Exchange):
         self._closing()
 
     def _begin(
-        self, key: RoundKey, offer: StoreOffer | None, payload: Payload | None, members: tuple[int, ...] | None = None
+        self,
+        key: RoundKey,
+        offer: StoreOffer | None,
+        payload: Payload | None,
+        members: tuple[int, ...] | None = None,
     ) -> Handle:
         if self._broken or not self._closing.alive:
             return NoPartner()
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
         if members is None:
-            expected = next(g for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers)) if self.peer in g)
+            expected = next(
+                g
+                for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers))
+                if self.peer in g
+            )
             peers, what = tuple(sorted(map(int, expected))), "fragment"
-            self._uses[key] += 1  # the same key may be used again after a load_state_dict: that is another round
+            self._uses[key] += (
+                1  # the same key may be used again after a load_state_dict: that is another round
+            )
         else:
             peers, what = members, "the state of fragment"
         name = f"round {key.round}, {what} {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
-        round = _Round(key, RoundTicket(name, peers), offer, payload, self._limit * (1 + len(self._pending)))
+        round = _Round(
+            key, RoundTicket(name, peers), offer, payload, self._limit * (1 + len(self._pending))
+        )
         self._pending.append(round)
         self._queue.put(round)
         return round
@@ -255,24 +306,38 @@ class Distributed(Exchange):
         began = time.monotonic()
         try:
             offers = consensus.offers(ticket, members)
-            if (other := next((o.what for o in offers if o.what != round.offer.what), None)) is not None:
+            if (
+                other := next((o.what for o in offers if o.what != round.offer.what), None)
+            ) is not None:
                 mean = f"peers sent {round.offer.what} and {other}; all must be set up alike"
             else:
                 weights = [offer.weight for offer in offers]
-                mean = self._gloo.mean(ticket, members, weights, round.payload, lambda: consensus.over(ticket))
+                mean = self._gloo.mean(
+                    ticket, members, weights, round.payload, lambda: consensus.over(ticket)
+                )
                 if isinstance(mean, Mean) and round.offer.state:
                     mean = replace(mean, states=consensus.states(ticket, members))
         finally:
             # The bytes arrive at about the same time everywhere, so a member that votes much later is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
             counts = consensus.agree(ticket, members, isinstance(mean, Mean), limit)
-            if not counts or 2 < self._size < len(self._peers):  # such members hardly ever meet again, and each group has sockets
+            if not counts or 2 < self._size < len(
+                self._peers
+            ):  # such members hardly ever meet again, and each group has sockets
                 self._gloo.drop(members)
         if isinstance(mean, Mean) and counts:
-            if (pairs := for_pairs(round.payload.codec)) and round.payload.message and round.payload.read:
-                round.learn = functools.partial(pairs[0].learn, round.payload.message, round.payload.read)
+            if (
+                (pairs := for_pairs(round.payload.codec))
+                and round.payload.message
+                and round.payload.read
+            ):
+                round.learn = functools.partial(
+                    pairs[0].learn, round.payload.message, round.payload.read
+                )
             return mean
-        logger.warning("no mean in %s: %s.", ticket.label, mean if isinstance(mean, str) else GIVEN_UP)
+        logger.warning(
+            "no mean in %s: %s.", ticket.label, mean if isinstance(mean, str) else GIVEN_UP
+        )
         return None
 
     def _forget(self, round: _Round) -> None:
@@ -300,7 +365,9 @@ def _offer(payload: Payload, weight: float, state: tuple[float, ...] = ()) -> St
     return StoreOffer(what, float(weight), state)
 
 
-def _close(rounds: queue.SimpleQueue[_Round | None], pending: deque[_Round], thread: threading.Thread) -> None:
+def _close(
+    rounds: queue.SimpleQueue[_Round | None], pending: deque[_Round], thread: threading.Thread
+) -> None:
     for round in list(pending):
         round.ticket.closed.set()
     rounds.put(None)

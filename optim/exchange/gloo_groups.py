@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
 
 from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, check_finite
 from shoal.optim.codecs.mod4 import PairMessage, Reading
@@ -87,7 +94,9 @@ class StoreConsensus:
 
     def __init__(self, store: Store, process: ProcessCoordinates, wait: float) -> None:
         self.store, self.process, self.wait = store, process, wait
-        self._silent: dict[int, tuple[int, float]] = {}  # peer: (rounds it had come to, seconds waited for it since)
+        self._silent: dict[
+            int, tuple[int, float]
+        ] = {}  # peer: (rounds it had come to, seconds waited for it since)
 
     def arrive(self, ticket: RoundTicket, offer: StoreOffer | None) -> None:
         """Announce this process's offer; None: that it takes no part, so that nobody waits for it."""
@@ -129,8 +138,14 @@ class StoreConsensus:
     def states(self, ticket: RoundTicket, members: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return each member's state, that of all its shards in a row; empty if one has none."""
         shards = range(self.process.shards)
-        found = {peer: [self._offered(ticket, peer, shard).state for shard in shards] for peer in members}
-        return {str(peer): sum(states, ()) for peer, states in found.items()} if all(map(all, found.values())) else {}
+        found = {
+            peer: [self._offered(ticket, peer, shard).state for shard in shards] for peer in members
+        }
+        return (
+            {str(peer): sum(states, ()) for peer, states in found.items()}
+            if all(map(all, found.values()))
+            else {}
+        )
 
     def over(self, ticket: RoundTicket) -> bool:
         """Return True if the outcome is decided or this process gives up; before its vote that means no mean."""
@@ -168,7 +183,9 @@ class StoreConsensus:
         return StoreOffer(str(what), float(weight), tuple(map(float, state)))
 
     def _has_arrived(self, ticket: RoundTicket, peer: int) -> bool:
-        return self.store.check([self._offer(ticket, peer, shard) for shard in range(self.process.shards)])
+        return self.store.check(
+            [self._offer(ticket, peer, shard) for shard in range(self.process.shards)]
+        )
 
     def _patience(self, ticket: RoundTicket, waited: float) -> float:
         """Return the seconds left to wait for the missing peers, to whose account ``waited`` is added."""
@@ -196,9 +213,14 @@ class StoreConsensus:
             peer
             for peer in there
             if not (peer == self.process.peer and ticket.closed.is_set())
-            and not any(self.store.get(self._offer(ticket, peer, shard)) == ABSENT.encode() for shard in range(self.process.shards))
+            and not any(
+                self.store.get(self._offer(ticket, peer, shard)) == ABSENT.encode()
+                for shard in range(self.process.shards)
+            )
         ]
-        self.store.compare_set(f"{ticket.name}/members", "", ",".join(map(str, willing)) if len(willing) > 1 else ",")
+        self.store.compare_set(
+            f"{ticket.name}/members", "", ",".join(map(str, willing)) if len(willing) > 1 else ","
+        )
 
     def _decide(self, ticket: RoundTicket, outcome: str) -> bool:
         return self.store.compare_set(f"{ticket.name}/outcome", "", outcome).decode() == MEAN
@@ -242,7 +264,9 @@ class Payload:
     @property
     def plain(self) -> bool:
         """True if the bytes are the values as float32 and nothing else."""
-        return self.codec == FLOAT32 or (isinstance(self.codec, BufferTailCodec) and self.codec.codec == FLOAT32)
+        return self.codec == FLOAT32 or (
+            isinstance(self.codec, BufferTailCodec) and self.codec.codec == FLOAT32
+        )
 
 
 class GlooGroups:
@@ -258,7 +282,12 @@ class GlooGroups:
         self._abandoned: list[tuple[Work, Gloo]] = []
 
     def mean(
-        self, ticket: RoundTicket, members: tuple[int, ...], weights: Sequence[float], own: Payload, over: Callable[[], bool]
+        self,
+        ticket: RoundTicket,
+        members: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+        over: Callable[[], bool],
     ) -> Mean | str:
         """Return the weighted mean of the members' contributions; or the reason why there is none.
 
@@ -266,7 +295,9 @@ class GlooGroups:
         ``members``. ``over`` is polled and ends the waiting. The payload is overwritten.
         """
         # A group with an operation in it cannot be closed, and deleting it would block: keep it until gloo is done.
-        self._abandoned = [(work, group) for work, group in self._abandoned if not work.is_completed()]
+        self._abandoned = [
+            (work, group) for work, group in self._abandoned if not work.is_completed()
+        ]
         peers = [str(peer) for peer in members]
         try:
             group = self._group(ticket, members)
@@ -274,19 +305,35 @@ class GlooGroups:
             plain = own.plain and any(weights) and not (own.even and len(set(weights)) > 1)
             if plain and (len(members) > 2 or weights[0] == weights[1]):
                 counted, limit = counted_weights(weights)
-                if not self._sum(group, own.data, counted[members.index(self._process.peer)] / sum(counted), over):
+                if not self._sum(
+                    group, own.data, counted[members.index(self._process.peer)] / sum(counted), over
+                ):
                     return GIVEN_UP
-                mean = Mean(own.codec.decode(own.data, own.shapes), sum(counted), tuple(sorted(peers)), limit=limit)
+                mean = Mean(
+                    own.codec.decode(own.data, own.shapes),
+                    sum(counted),
+                    tuple(sorted(peers)),
+                    limit=limit,
+                )
             elif own.message is not None:
-                mine, theirs = members.index(self._process.peer), 1 - members.index(self._process.peer)
+                mine, theirs = (
+                    members.index(self._process.peer),
+                    1 - members.index(self._process.peer),
+                )
                 if not (payloads := self._gather(group, own.data, 2, over)):
                     return GIVEN_UP
                 own.read = own.message.read(payloads[theirs])
-                if not (refused := self._gather(group, pack((~own.read.kept).view(torch.uint8), 1), 2, over)):
+                if not (
+                    refused := self._gather(
+                        group, pack((~own.read.kept).view(torch.uint8), 1), 2, over
+                    )
+                ):
                     return GIVEN_UP
                 one = (peers[mine], weights[mine], own.message)
                 other = (peers[theirs], weights[theirs], own.read)
-                mean = pair_mean(TRUSTING, 0, one, other, refused[theirs].numpy().tobytes(), own.even)
+                mean = pair_mean(
+                    TRUSTING, 0, one, other, refused[theirs].numpy().tobytes(), own.even
+                )
             else:
                 payloads = self._gather(group, own.data, len(members), over)
                 if not payloads:
@@ -312,15 +359,23 @@ class GlooGroups:
         if members not in self._groups:
             store = PrefixStore(f"gloo/{ticket.name}/{self._process.shard}", self._store)
             timeout = min(timedelta(seconds=CONNECT_S), self._timeout)
-            self._groups[members] = ProcessGroupGloo(store, members.index(self._process.peer), len(members), timeout)
+            self._groups[members] = ProcessGroupGloo(
+                store, members.index(self._process.peer), len(members), timeout
+            )
         return self._groups[members]
 
-    def _gather(self, group: Gloo, payload: Tensor, count: int, over: Callable[[], bool]) -> list[Tensor]:
+    def _gather(
+        self, group: Gloo, payload: Tensor, count: int, over: Callable[[], bool]
+    ) -> list[Tensor]:
         """Return all members' payloads, in the order of the members; empty if the round is over."""
         options = AllgatherOptions()
         options.timeout = self._timeout
         payloads = [torch.empty_like(payload) for _ in range(count)]
-        return payloads if self._finish(group, group.allgather([payloads], [payload], options), over) else []
+        return (
+            payloads
+            if self._finish(group, group.allgather([payloads], [payload], options), over)
+            else []
+        )
 
     def _decoded(self, own: Payload, payload: Tensor) -> Iterable[Tensor]:
         """Yield the decoded tensors lazily, so that not all contributions are in memory at once."""
@@ -334,7 +389,9 @@ class GlooGroups:
         options = AllreduceOptions()
         options.timeout = self._timeout
         values = payload.view(torch.float32)
-        return self._finish(group, group.allreduce([values.mul_(share) if share else values.zero_()], options), over)
+        return self._finish(
+            group, group.allreduce([values.mul_(share) if share else values.zero_()], options), over
+        )
 
     def _finish(self, group: Gloo, work: Work, over: Callable[[], bool]) -> bool:
         """Wait for the bytes. RuntimeError if gloo failed; return False if the round is over."""

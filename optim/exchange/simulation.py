@@ -80,7 +80,13 @@ class Simulation(Generic[T]):
         faults: Faults | None = None,
         screens: Mapping[str, UpdateScreen] | None = None,
     ) -> None:
-        self.peers, self.seed, self.size, self.redrawn, self.wait = list(peers), seed, size, redrawn, wait
+        self.peers, self.seed, self.size, self.redrawn, self.wait = (
+            list(peers),
+            seed,
+            size,
+            redrawn,
+            wait,
+        )
         self.faults, self.screens = faults or Faults(), dict(screens or {})
         self.now = 0.0
         self._peers = {name: _Peer(name) for name in self.peers}
@@ -101,7 +107,9 @@ class Simulation(Generic[T]):
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
         self._means: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
         """Members of the mean that a peer takes; empty if it goes on without a partner."""
-        self._events = sorted(self.faults.kill.values())  # heap of the times at which a peer may become ready sooner
+        self._events = sorted(
+            self.faults.kill.values()
+        )  # heap of the times at which a peer may become ready sooner
         # By round, while valid: the number of deaths by then, and each peer's group.
         self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
 
@@ -113,7 +121,10 @@ class Simulation(Generic[T]):
         if any(p.over for p in self._peers.values()):
             raise RuntimeError("this simulation has run: make a new one")
         threads = [
-            threading.Thread(target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True) for p in self._peers.values()
+            threading.Thread(
+                target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True
+            )
+            for p in self._peers.values()
         ]
         for thread in threads:
             thread.start()
@@ -184,12 +195,18 @@ class Simulation(Generic[T]):
                 and (key, p) not in self._unpartnered
                 and (key, p) not in self._decided
             ]
-            drawn = [tuple(available)] if among else groups(self.seed, key.round // self.redrawn, available, self.size)
+            drawn = (
+                [tuple(available)]
+                if among
+                else groups(self.seed, key.round // self.redrawn, available, self.size)
+            )
             self._groups[key] = (deaths, {p: group for group in drawn for p in group})
         return self._groups[key][1][name]
 
     def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
-        return all((key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group)
+        return all(
+            (key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group
+        )
 
     def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
         """Fix the group's mean. The first member to see the group complete decides; every other then gets this mean, or dies."""
@@ -199,12 +216,19 @@ class Simulation(Generic[T]):
         mean, takers = common(held)
         for place, peer in enumerate(group):
             self._decided[key, peer] = group
-            self._means[key, peer] = tuple(p for at, p in enumerate(group) if mean >> at & 1) if takers >> place & 1 else ()
+            self._means[key, peer] = (
+                tuple(p for at, p in enumerate(group) if mean >> at & 1)
+                if takers >> place & 1
+                else ()
+            )
 
     def _read(self, pair: tuple[str, ...], key: RoundKey) -> None:
         """Let two peers read each other's contribution by their own."""
         messages = [self._messages[key, peer] for peer in pair]
-        one, other = (mine.read(theirs.payload) for mine, theirs in zip(messages, reversed(messages), strict=True))
+        one, other = (
+            mine.read(theirs.payload)
+            for mine, theirs in zip(messages, reversed(messages), strict=True)
+        )
         self._readings |= {(key, pair[0]): (one, other.bits), (key, pair[1]): (other, one.bits)}
 
     def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
@@ -249,15 +273,25 @@ class SimulatedExchange(Exchange):
 
     def start(self, contribution: Contribution) -> _SimulatedHandle:
         """Post the contribution, encoded and decoded by the codec."""
-        simulation, key, codec, tensors = self.simulation, contribution.key, contribution.codec, list(contribution.tensors)
+        simulation, key, codec, tensors = (
+            self.simulation,
+            contribution.key,
+            contribution.codec,
+            list(contribution.tensors),
+        )
         if contribution.members:
             key = replace(key, run=f"{key.run}, states")
             simulation._among[key] = tuple(contribution.members)
-        simulation._states[key, self.peer], simulation._codecs[key, self.peer] = tuple(contribution.state), codec
+        simulation._states[key, self.peer], simulation._codecs[key, self.peer] = (
+            tuple(contribution.state),
+            codec,
+        )
         shapes = [tuple(tensor.shape) for tensor in tensors]
         other, name, theirs = simulation._first.setdefault(key, (self.peer, codec.name, shapes))
         if name != codec.name:
-            raise ValueError(f"peer {self.peer} sends {codec.name} in fragment {key.fragment} where peer {other} sends {name}")
+            raise ValueError(
+                f"peer {self.peer} sends {codec.name} in fragment {key.fragment} where peer {other} sends {name}"
+            )
         if theirs != shapes:
             raise ValueError(
                 f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where peer {other} sends {len(theirs)} "
@@ -268,24 +302,38 @@ class SimulatedExchange(Exchange):
         if (pairs := for_pairs(codec)) is None:
             arrived = codec.decode(codec.encode(tensors), shapes)
         else:
-            simulation._messages[key, self.peer] = message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
+            simulation._messages[key, self.peer] = message = pairs[0].post(
+                [tensor.clone() for tensor in tensors], pairs[1]
+            )
             arrived = message.tensors()
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
         simulation._posted[key, self.peer] = (at, contribution.weight, arrived)
         heapq.heappush(simulation._events, at)
-        return _SimulatedHandle(simulation, self.peer, key, simulation.now + simulation.wait, contribution.even)
+        return _SimulatedHandle(
+            simulation, self.peer, key, simulation.now + simulation.wait, contribution.even
+        )
 
 
 class _SimulatedHandle(Handle):
-    def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float, even: int) -> None:
-        self.simulation, self.peer, self.key, self.until, self.even = simulation, peer, key, until, even
+    def __init__(
+        self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float, even: int
+    ) -> None:
+        self.simulation, self.peer, self.key, self.until, self.even = (
+            simulation,
+            peer,
+            key,
+            until,
+            even,
+        )
         self._mean: Mean | None = None
 
     def done(self) -> bool:
         simulation = self.simulation
         group = simulation._group(self.peer, self.key)
-        return len(group) == 1 or simulation._complete(group, self.key) or simulation.now >= self.until
+        return (
+            len(group) == 1 or simulation._complete(group, self.key) or simulation.now >= self.until
+        )
 
     def result(self, deadline: float | None = None) -> Mean | None:
         simulation, key = self.simulation, self.key
@@ -295,7 +343,9 @@ class _SimulatedHandle(Handle):
         simulation._yield(self.peer, until, self.done)
         group = simulation._group(self.peer, key)
         if len(group) == 1 or not simulation._complete(group, key):
-            simulation._unpartnered.update((key, peer) for peer in group)  # else the rest would find each other complete
+            simulation._unpartnered.update(
+                (key, peer) for peer in group
+            )  # else the rest would find each other complete
             simulation._groups.pop(key, None)
             simulation._posted[key, self.peer][2].clear()
             simulation._messages.pop((key, self.peer), None)
@@ -325,6 +375,13 @@ class _SimulatedHandle(Handle):
             pairs[0].learn(mine, read)
             screen, other = simulation._screen(me, key), next(peer for peer in pair if peer != me)
             weights = [simulation._posted[key, peer][1] for peer in (me, other)]
-            self._mean = pair_mean(screen, key.fragment, (me, weights[0], mine), (other, weights[1], read), refused, self.even)
+            self._mean = pair_mean(
+                screen,
+                key.fragment,
+                (me, weights[0], mine),
+                (other, weights[1], read),
+                refused,
+                self.even,
+            )
         simulation._release(simulation._decided[key, me], me, key)
         return self._mean

@@ -46,7 +46,9 @@ def by_rate(tokens: int, steps: int) -> float:
 
 def _check_counted(tokens: int, steps: int) -> None:
     if steps > 0 and tokens == 0:
-        raise ValueError("no tokens were counted: call opt.count(tokens) before each opt.step(), or weigh by steps")
+        raise ValueError(
+            "no tokens were counted: call opt.count(tokens) before each opt.step(), or weigh by steps"
+        )
 
 
 Fragment = nn.Module | Iterable[nn.Module | Tensor]
@@ -55,7 +57,9 @@ _Named = tuple[list[str], int, Tensor]
 """A parameter: the parts of its name, the number of those that name its layer, and itself."""
 
 
-def layers(model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None = None) -> list[list[Tensor]]:
+def layers(
+    model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None = None
+) -> list[list[Tensor]]:
     """Return the model's parameters that require a gradient (only those ``among``, if given) by layer, in the order of the model.
 
     A layer is what has the same name up to its first number ("blocks.3"), or without one the same first part ("embedding"). One
@@ -70,7 +74,11 @@ def layers(model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None 
             end = next((index + 1 for index, part in enumerate(path) if part.isdigit()), 1)
             by_layer.setdefault(tuple(path[:end]), []).append((path, end, parameter))
     most = sum(_values(layer) for layer in by_layer.values()) / fragments
-    return [[parameter for _, _, parameter in part] for layer in by_layer.values() for part in _split(layer, most)]
+    return [
+        [parameter for _, _, parameter in part]
+        for layer in by_layer.values()
+        for part in _split(layer, most)
+    ]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -89,7 +97,9 @@ def _values(layer: Sequence[_Named]) -> int:
 
 def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
     """Return a layer of more than ``most`` values as the numbered modules in it, if it consists of such, again and again."""
-    if _values(layer) <= most or not any(part.isdigit() for path, end, _ in layer for part in path[end : end + 1]):
+    if _values(layer) <= most or not any(
+        part.isdigit() for path, end, _ in layer for part in path[end : end + 1]
+    ):
         return [layer]
     by_layer: dict[tuple[str, ...], list[_Named]] = {}
     for path, end, parameter in layer:
@@ -98,7 +108,9 @@ def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
     return [part for inner in by_layer.values() for part in _split(inner, most)]
 
 
-def strided(model: nn.Module, fragments: int, among: Iterable[Tensor] | None = None) -> list[list[Tensor]]:
+def strided(
+    model: nn.Module, fragments: int, among: Iterable[Tensor] | None = None
+) -> list[list[Tensor]]:
     """Return the model's parameters in ``fragments`` lists: layer l, in the order of ``layers``, goes into list l mod fragments.
 
     ``among``: of these parameters only.
@@ -107,7 +119,9 @@ def strided(model: nn.Module, fragments: int, among: Iterable[Tensor] | None = N
     """
     of_model = layers(model, max(fragments, 1), among)
     if not 1 <= fragments <= len(of_model):
-        raise ValueError(f"fragments must be between 1 and the number of layers, {len(of_model)}, got {fragments}")
+        raise ValueError(
+            f"fragments must be between 1 and the number of layers, {len(of_model)}, got {fragments}"
+        )
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
     for number, parameters in enumerate(of_model):
         parts[number % fragments] += parameters
@@ -118,14 +132,18 @@ def possible(fragments: int, model: nn.Module | None, parameters: Sequence[Tenso
     """Return ``fragments``, or as many as there are layers of ``model`` among ``parameters``, or parameters without a model."""
     if fragments <= 1:
         return 1
-    return min(fragments, len(parameters) if model is None else len(layers(model, fragments, parameters)))
+    return min(
+        fragments, len(parameters) if model is None else len(layers(model, fragments, parameters))
+    )
 
 
 def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
     """Return the parameters in ``fragments`` lists of about equally many values: the largest first, each into the least full."""
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
     for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
-        min(parts, key=lambda part: (sum(other.numel() for other in part), len(part))).append(parameter)
+        min(parts, key=lambda part: (sum(other.numel() for other in part), len(part))).append(
+            parameter
+        )
     return parts
 
 
@@ -143,24 +161,38 @@ def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> li
     owner: dict[nn.Module, int] = {}
     shared: set[int] = set()
     for number, fragment in enumerate(_listed(fragments, "fragments")):
-        items = [fragment] if isinstance(fragment, nn.Module) else _listed(fragment, f"fragments[{number}]")
+        items = (
+            [fragment]
+            if isinstance(fragment, nn.Module)
+            else _listed(fragment, f"fragments[{number}]")
+        )
         ids: set[int] = set()
         for item in items:
             if not isinstance(item, nn.Module | Tensor):
-                raise ValueError(f"fragments[{number}] must be a module, or a list of modules and parameters, got {_kind(item)}")
+                raise ValueError(
+                    f"fragments[{number}] must be a module, or a list of modules and parameters, got {_kind(item)}"
+                )
             inside = list(item.modules()) if isinstance(item, nn.Module) else []
-            if (other := next((owner[module] for module in inside if module in owner), number)) != number:
-                raise ValueError(f"fragments[{number}] has a module of fragments[{other}]: put every module into exactly one")
+            if (
+                other := next((owner[module] for module in inside if module in owner), number)
+            ) != number:
+                raise ValueError(
+                    f"fragments[{number}] has a module of fragments[{other}]: put every module into exactly one"
+                )
             owner |= dict.fromkeys(inside, number)
             own = {id(p) for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
             ids |= own - shared if isinstance(item, nn.Module) else own
         shared |= ids
         parts.append(sorted(place[key] for key in ids if key in place))
-    counts = [sum(position in part for part in map(set, parts)) for position in range(len(parameters))]
+    counts = [
+        sum(position in part for part in map(set, parts)) for position in range(len(parameters))
+    ]
     for position, count in enumerate(counts):
         if count != 1:
             shape = tuple(parameters[position].shape)
-            raise ValueError(f"parameter {position} of shape {shape} is in {count} fragments: put every parameter into exactly one")
+            raise ValueError(
+                f"parameter {position} of shape {shape} is in {count} fragments: put every parameter into exactly one"
+            )
     for number, part in enumerate(parts):
         if not part:
             raise ValueError(f"fragment {number} has no parameter: choose fewer fragments")
@@ -169,7 +201,11 @@ def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> li
 
 def _listed(value: Any, what: str) -> list[Any]:
     if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
-        kinds = "a number, or a list of modules" if what == "fragments" else "a module, or a list of modules and parameters"
+        kinds = (
+            "a number, or a list of modules"
+            if what == "fragments"
+            else "a module, or a list of modules and parameters"
+        )
         raise ValueError(f"{what} must be {kinds}, got {_kind(value)}")
     return list(value)
 

@@ -23,7 +23,9 @@ def check_rank(saved: Sequence[int] | None, own: Sequence[int] | None) -> None:
     """Raise ValueError unless the state is of the same part of a peer: rank and number of ranks, None if it is one process."""
     if saved == own:
         return
-    was, now = ("one process" if rank is None else f"rank {rank[0]} of {rank[1]}" for rank in (saved, own))
+    was, now = (
+        "one process" if rank is None else f"rank {rank[0]} of {rank[1]}" for rank in (saved, own)
+    )
     raise ValueError(
         f"the saved outer state is of {was}, and this is {now}: each rank loads its own, and shoal.optim.ranks.orders saves and "
         "loads what goes with any number of ranks"
@@ -34,7 +36,9 @@ def check_keys(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state. ValueError, naming the first, if something is missing."""
     for name in ("inner", "slow", "rule", "steps", "round"):
         if name not in state:
-            raise ValueError(f"the saved state has no {name!r}, so it is not an outer optimizer's: load it into the inner one")
+            raise ValueError(
+                f"the saved state has no {name!r}, so it is not an outer optimizer's: load it into the inner one"
+            )
     return state
 
 
@@ -44,56 +48,94 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
         raise ValueError(f"{what} has {len(theirs)} tensors, this model has {len(mine)}")
     for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their.shape != own.shape:
-            raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
+            raise ValueError(
+                f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}"
+            )
 
 
 def check_record(record: Mapping[str, Any], parts: int, steps: int, position: int) -> None:
     """Raise ValueError unless the numbers of a saved exchange in flight are possible. Its tensors are checked elsewhere."""
     facts = record["facts"]
-    bounds = {"round": 2**63, "fragment": parts - 1, "step": steps, "position": position, "lag": 2**31, "even": 2**31}
+    bounds = {
+        "round": 2**63,
+        "fragment": parts - 1,
+        "step": steps,
+        "position": position,
+        "lag": 2**31,
+        "even": 2**31,
+    }
     for name, most in bounds.items():
         if not isinstance(facts[name], int) or not 0 <= facts[name] <= most:
-            raise ValueError(f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between 0 and {most}")
+            raise ValueError(
+                f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between 0 and {most}"
+            )
     for name in ("weight", "counts"):
         if not 0 <= float(facts[name]) < math.inf:
-            raise ValueError(f"the saved exchange in flight has {name} {facts[name]!r}: it must be finite and not negative")
+            raise ValueError(
+                f"the saved exchange in flight has {name} {facts[name]!r}: it must be finite and not negative"
+            )
     if facts["arrived"] is not None and not 0 < int(facts["arrived"]) <= position:
-        raise ValueError(f"the saved exchange in flight has arrived {facts['arrived']!r}, before it was sent or after now")
+        raise ValueError(
+            f"the saved exchange in flight has arrived {facts['arrived']!r}, before it was sent or after now"
+        )
 
 
 def check_given(
-    slow: Sequence[Tensor], shared: Given, applied: Sequence[int] | None, own: Sequence[Tensor], own_shared: Given, fragments: int
+    slow: Sequence[Tensor],
+    shared: Given,
+    applied: Sequence[int] | None,
+    own: Sequence[Tensor],
+    own_shared: Given,
+    fragments: int,
 ) -> None:
     """Raise ValueError unless what is to be adopted has the names and shapes of the own."""
     check_shapes("the given list of slow weights", slow, own)
     for name, tensors in shared.items():
         if name not in own_shared:
-            raise ValueError(f"the given shared state has {name!r}, which this method does not share")
+            raise ValueError(
+                f"the given shared state has {name!r}, which this method does not share"
+            )
         check_shapes(f"the given shared state {name!r}", tensors, own_shared[name])
     if applied is not None and len(applied) != fragments:
-        raise ValueError(f"the given weights are in {len(applied)} fragments, this optimizer's in {fragments}")
+        raise ValueError(
+            f"the given weights are in {len(applied)} fragments, this optimizer's in {fragments}"
+        )
 
 
 def settings_of(rule: Rule) -> dict[str, Any]:
     values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
-    return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is None or isinstance(value, int | float)
+    }
 
 
 def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = state["groups"]
     if len(groups) != count:
-        raise ValueError(f"the saved outer state has {len(groups)} parameter groups, this optimizer {count}")
+        raise ValueError(
+            f"the saved outer state has {len(groups)} parameter groups, this optimizer {count}"
+        )
     return groups
 
 
-def settings_changed(state: Mapping[str, Any], rule: Rule, schedule: Schedule, restored: Collection[str] = ()) -> str | None:
+def settings_changed(
+    state: Mapping[str, Any], rule: Rule, schedule: Schedule, restored: Collection[str] = ()
+) -> str | None:
     """Return a clause on the settings, but for those ``restored``, that were others when ``state`` was saved, or None."""
     was, now = state["settings"], settings_of(rule)
-    names = [name for name in now if name in was and was[name] != now[name] and name not in restored]
+    names = [
+        name for name in now if name in was and was[name] != now[name] and name not in restored
+    ]
     before, after = ([f"{name} {values[name]}" for name in names] for values in (was, now))
     if state["schedule"] != repr(schedule):
         before, after = [*before, state["schedule"]], [*after, repr(schedule)]
-    return f"the saved outer state had {', '.join(before)}, this optimizer has {', '.join(after)}" if before else None
+    return (
+        f"the saved outer state had {', '.join(before)}, this optimizer has {', '.join(after)}"
+        if before
+        else None
+    )
 
 
 Record = dict[str, Any]
@@ -173,7 +215,11 @@ class PendingExchange:
         if self.finished or not self._awaited(codec):
             return codec.state_dict()
         unsent = self.weights.whole(self.part, self.sent.contribution)
-        return codec.state_dict(unsent) if isinstance(codec, Rejectable) and self.weights.first else codec.state_dict()
+        return (
+            codec.state_dict(unsent)
+            if isinstance(codec, Rejectable) and self.weights.first
+            else codec.state_dict()
+        )
 
     def record(self, codec: Codec, start: Sequence[Tensor], *, copy: bool) -> Record:
         """Return what is needed to begin the exchange anew: with it nothing need be taken back. ``start``: the rule's START.
@@ -183,8 +229,16 @@ class PendingExchange:
         awaited = self._awaited(codec) and self.weights.first
         memory = codec.state_dict() if awaited else {}
         payload = codec.payload if awaited and isinstance(codec, Resendable) else None
-        tensors = {"sent": self.sent.contribution, "tail": self.sent.tail, "fast": self.fast, "start": start}
-        tensors |= {"error": memory.pop("error", None) or (), "payload": () if payload is None else [payload]}
+        tensors = {
+            "sent": self.sent.contribution,
+            "tail": self.sent.tail,
+            "fast": self.fast,
+            "start": start,
+        }
+        tensors |= {
+            "error": memory.pop("error", None) or (),
+            "payload": () if payload is None else [payload],
+        }
         facts = {
             "round": self.context.key.round,
             "fragment": self.fragment,
@@ -193,7 +247,10 @@ class PendingExchange:
             "even": self.sent.even,
             "state": list(self.sent.state),
             "settings": [
-                [{name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)}, list(places)]
+                [
+                    {name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)},
+                    list(places),
+                ]
                 for rule, places in self.rules
             ],
             "step": self.step,
@@ -203,14 +260,21 @@ class PendingExchange:
             "arrived": self.arrived,
             "codec": memory or None,
         }
-        return {"facts": facts, "tensors": {name: [t.clone() if copy else t for t in some] for name, some in tensors.items()}}
+        return {
+            "facts": facts,
+            "tensors": {
+                name: [t.clone() if copy else t for t in some] for name, some in tensors.items()
+            },
+        }
 
     def _awaited(self, codec: Codec) -> bool:
         """Return True if the codec awaits the outcome; an exchange without a partner in view need not have encoded."""
         return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:
-        contribution = self.weights.whole(self.part, self.sent.contribution)  # the codec has seen the whole
+        contribution = self.weights.whole(
+            self.part, self.sent.contribution
+        )  # the codec has seen the whole
         if isinstance(codec, Rejectable) and self.weights.first:
             codec.rejected(contribution)
 
@@ -235,11 +299,15 @@ class InFlight:
 
     def due(self, fragment: int, position: int | None) -> PendingExchange | None:
         """Return the fragment's that was sent at ``position``, or its oldest; None if there is none."""
-        return next((p for p in self._of[fragment] if position is None or p.position == position), None)
+        return next(
+            (p for p in self._of[fragment] if position is None or p.position == position), None
+        )
 
     def drop(self, fragment: int, codec: Codec, until: float = math.inf) -> None:
         """Cancel a fragment's exchanges from rounds up to ``until``."""
-        for pending in [pending for pending in self._of[fragment] if pending.context.key.round <= until]:
+        for pending in [
+            pending for pending in self._of[fragment] if pending.context.key.round <= until
+        ]:
             pending.cancel(codec)
             self._of[fragment].remove(pending)
 

@@ -37,7 +37,9 @@ _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 def all_parameters(inner: Inner) -> list[Tensor]:
     """Return the parameters of an optimizer, or of several, in the order of their groups: frozen ones too."""
     several = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
-    return [parameter for one in several for group in one.param_groups for parameter in group["params"]]
+    return [
+        parameter for one in several for group in one.param_groups for parameter in group["params"]
+    ]
 
 
 def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -50,7 +52,9 @@ def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> lis
     if order := getattr(inner, "order", ()):
         own = set(every)
         every = [parameter for parameter in order if parameter in own]
-    averaged = [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
+    averaged = [
+        parameter for parameter in every if parameter.requires_grad and parameter not in left_out
+    ]
     return exchange.ordered(averaged)
 
 
@@ -60,17 +64,26 @@ def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Ten
     ValueError if a parameter is not in ``inner``, a name fits none of ``model`` (buffers included), or there is no model.
     """
     if isinstance(exclude, str):
-        raise ValueError(f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it into brackets")
+        raise ValueError(
+            f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it into brackets"
+        )
     every, meant = set(all_parameters(inner)), set()
     for item in exclude:
         if isinstance(item, Tensor):
             if item not in every:
-                raise ValueError(f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner optimizer")
+                raise ValueError(
+                    f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner optimizer"
+                )
             meant.add(item)
             continue
         if model is None:
-            raise ValueError(f"to exclude {item!r} by name hand in model=, or exclude the parameters themselves")
-        every_name = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+            raise ValueError(
+                f"to exclude {item!r} by name hand in model=, or exclude the parameters themselves"
+            )
+        every_name = (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
         named = [tensor for name, tensor in chain(*every_name) if fits(name, item)]
         if not named:
             raise ValueError(f"no parameter of the model fits {item!r}, which was to be excluded")
@@ -102,7 +115,9 @@ class AveragedBuffers:
         self._shapes = {
             name: buffer.shape
             for name, buffer in self._model.named_buffers()
-            if name in saved and buffer.is_floating_point() and not any(fits(name, pattern) for pattern in own)
+            if name in saved
+            and buffer.is_floating_point()
+            and not any(fits(name, pattern) for pattern in own)
         }
 
     def __len__(self) -> int:
@@ -146,7 +161,9 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
 def accumulates(inner: torch.optim.Optimizer) -> bool:
     """Return True if ``inner`` was prepared by accelerate, which has it take no step in the middle of an accumulation."""
     several = inner.parts if isinstance(inner, Combined) else [inner]
-    return any(not one.gradient_state.sync_gradients for one in several if hasattr(one, "gradient_state"))
+    return any(
+        not one.gradient_state.sync_gradients for one in several if hasattr(one, "gradient_state")
+    )
 
 
 def initialises(optimizer: torch.optim.Optimizer) -> bool:
@@ -156,11 +173,15 @@ def initialises(optimizer: torch.optim.Optimizer) -> bool:
     """
     if optimizer.state or any(bool(group.get("lr", 1.0) != 0) for group in optimizer.param_groups):
         return False
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    gradients = [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+    ]
     return all(gradient is not None and not bool(local(gradient).any()) for gradient in gradients)
 
 
-def step_unless_overflow(inner: torch.optim.Optimizer, scale: Tensor | None, overflow: Tensor) -> None:
+def step_unless_overflow(
+    inner: torch.optim.Optimizer, scale: Tensor | None, overflow: Tensor
+) -> None:
     """Do to ``inner`` what ``GradScaler`` does: divide gradients by ``scale`` (None: that is done), and step if they are finite.
 
     ``overflow``: above 0 if one is not. Optimizers that do both in their own kernels (torch's fused ones) get both tensors, without
@@ -168,10 +189,21 @@ def step_unless_overflow(inner: torch.optim.Optimizer, scale: Tensor | None, ove
     """
     parts = inner.parts if isinstance(inner, Combined) else [inner]
     fused = [one for one in parts if getattr(one, "_step_supports_amp_scaling", False)]
-    fused = [one for one in fused if "grad_scaler" not in inspect.signature(one.step).parameters]  # torch's older contract
+    fused = [
+        one for one in fused if "grad_scaler" not in inspect.signature(one.step).parameters
+    ]  # torch's older contract
     if len(fused) < len(parts):
         if scale is not None:
-            unscale((p for one in parts if one not in fused for group in one.param_groups for p in group["params"]), scale)
+            unscale(
+                (
+                    p
+                    for one in parts
+                    if one not in fused
+                    for group in one.param_groups
+                    for p in group["params"]
+                ),
+                scale,
+            )
         if overflow.item():
             return
     for one in fused:
@@ -191,7 +223,9 @@ def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
     for param in params:
         if param.grad is not None:
             if param.grad.dtype == torch.float16:
-                raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in float32, and compute in autocast.")
+                raise ValueError(
+                    "Attempting to unscale FP16 gradients: keep the parameters in float32, and compute in autocast."
+                )
             gradient = local(param.grad)
             found[gradient.device].append(gradient._values() if gradient.is_sparse else gradient)
     for device, gradients in found.items():
@@ -210,13 +244,17 @@ class Wrapper(torch.optim.Optimizer):
         inside = self._inside()
         if len(inside) == 1:
             return inside[0].param_groups
-        return [group for one in inside for group in one.param_groups] if inside else self._made_with
+        return (
+            [group for one in inside for group in one.param_groups] if inside else self._made_with
+        )
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         inside = self._inside()
         if len(inside) > 1:
-            raise AttributeError("the groups of several optimizers cannot be replaced at once: replace those of each")
+            raise AttributeError(
+                "the groups of several optimizers cannot be replaced at once: replace those of each"
+            )
         if inside:
             inside[0].param_groups = groups
         else:
@@ -228,13 +266,17 @@ class Wrapper(torch.optim.Optimizer):
         inside = self._inside()
         if len(inside) == 1:
             return inside[0].state
-        return defaultdict(dict, {parameter: state for one in inside for parameter, state in one.state.items()})
+        return defaultdict(
+            dict, {parameter: state for one in inside for parameter, state in one.state.items()}
+        )
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         inside = self._inside()  # none when torch's constructor sets it
         if len(inside) > 1:
-            raise AttributeError("the state of several optimizers cannot be replaced at once: replace that of each")
+            raise AttributeError(
+                "the state of several optimizers cannot be replaced at once: replace that of each"
+            )
         if inside:
             inside[0].state = state
 
@@ -252,13 +294,17 @@ class Combined(Wrapper):
         ValueError: there is no optimizer, two have the same parameter, or ``order`` lacks one.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[Tensor] = ()
+    ) -> None:
         self.parts: list[torch.optim.Optimizer] = []
         self.order = list(order)
         if not optimizers:
             raise ValueError("there is no inner optimizer: hand in at least one")
         groups = [dict(group) for one in optimizers for group in one.param_groups]
-        if order and not {parameter for group in groups for parameter in group["params"]} <= set(order):
+        if order and not {parameter for group in groups for parameter in group["params"]} <= set(
+            order
+        ):
             raise ValueError("the order lacks a parameter of the optimizers")
         super().__init__(groups, dict(ChainMap(*(one.defaults for one in optimizers))))
         self.parts = list(optimizers)
@@ -269,7 +315,9 @@ class Combined(Wrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError once it is made: the group would have no optimizer."""
         if self.parts:
-            raise ValueError("add parameter groups to one of the inner optimizers before combining them")
+            raise ValueError(
+                "add parameter groups to one of the inner optimizers before combining them"
+            )
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -288,16 +336,26 @@ class Combined(Wrapper):
         groups: list[dict[str, Any]] = []
         for one in self.parts:
             first, own = sum(len(group["params"]) for group in groups), one.state_dict()
-            state |= {first + key if isinstance(key, int) else key: value for key, value in own["state"].items()}
-            groups += [{**group, "params": [first + key for key in group["params"]]} for group in own["param_groups"]]
+            state |= {
+                first + key if isinstance(key, int) else key: value
+                for key, value in own["state"].items()
+            }
+            groups += [
+                {**group, "params": [first + key for key in group["params"]]}
+                for group in own["param_groups"]
+            ]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned. ValueError if the groups are others; nothing is changed then."""
         groups = state_dict["param_groups"]
-        own, saved = ([len(group["params"]) for group in some] for some in (self.param_groups, groups))
+        own, saved = (
+            [len(group["params"]) for group in some] for some in (self.param_groups, groups)
+        )
         if own != saved:
-            raise ValueError(f"the saved inner optimizers have parameter groups of {saved} parameters, these of {own}")
+            raise ValueError(
+                f"the saved inner optimizers have parameter groups of {saved} parameters, these of {own}"
+            )
         first = 0
         for one in self.parts:
             mine = groups[first : first + len(one.param_groups)]
@@ -342,10 +400,15 @@ class OuterGroups(Stepped):
     def __init__(self, rule: Rule, slow: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
         self._rule = self._latest = rule
         self._made_with = {name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)}
-        if self._made_with.get("momentum") == 0 and rule.initial([]) != replace(rule, momentum=0.5).initial([]):  # type: ignore[type-var]
+        if self._made_with.get("momentum") == 0 and rule.initial([]) != replace(
+            rule, momentum=0.5
+        ).initial([]):  # type: ignore[type-var]
             del self._made_with["momentum"]  # it has no buffer
         self._group_of = {index: number for number, group in enumerate(groups) for index in group}
-        super().__init__([{"params": [slow[index] for index in group]} for group in groups], dict(self._made_with))
+        super().__init__(
+            [{"params": [slow[index] for index in group]} for group in groups],
+            dict(self._made_with),
+        )
 
     def values(self, index: int) -> dict[str, float]:
         """Return the present settings of a parameter, by its position in the slow weights."""
@@ -355,7 +418,9 @@ class OuterGroups(Stepped):
     def rules(self, part: Sequence[int]) -> Parts:
         """Return the rules for the parameters ``part``: one, unless groups differ. ValueError for values that no rule takes."""
         places: dict[tuple[float, ...], list[int]] = {}
-        groups = [tuple(float(group[name]) for name in self._made_with) for group in self.param_groups]
+        groups = [
+            tuple(float(group[name]) for name in self._made_with) for group in self.param_groups
+        ]
         for place, index in enumerate(part):
             places.setdefault(groups[self._group_of[index]], []).append(place)
         return [(self._with(values), found) for values, found in places.items()]
@@ -370,27 +435,46 @@ class OuterGroups(Stepped):
 
     def again(self, saved: Sequence[tuple[dict[str, float], list[int]]]) -> Parts:
         """Return the rules of saved settings and places. KeyError or ValueError for settings that no rule takes."""
-        return [(self._with(tuple(float(values[name]) for name in self._made_with)), list(places)) for values, places in saved]
+        return [
+            (self._with(tuple(float(values[name]) for name in self._made_with)), list(places))
+            for values, places in saved
+        ]
 
     def settings(self) -> list[dict[str, Any]]:
-        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.param_groups
+        ]
 
     def restore(self, groups: Sequence[dict[str, Any]]) -> None:
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name not in SETTINGS or name in self._made_with})
+            group.update(
+                {
+                    name: value
+                    for name, value in saved.items()
+                    if name not in SETTINGS or name in self._made_with
+                }
+            )
 
 
-def contribution_of(parts: Parts, slow: list[Tensor], fast: list[Tensor], state: State, context: RoundContext) -> Sequence[Tensor]:
+def contribution_of(
+    parts: Parts, slow: list[Tensor], fast: list[Tensor], state: State, context: RoundContext
+) -> Sequence[Tensor]:
     """Return a fragment's contribution: whole multiples of its parameters, in their order.
 
     ValueError if the groups' rules send unequally many tensors.
     """
     if len(parts) == 1:
         return parts[0][0].contribution(slow, fast, state, context)
-    sent = [rule.contribution(*_cut(places, slow, fast, state), replace(context, places=places)) for rule, places in parts]
+    sent = [
+        rule.contribution(*_cut(places, slow, fast, state), replace(context, places=places))
+        for rule, places in parts
+    ]
     times = {len(tensors) // len(places) for tensors, (_, places) in zip(sent, parts, strict=True)}
     if len(times) != 1:
-        raise ValueError("the outer settings of the parameter groups send unequally many tensors: leave out pull, or make lr equal")
+        raise ValueError(
+            "the outer settings of the parameter groups send unequally many tensors: leave out pull, or make lr equal"
+        )
     by_place = {
         number * len(slow) + place: tensors[number * len(places) + at]
         for tensors, (_, places) in zip(sent, parts, strict=True)
@@ -401,7 +485,12 @@ def contribution_of(parts: Parts, slow: list[Tensor], fast: list[Tensor], state:
 
 
 def apply_mean(
-    parts: Parts, slow: list[Tensor], fast: list[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+    parts: Parts,
+    slow: list[Tensor],
+    fast: list[Tensor],
+    mean: Sequence[Tensor],
+    state: State,
+    context: RoundContext,
 ) -> None:
     """Let each rule apply its part of the mean."""
     if len(parts) == 1:
@@ -414,9 +503,17 @@ def apply_mean(
             for tensors in (mean, context.sent)
         )
         kept = [context.fast[at] for at in places] if context.fast else []
-        rule.apply(own_slow, own_fast, own_mean, own_state, replace(context, sent=sent, fast=kept, places=places))
+        rule.apply(
+            own_slow,
+            own_fast,
+            own_mean,
+            own_state,
+            replace(context, sent=sent, fast=kept, places=places),
+        )
 
 
-def _cut(places: list[int], slow: list[Tensor], fast: list[Tensor], state: State) -> tuple[list[Tensor], list[Tensor], State]:
+def _cut(
+    places: list[int], slow: list[Tensor], fast: list[Tensor], state: State
+) -> tuple[list[Tensor], list[Tensor], State]:
     own = {name: [tensors[at] for at in places] for name, tensors in state.items()}
     return [slow[at] for at in places], [fast[at] for at in places], own

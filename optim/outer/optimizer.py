@@ -29,7 +29,17 @@ from torch import Tensor, nn
 from shoal.optim.codecs.base import BufferTailCodec, Codec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.device import accelerator_of, to_device, to_host
-from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, Mean, NoPartner, OnDemand, RoundKey, differences
+from shoal.optim.exchange.base import (
+    Alone,
+    Contribution,
+    Exchange,
+    Handle,
+    Mean,
+    NoPartner,
+    OnDemand,
+    RoundKey,
+    differences,
+)
 from shoal.optim.outer.fragments import Fragment, Weight, even, positions, possible, strided
 from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
 from shoal.optim.outer.inner import (
@@ -140,19 +150,35 @@ class OuterOptimizer(OuterState):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the arguments of whichever method is made, before it looks into them. TypeError names the one that is wrong."""
         constructors = [vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind)]
-        arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+        arguments = {
+            name
+            for constructor in constructors
+            for name in inspect.signature(constructor).parameters
+        }
         for name in options.keys() - arguments:
             near = difflib.get_close_matches(name, arguments, 1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"help({cls.__name__}) lists them"
             raise TypeError(f"{cls.__name__} has no argument {name!r}: {hint}")
         given = dict(zip(("inner", "exchange"), args, strict=False)) | options
         inner, exchange = given.get("inner", ()), given.get("exchange", Alone())
-        several = [inner] if isinstance(inner, torch.optim.Optimizer) or not isinstance(inner, Sequence) else inner
+        several = (
+            [inner]
+            if isinstance(inner, torch.optim.Optimizer) or not isinstance(inner, Sequence)
+            else inner
+        )
         if wrong := [one for one in several if not isinstance(one, torch.optim.Optimizer)]:
-            raise TypeError(f"inner must be an optimizer of torch, or a list of them, got {type(wrong[0]).__name__}")
+            raise TypeError(
+                f"inner must be an optimizer of torch, or a list of them, got {type(wrong[0]).__name__}"
+            )
         if not isinstance(exchange, Exchange):
-            remedy = "hand in its exchange()" if hasattr(exchange, "exchange") else "such as session.exchange() or shoal.Alone()"
-            raise TypeError(f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}")
+            remedy = (
+                "hand in its exchange()"
+                if hasattr(exchange, "exchange")
+                else "such as session.exchange() or shoal.Alone()"
+            )
+            raise TypeError(
+                f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}"
+            )
         return super().__new__(cls)
 
     @property
@@ -166,7 +192,9 @@ class OuterOptimizer(OuterState):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError once the optimizer is made: the slow weights of the new parameters would be missing."""
         if hasattr(self, "slow"):
-            raise ValueError("add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged")
+            raise ValueError(
+                "add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged"
+            )
         super().add_param_group(param_group)
 
     @overload
@@ -181,7 +209,10 @@ class OuterOptimizer(OuterState):
         inner optimizer's state counts as none. Called by ``GradScaler.step`` it leaves the inner step out if a gradient is not
         finite, and does the outer part all the same: peers count the same steps.
         """
-        scale, overflow = vars(self).get("grad_scale"), vars(self).get("found_inf")  # only while GradScaler calls
+        scale, overflow = (
+            vars(self).get("grad_scale"),
+            vars(self).get("found_inf"),
+        )  # only while GradScaler calls
         try:
             self._check_not_averaged("step")
             self._check_parameters()
@@ -228,7 +259,9 @@ class OuterOptimizer(OuterState):
 
     def count(self, tokens: int) -> None:
         """Count the tokens (or samples) of the coming step, for weights and round lengths that depend on them."""
-        self.tokens += int(tokens)  # a sum over a mask is a tensor, which would be added to in place
+        self.tokens += int(
+            tokens
+        )  # a sum over a mask is a tensor, which would be added to in place
 
     def listen(self) -> None:
         """Take part in the next round (of every fragment) with weight 0: for a late joiner that has hardly trained yet.
@@ -294,9 +327,14 @@ class OuterOptimizer(OuterState):
         """
         if self._auto is not None:
             least = self._auto.least
-            remaining = (1 if p.arrived is None else p.position + least - self.position for p in self._in_flight)
+            remaining = (
+                1 if p.arrived is None else p.position + least - self.position
+                for p in self._in_flight
+            )
             most = min([most, *(max(positions, 1) for positions in remaining)])
-        return next((number for number in range(1, most) if self.schedule.at(self.position + number)), most)
+        return next(
+            (number for number in range(1, most) if self.schedule.at(self.position + number)), most
+        )
 
     def _act(self, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
         """Do what the schedule asks for at the present position; yield each exchange before its outcome is needed."""
@@ -312,13 +350,19 @@ class OuterOptimizer(OuterState):
                         yield pending.handle
                     if self._auto is not None and not self._there(pending):
                         pending.arrived = self.position - pending.position
-                    pending.wait(self._codecs[action.fragment])  # a fragment is in one exchange at a time
+                    pending.wait(
+                        self._codecs[action.fragment]
+                    )  # a fragment is in one exchange at a time
                     if self._auto is not None:
                         self._apply(pending)
-                oldest = not self._in_flight.of(action.fragment) and Apply(action.fragment) in actions
+                oldest = (
+                    not self._in_flight.of(action.fragment) and Apply(action.fragment) in actions
+                )
                 self._send(action.fragment, at_once=oldest or Apply(action.fragment, 0) in actions)
             else:
-                due = self._in_flight.due(action.fragment, None if action.after is None else self.position - action.after)
+                due = self._in_flight.due(
+                    action.fragment, None if action.after is None else self.position - action.after
+                )
                 if due is not None and not due.finished and due.handle is not None:
                     yield due.handle
                 self._due(action.fragment, due)
@@ -339,7 +383,11 @@ class OuterOptimizer(OuterState):
 
     def _lasts(self, pending: PendingExchange) -> bool:
         """Return True if training goes on although the fragment is due: over a slow link the mean comes later. Rank 0 decides."""
-        if self._auto is None or self.position - pending.position >= LASTS * self._auto.every or self._there(pending):
+        if (
+            self._auto is None
+            or self.position - pending.position >= LASTS * self._auto.every
+            or self._there(pending)
+        ):
             return False
         return self._weights.agreed(pending.handle is not None and pending.handle.leave_out())
 
@@ -355,8 +403,14 @@ class OuterOptimizer(OuterState):
 
     def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
         part = self._parts[fragment]
-        state = {name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()}
-        return [self.slow[index] for index in part], [self._weights.fast[index] for index in part], state
+        state = {
+            name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()
+        }
+        return (
+            [self.slow[index] for index in part],
+            [self._weights.fast[index] for index in part],
+            state,
+        )
 
     def _context(self, key: RoundKey, **facts: Any) -> RoundContext:
         part = self._parts[key.fragment]
@@ -368,16 +422,24 @@ class OuterOptimizer(OuterState):
 
     def _weigh(self, fragment: int) -> float:
         steps, tokens = self._sent_at[fragment]
-        weight = self.weight(self.tokens - tokens, self.steps - steps) if callable(self.weight) else self.weight
+        weight = (
+            self.weight(self.tokens - tokens, self.steps - steps)
+            if callable(self.weight)
+            else self.weight
+        )
         if not 0 <= weight < math.inf:
-            raise ValueError(f"the weight of a contribution must be finite and not negative, got {weight}")
+            raise ValueError(
+                f"the weight of a contribution must be finite and not negative, got {weight}"
+            )
         return float(weight)
 
     @torch.no_grad()
     def _send(self, fragment: int, *, at_once: bool) -> None:
         """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
         if fragment >= len(self._parts):
-            raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
+            raise ValueError(
+                f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments="
+            )
         weight = self._weigh(fragment)
         tail = self._buffers.now() if fragment == 0 else []
         if self.slow[0].device.type == "cpu":
@@ -387,18 +449,32 @@ class OuterOptimizer(OuterState):
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
         self._listening.discard(fragment)
-        self.round, weight, listening, lag = self._weights.agreed((self.round, weight, listening, self.lag))
+        self.round, weight, listening, lag = self._weights.agreed(
+            (self.round, weight, listening, self.lag)
+        )
         own_weight = 1.0 if listening or not weight else weight
-        context = self._context(RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight)
+        context = self._context(
+            RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight
+        )
         rules = self.outer.rules(self._parts[fragment])
         contribution = contribution_of(rules, slow, fast, state, context)
-        if not at_once:  # otherwise nothing that it is made of changes before its outcome is applied
+        if (
+            not at_once
+        ):  # otherwise nothing that it is made of changes before its outcome is applied
             contribution = self._detached(contribution)
         even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
         shown = self.sketch_of(fragment) if self.anchored and self.exchange.compares else ()
         sent = Sent(contribution, tail, 0.0 if listening else weight, even, shown)
         pending = PendingExchange(
-            self._weights, self._parts[fragment], context, sent, rules, self.steps, self.position, lag, absent=weight == 0
+            self._weights,
+            self._parts[fragment],
+            context,
+            sent,
+            rules,
+            self.steps,
+            self.position,
+            lag,
+            absent=weight == 0,
         )
         if weight and isinstance(codec := self._codecs[fragment], Mod4Codec):
             moved = self._weights.whole(self._parts[fragment], differences(fast, slow))
@@ -416,13 +492,23 @@ class OuterOptimizer(OuterState):
         With lags of their own not all peers have the same ones in flight. A job starts again with all of them, from the same step,
         so what one has applied already is announced as its absence: the others would wait for it.
         """
-        begun = {pending.context.key.round: pending for pending in self._in_flight if pending.handle is None}
-        over = {round: part for part, round in enumerate(self.applied) if round >= 0 and not self._in_flight.of(part)}
+        begun = {
+            pending.context.key.round: pending
+            for pending in self._in_flight
+            if pending.handle is None
+        }
+        over = {
+            round: part
+            for part, round in enumerate(self.applied)
+            if round >= 0 and not self._in_flight.of(part)
+        }
         for round in sorted({*begun, *over} if self._resumed and self._auto is not None else begun):
             if round in begun:
                 context = begun[round].context
                 key = RoundKey(self.run, round, context.key.fragment)
-                begun[round].context = self._context(key, weight=context.weight, total=context.total)
+                begun[round].context = self._context(
+                    key, weight=context.weight, total=context.total
+                )
                 self._start(begun[round])
             else:
                 self.exchange.absent(RoundKey(self.run, round, over[round]))
@@ -437,15 +523,23 @@ class OuterOptimizer(OuterState):
             return
         codec = self._codecs[key.fragment]
         codec = BufferTailCodec(codec, len(sent.tail)) if sent.tail else codec
-        whole = sent.contribution if isinstance(sent.contribution, OnDemand) else OnDemand(sent.contribution)
+        whole = (
+            sent.contribution
+            if isinstance(sent.contribution, OnDemand)
+            else OnDemand(sent.contribution)
+        )
         tensors = whole.rounded(torch.float32).joined(sent.tail)
-        pending.handle = self.exchange.start(Contribution(key, tensors, sent.weight, codec, sent.even, sent.state))
+        pending.handle = self.exchange.start(
+            Contribution(key, tensors, sent.weight, codec, sent.even, sent.state)
+        )
 
     def _due(self, fragment: int, due: PendingExchange | None) -> None:
         exchanges = self._in_flight.of(fragment)
         if due is not None:
             self._apply(due)
-        elif exchanges and exchanges[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
+        elif (
+            exchanges and exchanges[-1].position == self.position
+        ):  # first round of a delayed schedule: there is no mean yet
             slow, fast, state = self._of(fragment)
             with torch.no_grad():
                 context = self._context(exchanges[-1].context.key, members=0)
@@ -470,15 +564,24 @@ class OuterOptimizer(OuterState):
         count, weight = len(pending.sent.contribution), pending.context.weight
         total, members = weight, 1
         if mean is not None:
-            total, members = mean.weight, len(mean.members) if mean.counted is None else mean.counted
+            total, members = (
+                mean.weight,
+                len(mean.members) if mean.counted is None else mean.counted,
+            )
             weight = min(weight, mean.limit)
-            if not pending.sent.weight and not pending.absent and members < len(mean.members):  # if all weights are 0, all count
+            if (
+                not pending.sent.weight and not pending.absent and members < len(mean.members)
+            ):  # if all weights are 0, all count
                 weight = 0.0
         facts = {"weight": weight, "total": total, "members": members, "lag": lag}
-        context = self._context(pending.context.key, sent=pending.sent.contribution, fast=pending.fast, **facts)
+        context = self._context(
+            pending.context.key, sent=pending.sent.contribution, fast=pending.fast, **facts
+        )
         tensors: Sequence[Tensor] = pending.sent.contribution
         if mean is not None:
-            tensors = [t.to(self.slow[0]) for t in to_device(mean.tensors[:count], self.slow[0].device)]
+            tensors = [
+                t.to(self.slow[0]) for t in to_device(mean.tensors[:count], self.slow[0].device)
+            ]
         apply_mean(pending.rules, slow, fast, tensors, state, context)
         self._weights.restart(part)
         if mean is not None and fragment == 0:
@@ -487,11 +590,18 @@ class OuterOptimizer(OuterState):
             assign(buffers, tail if accelerator is None else to_device(tail, accelerator))
         # Removed last: had anything above raised, a second call would still find the exchange.
         self._in_flight.remove(pending)
-        if self._auto is not None and pending.arrived is not None and mean is not None and len(mean.members) > 1:
+        if (
+            self._auto is not None
+            and pending.arrived is not None
+            and mean is not None
+            and len(mean.members) > 1
+        ):
             self._auto.observe(pending.arrived)
         self.applied[fragment] = context.key.round
         self.outer.step()
-        late = self._auto is not None and pending.arrived is not None and pending.arrived > pending.lag
+        late = (
+            self._auto is not None and pending.arrived is not None and pending.arrived > pending.lag
+        )
         self._report(context.key, mean, lag, late)
 
     def _equalise(self, key: RoundKey, mean: Mean) -> None:
@@ -515,7 +625,9 @@ class OuterOptimizer(OuterState):
             "round %d, fragment %d: the slow weights of %s differed; all have those of %s now.",
             key.round, key.fragment, ", ".join(sorted(mean.states)), ", ".join(right),
         )  # fmt: skip
-        rows = [outcome.tensors[start : start + len(part)] for start in range(0, len(mine), len(part))]
+        rows = [
+            outcome.tensors[start : start + len(part)] for start in range(0, len(mine), len(part))
+        ]
         for index, slow in zip(part, rows[0], strict=True):
             self.move(index, slow)
         for tensors, row in zip(self.shared.values(), rows[1:], strict=True):
@@ -524,7 +636,9 @@ class OuterOptimizer(OuterState):
 
     def _report(self, key: RoundKey, mean: Mean | None, lag: int, late: bool = False) -> None:
         if self.on_round is not None:
-            self.on_round(RoundInfo(key, () if mean is None else mean.members, self.steps, lag, late))
+            self.on_round(
+                RoundInfo(key, () if mean is None else mean.members, self.steps, lag, late)
+            )
 
     def _apply_in_flight(self) -> None:
         self._begin_anew()
@@ -545,7 +659,9 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
     Compares rule, present outer rate and momentum of each parameter, schedule but for the lag (each peer may have its own), codec,
     weight, length of a round, number of buffers, and fragments. Tensors are not read, so ``other`` may be on the device "meta".
     """
-    for index in range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ():
+    for index in (
+        range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ()
+    ):
         present, expected = mine.outer.values(index), other.outer.values(index)
         for name in present.keys() & expected.keys():
             if present[name] != expected[name]:
@@ -555,7 +671,10 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
             return f"it is {kind_of(one)} and not {kind_of(two)}"
         for item in fields(one):  # type: ignore[arg-type]
             difference = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
-            if difference is not None and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys():
+            if (
+                difference is not None
+                and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys()
+            ):
                 return difference
     pairs = {
         "the codec": (mine.codec.name, other.codec.name),
@@ -564,9 +683,17 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
         "the number of averaged buffers": (len(mine._buffers), len(other._buffers)),
         "the number of fragments": (mine.fragments, other.fragments),
     }
-    differing = (difference for what, (one, two) in pairs.items() if (difference := _differ(what, one, two)) is not None)
+    differing = (
+        difference
+        for what, (one, two) in pairs.items()
+        if (difference := _differ(what, one, two)) is not None
+    )
     shapes = [[parameter.shape for parameter in opt.parameters] for opt in (mine, other)]
-    cut = None if mine._parts == other._parts and shapes[0] == shapes[1] else "its fragments hold other parameters"
+    cut = (
+        None
+        if mine._parts == other._parts and shapes[0] == shapes[1]
+        else "its fragments hold other parameters"
+    )
     return next(differing, cut)
 
 
@@ -586,15 +713,21 @@ def _shown(weight: Any) -> str:
 def _length(opt: OuterOptimizer) -> str:
     """Return the kind of the length, and its number if it is one; a function of seconds gives all peers the same."""
     public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
-    return " ".join([kind_of(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])
+    return " ".join(
+        [kind_of(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))]
+    )
 
 
 def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> list[Tensor]:
     """Return the parameters that an optimizer with these options averages, in its order."""
-    return trained(inner, exchange, excluded(options.get("exclude", ()), inner, options.get("model")))
+    return trained(
+        inner, exchange, excluded(options.get("exclude", ()), inner, options.get("model"))
+    )
 
 
-def cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Options) -> Sequence[Fragment] | None:
+def cut(
+    fragments: Fragments, inner: Inner, exchange: Exchange, options: Options
+) -> Sequence[Fragment] | None:
     """Return the parameters of each fragment, None for one: as the exchange has them, if it states that number of them."""
     if not isinstance(fragments, int):
         parameters = averaged_parameters(inner, exchange, options)

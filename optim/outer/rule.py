@@ -48,7 +48,9 @@ class RoundContext:
     """Places of the given parameters in the fragment, if the rule has only a part of it."""
     sizes: Sequence[int] = ()
     """Numbers of values of the fragment's parameters, if ranks share them, so that a tensor of another rank is empty."""
-    owners: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]] = lambda places, scalars: list(scalars)
+    owners: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]] = lambda places, scalars: (
+        list(scalars)
+    )
     """Returns scalars of the parameters at ``places`` as the ranks have them that own the parameters."""
 
     @property
@@ -71,7 +73,9 @@ class Rule(Protocol):
         """Return the state before the first round, for all parameters."""
         ...
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> Sequence[Tensor]:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> Sequence[Tensor]:
         """Return the tensors whose mean the rule needs: some of the arguments, fresh ones, or ``OnDemand`` ones made of arguments.
 
         Tensor i belongs to parameter i % n of n, and has its shape or is a scalar (``SendsValues`` are an exception).
@@ -79,7 +83,12 @@ class Rule(Protocol):
         ...
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         """Advance ``slow`` and ``state``, and set ``fast`` to the weights with which training goes on.
 
@@ -146,7 +155,9 @@ def pseudo_gradient(slow: Sequence[Tensor], fast: Sequence[Tensor]) -> list[Tens
     return [s - f for s, f in zip(slow, fast, strict=True)]
 
 
-def move_on(fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor], lag: int) -> None:
+def move_on(
+    fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor], lag: int
+) -> None:
     """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow - sent). Without a lag that is slow.
 
     What was learnt since then is kept. It is taken first, so that a weight that did not change since ends as exactly the slow one.

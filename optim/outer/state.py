@@ -44,7 +44,18 @@ from shoal.optim.outer.inner import (
     excluded,
     trained,
 )
-from shoal.optim.outer.rule import AHEAD, START, Anchored, KeepsFast, RoundContext, Rule, State, assign, kind_of, same_memory
+from shoal.optim.outer.rule import (
+    AHEAD,
+    START,
+    Anchored,
+    KeepsFast,
+    RoundContext,
+    Rule,
+    State,
+    assign,
+    kind_of,
+    same_memory,
+)
 from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
@@ -82,7 +93,9 @@ class OuterState(Wrapper):
         inner = as_one(inner)
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
         if isinstance(schedule, Streaming) and schedule.lag == "auto" and exchange.shards > 1:
-            schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
+            schedule = replace(
+                schedule, lag=min(1, schedule.every - 1)
+            )  # the processes of a peer would apply at different steps
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
         codec = codec or exchange.codec or FLOAT32
@@ -99,8 +112,12 @@ class OuterState(Wrapper):
             )
         everything = list(range(len(self._params)))
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
-        if isinstance(schedule, Every | Streaming | Delayed) and len(self._parts) > getattr(schedule, "fragments", 1):
-            raise ValueError(f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would never be averaged")
+        if isinstance(schedule, Every | Streaming | Delayed) and len(self._parts) > getattr(
+            schedule, "fragments", 1
+        ):
+            raise ValueError(
+                f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would never be averaged"
+            )
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
         at = slow_device.absolute() if isinstance(slow_device, Path) else torch.device(slow_device)
@@ -141,7 +158,9 @@ class OuterState(Wrapper):
 
     def _note_weights(self) -> None:
         """Take the model's weights as they are now for this optimizer's own doing."""
-        steps_elsewhere = any(isinstance(one, Stepped) for one in getattr(self.inner, "parts", (self.inner,)))
+        steps_elsewhere = any(
+            isinstance(one, Stepped) for one in getattr(self.inner, "parts", (self.inner,))
+        )
         self._versions = None if steps_elsewhere or self._warned else self._weights.versions()
 
     def _check_weights(self) -> None:
@@ -149,7 +168,9 @@ class OuterState(Wrapper):
         if self._versions is None:
             return
         now, then = self._weights.versions(), self._versions
-        if now == then or (self.steps == 0 and self._weights.holds_slow()):  # such as DDP, which copies equal weights
+        if now == then or (
+            self.steps == 0 and self._weights.holds_slow()
+        ):  # such as DDP, which copies equal weights
             return
         self._versions, self._warned = None, True
         changed = sum(a != b for a, b in zip(now, then, strict=True))
@@ -162,7 +183,9 @@ class OuterState(Wrapper):
 
     def _check_not_averaged(self, what: str) -> None:
         if self._averaged:
-            raise RuntimeError(f"{what}() within averaged() would be lost: the block ends with the weights that it began with")
+            raise RuntimeError(
+                f"{what}() within averaged() would be lost: the block ends with the weights that it began with"
+            )
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the inner optimizer has parameters, or trains some, that were not there or frozen at first."""
@@ -212,8 +235,13 @@ class OuterState(Wrapper):
 
         Of sharded parameters, and in a peer of several ranks, this process's part only.
         """
-        own = dict.fromkeys(self.rule_state, copy) | ({START: True} if START in self.rule_state else {})
-        rule = {name: [_copied(tensor, own[name]) for tensor in tensors] for name, tensors in self.rule_state.items()}
+        own = dict.fromkeys(self.rule_state, copy) | (
+            {START: True} if START in self.rule_state else {}
+        )
+        rule = {
+            name: [_copied(tensor, own[name]) for tensor in tensors]
+            for name, tensors in self.rule_state.items()
+        }
         # All else is as if what is in flight were taken back, for loaders that cannot begin it anew.
         begun = self._records(copy)
         for pending in self._in_flight if START in rule else ():
@@ -222,7 +250,9 @@ class OuterState(Wrapper):
         return {
             "inner": self.inner.state_dict(),
             "slow": [_copied(tensor, copy) for tensor in self.slow],
-            "rounding": {index: _copied(tensor, copy) for index, tensor in self._weights.rounding.items()},
+            "rounding": {
+                index: _copied(tensor, copy) for index, tensor in self._weights.rounding.items()
+            },
             "rule": rule,
             "codecs": [self._codec_state(fragment) for fragment in range(self.fragments)],
             "steps": self.steps,
@@ -263,26 +293,43 @@ class OuterState(Wrapper):
                 "the saved outer state has the parameters in the order of another model or session: save state_dict() in place of "
                 "whole_state(), which fits any order"
             )
-        rule_state, codecs = self._weights.housed(self._checked_rule(state, self.slow)), self._loaded_codecs(state)
-        counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
+        rule_state, codecs = (
+            self._weights.housed(self._checked_rule(state, self.slow)),
+            self._loaded_codecs(state),
+        )
+        counts = {
+            name: int(state.get(name, default))
+            for name, default in (("steps", 0), ("round", 0), ("tokens", 0))
+        }
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})
         begun = self._loaded_in_flight(state, counts["steps"], position)
         arrivals = [int(positions) for positions in state.get("arrivals", ())]
         shallow(self.length).load_state_dict(length, counts["tokens"])
-        self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
+        self.inner.load_state_dict(
+            state["inner"]
+        )  # nothing has been changed so far, nor has this if it raises
         self.outer.restore(groups)
         self.length.load_state_dict(length, counts["tokens"])
         self._codecs = codecs
         assign(self.slow, state["slow"])
-        self._weights.rounding = {int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()}
+        self._weights.rounding = {
+            int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()
+        }
         self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
         for name, tensors in state["rule"].items():
             assign(rule_state[name], tensors)
         for fragment in range(len(self._parts)):
             self._in_flight.drop(fragment, self._codecs[fragment])
-        self.steps, self.round, self.tokens, self.position = counts["steps"], counts["round"], counts["tokens"], position
+        self.steps, self.round, self.tokens, self.position = (
+            counts["steps"],
+            counts["round"],
+            counts["tokens"],
+            position,
+        )
         self.applied = [int(round) for round in state.get("applied", self.applied)]
-        self._sent_at = [(int(steps), int(tokens)) for steps, tokens in state.get("sent_at", self._sent_at)]
+        self._sent_at = [
+            (int(steps), int(tokens)) for steps, tokens in state.get("sent_at", self._sent_at)
+        ]
         if self._auto is not None:
             self._auto.restore(arrivals)
         for pending, record in begun:
@@ -294,12 +341,18 @@ class OuterState(Wrapper):
         self._listening.clear()  # what was adopted before and is to be trained first is gone
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
-            warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)
+            warnings.warn(
+                f"{changed}: these outer settings stay those of the constructor", stacklevel=2
+            )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state) if "param_groups" not in state else self._form.unpack(state, self.rule_state)
+        return (
+            dict(state)
+            if "param_groups" not in state
+            else self._form.unpack(state, self.rule_state)
+        )
 
     def _checked_rule(self, state: Mapping[str, Any], slow: Sequence[Tensor]) -> State:
         """Return the rule's initial state for these slow weights. ValueError unless what was saved fits it, and the fragments."""
@@ -307,16 +360,24 @@ class OuterState(Wrapper):
         check_shapes("the saved outer state 'slow'", state["slow"], slow)
         for name, tensors in state["rule"].items():
             if name not in rule_state:
-                raise ValueError(f"the saved outer state has {name!r}, which this method does not use: resume with the same method")
+                raise ValueError(
+                    f"the saved outer state has {name!r}, which this method does not use: resume with the same method"
+                )
             check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
         for index, tensor in state.get("rounding", {}).items():
-            check_shapes("the saved outer state 'rounding'", [tensor], slow[int(index) : int(index) + 1])
+            check_shapes(
+                "the saved outer state 'rounding'", [tensor], slow[int(index) : int(index) + 1]
+            )
         was, now = state.get("kind"), kind_of(self.rule)
         if state["rule"] and was is not None and not same_memory(was, now):
-            raise ValueError(f"the saved outer state is of {was}, not of {now}: resume with the same method")
+            raise ValueError(
+                f"the saved outer state is of {was}, not of {now}: resume with the same method"
+            )
         for name in ("sent_at", "applied", "codecs"):
             if state.get(name) and len(state[name]) != len(self._parts):
-                raise ValueError(f"the saved outer state has {len(state[name])} fragments, this optimizer {len(self._parts)}")
+                raise ValueError(
+                    f"the saved outer state has {len(state[name])} fragments, this optimizer {len(self._parts)}"
+                )
         return rule_state
 
     def _loaded_codecs(self, state: Mapping[str, Any]) -> list[Codec]:
@@ -326,8 +387,12 @@ class OuterState(Wrapper):
             codecs.append(codec := self._codecs[fragment].fresh())
             codec.load_state_dict(memory)
             error = memory.get("error")
-            if error is not None and [tensor.shape for tensor in error] != self._sent_shapes(fragment):
-                raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
+            if error is not None and [tensor.shape for tensor in error] != self._sent_shapes(
+                fragment
+            ):
+                raise ValueError(
+                    f"the saved memory of the codec {codec.name} is of other tensors than are sent now"
+                )
         return codecs or self._codecs
 
     @property
@@ -355,7 +420,9 @@ class OuterState(Wrapper):
 
         Empty too for the number after the last fragment's, which the mean at the end has (`finish`).
         """
-        return self._weights.projection(self._parts[fragment]) if fragment < len(self._parts) else ()
+        return (
+            self._weights.projection(self._parts[fragment]) if fragment < len(self._parts) else ()
+        )
 
     @property
     def shapes(self) -> Sequence[Shape]:
@@ -380,7 +447,10 @@ class OuterState(Wrapper):
     @property
     def shared_shapes(self) -> dict[str, list[Shape]]:
         return {
-            name: [() if tensor.dim() == 0 else shape for tensor, shape in zip(tensors, self.shapes, strict=True)]
+            name: [
+                () if tensor.dim() == 0 else shape
+                for tensor, shape in zip(tensors, self.shapes, strict=True)
+            ]
             for name, tensors in self.shared.items()
         }
 
@@ -438,7 +508,11 @@ class OuterState(Wrapper):
         self._check_weights()
         check_given(slow, shared or {}, applied, self.slow, self.shared, len(self._parts))
         every = range(len(self._parts))
-        taken = list(every) if applied is None or into_model else [p for p in every if applied[p] >= self.applied[p]]
+        taken = (
+            list(every)
+            if applied is None or into_model
+            else [p for p in every if applied[p] >= self.applied[p]]
+        )
         for fragment in taken:
             moves = fragment in rebase and not into_model
             if moves:
@@ -456,14 +530,20 @@ class OuterState(Wrapper):
                 self._weights.restart(self._parts[fragment])
             # Unless all hold the same, what was sent before is of another model than the one that goes on from here.
             stays = applied is not None and (self.anchored or not into_model)
-            self._in_flight.drop(fragment, self._codecs[fragment], applied[fragment] if applied and stays else math.inf)
+            self._in_flight.drop(
+                fragment,
+                self._codecs[fragment],
+                applied[fragment] if applied and stays else math.inf,
+            )
             if applied is not None:
                 self.applied[fragment] = applied[fragment]
         self.round = round
         if into_model:
             self._codecs = [codec.fresh() for codec in self._codecs]
             self._start_from_slow()
-            for ahead in self.rule_state.get(AHEAD, ()):  # it is not in these weights, so no mean may take it back
+            for ahead in self.rule_state.get(
+                AHEAD, ()
+            ):  # it is not in these weights, so no mean may take it back
                 ahead.zero_()
         self._note_weights()
         return taken
@@ -491,7 +571,9 @@ class OuterState(Wrapper):
 
     def _codec_state(self, fragment: int) -> dict[str, Any]:
         """Return the state of a fragment's codec as if the contribution whose outcome is not known yet had been refused."""
-        unsent = next((pending for pending in self._in_flight.of(fragment) if not pending.finished), None)
+        unsent = next(
+            (pending for pending in self._in_flight.of(fragment) if not pending.finished), None
+        )
         codec = self._codecs[fragment]
         return codec.state_dict() if unsent is None else unsent.state_of(codec)
 
@@ -500,7 +582,11 @@ class OuterState(Wrapper):
         """Positions between sending and applying the next exchange: 0 if it is waited for at once, ``every`` if a whole round."""
         if self._auto is not None:
             return self._auto.lag
-        return self.schedule.every if isinstance(self.schedule, Delayed) else int(getattr(self.schedule, "lag", 0))
+        return (
+            self.schedule.every
+            if isinstance(self.schedule, Delayed)
+            else int(getattr(self.schedule, "lag", 0))
+        )
 
     @property
     def lag_auto(self) -> bool:
@@ -510,9 +596,14 @@ class OuterState(Wrapper):
         """Return the exchanges in flight to be saved; those that a codec could not send again as they were are taken back."""
         if isinstance(self._codecs[0], Rejectable) and not isinstance(self._codecs[0], Resendable):
             return []
-        return [p.record(self._codecs[p.fragment], self._start_of(p.part), copy=copy) for p in self._in_flight]
+        return [
+            p.record(self._codecs[p.fragment], self._start_of(p.part), copy=copy)
+            for p in self._in_flight
+        ]
 
-    def _loaded_in_flight(self, state: Mapping[str, Any], steps: int, position: int) -> list[tuple[PendingExchange, Record]]:
+    def _loaded_in_flight(
+        self, state: Mapping[str, Any], steps: int, position: int
+    ) -> list[tuple[PendingExchange, Record]]:
         """Return the saved exchanges in flight that this schedule would apply. ValueError if one does not fit."""
         exchanges: dict[int, tuple[PendingExchange, Record]] = {}
         for record in state.get("in_flight", ()):
@@ -524,12 +615,25 @@ class OuterState(Wrapper):
             part = self._parts[fragment]
             if not self._weights.dealt:  # otherwise rank 0 has checked the whole
                 self._check_record_tensors(record, self._weights.shapes)
-            if fragment in exchanges or sorted(place for _, places in facts["settings"] for place in places) != [*range(len(part))]:
-                raise ValueError(f"the saved exchanges in flight of fragment {fragment} do not fit together")
+            if fragment in exchanges or sorted(
+                place for _, places in facts["settings"] for place in places
+            ) != [*range(len(part))]:
+                raise ValueError(
+                    f"the saved exchanges in flight of fragment {fragment} do not fit together"
+                )
             key = RoundKey(self.run, facts["round"], fragment)
             context = RoundContext(key, weight=float(facts["counts"]), total=float(facts["counts"]))
-            moved = {name: [tensor.to(self.slow[0], copy=True) for tensor in tensors[name]] for name in ("sent", "fast")}
-            sent = Sent(moved["sent"], tensors["tail"], float(facts["weight"]), facts["even"], tuple(facts["state"]))
+            moved = {
+                name: [tensor.to(self.slow[0], copy=True) for tensor in tensors[name]]
+                for name in ("sent", "fast")
+            }
+            sent = Sent(
+                moved["sent"],
+                tensors["tail"],
+                float(facts["weight"]),
+                facts["even"],
+                tuple(facts["state"]),
+            )
             exchanges[fragment] = PendingExchange(
                 self._weights, part, context, sent, self.outer.again(facts["settings"]), facts["step"], facts["position"], lag,
                 absent=bool(facts["absent"]), fast=moved["fast"], arrived=facts["arrived"],
@@ -552,7 +656,9 @@ class OuterState(Wrapper):
                     f"the saved exchange in flight of fragment {fragment} has {name!r} of other tensors than this model"
                 )
         if tensors["error"] and [tensor.shape for tensor in tensors["error"]] != wanted["sent"]:
-            raise ValueError(f"the saved exchange in flight of fragment {fragment} has an error of other tensors than are sent")
+            raise ValueError(
+                f"the saved exchange in flight of fragment {fragment} has an error of other tensors than are sent"
+            )
         self._load_memory(self._codecs[fragment].fresh(), record)
 
     def _load_memory(self, codec: Codec, record: Record) -> None:
@@ -575,8 +681,13 @@ class OuterState(Wrapper):
     @torch.no_grad()
     def _trial(self, fragment: int, device: torch.device) -> list[torch.Size]:
         shapes = [self._weights.shapes[index] for index in self._parts[fragment]]
-        slow, fast = ([torch.zeros(shape, dtype=self.slow[0].dtype, device=device) for shape in shapes] for _ in range(2))
-        sent = self.rule.contribution(slow, fast, self.rule.initial(slow), RoundContext(RoundKey("", 0, fragment)))
+        slow, fast = (
+            [torch.zeros(shape, dtype=self.slow[0].dtype, device=device) for shape in shapes]
+            for _ in range(2)
+        )
+        sent = self.rule.contribution(
+            slow, fast, self.rule.initial(slow), RoundContext(RoundKey("", 0, fragment))
+        )
         return [tensor.shape for tensor in sent]
 
 

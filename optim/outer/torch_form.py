@@ -46,9 +46,20 @@ class TorchForm:
         coarse: Callable[[int], bool],
         sent: Callable[[int], list[torch.Size]],
     ) -> None:
-        self._every, self._params, self._parts, self._coarse, self._sent = every, params, parts, coarse, sent
+        self._every, self._params, self._parts, self._coarse, self._sent = (
+            every,
+            params,
+            parts,
+            coarse,
+            sent,
+        )
         self._place = {parameter: index for index, parameter in enumerate(params)}
-        self.order = [number for _, number in sorted((self._place[p], n) for n, p in enumerate(every) if p in self._place)]
+        self.order = [
+            number
+            for _, number in sorted(
+                (self._place[p], n) for n, p in enumerate(every) if p in self._place
+            )
+        ]
         """The number among all parameters of each averaged one; a session has them in the order of its model."""
 
     def pack(self, whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +72,9 @@ class TorchForm:
                 spread = {name: sharded_like(parameter, tensor) for name, tensor in own.items()}
                 state[number] = {**state.get(number, {}), OUTER: spread}
         sharded = any(hasattr(parameter, "to_local") for parameter in self._params)
-        begun = [] if sharded else [self._pack_record(record, state) for record in whole["in_flight"]]
+        begun = (
+            [] if sharded else [self._pack_record(record, state) for record in whole["in_flight"]]
+        )
         progress = {name: whole[name] for name in _PLAIN}
         progress |= {
             "rounded": sorted(whole["rounding"]),
@@ -69,18 +82,30 @@ class TorchForm:
             "parts": [list(part) for part in self._parts],
             # Of residuals the number stands in their place.
             "codecs": [
-                {name: len(value) if name == "error" and value is not None else value for name, value in memory.items()}
+                {
+                    name: len(value) if name == "error" and value is not None else value
+                    for name, value in memory.items()
+                }
                 for memory in whole["codecs"]
             ],
             "in_flight": begun,
         }
         text = json.dumps(progress)
         pairs = zip(whole["inner"]["param_groups"], whole["groups"], strict=True)
-        return {"state": state, "param_groups": [{**group, OUTER: {**settings, PROGRESS: text}} for group, settings in pairs]}
+        return {
+            "state": state,
+            "param_groups": [
+                {**group, OUTER: {**settings, PROGRESS: text}} for group, settings in pairs
+            ],
+        }
 
     def _holder(self, fragment: int) -> int:
         """Return the number of the parameter with which the tensors of a fragment's exchange in flight are kept."""
-        return next(at for at, parameter in enumerate(self._every) if parameter is self._params[self._parts[fragment][0]])
+        return next(
+            at
+            for at, parameter in enumerate(self._every)
+            if parameter is self._params[self._parts[fragment][0]]
+        )
 
     def _pack_record(self, record: Record, state: dict[Any, Any]) -> Record:
         """Put the tensors of an exchange in flight into ``state``; return the record with their numbers in their place."""
@@ -88,7 +113,10 @@ class TorchForm:
         own = state[self._holder(fragment)][OUTER]
         for name, tensors in record["tensors"].items():
             own |= {_place(fragment, name, number): tensor for number, tensor in enumerate(tensors)}
-        return {"facts": record["facts"], "tensors": {name: len(tensors) for name, tensors in record["tensors"].items()}}
+        return {
+            "facts": record["facts"],
+            "tensors": {name: len(tensors) for name, tensors in record["tensors"].items()},
+        }
 
     def _unpack_record(self, record: Record, entries: Sequence[Mapping[str, Any]]) -> Record | None:
         """Return the record with its tensors; None if they are not all there."""
@@ -96,10 +124,16 @@ class TorchForm:
         if not 0 <= fragment < len(self._parts):
             return None
         own = entries[self._holder(fragment)].get(OUTER, {})
-        names = {name: [_place(fragment, name, number) for number in range(count)] for name, count in record["tensors"].items()}
+        names = {
+            name: [_place(fragment, name, number) for number in range(count)]
+            for name, count in record["tensors"].items()
+        }
         if any(place not in own for places in names.values() for place in places):
             return None
-        return {"facts": record["facts"], "tensors": {name: [own[place] for place in places] for name, places in names.items()}}
+        return {
+            "facts": record["facts"],
+            "tensors": {name: [own[place] for place in places] for name, places in names.items()},
+        }
 
     def _tensors(self, whole: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Return the outer tensors of each averaged parameter by name."""
@@ -108,18 +142,24 @@ class TorchForm:
             tensors |= {name: values[index] for name, values in whole["rule"].items()}
             if self._coarse(index):
                 error = whole["rounding"].get(index)
-                tensors["rounding"] = torch.zeros_like(whole["slow"][index]) if error is None else error
+                tensors["rounding"] = (
+                    torch.zeros_like(whole["slow"][index]) if error is None else error
+                )
         for fragment, memory in enumerate(whole["codecs"]):
             if "error" not in memory:
                 continue
             residual = memory["error"]
             if residual is None:
                 residual = [torch.zeros(shape, device="cpu") for shape in self._sent(fragment)]
-            for (index, name), tensor in zip(_residuals(self._parts[fragment], len(residual)), residual, strict=True):
+            for (index, name), tensor in zip(
+                _residuals(self._parts[fragment], len(residual)), residual, strict=True
+            ):
                 outer[index][name] = tensor
         return outer
 
-    def unpack(self, state: Mapping[str, Any], rule: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+    def unpack(
+        self, state: Mapping[str, Any], rule: Mapping[str, Sequence[Tensor]]
+    ) -> dict[str, Any]:
         """Return the whole state of ``pack``'s, in which parameters may have names for numbers.
 
         ``rule``: the rule's present state, for its shapes. ValueError if groups or parameters are others, or the outer part is
@@ -134,14 +174,19 @@ class TorchForm:
                 "with flatten_optimizer_state_dict, which does not keep it"
             )
         if len(keys) != len(self._every):
-            raise ValueError(f"the saved parameter groups have {len(keys)} parameters, this optimizer {len(self._every)}")
+            raise ValueError(
+                f"the saved parameter groups have {len(keys)} parameters, this optimizer {len(self._every)}"
+            )
         progress = json.loads(text)
         was = progress.get("order", self.order)
         if was != self.order and sorted(was) == sorted(self.order):
             to = [self.order.index(at) for at in was]
             progress["parts"] = [sorted(to[index] for index in part) for part in progress["parts"]]
             progress["rounded"] = [to[index] for index in progress["rounded"]]
-            progress |= {"in_flight": [], "order": self.order}  # what was sent is in the old order: it is taken back
+            progress |= {
+                "in_flight": [],
+                "order": self.order,
+            }  # what was sent is in the old order: it is taken back
         number = {parameter: at for at, parameter in enumerate(self._every)}
         entries = [dict(state["state"].get(key, {})) for key in keys]
         outer = [entries[number[parameter]].get(OUTER, {}) for parameter in self._params]
@@ -150,57 +195,92 @@ class TorchForm:
             return [self._one(outer, index, name, shape) for index, shape in enumerate(shapes)]
 
         own = [local(parameter).shape for parameter in self._params]
-        kept = {name: [tensor.shape for tensor in rule[name]] if name in rule else own for name in progress["rule"]}
+        kept = {
+            name: [tensor.shape for tensor in rule[name]] if name in rule else own
+            for name in progress["rule"]
+        }
         codecs = [
             self._codec(outer, number, part, memory)
-            for number, (part, memory) in enumerate(zip(progress["parts"], progress["codecs"], strict=True))
+            for number, (part, memory) in enumerate(
+                zip(progress["parts"], progress["codecs"], strict=True)
+            )
         ]
         begun = [self._unpack_record(record, entries) for record in progress.get("in_flight", ())]
-        inner = [{name: value for name, value in entry.items() if name != OUTER} for entry in entries]
+        inner = [
+            {name: value for name, value in entry.items() if name != OUTER} for entry in entries
+        ]
         sizes = [len(group["params"]) for group in groups]
         firsts = [sum(sizes[:at]) for at in range(len(sizes))]
         return {name: progress[name] for name in _PLAIN if name in progress} | {
             "inner": {
                 "state": {at: entry for at, entry in enumerate(inner) if entry},
                 "param_groups": [
-                    {name: value for name, value in group.items() if name != OUTER} | {"params": [*range(first, first + size)]}
+                    {name: value for name, value in group.items() if name != OUTER}
+                    | {"params": [*range(first, first + size)]}
                     for group, first, size in zip(groups, firsts, sizes, strict=True)
                 ],
             },
             "slow": row("slow", own),
-            "rounding": {at: self._one(outer, at, "rounding", own[at]) for at in progress["rounded"] if at < len(own)},
+            "rounding": {
+                at: self._one(outer, at, "rounding", own[at])
+                for at in progress["rounded"]
+                if at < len(own)
+            },
             "rule": {name: row(name, shapes) for name, shapes in kept.items()},
             "codecs": codecs,
             "in_flight": [record for record in begun if record is not None],
-            "groups": [{n: v for n, v in group.get(OUTER, {}).items() if n != PROGRESS} for group in groups],
+            "groups": [
+                {n: v for n, v in group.get(OUTER, {}).items() if n != PROGRESS} for group in groups
+            ],
         }
 
     def _codec(
-        self, outer: Sequence[Mapping[str, Tensor]], fragment: int, part: Sequence[int], memory: dict[str, Any]
+        self,
+        outer: Sequence[Mapping[str, Tensor]],
+        fragment: int,
+        part: Sequence[int],
+        memory: dict[str, Any],
     ) -> dict[str, Any]:
         """Return a codec's memory with its residuals; ``part``: the fragment when it was saved."""
         if memory.get("error") is None:
             return memory
         residuals = _residuals(part, memory["error"])
         shapes: Sequence[torch.Size | None] = [None] * len(residuals)
-        if any(hasattr(parameter, "to_local") for parameter in self._params) and list(part) == self._here(fragment):
+        if any(hasattr(parameter, "to_local") for parameter in self._params) and list(
+            part
+        ) == self._here(fragment):
             shapes = self._sent(fragment)
-        return memory | {"error": [self._one(outer, *place, shape) for place, shape in zip(residuals, shapes, strict=False)]}
+        return memory | {
+            "error": [
+                self._one(outer, *place, shape)
+                for place, shape in zip(residuals, shapes, strict=False)
+            ]
+        }
 
     def _here(self, fragment: int) -> list[int]:
         return list(self._parts[fragment]) if fragment < len(self._parts) else []
 
-    def _one(self, outer: Sequence[Mapping[str, Tensor]], index: int, name: str, shape: torch.Size | None) -> Tensor:
+    def _one(
+        self, outer: Sequence[Mapping[str, Tensor]], index: int, name: str, shape: torch.Size | None
+    ) -> Tensor:
         if name not in outer[index]:
-            raise ValueError(f"the saved outer state has no {name!r} of parameter {index}: load it whole, and by the same method")
+            raise ValueError(
+                f"the saved outer state has no {name!r} of parameter {index}: load it whole, and by the same method"
+            )
         tensor = outer[index][name]
         part = local(tensor)
-        return part if part is tensor or shape is None or part.numel() != shape.numel() else part.reshape(shape)
+        return (
+            part
+            if part is tensor or shape is None or part.numel() != shape.numel()
+            else part.reshape(shape)
+        )
 
 
 def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
     """Return for each of the ``count`` tensors of a contribution its parameter's position and its name."""
-    return [(part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)]
+    return [
+        (part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)
+    ]
 
 
 def _place(fragment: int, name: str, number: int) -> str:

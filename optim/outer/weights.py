@@ -63,7 +63,12 @@ def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     assert isinstance(parameter, DTensor)
-    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    mesh, placements, shape, stride = (
+        parameter.device_mesh,
+        parameter.placements,
+        parameter.shape,
+        parameter.stride(),
+    )
     if tensor.shape != local(parameter).shape:
         shape = torch.Size([*mesh.shape, *tensor.shape])
         stride = torch.empty(shape, device="meta").stride()
@@ -71,13 +76,17 @@ def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
         tensor = tensor.reshape([1] * mesh.ndim + list(tensor.shape))
     # Not by from_local, which moves the tensor to the mesh's device: the slow weights are in main memory.
     meta = TensorMeta(shape, stride, tensor.dtype)
-    sharded: Tensor = DTensor(tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    sharded: Tensor = DTensor(
+        tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False
+    )  # type: ignore[no-untyped-call]
     return sharded
 
 
 NUMBERS = 4
 PROJECTED = 16  # the relative error of a distance of two peers is about 1 / sqrt(2 PROJECTED), 18 %
-BLOCK = 1 << 16  # values for which there are signs; the blocks after it have the same ones, some of the sums turned
+BLOCK = (
+    1 << 16
+)  # values for which there are signs; the blocks after it have the same ones, some of the sums turned
 WIDTH, CHUNK = 1024, 1 << 20
 """Values in a row and in a chunk. A chunk has few enough rows to sum them in float32."""
 
@@ -150,14 +159,24 @@ def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
 @functools.cache
 def _signs(device: torch.device) -> Tensor:
-    signs = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu").float() * 2 - 1
+    signs = (
+        torch.randint(
+            0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu"
+        ).float()
+        * 2
+        - 1
+    )
     return signs.to(device)
 
 
 def _turns(number: int) -> Tensor:
     """Return for the block of this number a sign for each sum, so that two blocks do not have the same signs."""
     drawn = random.Random(number).getrandbits(PROJECTED)
-    return torch.tensor([1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)], dtype=torch.float64, device="cpu")
+    return torch.tensor(
+        [1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)],
+        dtype=torch.float64,
+        device="cpu",
+    )
 
 
 ALIGNED = 64  # bytes
@@ -177,7 +196,9 @@ def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, path = tempfile.mkstemp(prefix=".shoal-offload-", dir=folder)
     try:
-        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would end the process without a word
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # a disk that fills up later would end the process without a word
             os.posix_fallocate(descriptor, 0, total)
         storage = torch.UntypedStorage.from_file(path, True, total)
     finally:
@@ -185,7 +206,10 @@ def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
         os.unlink(path)
     flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]  # torch's own annotation is too narrow
     pieces = torch.split(flat, [*sizes, total - sum(sizes)])
-    return [piece[: t.nbytes].view(t.dtype).view(t.shape) for piece, t in zip(pieces, like, strict=False)]
+    return [
+        piece[: t.nbytes].view(t.dtype).view(t.shape)
+        for piece, t in zip(pieces, like, strict=False)
+    ]
 
 
 T = TypeVar("T")
@@ -207,14 +231,18 @@ class ModelWeights:
         OSError: the folder cannot be written, or has no room.
     """
 
-    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path
+    ) -> None:
         if model is None and any(hasattr(param, "to_local") for param in params):
             raise ValueError(
                 "the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed"
             )
         self.params, self.model = list(params), model
         self._place = place
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
+        dtype = (
+            torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
+        )
         parts = (self.held(index) for index in self.everything)  # one at a time
         self.slow = [self._room(p.shape, dtype).copy_(p.detach()) for p in parts]
         self.shapes = self.shapes or [tuple(tensor.shape) for tensor in self.slow]
@@ -237,8 +265,17 @@ class ModelWeights:
             if isinstance(self._place, Path):
                 self._staging[index] = self._room(slow.shape, slow.dtype)
             elif self._comes_beside(index):
-                pending = [index, *(i for i in self.everything if i not in self._staging and i != index and self._comes_beside(i))]
-                self._staging |= dict(zip(pending, pinned_like([self.slow[i] for i in pending]), strict=True))
+                pending = [
+                    index,
+                    *(
+                        i
+                        for i in self.everything
+                        if i not in self._staging and i != index and self._comes_beside(i)
+                    ),
+                ]
+                self._staging |= dict(
+                    zip(pending, pinned_like([self.slow[i] for i in pending]), strict=True)
+                )
             else:
                 self._staging[index] = torch.empty_like(slow)
         return self._staging[index]
@@ -346,7 +383,9 @@ class ModelWeights:
             param = local(self.params[index])
             if param.data_ptr() != weights[index].data_ptr():
                 beside = copies_beside(param.device)
-                param.copy_(weights[index].to(param.device, non_blocking=beside), non_blocking=beside)
+                param.copy_(
+                    weights[index].to(param.device, non_blocking=beside), non_blocking=beside
+                )
         self._synchronize(part)
         reshard(self.model)
 
@@ -357,7 +396,8 @@ class ModelWeights:
     def holds_slow(self) -> bool:
         """Return True if the model holds the slow weights, as far as this process can tell without the others."""
         return self.dealt or all(
-            torch.equal(part := local(param).detach(), slow.to(part)) for param, slow in zip(self.params, self.slow, strict=True)
+            torch.equal(part := local(param).detach(), slow.to(part))
+            for param, slow in zip(self.params, self.slow, strict=True)
         )
 
     @torch.no_grad()
@@ -374,7 +414,11 @@ class ModelWeights:
     def rounding_error(self, index: int) -> Tensor:
         """Return the rounding error of the model's starting point, which is the slow weight unless noted."""
         slow = self.slow[index]
-        return self.rounding[index] if index in self.rounding else slow - slow.to(self.params[index].dtype)
+        return (
+            self.rounding[index]
+            if index in self.rounding
+            else slow - slow.to(self.params[index].dtype)
+        )
 
     def keep_rounding(self, index: int) -> None:
         """Note the present rounding error, before the slow weight changes and the model does not."""
@@ -399,18 +443,28 @@ class ModelWeights:
 
     def waits(self, part: Sequence[int], others: Sequence[Tensor]) -> bool:
         """Return False if ``read`` of ``part`` waits for the device of all ``others`` too."""
-        devices = {self.params[index].device for index in part if self.slow[index].device != self.params[index].device}
+        devices = {
+            self.params[index].device
+            for index in part
+            if self.slow[index].device != self.params[index].device
+        }
         return not {tensor.device for tensor in others} <= devices
 
     def _synchronize(self, part: Sequence[int]) -> None:
         """Wait for the copies between a device and main memory; on one device all is in order."""
-        wait_for(self.params[index].device for index in part if self.slow[index].device != self.params[index].device)
+        wait_for(
+            self.params[index].device
+            for index in part
+            if self.slow[index].device != self.params[index].device
+        )
 
 
 class Processes(Protocol):
     """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer; all do the same in the same order."""
 
-    def weights(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> ModelWeights:
+    def weights(
+        self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path
+    ) -> ModelWeights:
         """Return this process's part of the model's slow weights."""
         ...
 

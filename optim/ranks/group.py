@@ -23,7 +23,12 @@ from shoal.optim.codecs.base import Shape
 from shoal.optim.outer.weights import ModelWeights, local, reshard, sketches, total
 
 T = TypeVar("T")
-_LOST = ("third_party/gloo", "[gloo", "nccl error", "ncclremoteerror")  # in what a collective raises
+_LOST = (
+    "third_party/gloo",
+    "[gloo",
+    "nccl error",
+    "ncclremoteerror",
+)  # in what a collective raises
 
 
 class RankLost(RuntimeError):
@@ -48,7 +53,9 @@ def lost(error: BaseException) -> str | None:
     while cause is not None and cause not in seen:
         seen.append(cause)
         kinds = {kind.__name__ for kind in type(cause).__mro__}
-        if kinds & {"DistError", "RankLost", "RankFailed"} or any(word in str(cause).lower() for word in _LOST):
+        if kinds & {"DistError", "RankLost", "RankFailed"} or any(
+            word in str(cause).lower() for word in _LOST
+        ):
             return next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200]
         cause = cause.__cause__
     return None
@@ -84,9 +91,13 @@ class RankGroup:
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise ValueError("torch.distributed is not initialised: call init_process_group first, under torchrun")
+            raise ValueError(
+                "torch.distributed is not initialised: call init_process_group first, under torchrun"
+            )
         if group is not None and dist.get_backend(group) != "gloo":
-            raise ValueError(f"the group of a peer's ranks must be gloo's, this one is {dist.get_backend(group)}'s")
+            raise ValueError(
+                f"the group of a peer's ranks must be gloo's, this one is {dist.get_backend(group)}'s"
+            )
         self.timeout = timeout
         self.rank = dist.get_rank() if group is None else dist.get_rank(group)
         self._group = self.joined(timeout) if group is None else group
@@ -98,7 +109,9 @@ class RankGroup:
         ranks = None if group is None else dist.get_process_group_ranks(group)
         limit = timedelta(seconds=timeout)
         made: dist.ProcessGroup = self._all(
-            lambda: dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=ranks is not None)
+            lambda: dist.new_group(
+                ranks, backend="gloo", timeout=limit, use_local_synchronization=ranks is not None
+            )
         )
         return made
 
@@ -124,7 +137,11 @@ class RankGroup:
         except Exception as error:
             problem = error
         said: list[Any] = [None] * self.size
-        self._all(lambda: dist.all_gather_object(said, None if problem is None else str(problem), group=self._group))
+        self._all(
+            lambda: dist.all_gather_object(
+                said, None if problem is None else str(problem), group=self._group
+            )
+        )
         if problem is not None:
             raise problem
         for rank, text in enumerate(said):
@@ -140,7 +157,9 @@ class RankGroup:
                 found = work()
             except Exception as error:
                 problem = error
-        said = self.agreed(None if problem is None else (isinstance(problem, ValueError), str(problem)))
+        said = self.agreed(
+            None if problem is None else (isinstance(problem, ValueError), str(problem))
+        )
         if problem is not None:
             raise problem
         if said is not None:
@@ -175,7 +194,11 @@ class RankGroup:
         """Return what ``work`` does, in which all ranks take part; what gloo raises becomes one sentence."""
         try:
             # Signals act meanwhile, though it waits in C++, where Python handles none.
-            return in_thread(work).result() if threading.current_thread() is threading.main_thread() else work()
+            return (
+                in_thread(work).result()
+                if threading.current_thread() is threading.main_thread()
+                else work()
+            )
         except RuntimeError as error:
             raise self._lost(str(error).split("\n")[0][:200]) from error
 
@@ -217,7 +240,13 @@ class RankWeights(ModelWeights):
 
     dealt = True
 
-    def __init__(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path, group: RankGroup) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        model: nn.Module | None,
+        place: torch.device | Path,
+        group: RankGroup,
+    ) -> None:
         self.group, self.first, self.rank = group, group.first, [group.rank, group.size]
         self.shapes = [tuple(param.shape) for param in params]
         self.owners = deal([param.numel() for param in params], group.size)
@@ -250,7 +279,9 @@ class RankWeights(ModelWeights):
             )
             given = self.group.spread(mine, self.owners[index])
             if local(param).data_ptr() != weights[index].data_ptr():
-                local(param).copy_(local(cut_like(given, param)) if hasattr(param, "device_mesh") else given)
+                local(param).copy_(
+                    local(cut_like(given, param)) if hasattr(param, "device_mesh") else given
+                )
         self._synchronize(part)
         reshard(self.model)
 
@@ -262,7 +293,10 @@ class RankWeights(ModelWeights):
 
     def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
         """Return one scalar for each parameter of ``part`` (or several rows of them) as its owner has it, on all ranks."""
-        own = [s if self.owns(part[place % len(part)]) else s.new_zeros(()) for place, s in enumerate(scalars)]
+        own = [
+            s if self.owns(part[place % len(part)]) else s.new_zeros(())
+            for place, s in enumerate(scalars)
+        ]
         if not own:
             return []
         # Adding zeros changes no value.
@@ -279,25 +313,43 @@ class RankWeights(ModelWeights):
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
         """Return the sketch with the bits that one process would have, on all ranks."""
-        rows = sketches(self.slow[index] for index in part)  # of what this rank does not own they are 0
+        rows = sketches(
+            self.slow[index] for index in part
+        )  # of what this rank does not own they are 0
         return total(self.group.sum(torch.stack(rows)))
 
     def shapes_of(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Shape]:
         """Return the whole shapes of tensors like those of a ``Rule``: tensor i has that of parameter i % n of ``part``, or ()."""
         wholes = (self.shapes[part[place % len(part)]] for place in range(len(tensors)))
-        return [() if tensor.dim() == 0 else whole for tensor, whole in zip(tensors, wholes, strict=True)]
+        return [
+            () if tensor.dim() == 0 else whole
+            for tensor, whole in zip(tensors, wholes, strict=True)
+        ]
 
-    def gather(self, part: Sequence[int], tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
+    def gather(
+        self, part: Sequence[int], tensors: Sequence[Tensor], shapes: Sequence[Shape]
+    ) -> list[Tensor]:
         """Return on rank 0 the owners' tensors of these whole shapes, taken one at a time; an empty list on the others."""
-        numbers = [t if t.dim() == 0 else t.new_zeros(()) for t, shape in zip(tensors, shapes, strict=True) if shape == ()]
-        scalars = iter(self.of_owners([part[place % len(part)] for place, shape in enumerate(shapes) if shape == ()], numbers))
+        numbers = [
+            t if t.dim() == 0 else t.new_zeros(())
+            for t, shape in zip(tensors, shapes, strict=True)
+            if shape == ()
+        ]
+        scalars = iter(
+            self.of_owners(
+                [part[place % len(part)] for place, shape in enumerate(shapes) if shape == ()],
+                numbers,
+            )
+        )
         found: list[Tensor] = []
         for place, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
             owner = self.owners[part[place % len(part)]]
             if shape == ():
                 tensor = next(scalars)
             elif self.first and owner != 0:
-                tensor = self.group.take(torch.empty(shape, dtype=tensor.dtype, device="cpu"), owner)
+                tensor = self.group.take(
+                    torch.empty(shape, dtype=tensor.dtype, device="cpu"), owner
+                )
             elif owner == self.group.rank != 0:
                 self.group.give(tensor, 0)
             if self.first:
@@ -305,7 +357,12 @@ class RankWeights(ModelWeights):
         return found
 
     def scatter(
-        self, part: Sequence[int], whole: Sequence[Tensor], shapes: Sequence[Shape], mine: Sequence[Shape], dtype: torch.dtype
+        self,
+        part: Sequence[int],
+        whole: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        mine: Sequence[Shape],
+        dtype: torch.dtype,
     ) -> list[Tensor]:
         """Return each owner's tensors of those that rank 0 has, on the CPU, and empty ones for the rest.
 
@@ -318,14 +375,21 @@ class RankWeights(ModelWeights):
         scalars = iter(self.group.spread(packed, 0).unbind() if numbers else ())
         found: list[Tensor] = []
         for place, shape in enumerate(shapes):
-            owner, tensor = self.owners[part[place % len(part)]], torch.empty(0, dtype=dtype, device="cpu")
+            owner, tensor = (
+                self.owners[part[place % len(part)]],
+                torch.empty(0, dtype=dtype, device="cpu"),
+            )
             if shape == ():
                 number = next(scalars)
                 tensor = number if mine[place] == () else tensor
             elif self.first and owner != 0:
                 self.group.give(whole[place].to(dtype), owner)
             elif owner == self.group.rank:
-                tensor = whole[place] if self.first else self.group.take(torch.empty(shape, dtype=dtype, device="cpu"), 0)
+                tensor = (
+                    whole[place]
+                    if self.first
+                    else self.group.take(torch.empty(shape, dtype=dtype, device="cpu"), 0)
+                )
             found.append(tensor)
         return found
 

@@ -43,7 +43,9 @@ def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Te
     weights = opt._weights
     if not isinstance(weights, RankWeights) or weights.first:
         whole = (
-            [torch.empty(shape, dtype=weights.slow[0].dtype, device="cpu") for shape in opt.shapes] if into is None else list(into)
+            [torch.empty(shape, dtype=weights.slow[0].dtype, device="cpu") for shape in opt.shapes]
+            if into is None
+            else list(into)
         )
         for index, target in enumerate(whole):
             if isinstance(weights, RankWeights) and not weights.owns(index):
@@ -65,8 +67,14 @@ def whole_slow_of(opt: OuterState, fragment: int) -> list[Tensor]:
 def whole_shared(opt: OuterState) -> State:
     """Return copies of the ``shared`` state on rank 0; {} on the others."""
     weights = opt._weights
-    shared = {name: weights.whole(weights.everything, tensors) for name, tensors in opt.shared.items()}
-    return {name: [tensor.clone() for tensor in tensors] for name, tensors in shared.items()} if weights.first else {}
+    shared = {
+        name: weights.whole(weights.everything, tensors) for name, tensors in opt.shared.items()
+    }
+    return (
+        {name: [tensor.clone() for tensor in tensors] for name, tensors in shared.items()}
+        if weights.first
+        else {}
+    )
 
 
 def adopt(
@@ -86,17 +94,25 @@ def adopt(
     """
     weights = opt._weights
     if not isinstance(weights, RankWeights):
-        return opt.adopt(slow, round=round, into_model=into_model, shared=shared, applied=applied, rebase=rebase)
+        return opt.adopt(
+            slow, round=round, into_model=into_model, shared=shared, applied=applied, rebase=rebase
+        )
     given = dict(shared or {})
     own_shared = {name: _outlines(opt, shapes) for name, shapes in opt.shared_shapes.items()}
     whole = _outlines(opt, opt.shapes)
     weights.group.tried(lambda: check_given(slow, given, applied, whole, own_shared, opt.fragments))
-    names, round, into_model, applied, rebase = weights.agreed((list(given), round, into_model, applied, rebase))
-    opt.applied[:] = weights.agreed(opt.applied)  # a resynchronisation notes there, on rank 0, what was counted later
+    names, round, into_model, applied, rebase = weights.agreed(
+        (list(given), round, into_model, applied, rebase)
+    )
+    opt.applied[:] = weights.agreed(
+        opt.applied
+    )  # a resynchronisation notes there, on rank 0, what was counted later
     own = _cut(weights, slow, weights.slow)
     kept = {name: _cut(weights, given.get(name, ()), opt.shared[name]) for name in names}
     weights.group.barrier()  # all have all of it
-    return opt.adopt(own, shared=kept, round=round, into_model=into_model, applied=applied, rebase=rebase)
+    return opt.adopt(
+        own, shared=kept, round=round, into_model=into_model, applied=applied, rebase=rebase
+    )
 
 
 def whole_state(opt: OuterState) -> dict[str, Any]:
@@ -112,7 +128,9 @@ def whole_state(opt: OuterState) -> dict[str, Any]:
     for record in state["in_flight"]:
         part, tensors = opt.positions(record["facts"]["fragment"]), record["tensors"]
         tensors |= {name: list(weights.whole(part, tensors[name])) for name in DEALT}
-        tensors["tail"] = [weights.group.sum(tensor / weights.group.size) for tensor in tensors["tail"]]
+        tensors["tail"] = [
+            weights.group.sum(tensor / weights.group.size) for tensor in tensors["tail"]
+        ]
     return state if weights.first else {}
 
 
@@ -130,7 +148,9 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
     weights.group.tried(lambda: whole.update(_checked(opt, dict(state or {}))))
     rules, roundings = whole.get("rule", {}), whole.get("rounding", {})
     plan = {name: value for name, value in whole.items() if name not in PARTS}
-    names, places, plan = weights.agreed((list(rules), sorted(int(index) for index in roundings), plan))
+    names, places, plan = weights.agreed(
+        (list(rules), sorted(int(index) for index in roundings), plan)
+    )
     initial = opt.rule.initial(weights.slow)
     plan["rank"] = weights.rank
     plan["inner"] = _given_inner(weights.group, opt.inner, whole.get("inner", {}))
@@ -138,7 +158,9 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
     plan["rule"] = {name: _cut(weights, rules.get(name, ()), initial[name]) for name in names}
     plan["rounding"] = {}
     for index in places:
-        (error,) = _cut(weights, [roundings[index]] if weights.first else (), [weights.slow[index]], [index])
+        (error,) = _cut(
+            weights, [roundings[index]] if weights.first else (), [weights.slow[index]], [index]
+        )
         if weights.owns(index):
             plan["rounding"][index] = error
     plan["in_flight"] = _given_in_flight(opt, weights, whole.get("in_flight", ()))
@@ -154,18 +176,30 @@ def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
     opt._checked_rule(state, _outlines(opt, opt.shapes))
     opt._loaded_codecs(state)
     for record in state.get("in_flight", ()):
-        check_record(record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"])))
+        check_record(
+            record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"]))
+        )
         opt._check_record_tensors(record, opt.shapes)
     groups = (opt.inner.state_dict()["param_groups"], state["inner"]["param_groups"])
     mine, theirs = ([len(group["params"]) for group in some] for some in groups)
     if mine != theirs:
-        raise ValueError(f"the saved inner optimizer has groups of {theirs} parameters, this one of {mine}")
-    return {**state, "rounding": {int(index): error for index, error in state.get("rounding", {}).items()}}
+        raise ValueError(
+            f"the saved inner optimizer has groups of {theirs} parameters, this one of {mine}"
+        )
+    return {
+        **state,
+        "rounding": {int(index): error for index, error in state.get("rounding", {}).items()},
+    }
 
 
-def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Record]) -> list[Record]:
+def _given_in_flight(
+    opt: OuterState, weights: RankWeights, records: Sequence[Record]
+) -> list[Record]:
     """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays with rank 0."""
-    plan = [(r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()}) for r in records]
+    plan = [
+        (r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()})
+        for r in records
+    ]
     parts: list[Record] = []
     for number, (facts, shapes) in enumerate(weights.agreed(plan)):
         part = opt.positions(facts["fragment"])
@@ -177,7 +211,11 @@ def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Re
                 for at, shape in enumerate(shapes[name])
             ]
             tensors[name] = _cut(weights, given[name], own, part)
-        tail = given["tail"] if weights.first else [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
+        tail = (
+            given["tail"]
+            if weights.first
+            else [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
+        )
         tensors["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
         tensors |= {name: list(given[name]) for name in ("error", "payload")}
         parts.append({"facts": facts, "tensors": tensors})
@@ -188,14 +226,27 @@ def _outlines(opt: OuterState, shapes: Sequence[Shape]) -> list[Tensor]:
     return [torch.empty(shape, dtype=opt.slow[0].dtype, device="meta") for shape in shapes]
 
 
-def _cut(weights: RankWeights, whole: Sequence[Tensor], own: Sequence[Tensor], part: Sequence[int] | None = None) -> list[Tensor]:
+def _cut(
+    weights: RankWeights,
+    whole: Sequence[Tensor],
+    own: Sequence[Tensor],
+    part: Sequence[int] | None = None,
+) -> list[Tensor]:
     """Return this rank's part of what rank 0 gives, shaped as ``own``, of the parameters ``part`` (None: all)."""
     part = weights.everything if part is None else part
-    return weights.scatter(part, whole, weights.shapes_of(part, own), [tuple(t.shape) for t in own], weights.slow[0].dtype)
+    return weights.scatter(
+        part,
+        whole,
+        weights.shapes_of(part, own),
+        [tuple(t.shape) for t in own],
+        weights.slow[0].dtype,
+    )
 
 
 def _whole_rounding(weights: RankWeights, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    noted = weights.group.sum(torch.tensor([float(index in own) for index in weights.everything], device="cpu"))
+    noted = weights.group.sum(
+        torch.tensor([float(index in own) for index in weights.everything], device="cpu")
+    )
     errors: dict[int, Tensor] = {}
     for index in noted.nonzero().flatten().tolist():
         error = weights.whole([index], [own.get(index, weights.slow[index].new_empty(0))])
@@ -221,28 +272,37 @@ def _whole_inner(group: RankGroup, inner: torch.optim.Optimizer) -> dict[str, An
 
 
 @torch.no_grad()
-def _given_inner(group: RankGroup, inner: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+def _given_inner(
+    group: RankGroup, inner: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return, to be loaded into each rank's inner optimizer, what rank 0 gives as ``_whole_inner`` returned it.
 
     Each tensor of a parameter's shape is cut as the parameter is. ``state`` of the other ranks is not used.
     """
     params = [parameter for part in inner.param_groups for parameter in part["params"]]
     given = state["state"] if group.first else {}
-    plan = {i: {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in facts.items()} for i, facts in given.items()}
+    plan = {
+        i: {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in facts.items()}
+        for i, facts in given.items()
+    }
     rest = {name: value for name, value in state.items() if name != "state"}
     plan, rest = group.agreed((plan, rest))
     own: dict[Any, dict[str, Any]] = {}
     for index, facts in plan.items():
         for name, outline in facts.items():
             if isinstance(outline, Tensor):
-                tensor = given[index][name] if group.first else torch.empty_like(outline, device="cpu")
+                tensor = (
+                    given[index][name] if group.first else torch.empty_like(outline, device="cpu")
+                )
                 outline = _like(group.spread(tensor, 0), params[index])
             own.setdefault(index, {})[name] = outline
     return {**rest, "state": own}
 
 
 def _like(whole: Tensor, param: Any) -> Tensor:
-    return cut_like(whole, param) if whole.shape == param.shape else whole.clone()  # rank 0's may be the caller's
+    return (
+        cut_like(whole, param) if whole.shape == param.shape else whole.clone()
+    )  # rank 0's may be the caller's
 
 
 FRAME = 256  # bytes of a message that need no second one

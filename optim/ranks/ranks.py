@@ -89,15 +89,21 @@ class RankHandle(Handle):
         """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""
         if self._over:
             return self._mean
-        real = self._real  # in a thread of its own: ``Handle.result`` with a short deadline would end the exchange
+        real = (
+            self._real
+        )  # in a thread of its own: ``Handle.result`` with a short deadline would end the exchange
         outcome = None if real is None else in_thread(lambda: real.result(deadline))
         # Rank 0 lets the others know that it still lives.
-        while self._group.agreed(outcome is not None and not wait([outcome], self._group.timeout / 3).done):
+        while self._group.agreed(
+            outcome is not None and not wait([outcome], self._group.timeout / 3).done
+        ):
             pass
         self._over, self._real = True, None
         mean = self._group.tried(lambda: None if outcome is None else outcome.result())
         names = ("weight", "members", "counted", "limit", "states")
-        facts = self._group.agreed(None if mean is None else {name: getattr(mean, name) for name in names})
+        facts = self._group.agreed(
+            None if mean is None else {name: getattr(mean, name) for name in names}
+        )
         if facts is not None:
             tensors = self._parcel.scatter([] if mean is None else mean.tensors)
             self._group.barrier()  # none takes the outcome unless all have it
@@ -113,11 +119,17 @@ class RankHandle(Handle):
 class _Parcel:
     """How the tensors of one contribution, and of its mean, are shared out to ranks; each has the ``tail`` ones, the buffers."""
 
-    def __init__(self, group: RankGroup, opt: OuterState, key: RoundKey, tensors: Sequence[Tensor], tail: int) -> None:
+    def __init__(
+        self, group: RankGroup, opt: OuterState, key: RoundKey, tensors: Sequence[Tensor], tail: int
+    ) -> None:
         assert isinstance(opt._weights, RankWeights)
         self._group, self._weights = group, opt._weights
-        last = key.fragment >= opt.fragments  # the mean of the slow weights of all fragments, and of the buffers
-        self._part: Sequence[int] = self._weights.everything if last else opt.positions(key.fragment)
+        last = (
+            key.fragment >= opt.fragments
+        )  # the mean of the slow weights of all fragments, and of the buffers
+        self._part: Sequence[int] = (
+            self._weights.everything if last else opt.positions(key.fragment)
+        )
         tail = len(tensors) - len(self._part) if last else tail
         self._count = len(tensors) - tail
         self._tail_shapes = [tuple(tensor.shape) for tensor in tensors[self._count :]]
@@ -135,14 +147,18 @@ class _Parcel:
         if self._values is None:
             return list(tensors)
         held = zip(self._values, self._part, strict=True)
-        return list(torch.split(tensors[0], [n if self._weights.owns(index) else 0 for n, index in held]))
+        return list(
+            torch.split(tensors[0], [n if self._weights.owns(index) else 0 for n, index in held])
+        )
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole contribution on rank 0, and an empty list on the others. Of each rank's tensors the mean counts."""
         whole = self._weights.gather(self._part, self._cut(tensors[: self._count]), self._shapes)
         if self._values is not None and self._group.first:
             whole = [torch.cat(whole)]
-        own = [self._group.sum(tensor.detach() / self._group.size) for tensor in tensors[self._count :]]
+        own = [
+            self._group.sum(tensor.detach() / self._group.size) for tensor in tensors[self._count :]
+        ]
         return [*whole, *own] if self._group.first else []
 
     def scatter(self, mean: Sequence[Tensor]) -> list[Tensor]:
@@ -153,14 +169,20 @@ class _Parcel:
         found = self._weights.scatter(self._part, whole, self._shapes, self._mine, torch.float32)
         if self._values is not None:
             found = [torch.cat(found)]
-        own = mean[self._count :] if self._group.first else [torch.empty(shape, device="cpu") for shape in self._tail_shapes]
+        own = (
+            mean[self._count :]
+            if self._group.first
+            else [torch.empty(shape, device="cpu") for shape in self._tail_shapes]
+        )
         return [*found, *(self._group.spread(tensor, 0) for tensor in own)]
 
 
 class Ranks(RankGroup):
     """The ranks of one peer, for ``OuterOptimizer(ranks=)``. All ranks make it, in the same order."""
 
-    def weights(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> RankWeights:
+    def weights(
+        self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path
+    ) -> RankWeights:
         return RankWeights(params, model, place, self)
 
     def exchange(self, real: Exchange) -> RankExchange:

@@ -37,7 +37,16 @@ from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.fragments import by_rate, positions
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, averaged_parameters, cut
-from shoal.optim.outer.rule import AHEAD, START, RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.outer.rule import (
+    AHEAD,
+    START,
+    RoundContext,
+    State,
+    assign,
+    check_rate_and_momentum,
+    pseudo_gradient,
+    zeros,
+)
 from shoal.optim.schedule import Delayed, Every, Lag, Streaming
 
 if TYPE_CHECKING:
@@ -70,17 +79,26 @@ class DiLoCoRule:
     def __post_init__(self) -> None:
         check_rate_and_momentum(self.lr, self.momentum)
         if self.mix != "keep" and (isinstance(self.mix, str) or not 0 <= self.mix <= 1):
-            raise ValueError(f"mix must be keep or lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones")
+            raise ValueError(
+                f"mix must be keep or lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones"
+            )
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return momentum 0; no buffer without momentum."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> OnDemand:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> OnDemand:
         return differences(slow, fast)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         keeps = self.mix == "keep" and context.lag > 0
         if keeps:
@@ -97,7 +115,12 @@ class DiLoCoRule:
 
 
 def outer_step(
-    slow: Sequence[Tensor], gradients: Sequence[Tensor], state: State, lr: float, momentum: float, nesterov: bool
+    slow: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    state: State,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
 ) -> None:
     """Take a step of SGD with momentum in torch's form on ``slow``, in place; ``gradients`` are not changed."""
     if momentum == 0:
@@ -122,7 +145,10 @@ def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tens
     merged = []
     for unit, norm in zip(mean_units, mean_norms, strict=True):
         length = torch.linalg.vector_norm(unit)
-        merged.append(unit * torch.where(length > 0, norm / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0))
+        merged.append(
+            unit
+            * torch.where(length > 0, norm / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
+        )
     return merged
 
 
@@ -149,7 +175,9 @@ class DecoupledRule:
     def initial(self, slow: Sequence[Tensor]) -> State:
         return {"momentum": zeros(slow)} if self.momentum else {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> list[Tensor]:
         """Return unit vectors (the pseudo-gradient itself where plain), then one scalar length for each."""
         gradients = pseudo_gradient(slow, fast)
         lengths = [torch.linalg.vector_norm(g) for g in gradients]
@@ -159,7 +187,12 @@ class DecoupledRule:
         return gradients + lengths
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         count = len(slow)
         merged = rda(mean[:count], mean[count:])
@@ -174,7 +207,9 @@ class DecoupledRule:
         return (context.key.fragment, place) in self.plain
 
 
-def largest_root(rate: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> float:
+def largest_root(
+    rate: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0
+) -> float:
     """Return the largest absolute value of the roots for x = ``rate`` and a delay of ``lag`` rounds."""
     coefficients = torch.zeros(lag + 3, dtype=torch.float64, device="cpu")  # of z^0, z^1, ...
     coefficients[lag : lag + 3] = torch.tensor([momentum, -(1 + momentum), 1.0], device="cpu")
@@ -210,12 +245,18 @@ def limit(momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> f
     return low
 
 
-def warn_if_unstable(lr: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0, stacklevel: int = 3) -> None:
+def warn_if_unstable(
+    lr: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0, stacklevel: int = 3
+) -> None:
     """Warn, naming the knob to change, if ``lr`` is at or above the ``limit`` (lr 0 never is)."""
     largest = limit(momentum, lag, nesterov=nesterov, fresh=fresh)
     if lr >= largest and lr > 0:
         late = "" if lag == 0 else f" and a mean that comes {lag} round{'s' * (lag > 1)} late"
-        mend = f"keep lr below {largest:.3g} or lower the momentum" if largest > 0 else "lower the momentum"
+        mend = (
+            f"keep lr below {largest:.3g} or lower the momentum"
+            if largest > 0
+            else "lower the momentum"
+        )
         warnings.warn(
             f"outer lr {lr:g} with momentum {momentum:g}{late} may diverge where the inner steps have converged: {mend}",
             stacklevel=stacklevel,
@@ -270,18 +311,27 @@ class CO2Rule:
             state["usual"] = [tensor.new_zeros(()) for tensor in slow]
         return state
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> list[Tensor]:
         displacement = pseudo_gradient(state[START], fast)
         assign(state[START], fast)
         return displacement
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         if context.members == 0:
             return
         gap = self._gap(mean, state, context)
-        for index, (m, start, s, f, g) in enumerate(zip(state["momentum"], state[START], slow, fast, mean, strict=True)):
+        for index, (m, start, s, f, g) in enumerate(
+            zip(state["momentum"], state[START], slow, fast, mean, strict=True)
+        ):
             m.mul_(self.momentum).add_(g / gap)
             if self.clip is not None:
                 m.clamp_(-self.clip, self.clip)
@@ -301,12 +351,19 @@ class CO2Rule:
         """Return the penalty of this mean and advance C."""
         if self.penalty is not None:
             return self.penalty
-        length = torch.stack(context.of_owners([torch.linalg.vector_norm(tensor) for tensor in mean])).square().sum().sqrt()
+        length = (
+            torch.stack(context.of_owners([torch.linalg.vector_norm(tensor) for tensor in mean]))
+            .square()
+            .sum()
+            .sqrt()
+        )
         usual = state["usual"][0]
         usual = torch.where(usual > 0, DECAY * usual + (1 - DECAY) * length, length)
         assign(state["usual"], [usual] * len(mean))
         moved = torch.stack(state["moved"]).sum().sqrt()
-        return 1 + torch.where(usual > 0, moved / usual.clamp_min(torch.finfo(usual.dtype).tiny), 0.0)
+        return 1 + torch.where(
+            usual > 0, moved / usual.clamp_min(torch.finfo(usual.dtype).tiny), 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -340,18 +397,27 @@ class EagerRule:
         state["share"] = [tensor.new_ones(()) for tensor in slow]
         return state | ({"momentum": zeros(slow)} if self.momentum else {})
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> list[Tensor]:
         return pseudo_gradient(state[START], fast)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         """Take one outer step. If the mean is not late, it holds the whole displacement and nothing is applied eagerly."""
         if context.members > 0:
             for share in state["share"]:
                 share.fill_(context.share)
             if context.lag > 0:
-                warn_if_unstable(self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(context.share, 2))
+                warn_if_unstable(
+                    self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(context.share, 2)
+                )
         gradients = []
         for index, (e, share) in enumerate(zip(state[AHEAD], state["share"], strict=True)):
             g = -e
@@ -386,7 +452,13 @@ class DiLoCo(OuterOptimizer):
         **options: Unpack[Options],
     ) -> None:
         warn_if_unstable(lr, momentum, 0, nesterov=nesterov)
-        super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, nesterov), schedule=Every(every), **options)
+        super().__init__(
+            inner,
+            exchange,
+            rule=DiLoCoRule(lr, momentum, nesterov),
+            schedule=Every(every),
+            **options,
+        )
 
 
 class StreamingDiLoCo(OuterOptimizer):
@@ -418,7 +490,14 @@ class StreamingDiLoCo(OuterOptimizer):
         parts = cut(fragments, inner, exchange, options)
         warn_if_unstable(lr, momentum, 0, nesterov=True)
         schedule = Streaming(every, len(parts) if parts else 1, lag)
-        super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, mix=mix), schedule=schedule, fragments=parts, **options)
+        super().__init__(
+            inner,
+            exchange,
+            rule=DiLoCoRule(lr, momentum, mix=mix),
+            schedule=schedule,
+            fragments=parts,
+            **options,
+        )
 
 
 class DecoupledDiLoCo(OuterOptimizer):
@@ -454,7 +533,14 @@ class DecoupledDiLoCo(OuterOptimizer):
         warn_if_unstable(lr, momentum, 0, nesterov=True)
         schedule = Streaming(every, len(parts) if parts else 1, lag)
         options.setdefault("weight", by_rate)
-        super().__init__(inner, exchange, rule=DecoupledRule(lr, momentum, places), schedule=schedule, fragments=parts, **options)
+        super().__init__(
+            inner,
+            exchange,
+            rule=DecoupledRule(lr, momentum, places),
+            schedule=schedule,
+            fragments=parts,
+            **options,
+        )
 
 
 class Eager(OuterOptimizer):
@@ -474,7 +560,13 @@ class Eager(OuterOptimizer):
         nesterov: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(inner, exchange, rule=EagerRule(lr, momentum, nesterov), schedule=Delayed(every), **options)
+        super().__init__(
+            inner,
+            exchange,
+            rule=EagerRule(lr, momentum, nesterov),
+            schedule=Delayed(every),
+            **options,
+        )
 
 
 class CO2(OuterOptimizer):
@@ -498,7 +590,11 @@ class CO2(OuterOptimizer):
         **options: Unpack[Options],
     ) -> None:
         # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its least damping of a lasting motion.
-        damping = penalty if penalty is not None else (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
+        damping = (
+            penalty
+            if penalty is not None
+            else (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
+        )
         rule = CO2Rule(lr, momentum, penalty, clip, keep)
         warn_if_unstable(lr / damping, momentum, 1, nesterov=False)
         super().__init__(inner, exchange, rule=rule, schedule=Delayed(every), **options)
@@ -513,7 +609,14 @@ class SparseLoCo(DiLoCo):
     """
 
     def __init__(
-        self, inner: Inner, exchange: Exchange, *, codec: Codec | None = None, every: int = 30, lr: float = 1.0, **options: Any
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        codec: Codec | None = None,
+        every: int = 30,
+        lr: float = 1.0,
+        **options: Any,
     ) -> None:
         options["codec"] = codec or ErrorFeedback(TopK2Codec(), 0.95)
         super().__init__(inner, exchange, every=every, lr=lr, momentum=0.0, **options)

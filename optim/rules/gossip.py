@@ -30,7 +30,15 @@ from shoal.optim.methods import DEFAULT_LAG, OVERLAPPED
 from shoal.optim.outer.fragments import equal
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
-from shoal.optim.outer.rule import RoundContext, Rule, State, assign, check_rate_and_momentum, move_on, zeros
+from shoal.optim.outer.rule import (
+    RoundContext,
+    Rule,
+    State,
+    assign,
+    check_rate_and_momentum,
+    move_on,
+    zeros,
+)
 from shoal.optim.rules.diloco import warn_if_unstable
 from shoal.optim.schedule import Every, Lag, Streaming
 
@@ -88,7 +96,9 @@ class NoLoCoRule:
     def initial(self, slow: Sequence[Tensor]) -> State:
         return {"momentum": zeros(slow)}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> OnDemand:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> OnDemand:
         """Return ``fast`` in the one-tensor form, else ``slow``, then the pseudo-gradients."""
         return OnDemand(fast if self.sends_weights_only else [*slow, *zip(slow, fast, strict=True)])
 
@@ -96,7 +106,12 @@ class NoLoCoRule:
         return 0 if self.sends_weights_only else count // 2
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         velocity = state["momentum"]
         if self.sends_weights_only:
@@ -107,11 +122,17 @@ class NoLoCoRule:
             count = len(slow)
             for v, s, mean_slow, g in zip(velocity, slow, mean[:count], mean[count:], strict=True):
                 v.mul_(self.momentum).add_(g, alpha=self.lr)
-                if context.members > 1 or context.weight == 0:  # without a partner there is no pull, nor must rounding be one
+                if (
+                    context.members > 1 or context.weight == 0
+                ):  # without a partner there is no pull, nor must rounding be one
                     v.add_(s - mean_slow, alpha=self.gamma)
                 s.sub_(v)
         sent = context.sent
-        weights = sent if self.sends_weights_only else (s - g for s, g in zip(sent[: len(slow)], sent[len(slow) :], strict=True))
+        weights = (
+            sent
+            if self.sends_weights_only
+            else (s - g for s, g in zip(sent[: len(slow)], sent[len(slow) :], strict=True))
+        )
         move_on(fast, slow, weights, context.lag)
 
 
@@ -122,11 +143,18 @@ class LocalSGDRule:
     def initial(self, slow: Sequence[Tensor]) -> State:
         return {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> list[Tensor]:
         return list(fast)
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         assign(slow, mean)
         move_on(fast, slow, context.sent, context.lag)
@@ -156,24 +184,35 @@ class GASLoCRule:
     def __post_init__(self) -> None:
         check_rate_and_momentum(self.lr, self.momentum)
         if not 0 <= self.mix <= 1:
-            raise ValueError(f"mix must lie in [0, 1], got {self.mix}: 0 never averages, 1 averages completely")
+            raise ValueError(
+                f"mix must lie in [0, 1], got {self.mix}: 0 never averages, 1 averages completely"
+            )
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return the zero ``offset`` (slow minus the last u)."""
         return {"offset": zeros(slow)}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> list[Tensor]:
         return [s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)]
 
     def even(self, count: int) -> int:
         return count
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         own = context.sent if context.lag > 0 else self.contribution(slow, fast, state, context)
         for offset, s, u, mean_u in zip(state["offset"], slow, own, mean, strict=True):
-            offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum
+            offset.add_(u - s).mul_(
+                self.momentum
+            )  # u - (u of the round before), times the momentum
             offset.add_(mean_u - u, alpha=self.mix)
             s.copy_(u).add_(offset)
         move_on(fast, slow, context.fast, context.lag)
@@ -191,7 +230,9 @@ def chosen(key: RoundKey, count: int, part: float) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     seed = hashlib.sha256(f"shoal/sparta/1:{key.run}:{key.round}:{key.fragment}".encode()).digest()
     edges = torch.arange(wanted + 1, dtype=torch.int64, device="cpu")
-    edges = edges * (count // wanted) + edges * (count % wanted) // wanted  # = edges * count // wanted, without overflow
+    edges = (
+        edges * (count // wanted) + edges * (count % wanted) // wanted
+    )  # = edges * count // wanted, without overflow
     low, length = edges[:-1], edges[1:] - edges[:-1]
     draws = torch.arange(wanted, dtype=torch.int64, device="cpu")
     for start in range(0, 16, 4):
@@ -213,16 +254,29 @@ class SpartaRule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.part <= 1:
-            raise ValueError(f"part must lie in [0, 1], got {self.part}: it is the part of all values that is averaged")
+            raise ValueError(
+                f"part must lie in [0, 1], got {self.part}: it is the part of all values that is averaged"
+            )
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         return {}
 
-    def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context), strict=True)])]
+    def contribution(
+        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
+    ) -> list[Tensor]:
+        return [
+            torch.cat(
+                [f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context), strict=True)]
+            )
+        ]
 
     def apply(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+        self,
+        slow: Sequence[Tensor],
+        fast: Sequence[Tensor],
+        mean: Sequence[Tensor],
+        state: State,
+        context: RoundContext,
     ) -> None:
         places = self._places(fast, context)
         sizes = [at.numel() for at in places]
@@ -247,7 +301,10 @@ class SpartaRule:
         flat, cuts = self._chosen(sizes, context.key)
         begins = [0, *itertools.accumulate(sizes)]
         parts = zip(cuts, cuts[1:], begins, tensors, strict=False)
-        found = [flat[first:last] - begin if tensor.numel() else flat[:0] for first, last, begin, tensor in parts]
+        found = [
+            flat[first:last] - begin if tensor.numel() else flat[:0]
+            for first, last, begin, tensor in parts
+        ]
         return to_device(found, tensors[0].device)
 
 
@@ -255,13 +312,28 @@ class _Gossip(OuterOptimizer):
     """Method that sends whole weights, overlapped or not, to a partner of each round."""
 
     def __init__(
-        self, inner: Inner, exchange: Exchange, rule: Rule, every: int, fragments: Fragments | None, lag: Lag, options: Options
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        rule: Rule,
+        every: int,
+        fragments: Fragments | None,
+        lag: Lag,
+        options: Options,
     ) -> None:
         check_sends_weights(options.get("codec", FLOAT32), type(self).__name__)
         if fragments is None:  # as the exchange has them, or one if means are applied at once
-            fragments = len(exchange.fragments) if exchange.fragments else min(OVERLAPPED, max(every, 1)) if lag else 1
+            fragments = (
+                len(exchange.fragments)
+                if exchange.fragments
+                else min(OVERLAPPED, max(every, 1))
+                if lag
+                else 1
+            )
         parts = cut(fragments, inner, exchange, options)
-        schedule = Streaming(every, len(parts) if parts else 1, lag) if parts or lag else Every(every)
+        schedule = (
+            Streaming(every, len(parts) if parts else 1, lag) if parts or lag else Every(every)
+        )
         super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **options)
 
 
@@ -347,7 +419,13 @@ class SPARTA(OuterOptimizer):
     """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps (``SpartaRule``)."""
 
     def __init__(
-        self, inner: Inner, exchange: Exchange, *, every: int = 1, part: float = 0.005, **options: Unpack[Options]
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 1,
+        part: float = 0.005,
+        **options: Unpack[Options],
     ) -> None:
         check_sends_weights(options.get("codec", FLOAT32), "SPARTA")
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **options)

@@ -69,7 +69,10 @@ if TYPE_CHECKING:
 
 LEAST_RATE = 1e6  # bytes a second: time for so many is given in any case, and more to what moves (`shoal.swarm.pacing`)
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
-SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and seconds at most, that a node waits for others
+SHARE, LONGEST_S = (
+    0.2,
+    300.0,
+)  # of the time from one round to the next, and seconds at most, that a node waits for others
 OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
 
 
@@ -130,7 +133,10 @@ class ExchangeTimeouts:
 
 
 KEPT_S = 600.0  # seconds without a call, after which a stream is ended
-KEPT, KEPT_EACH = 32, 4  # streams at most, and to one peer, with which several fragments may be exchanged at once
+KEPT, KEPT_EACH = (
+    32,
+    4,
+)  # streams at most, and to one peer, with which several fragments may be exchanged at once
 ANSWERED = 64  # streams of callers that wait for their next call, at most
 
 
@@ -165,7 +171,11 @@ class KeptStreams:
 
 
 async def answer_all(
-    host: Host, protocol: str, stream: Stream, answer: Callable[[Stream], Awaitable[bool]], waiting: StreamPlaces
+    host: Host,
+    protocol: str,
+    stream: Stream,
+    answer: Callable[[Stream], Awaitable[bool]],
+    waiting: StreamPlaces,
 ) -> None:
     """Answer the calls on a stream, one after another; ``answer`` returns whether another may follow. It waits for each in one of
     the places ``waiting``, and each counts as one on a new stream does.
@@ -181,11 +191,19 @@ async def answer_all(
 
 SEVERAL, LONGER = 4, 1.5  # times what exchanges usually hold, and what they take in all: given up
 OFTEN, FREE_S = 3, 0.5  # times the usual, and seconds at least: of no cost
-LEAST_S = 1.0  # seconds that every exchange may hold training, and of the shortest round that counts
-FIRST_S, FIRST_RATE = 2.0, 62.5e3  # seconds, and bytes a second each way, of an exchange before there is a measure
+LEAST_S = (
+    1.0  # seconds that every exchange may hold training, and of the shortest round that counts
+)
+FIRST_S, FIRST_RATE = (
+    2.0,
+    62.5e3,
+)  # seconds, and bytes a second each way, of an exchange before there is a measure
 GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
 SPARE_S = 4.0  # seconds that training waits for partners which come late, before they are more than a part of its time
-LATE, LATE_S = 0.25, 3.0  # of a round, and seconds at least, that a group's first two members wait for the others
+LATE, LATE_S = (
+    0.25,
+    3.0,
+)  # of a round, and seconds at least, that a group's first two members wait for the others
 PARTNERS, PEERS = 16, 1024  # remembered
 
 
@@ -242,14 +260,23 @@ class TrainingTime:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
             times = max(nbytes / median_low(self._nbytes.values()), 1.0) if self._nbytes else 1.0
             whole = LONGER * times * median_low(self.took.values()) - before if self.took else 0.0
-            return max(LEAST_S, SEVERAL * times * median_low(self.holds.values()), half, whole)  # with a contribution's trials
+            return max(
+                LEAST_S, SEVERAL * times * median_low(self.holds.values()), half, whole
+            )  # with a contribution's trials
         # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self.timeouts.trial
 
     def awaiting(self, now: float, fragment: int) -> float:
         """Return the seconds for which training may wait, from ``now`` on, for a partner to come to a round of ``fragment``."""
-        self._spare, self._spared = min(self._spare + GIVES * max(now - self._spared, 0.0), SPARE_S), now
-        return max(self.budget(0, fragment), SEVERAL * median_low(self._waits.values() or (0.0,)), self._spare)
+        self._spare, self._spared = (
+            min(self._spare + GIVES * max(now - self._spared, 0.0), SPARE_S),
+            now,
+        )
+        return max(
+            self.budget(0, fragment),
+            SEVERAL * median_low(self._waits.values() or (0.0,)),
+            self._spare,
+        )
 
     def waited(self, peer: str, seconds: float) -> float:
         """Note that training waited ``seconds`` for ``peer`` to come; return those beyond `OFTEN` times the usual and the spare."""
@@ -273,19 +300,34 @@ class TrainingTime:
         self.holds[peer] = held
         if nbytes:
             self._nbytes[peer] = nbytes
-        usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
+        usual = (
+            max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf
+        )  # over a satellite the first ones are dear
         others = [seconds for other, seconds in self.took.items() if other != peer]
         often = median_low(others) if others else 0.0
-        own_held, own_took = [2 * median_low(part) for part in zip(*beside, strict=True)] or (0.0, 0.0)
+        own_held, own_took = [2 * median_low(part) for part in zip(*beside, strict=True)] or (
+            0.0,
+            0.0,
+        )
         free = max(usual, often, own_held)
         if whole:
             self.took[peer] = max(took, held)
         costs = {peer: max(held - free, 0.0) if whole or not before or held <= own_held else held}
         if others:  # training went on for rounds in which this fragment was not sent, so that nobody else was met with it
-            costs[peer] += max(took - held - max(self.period(fragment), often, own_took), 0.0) / self._fragments
+            costs[peer] += (
+                max(took - held - max(self.period(fragment), often, own_took), 0.0)
+                / self._fragments
+            )
         if len(before) == 1 and peer not in before:
-            costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
-        return {one: rounds for one, cost in costs.items() if (rounds := self.cost(one, round, fragment, cost))}
+            costs |= {
+                first: max(seconds - max(OFTEN * held, FREE_S), 0.0)
+                for first, seconds in before.items()
+            }
+        return {
+            one: rounds
+            for one, cost in costs.items()
+            if (rounds := self.cost(one, round, fragment, cost))
+        }
 
     def cost(self, peer: str, round: int, fragment: int, seconds: float) -> int:
         """Note that ``peer`` cost training ``seconds``, or did not come in these; return for how many rounds it is passed over."""
@@ -293,7 +335,11 @@ class TrainingTime:
         owed, since = self._owed.pop(peer, (0.0, round))
         owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + seconds
         self._owed[peer] = owed, round
-        return math.ceil(owed / (GIVES * period)) if seconds and owed > max(COSTLY_S, COSTLY * period) else 0
+        return (
+            math.ceil(owed / (GIVES * period))
+            if seconds and owed > max(COSTLY_S, COSTLY * period)
+            else 0
+        )
 
     def _round_s(self, fragment: int) -> float:
         """Return the seconds of a round; 0 while they are not known."""
@@ -355,7 +401,10 @@ class RoundEvidence:
         begins = list(self._begins)
         if len(begins) < 2:
             return math.inf, 0
-        usual = max(median(later - earlier for earlier, later in itertools.pairwise(begins)), SHORTEST_S / self._fragments)
+        usual = max(
+            median(later - earlier for earlier, later in itertools.pairwise(begins)),
+            SHORTEST_S / self._fragments,
+        )
         return usual, int((now - begins[-1]) / usual)
 
     def met(self, peers: Iterable[str], round: int) -> None:
@@ -388,20 +437,30 @@ class RoundEvidence:
 
     def _others(self) -> dict[str, int]:
         me, model = self._context.me, self._context.model
-        return {peer: one.round for peer, one in self._context.members().items() if peer != me and one.model == model}
+        return {
+            peer: one.round
+            for peer, one in self._context.members().items()
+            if peer != me and one.model == model
+        }
 
     def furthest(self, peer: str, said: int, now: float) -> int:
         """Return the round to which this node may move at most, now that ``peer`` has ``said`` in which it is."""
         others = {other: max(at, self._met.get(other, 0)) for other, at in self._others().items()}
         met = [at for other, at in others.items() if other in self._met]
-        words = met + [max(at, others[other]) for other, at in dict(self._said).items() if other in others]
+        words = met + [
+            max(at, others[other]) for other, at in dict(self._said).items() if other in others
+        ]
         began, first = self._began or (now, 0)
         usual_s, passed = self._own(now)
-        possible = first + self._fragments * QUICKER * (1 + int((now - began) / usual_s / self._fragments))
+        possible = first + self._fragments * QUICKER * (
+            1 + int((now - began) / usual_s / self._fragments)
+        )
         usual = median_low(met if len(met) > 1 else words or [said])
         if len(words) < 2:
             reach = self._newest + passed + max(ALONE * self._fragments - self._ahead, 0)
-            usual = usual if usual <= reach else self._newest  # there it is met; half way there is nobody
+            usual = (
+                usual if usual <= reach else self._newest
+            )  # there it is met; half way there is nobody
         if said > usual and peer in self._pushes:
             self._pushes.discard(peer)
             half = median_high(met) if len(met) > FEW else usual
@@ -414,7 +473,11 @@ class RoundEvidence:
         rounds = self._alone // self._fragments
         if rounds < 1 or not self._behind:
             return None
-        behind, met, others = dict(self._behind), dict(self._met), self._others()  # the host's loop goes on meanwhile
+        behind, met, others = (
+            dict(self._behind),
+            dict(self._met),
+            self._others(),
+        )  # the host's loop goes on meanwhile
         last = self._shared if rounds < 2 * ALONE else {}
         callers = {peer: max(at, last.get(peer, 0)) for peer, at in behind.items() if peer in met}
         if not callers and (rounds >= 2 * ALONE or met.keys().isdisjoint(others)):
@@ -422,7 +485,9 @@ class RoundEvidence:
         if not callers:
             return None
         distance = round - median_low(callers.values())
-        patience = 2 * ALONE if distance <= ALONE * self._fragments else ALONE if len(others) > 1 else 1
+        patience = (
+            2 * ALONE if distance <= ALONE * self._fragments else ALONE if len(others) > 1 else 1
+        )
         if distance < self._fragments or rounds < patience:
             return None
         self._alone, self._ahead, self._began = 0, 0, None
@@ -517,7 +582,9 @@ class PairRounds:
 
         It is one of the same fragment, whatever the peer answers.
         """
-        return mine + max(min(wanted, limit) - mine, 0) // self._step(fragment) * self._step(fragment)
+        return mine + max(min(wanted, limit) - mine, 0) // self._step(fragment) * self._step(
+            fragment
+        )
 
     def _step(self, fragment: int) -> int:
         # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
@@ -581,7 +648,9 @@ class RoundTracker:
         if (over is not None and round <= over) or (round, fragment) in self._formed:
             return max(round, over or 0, (begun or 0) - self.fragments) + self.fragments
         # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
-        if begun is not None and (round < begun or (fragment < self.fragments and (round - begun) % self.fragments)):
+        if begun is not None and (
+            round < begun or (fragment < self.fragments and (round - begun) % self.fragments)
+        ):
             return begun + self._up(max(round - begun, 0))
         if begun is None and round < self.next_round:
             return round + self._up(self.next_round - round)
@@ -618,9 +687,14 @@ class PassedOver:
         if not count or abs(round - last) >= self._fragments:
             most = len(TERMS) if over else max(count, BROKEN)
             if not count or over or self._met > last:
-                count = min(count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1, most)
+                count = min(
+                    count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1,
+                    most,
+                )
             last = round
-        while 1 < count < len(TERMS) and over > TERMS[count - 1] * self._fragments:  # not at first: this node itself may have slept
+        while (
+            1 < count < len(TERMS) and over > TERMS[count - 1] * self._fragments
+        ):  # not at first: this node itself may have slept
             count += 1
         self.misses[peer] = count, last, cost or over > 0
 

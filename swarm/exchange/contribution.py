@@ -38,10 +38,27 @@ from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, all_finit
 from shoal.optim.codecs.mod4 import PairMessage, Reading, for_pairs
 from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
-from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, OnDemand, RoundKey, slabs
+from shoal.optim.exchange.base import (
+    Contribution,
+    Exchange,
+    Handle,
+    Mean,
+    OnDemand,
+    RoundKey,
+    slabs,
+)
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
-from shoal.swarm.wire.envelope import CHUNK, FAILURES, MAX_BLAMED, MAX_WEIGHT, Failure, Sketch, chunks, digest
+from shoal.swarm.wire.envelope import (
+    CHUNK,
+    FAILURES,
+    MAX_BLAMED,
+    MAX_WEIGHT,
+    Failure,
+    Sketch,
+    chunks,
+    digest,
+)
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
 if TYPE_CHECKING:
@@ -58,7 +75,11 @@ class Payload:
     message: PairMessage | None = None
 
     def __init__(
-        self, nbytes: int, whole: Callable[[], Tensor], tensors: Callable[[], Sequence[Tensor]], message: PairMessage | None = None
+        self,
+        nbytes: int,
+        whole: Callable[[], Tensor],
+        tensors: Callable[[], Sequence[Tensor]],
+        message: PairMessage | None = None,
     ) -> None:
         self.nbytes, self._whole, self._decoded, self.message = nbytes, whole, tensors, message
 
@@ -100,7 +121,9 @@ class BorrowedPayload(Payload):
     def blocks(self) -> Iterator[memoryview]:
         step = CHUNK // self._dtype.itemsize
         for start in range(0, self.nbytes // self._dtype.itemsize, step):
-            yield self._made(start, min(start + step, self._ends[-1])).view(torch.uint8).numpy().data
+            yield (
+                self._made(start, min(start + step, self._ends[-1])).view(torch.uint8).numpy().data
+            )
 
     def whole(self) -> Tensor:
         """Return a copy of everything."""
@@ -121,7 +144,9 @@ class BorrowedPayload(Payload):
             before = self._ends[place - 1] if place else 0
             end = min(stop, self._ends[place])
             if end > start:
-                pieces.append(self._tensors.values(place, start - before, end - before).to(self._dtype))
+                pieces.append(
+                    self._tensors.values(place, start - before, end - before).to(self._dtype)
+                )
             start, place = end, place + 1
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -174,13 +199,22 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
     key, tensors, codec = contribution.key, contribution.tensors, contribution.codec
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
-    shapes = tuple(tensors.shapes if isinstance(tensors, OnDemand) else (tuple(tensor.shape) for tensor in tensors))
+    shapes = tuple(
+        tensors.shapes
+        if isinstance(tensors, OnDemand)
+        else (tuple(tensor.shape) for tensor in tensors)
+    )
     if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
         payload: Payload = BorrowedPayload(tensors, codec)
     elif (pairs := for_pairs(codec)) is not None:
-        message = pairs[0].post(tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors], pairs[1])
+        message = pairs[0].post(
+            tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors],
+            pairs[1],
+        )
         if len(message.own) > 8 * MAX_REFUSED:
-            raise ValueError(f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set more outer.fragments")
+            raise ValueError(
+                f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set more outer.fragments"
+            )
         payload = Payload(message.nbytes, lambda: message.payload, message.tensors, message)
     else:
         data = codec.encode([tensor.float() for tensor in tensors])
@@ -196,7 +230,9 @@ def model_digest(tensors: Sequence[Tensor]) -> str:
 
 def parameters_digest(parameters: Iterable[tuple[torch.dtype, Sequence[int]]]) -> str:
     """Return the `model_digest` of parameters of which only type and shape are known."""
-    return hashlib.sha256(";".join(f"{dtype}{list(shape)}" for dtype, shape in parameters).encode()).hexdigest()
+    return hashlib.sha256(
+        ";".join(f"{dtype}{list(shape)}" for dtype, shape in parameters).encode()
+    ).hexdigest()
 
 
 def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | None:
@@ -237,7 +273,9 @@ class ExchangeStats:
         self._passed: dict[int, tuple[int, dict[str, bool]]] = {}
         """Fragment -> the newest of its rounds in which nobody could be met; peer that was passed over in it -> whether as slow."""
 
-    def failed(self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure) -> None:
+    def failed(
+        self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure
+    ) -> None:
         """Count a failed exchange of round ``key`` with ``peer``."""
         kind = problem if isinstance(problem, str) else kind_of(problem)
         with self._lock:
@@ -254,7 +292,11 @@ class ExchangeStats:
         """Return the peers with which the exchange ``key``, or what it was moved to, failed, and how."""
         with self._lock:
             events = [(known, peer, kind) for known, peer, kind in self._events if kind is not None]
-        return [(peer, kind) for known, peer, kind in events if known.fragment == key.fragment and known.round >= key.round]
+        return [
+            (peer, kind)
+            for known, peer, kind in events
+            if known.fragment == key.fragment and known.round >= key.round
+        ]
 
     def pass_over(self, key: RoundKey, peers: Collection[str], slow: Collection[str]) -> None:
         """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow`` ones for the time they cost."""
@@ -268,7 +310,11 @@ class ExchangeStats:
         with self._lock:
             failures = {peer: kind for _, peer, kind in self._events}
             round, peers = self._passed.get(key.fragment, (-1, {}))
-        return [(peer, None if slow else failures.get(peer)) for peer, slow in peers.items()] if round >= key.round else []
+        return (
+            [(peer, None if slow else failures.get(peer)) for peer, slow in peers.items()]
+            if round >= key.round
+            else []
+        )
 
     def turned_down(self) -> int:
         """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""
@@ -286,7 +332,9 @@ class ExchangeStats:
             "exchange_s": median(seconds) if seconds else 0.0,
             "exchanges": len(events),
             "failures": tuple((kind, kinds[kind]) for kind in FAILURES if kind in kinds),
-            "blamed": tuple((peer, kind, count) for (peer, kind), count in blamed.most_common(MAX_BLAMED)),
+            "blamed": tuple(
+                (peer, kind, count) for (peer, kind), count in blamed.most_common(MAX_BLAMED)
+            ),
         }
 
 
@@ -354,7 +402,9 @@ class ExchangeAttempt(Generic[R]):
 
     def moved_to(self, round: int) -> ExchangeAttempt[R]:
         """Return the attempt to have the same contribution averaged in another round. The commit state is shared."""
-        return replace(self, contribution=replace(self.contribution, key=replace(self.key, round=round)))
+        return replace(
+            self, contribution=replace(self.contribution, key=replace(self.key, round=round))
+        )
 
     def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
         self.stats.failed(self.key, peer, problem)
@@ -364,8 +414,14 @@ class ExchangeAttempt(Generic[R]):
         mine, message = self.contribution, self.contribution.payload.message
         try:
             read = None if message is None else message.read(payload)
-            tensors = mine.codec.decode(payload, mine.shapes) if message is None or read is None else message.seen(read)
-        except ValueError as error:  # raised by codecs at bytes that no peer of this version encodes
+            tensors = (
+                mine.codec.decode(payload, mine.shapes)
+                if message is None or read is None
+                else message.seen(read)
+            )
+        except (
+            ValueError
+        ) as error:  # raised by codecs at bytes that no peer of this version encodes
             return Problem("damaged", f"it is not {mine.codec.name}: {error}"), []
         received = tensors if read is None else read
         if not all_finite(tensors):
@@ -380,7 +436,13 @@ SLICE_S = 0.1
 class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
-    def __init__(self, host: Host, rounds: PairRounds | RoundTracker, evidence: RoundEvidence, time: TrainingTime) -> None:
+    def __init__(
+        self,
+        host: Host,
+        rounds: PairRounds | RoundTracker,
+        evidence: RoundEvidence,
+        time: TrainingTime,
+    ) -> None:
         self.host, self.rounds, self.evidence, self.time = host, rounds, evidence, time
         host.resource_manager.partner = evidence.knows
         self.until = float("inf")

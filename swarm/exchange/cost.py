@@ -19,7 +19,10 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-ROUND_TRIPS, PAIR_ROUND_TRIPS = 6.5, 5.0  # of a group, and of a pair, whose partners are agreed beforehand; both keep their streams
+ROUND_TRIPS, PAIR_ROUND_TRIPS = (
+    6.5,
+    5.0,
+)  # of a group, and of a pair, whose partners are agreed beforehand; both keep their streams
 HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
 PACED = 0.8  # of a slow link, that bulk takes which is paced
 PAIRED = 0.67  # of a link, that a round of pairs in fragments takes at most: their partners are as busy with others
@@ -127,7 +130,9 @@ def members(work: Work) -> int:
 def sent(work: Work) -> int:
     """Return the bytes that a node sends in a round; it receives as many."""
     count = members(work)
-    if work.sums and count >= ALL_REDUCED:  # the parts go out in the codec's format, and the averages of its share in float32
+    if (
+        work.sums and count >= ALL_REDUCED
+    ):  # the parts go out in the codec's format, and the averages of its share in float32
         payloads = (work.nbytes + FLOAT32 * work.params) * (count - 1) / count
     else:
         payloads = work.nbytes * (count - 1)
@@ -138,7 +143,9 @@ def exchange_s(work: Work, line: Line) -> float:
     """Return the seconds from sending one fragment to its mean."""
     each, costs = sent(work) / work.fragments, work.costs
     moving = max(each / (costs.paced * line.rate), each / line.rate + each * costs.handling)
-    round_trips = min(costs.round_trips, PAIR_ROUND_TRIPS) if work.group == "pair" else costs.round_trips
+    round_trips = (
+        min(costs.round_trips, PAIR_ROUND_TRIPS) if work.group == "pair" else costs.round_trips
+    )
     return moving + round_trips * line.round_trip if each else 0.0
 
 
@@ -147,7 +154,9 @@ def expected_lag(work: Work, line: Line) -> int:
     if work.lag != "auto":
         return work.lag
     arrival = max(math.ceil(exchange_s(work, line) / work.step_s), 1)
-    return min(arrival + arrival // 8, work.every)  # as `shoal.optim.schedule` does from what it sees
+    return min(
+        arrival + arrival // 8, work.every
+    )  # as `shoal.optim.schedule` does from what it sees
 
 
 def waiting_s(work: Work, line: Line) -> float:
@@ -166,7 +175,14 @@ def forecast(work: Work, line: Line) -> Forecast:
     busy = computing * (1 + LOOP) + (work.costs.at_hand * FLOAT32 * work.params if moved else 0.0)
     round_s = busy + waiting_s(work, line)
     filled = moved / line.rate / computing
-    return Forecast(computing / round_s, round_s, exchange_s(work, line), expected_lag(work, line), moved, filled)
+    return Forecast(
+        computing / round_s,
+        round_s,
+        exchange_s(work, line),
+        expected_lag(work, line),
+        moved,
+        filled,
+    )
 
 
 def least_every(work: Work, line: Line, most: int = 1_000_000) -> int | None:
@@ -176,5 +192,7 @@ def least_every(work: Work, line: Line, most: int = 1_000_000) -> int | None:
         lag = every if work.lag == work.every else work.lag  # a whole round stays one
         return forecast(replace(work, every=every, lag=lag), line).good
 
-    low = max(work.fragments, 1 if work.lag == "auto" else work.lag + 1 if work.lag < work.every else 1)
+    low = max(
+        work.fragments, 1 if work.lag == "auto" else work.lag + 1 if work.lag < work.every else 1
+    )
     return low + bisect_left(range(low, most), True, key=enough) if enough(most) else None

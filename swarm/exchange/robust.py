@@ -101,7 +101,9 @@ class _Bound:
     def passes(self, fragment: int, change: float, loss: float) -> bool:
         seen, loss = self._seen[fragment], abs(loss)  # that of a density may be below 0
         usual = median(seen) if len(seen) >= FIRST else None
-        bound = self._first * loss if usual is None else max(self._least * loss, self._times * usual)
+        bound = (
+            self._first * loss if usual is None else max(self._least * loss, self._times * usual)
+        )
         seen.append(min(abs(change), self._first * loss / 3 if usual is None else WIDER * usual))
         return change <= bound
 
@@ -128,7 +130,10 @@ class LossCheck:
         if not (math.isfinite(mean) and math.isfinite(alone)):
             return f"with it the loss on this node's own batches, {mine:.4g}, is no longer finite"
         with self._lock:
-            passed = [self._mean.passes(key.fragment, mean - mine, mine), self._alone.passes(key.fragment, alone - mine, mine)]
+            passed = [
+                self._mean.passes(key.fragment, mean - mine, mine),
+                self._alone.passes(key.fragment, alone - mine, mine),
+            ]
             odd = sum(self._bad) >= ODD and (passed[0] or self._tolerates(mean - mine, mine))
             self._bad.append(not all(passed))
             self._changes.append(mean - mine)
@@ -139,7 +144,9 @@ class LossCheck:
 
     def _tolerates(self, change: float, mine: float) -> bool:
         least = min(*self._own, mine)
-        return change <= TOLERATED * median(self._changes) and mine + change <= least + (TOLERATED - 1) * abs(least)
+        return change <= TOLERATED * median(self._changes) and mine + change <= least + (
+            TOLERATED - 1
+        ) * abs(least)
 
     def forget(self) -> None:
         """Forget what was usual: this node has taken over others' weights."""
@@ -175,7 +182,11 @@ class Newcomers:
         """Return at most ``share``, of ``GRID``, for the contribution of ``peer`` to an exchange, and note that it counted."""
         with self._lock:
             since, counted = entry = self._entry(peer)
-            new = self._exchanges >= PATIENCE and counted < SHOWN and self._exchanges - since < PATIENCE
+            new = (
+                self._exchanges >= PATIENCE
+                and counted < SHOWN
+                and self._exchanges - since < PATIENCE
+            )
             where = self.where(peer) if new and share else None
             if where is not None:
                 share = min(share, GRID // (4 * (1 + self._recent.count(where))))
@@ -190,7 +201,10 @@ class Newcomers:
 
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
-LEAST, RECENT = 12, 8  # known before they make the bound, and used for it: few, so that it follows honest peers
+LEAST, RECENT = (
+    12,
+    8,
+)  # known before they make the bound, and used for it: few, so that it follows honest peers
 COLD = {"weights": 1.5, "displacement": 4.0}
 STILL = 1e-9  # of the own norm: peers that are nearer than this have not moved
 REMEMBERED = 1024  # radii and refusals
@@ -230,9 +244,13 @@ class DistanceScreen(UpdateScreen):
         sends: Literal["weights", "displacement"] = "weights",
     ) -> None:
         if (suspect and not suspect > 1) or not times > 0:
-            raise ValueError(f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}")
+            raise ValueError(
+                f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}"
+            )
         self.robust, self.suspect, self.times, self._sends = robust, suspect, times, sends
-        self.gathers = robust == "centered-clip" or suspect > 0  # an all-reduce shows sums, never one contribution
+        self.gathers = (
+            robust == "centered-clip" or suspect > 0
+        )  # an all-reduce shows sums, never one contribution
         self._measures = suspect > 0 or robust == "clipped-gossip"
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
@@ -243,7 +261,13 @@ class DistanceScreen(UpdateScreen):
         """Tries what is not too far away on data, if the node that has this screen has a model and data."""
         self.newcomers = Newcomers()
 
-    def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
+    def problem(
+        self,
+        key: RoundKey,
+        own: Callable[[], Sequence[Tensor]],
+        peer: str,
+        theirs: Sequence[Tensor],
+    ) -> str | None:
         """Return why a contribution that lies too far away, or that makes the loss too high, is refused, or None.
 
         None too where `mean` gives it no share.
@@ -257,7 +281,10 @@ class DistanceScreen(UpdateScreen):
                 too_far = self._judge(key, peer, distance, norm)
             if too_far is not None:
                 return self._refused(key, peer, too_far, "outer.robust=none")
-        if self.loss_check is not None and (worse := self.loss_check.problem(key, mine, theirs)) is not None:
+        if (
+            self.loss_check is not None
+            and (worse := self.loss_check.problem(key, mine, theirs)) is not None
+        ):
             refused = self._refused(key, peer, worse, "outer.check_loss=false")
             if self.robust != "clipped-gossip":
                 return refused
@@ -275,7 +302,10 @@ class DistanceScreen(UpdateScreen):
         seen = self._seen[key.fragment]
         usual = median(list(seen)[-RECENT:]) if len(seen) >= LEAST else math.inf
         bound = self._bound(usual, norm)
-        self._radius[key.fragment, peer] = distance, self.times * (median(seen) if len(seen) >= FIRST else math.inf)
+        self._radius[key.fragment, peer] = (
+            distance,
+            self.times * (median(seen) if len(seen) >= FIRST else math.inf),
+        )
         if STILL * norm < distance <= bound:
             seen.append(distance)
         elif distance > bound and (math.isfinite(usual) or self._sends == "displacement"):
@@ -299,20 +329,36 @@ class DistanceScreen(UpdateScreen):
         held = ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions)
         everyone = sorted(held, key=lambda item: item[0])
         # A peer of weight 0 does not move the others; it takes over their result, in a pair within its own clip.
-        whole = [item for item in everyone if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)]
+        whole = [
+            item
+            for item in everyone
+            if item[1] > 0 or (self.robust != "centered-clip" and item[0] == me)
+        ]
         whole = whole if any(weight for _, weight, _ in everyone) else everyone
         if len(whole) == 1:
             shares = [GRID]
         elif self.robust == "centered-clip":
-            shares = centered_clip(squared_distances([tensors for _, _, tensors in whole]), self.times)
+            shares = centered_clip(
+                squared_distances([tensors for _, _, tensors in whole]), self.times
+            )
         else:
             other = next(peer for peer, _, _ in whole if peer != me)
             theirs = self.newcomers.take(other, clipped_gossip(*self._radius[fragment, other]))
             shares = [GRID - theirs if peer == me else theirs for peer, _, _ in whole]
-        counted = [(peer, float(share), tensors) for share, (peer, _, tensors) in zip(shares, whole, strict=True) if share]
+        counted = [
+            (peer, float(share), tensors)
+            for share, (peer, _, tensors) in zip(shares, whole, strict=True)
+            if share
+        ]
         # The limit makes the own share in the mean, for rules that ask for it, an equal one.
         limit = min((weight for _, weight, _ in whole if weight), default=1.0)
-        return Mean(combined(counted), len(whole) * limit, tuple(peer for peer, _, _ in everyone), len(whole), limit=limit)
+        return Mean(
+            combined(counted),
+            len(whole) * limit,
+            tuple(peer for peer, _, _ in everyone),
+            len(whole),
+            limit=limit,
+        )
 
     def forget(self) -> None:
         """Forget the distances seen: this node has taken over others' weights, so they no longer tell anything."""

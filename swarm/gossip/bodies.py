@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip.envelope import BodyAnnouncement, BodyReply, BodyRequest, BoundedQueue, Encoding
+from shoal.swarm.gossip.envelope import (
+    BodyAnnouncement,
+    BodyReply,
+    BodyRequest,
+    BoundedQueue,
+    Encoding,
+)
 from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
@@ -69,7 +75,9 @@ class BodyStore:
         with self._lock:
             self._bodies[digest] = body
             self._bodies.move_to_end(digest)
-            while self._bodies and (len(self._bodies) > self._max_bodies or self._held() > self._max_bytes):
+            while self._bodies and (
+                len(self._bodies) > self._max_bodies or self._held() > self._max_bytes
+            ):
                 self._bodies.popitem(last=False)
         return digest
 
@@ -82,7 +90,9 @@ class BodyStore:
     def _held(self) -> int:
         return sum(map(len, self._bodies.values()))
 
-    async def fetch(self, peer: str, sha256: bytes, nbytes: int, timeout: float, *, up_to: bool = False) -> bytes:
+    async def fetch(
+        self, peer: str, sha256: bytes, nbytes: int, timeout: float, *, up_to: bool = False
+    ) -> bytes:
         """Fetch the body with this digest and size from ``peer``, whole and checked, within ``timeout`` seconds.
 
         ``up_to``: it may be smaller. Raises NetworkError if the peer cannot be reached or is too slow; MessageError if it holds no
@@ -90,22 +100,39 @@ class BodyStore:
         unread, or sends another one (``digest``).
         """
         end, left = deadline(timeout)
-        opening = self._host.open(peer, self._protocol, addresses=self._addresses(peer), timeout=left(timeout))
+        opening = self._host.open(
+            peer, self._protocol, addresses=self._addresses(peer), timeout=left(timeout)
+        )
         with contextlib.closing(await opening) as stream:
             await stream.send(pack(BodyRequest(swarm=self._swarm, sha256=sha256)), left(CHUNK_S))
             reply = unpack(await stream.receive(BodyReply.LIMIT, left(CHUNK_S)), BodyReply)
             if not reply.nbytes:
                 raise MessageError("The peer does not hold the body any more.", "unavailable")
             if up_to and reply.nbytes > nbytes:
-                raise MessageError(f"A body of {reply.nbytes} bytes was refused: at most {nbytes} are allowed.", "oversized")
+                raise MessageError(
+                    f"A body of {reply.nbytes} bytes was refused: at most {nbytes} are allowed.",
+                    "oversized",
+                )
             if not up_to and reply.nbytes != nbytes:
-                raise MessageError(f"A body of {reply.nbytes} bytes was refused: {nbytes} were announced.", "digest")
+                raise MessageError(
+                    f"A body of {reply.nbytes} bytes was refused: {nbytes} were announced.",
+                    "digest",
+                )
             body = bytearray(reply.nbytes)
-            await stream.swap(memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end)
+            await stream.swap(
+                memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end
+            )
         whole = bytes(body)
         # Hashing some hundred megabytes here would block the loop, and so every exchange, for as many milliseconds.
-        if await asyncio.get_running_loop().run_in_executor(None, lambda: hashlib.sha256(whole).digest()) != sha256:
-            raise MessageError("A body was refused: it is not the one that was announced.", "digest")
+        if (
+            await asyncio.get_running_loop().run_in_executor(
+                None, lambda: hashlib.sha256(whole).digest()
+            )
+            != sha256
+        ):
+            raise MessageError(
+                "A body was refused: it is not the one that was announced.", "digest"
+            )
         return whole
 
     async def _answer(self, stream: Stream) -> None:
@@ -116,17 +143,24 @@ class BodyStore:
         await stream.send(pack(BodyReply(nbytes=len(body))), CHUNK_S)
         if body:
             end, _ = deadline(SERVE_S)
-            await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=CHUNK_S, deadline=end)
+            await stream.swap(
+                memoryview(body), memoryview(bytearray()), chunk_timeout=CHUNK_S, deadline=end
+            )
 
 
 log = logging.getLogger(__name__)
 
 FETCHERS = 4  # bodies fetched at once
 MAX_WAITING = 64  # bodies that wait to be fetched
-MAX_PER_PUBLISHER = 8  # bodies of one publisher, waiting or being fetched: a slow one delays no more
+MAX_PER_PUBLISHER = (
+    8  # bodies of one publisher, waiting or being fetched: a slow one delays no more
+)
 MAX_SOURCES = 4  # peers asked for one body
 FETCH_S = 15.0  # seconds for one body from one peer
-PAUSES = (0.5, 2.0)  # seconds before unreachable peers are asked again: each serves a limited number at a time
+PAUSES = (
+    0.5,
+    2.0,
+)  # seconds before unreachable peers are asked again: each serves a limited number at a time
 
 Fetched = Callable[[str, Encoding, int, bytes], Awaitable[None]]
 Key = tuple[bytes, int, int, str]
@@ -154,7 +188,12 @@ class BodyFetcher:
         fetch_s: float = FETCH_S,
         met: Mapping[str, str] | None = None,
     ) -> None:
-        self._body_store, self._fetched, self._failed, self._fetch_s = body_store, fetched, failed, fetch_s
+        self._body_store, self._fetched, self._failed, self._fetch_s = (
+            body_store,
+            fetched,
+            failed,
+            fetch_s,
+        )
         self._met = {} if met is None else met
         self._waiting: BoundedQueue[Key] = BoundedQueue(MAX_WAITING, MAX_WAITING)
         self._wanted: dict[Key, _Wanted] = {}  # waiting, or being fetched
@@ -170,11 +209,23 @@ class BodyFetcher:
         known = self._wanted.get(key)
         if known is not None:
             every = dict.fromkeys((*known.sources, announcement.peer))
-            known.sources[:] = by_turns((peer, self._met.get(peer, "")) for peer in every)[:MAX_SOURCES]
-            raise MessageError("An announcement was refused: its body is being fetched.", "replayed")
-        if sum(wanted.publisher == publisher for wanted in self._wanted.values()) >= MAX_PER_PUBLISHER:
-            raise MessageError(f"An announcement was refused: {MAX_PER_PUBLISHER} others of its publisher wait.", "quota")
-        self._wanted[key] = _Wanted(announcement, publisher, list(dict.fromkeys((announcement.peer, publisher))))
+            known.sources[:] = by_turns((peer, self._met.get(peer, "")) for peer in every)[
+                :MAX_SOURCES
+            ]
+            raise MessageError(
+                "An announcement was refused: its body is being fetched.", "replayed"
+            )
+        if (
+            sum(wanted.publisher == publisher for wanted in self._wanted.values())
+            >= MAX_PER_PUBLISHER
+        ):
+            raise MessageError(
+                f"An announcement was refused: {MAX_PER_PUBLISHER} others of its publisher wait.",
+                "quota",
+            )
+        self._wanted[key] = _Wanted(
+            announcement, publisher, list(dict.fromkeys((announcement.peer, publisher)))
+        )
         for old in self._waiting.put(key, 1, self._crowded):
             del self._wanted[old]
             self._failed("overflow")
@@ -193,7 +244,9 @@ class BodyFetcher:
             if isinstance(found, str):
                 self._failed(found)
             else:
-                await self._fetched(wanted.publisher, wanted.announcement.encoding, wanted.announcement.size, found)
+                await self._fetched(
+                    wanted.publisher, wanted.announcement.encoding, wanted.announcement.size, found
+                )
 
     async def _from_any(self, wanted: _Wanted) -> bytes | str:
         """Return the body, or the reason why no source served it."""
@@ -207,7 +260,9 @@ class BodyFetcher:
                 if source in answered:
                     continue
                 try:
-                    return await self._body_store.fetch(source, announcement.sha256, announcement.nbytes, self._fetch_s)
+                    return await self._body_store.fetch(
+                        source, announcement.sha256, announcement.nbytes, self._fetch_s
+                    )
                 except NetworkError as error:
                     log.debug("a body was not fetched from peer %s: %s", short(source), error)
                 except MessageError as error:

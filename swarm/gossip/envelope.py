@@ -51,7 +51,9 @@ class BoundedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, item: T, nbytes: int, drops: Callable[[Sequence[T]], int] = lambda items: 0) -> list[T]:
+    def put(
+        self, item: T, nbytes: int, drops: Callable[[Sequence[T]], int] = lambda items: 0
+    ) -> list[T]:
         """Add an item of ``nbytes`` bytes without waiting; return the dropped items, oldest first. For any thread.
 
         ``drops``: returns which of the items, the oldest first, goes if there are too many.
@@ -160,7 +162,11 @@ def make_body(message: Message, identity: Identity) -> Body:
     """Seal ``message``, and compress it if that makes it smaller. Raises MessageError if it exceeds its kind's limit."""
     sealed = seal(message, identity)
     small = zlib.compress(sealed, LEVEL)
-    return Body("zlib", len(sealed), small) if len(small) < len(sealed) else Body("plain", len(sealed), sealed)
+    return (
+        Body("zlib", len(sealed), small)
+        if len(small) < len(sealed)
+        else Body("plain", len(sealed), sealed)
+    )
 
 
 def make_envelope(swarm: str, body: Body) -> bytes | None:
@@ -174,7 +180,12 @@ def make_announcement(swarm: str, body: Body, identity: Identity) -> bytes:
     """Return the bytes to gossip for a body that has to be fetched."""
     digest = hashlib.sha256(body.data).digest()
     announcement = BodyAnnouncement(
-        swarm=swarm, peer=identity.peer_id, encoding=body.encoding, size=body.size, nbytes=len(body.data), sha256=digest
+        swarm=swarm,
+        peer=identity.peer_id,
+        encoding=body.encoding,
+        size=body.size,
+        nbytes=len(body.data),
+        sha256=digest,
     )
     data = make_envelope(swarm, make_body(announcement, identity))
     assert data is not None  # an announcement is small
@@ -193,7 +204,10 @@ def open_envelope(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
 def check_size(size: int, nbytes: int, limit: int) -> None:
     """Raise MessageError if a record that claims ``size`` bytes, ``nbytes`` compressed, exceeds ``limit``."""
     if max(size, nbytes) > limit:
-        raise MessageError(f"A record of {max(size, nbytes)} bytes was refused: at most {limit} are allowed.", "oversized")
+        raise MessageError(
+            f"A record of {max(size, nbytes)} bytes was refused: at most {limit} are allowed.",
+            "oversized",
+        )
 
 
 def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
@@ -209,11 +223,15 @@ def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
     except zlib.error as error:
         raise MessageError(f"A record was refused: it does not decompress ({error}).") from None
     if len(sealed) > size:
-        raise MessageError(f"A record was refused: it claims {size} bytes and decompresses to more.", "bomb")
+        raise MessageError(
+            f"A record was refused: it claims {size} bytes and decompresses to more.", "bomb"
+        )
     if not unzip.eof:
         raise MessageError("A record was refused: it was cut short.", "truncated")
     if len(sealed) != size or unzip.unused_data:
-        raise MessageError(f"A record was refused: {len(sealed)} bytes and a rest are not the {size} it claims.")
+        raise MessageError(
+            f"A record was refused: {len(sealed)} bytes and a rest are not the {size} it claims."
+        )
     return sealed
 
 

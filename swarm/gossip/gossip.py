@@ -42,7 +42,15 @@ from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.bodies import FETCH_S, MAX_STORED, BodyFetcher, BodyStore
-from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, BoundedQueue, Encoding, GossipEnvelope, Opened, topic_of
+from shoal.swarm.gossip.envelope import (
+    Body,
+    BodyAnnouncement,
+    BoundedQueue,
+    Encoding,
+    GossipEnvelope,
+    Opened,
+    topic_of,
+)
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import Counters, Newest, RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
@@ -55,7 +63,13 @@ log = logging.getLogger(__name__)
 REMEMBERED = 32_768  # messages, and records in them, that are recognised when they come again
 INBOX = (256, 32 << 20)  # messages and bytes that wait to be opened, unless a topic says otherwise
 OUTBOX = (256, 32 << 20)  # messages and bytes that wait to be published
-AGAIN = (0.05, 0.1, 0.2, 0.5, 1.0)  # seconds before each further attempt to subscribe; the last repeats
+AGAIN = (
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+)  # seconds before each further attempt to subscribe; the last repeats
 ATTEMPTS = 3  # to publish one message
 
 Handler = Callable[[str, M], None]
@@ -87,7 +101,11 @@ class Gossip:
         self._topics: list[Topic[Any]] = []
 
     def join(
-        self, kind: type[M], handler: Handler[M] | None, quota: RateLimit | None = None, inbox: tuple[int, int] = INBOX
+        self,
+        kind: type[M],
+        handler: Handler[M] | None,
+        quota: RateLimit | None = None,
+        inbox: tuple[int, int] = INBOX,
     ) -> Topic[M]:
         """Take part in the topic of ``kind`` from now on.
 
@@ -116,13 +134,22 @@ class Gossip:
 class Topic(Generic[M]):
     """One kind of record; see `Gossip.join`. ``counters``: ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
 
-    def __init__(self, gossip: Gossip, kind: type[M], handler: Handler[M] | None, quota: RateLimit, inbox: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        gossip: Gossip,
+        kind: type[M],
+        handler: Handler[M] | None,
+        quota: RateLimit,
+        inbox: tuple[int, int],
+    ) -> None:
         self.name = topic_of(gossip.swarm, kind)
         self.counters = Counters()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
         self._gossip, self._kind, self._handler = gossip, kind, handler
         self._room = envelope.room_for(kind)
-        self._fetcher = BodyFetcher(gossip.body_store, self._open, self.counters.reject, gossip.fetch_s, self._host.met)
+        self._fetcher = BodyFetcher(
+            gossip.body_store, self._open, self.counters.reject, gossip.fetch_s, self._host.met
+        )
         self._quotas = TokenBuckets(quota)
         self._seen = Newest[tuple[str, bytes] | bytes, None](REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
@@ -138,7 +165,10 @@ class Topic(Generic[M]):
         """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason."""
         events, rejected = self.counters.events(), self.counters.rejected()
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
-        return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
+        return {
+            **counted,
+            "rejected": {reason: count for reason, count in rejected.items() if count},
+        }
 
     def publish(self, message: M) -> None:
         """Queue ``message`` for all peers that joined the topic; never waits for the network.
@@ -146,8 +176,13 @@ class Topic(Generic[M]):
         Raises MessageError if it is too large, or if another peer is its author. While the daemon restarts messages wait, at most
         256 of them and 32 MiB; the oldest are dropped and counted as ``unsent``.
         """
-        if message.AUTHOR is not None and getattr(message, message.AUTHOR) != self._identity.peer_id:
-            raise MessageError(f"This node cannot publish a {message.KIND} of another {message.AUTHOR}.", "forged")
+        if (
+            message.AUTHOR is not None
+            and getattr(message, message.AUTHOR) != self._identity.peer_id
+        ):
+            raise MessageError(
+                f"This node cannot publish a {message.KIND} of another {message.AUTHOR}.", "forged"
+            )
         with self._settled:
             dropped = len(self._outbox.put(message, len(pack(message))))
             self._unsettled += 1 - dropped
@@ -171,7 +206,9 @@ class Topic(Generic[M]):
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        await asyncio.gather(*map(self._steadily, (self._listen, self._receive, self._send, self._fetcher.run)))
+        await asyncio.gather(
+            *map(self._steadily, (self._listen, self._receive, self._send, self._fetcher.run))
+        )
 
     async def _steadily(self, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -225,18 +262,25 @@ class Topic(Generic[M]):
     def _check_access(self, peer: str) -> None:
         if not self._gossip.access_policy.admits(peer):
             self._gossip.look()  # it may have just joined, and its record was not read yet
-            raise MessageError("A message was refused: the access policy excludes its publisher or author.", "unwelcome")
+            raise MessageError(
+                "A message was refused: the access policy excludes its publisher or author.",
+                "unwelcome",
+            )
 
     def _charge(self, publisher: str, messages: int, nbytes: int) -> None:
         if not self._quotas.take(publisher, messages, nbytes):
-            raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
+            raise MessageError(
+                "A message was refused: its publisher sent too many, or too large ones.", "quota"
+            )
 
     async def _receive(self) -> None:
         while True:
             publisher, sent = await self._inbox.get()
             await self._open(publisher, sent.encoding, sent.size, sent.body, BodyAnnouncement)
 
-    async def _open(self, publisher: str, encoding: Encoding, size: int, body: bytes, *others: type[Message]) -> None:
+    async def _open(
+        self, publisher: str, encoding: Encoding, size: int, body: bytes, *others: type[Message]
+    ) -> None:
         """Open the record in a body, of this kind or ``others``, in a worker thread, and deliver it."""
         work = functools.partial(envelope.open_body, encoding, size, body, self._kind, *others)
         with self._guarded():
@@ -247,7 +291,9 @@ class Topic(Generic[M]):
             raise MessageError("A record was refused: it arrived before.", "replayed")
         if isinstance(opened.message, BodyAnnouncement):
             self._announced(publisher, opened.message)
-            self._seen[opened.content] = None  # only now: one publisher's quota must not keep the next one's copy out
+            self._seen[opened.content] = (
+                None  # only now: one publisher's quota must not keep the next one's copy out
+            )
             return
         self._check_access(opened.author)
         self._seen[opened.content] = None

@@ -38,7 +38,9 @@ class AdmissionHandshake:
         self._met = Newest[str, float](MAX_MET)  # peer -> when it saw our admission
         host.serve(ADMISSION_PROTOCOL, self._answer)
 
-    async def before(self, peer: str, protocol: str, addresses: Sequence[str], timeout: float) -> None:
+    async def before(
+        self, peer: str, protocol: str, addresses: Sequence[str], timeout: float
+    ) -> None:
         """Show the admission if necessary, before a stream of ``protocol`` is opened to ``peer``.
 
         Raises NetworkError: either may not meet the other; the sentence gives the reason.
@@ -48,22 +50,37 @@ class AdmissionHandshake:
         now = time.monotonic()
         if now - self._met.get(peer, -AGAIN_S) < AGAIN_S and self._access_policy.admits(peer):
             return
-        stream = await self._host.open(peer, ADMISSION_PROTOCOL, addresses=addresses, timeout=timeout)
+        stream = await self._host.open(
+            peer, ADMISSION_PROTOCOL, addresses=addresses, timeout=timeout
+        )
         with contextlib.closing(stream):
             try:
                 await stream.send(self._access_policy.ticket, SMALL_S)
                 reply = unpack(await stream.receive(AdmissionReply.LIMIT, SMALL_S), AdmissionReply)
             except MessageError as error:
-                raise NetworkError(f"peer {short(peer)} could not be shown this node's invitation ({error}).") from error
+                raise NetworkError(
+                    f"peer {short(peer)} could not be shown this node's invitation ({error})."
+                ) from error
         if reply.reason:
-            raise NetworkError(f"peer {short(peer)} does not let this node in: {reply.reason.rstrip('.')}.")
+            raise NetworkError(
+                f"peer {short(peer)} does not let this node in: {reply.reason.rstrip('.')}."
+            )
         if problem := self._access_policy.refusal(peer, reply.admission):
             raise NetworkError(f"peer {short(peer)} is not met: {problem}")
         self._met[peer] = now
 
     async def _answer(self, stream: Stream) -> None:
-        reason = self._access_policy.refusal(stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S))
-        await stream.send(pack(AdmissionReply(admission=self._access_policy.ticket if not reason else b"", reason=reason)), SMALL_S)
+        reason = self._access_policy.refusal(
+            stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S)
+        )
+        await stream.send(
+            pack(
+                AdmissionReply(
+                    admission=self._access_policy.ticket if not reason else b"", reason=reason
+                )
+            ),
+            SMALL_S,
+        )
 
 
 MANIFEST_S = 10.0  # seconds for one small message
@@ -76,7 +93,10 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
         request = unpack(await stream.receive(ManifestRequest.LIMIT, MANIFEST_S), ManifestRequest)
         known = request.swarm == swarm
         reason = "" if known else f"this peer belongs to swarm {swarm}"
-        await stream.send(pack(ManifestReply(manifest=sealed if known else None, swarm=swarm, reason=reason)), MANIFEST_S)
+        await stream.send(
+            pack(ManifestReply(manifest=sealed if known else None, swarm=swarm, reason=reason)),
+            MANIFEST_S,
+        )
 
     host.serve(MANIFEST_PROTOCOL, answer)
 
@@ -89,7 +109,12 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
 
     async def ask(address: str, dial: tuple[str, ...]) -> tuple[bytes, Manifest]:
         try:
-            opening = host.open(address.rpartition("/p2p/")[2], MANIFEST_PROTOCOL, addresses=dial, timeout=MANIFEST_S)
+            opening = host.open(
+                address.rpartition("/p2p/")[2],
+                MANIFEST_PROTOCOL,
+                addresses=dial,
+                timeout=MANIFEST_S,
+            )
             with contextlib.closing(await opening) as stream:
                 await stream.send(pack(ManifestRequest(swarm=link.swarm)), MANIFEST_S)
                 reply = unpack(await stream.receive(ManifestReply.LIMIT, MANIFEST_S), ManifestReply)
@@ -113,10 +138,14 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
                     problem = str(error)
                 except MessageError as error:
                     wrong = wrong or error
-        raise wrong or NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")
+        raise wrong or NetworkError(
+            f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link."
+        )
 
     seeds, entry = host.seeds(), host.entry()
-    sources = dict.fromkeys(entry, ()) | {a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)}
+    sources = dict.fromkeys(entry, ()) | {
+        a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)
+    }
     return host.call(first(), timeout)
 
 
@@ -137,7 +166,13 @@ def connected(link: Link) -> Iterator[tuple[Identity, Host, Manifest]]:
     Raises StartupError, NetworkError or MessageError.
     """
     identity = Identity.ephemeral()
-    host = Host.start(identity, bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm)
+    host = Host.start(
+        identity,
+        bootstrap=link.bootstrap,
+        validator=MemberValidator(link.swarm),
+        light=True,
+        swarm=link.swarm,
+    )
     try:
         yield identity, host, fetch_manifest(host, link)[1]
     finally:
@@ -152,7 +187,9 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
     access_policy = AccessPolicy(identity.peer_id)
     if manifest.invite_only:
         ticket = admission(link.invite, identity) if link.invite else b""
-        access_policy = AccessPolicy(identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket)
+        access_policy = AccessPolicy(
+            identity.peer_id, swarm=link.swarm, creator=manifest.creator, ticket=ticket
+        )
         host.introduce = AdmissionHandshake(host, access_policy).before
     directory = Directory(
         host, identity, link.swarm, access_policy=access_policy, met=host.met, bucket=manifest.bucket, epoch_s=manifest.epoch_s,

@@ -80,7 +80,9 @@ def bits_of(peer_id: str) -> str:
 @functools.lru_cache(maxsize=32_768)  # asked of every member in view whenever the view is
 def bits_in(swarm: str, epoch: int, peer_id: str) -> str:
     """Return the position of a peer in an epoch: `MAX_DEPTH` characters 0 or 1, uniform, and new in each epoch."""
-    number = int.from_bytes(hashlib.sha256(f"shoal/bucket/1:{swarm}:{epoch}:{peer_id}".encode()).digest(), "big")
+    number = int.from_bytes(
+        hashlib.sha256(f"shoal/bucket/1:{swarm}:{epoch}:{peer_id}".encode()).digest(), "big"
+    )
     return f"{number:0256b}"[:MAX_DEPTH]
 
 
@@ -97,7 +99,12 @@ def _path(prefix: str, swarm: str, peer_id: str) -> str | None:
     if not slash:
         return bits_of(peer_id)
     if not (
-        bits and epoch.isascii() and epoch.isdigit() and len(epoch) <= 13 and epoch == str(int(epoch)) and int(epoch) < MAX_EPOCH
+        bits
+        and epoch.isascii()
+        and epoch.isdigit()
+        and len(epoch) <= 13
+        and epoch == str(int(epoch))
+        and int(epoch) < MAX_EPOCH
     ):
         return None
     return bucket_prefix(int(epoch), bits_in(swarm, int(epoch), peer_id))
@@ -109,7 +116,9 @@ def key_of(swarm: str, prefix: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _dht_id(swarm: str, prefix: str) -> bytes:
-    from hivemind.dht.routing import DHTID  # seconds of imports, which a node may still be at when it makes its validator
+    from hivemind.dht.routing import (
+        DHTID,
+    )  # seconds of imports, which a node may still be at when it makes its validator
 
     return bytes(DHTID.generate(source=key_of(swarm, prefix)).to_bytes())
 
@@ -119,7 +128,9 @@ def make_record(prefix: str, member: Member, identity: Identity) -> bytes:
     return data
 
 
-@functools.lru_cache(maxsize=4096)  # each record is seen from several replicas, and several times before it changes
+@functools.lru_cache(
+    maxsize=4096
+)  # each record is seen from several replicas, and several times before it changes
 def open_record(data: bytes) -> VerifiedRecord | None:
     """Return the record in ``data``, or None if it is malformed or not signed by the member it describes. Never raises."""
     try:
@@ -131,7 +142,11 @@ def open_record(data: bytes) -> VerifiedRecord | None:
     except (ValueError, TypeError, msgpack.UnpackException, MessageError):
         return None
     path = _path(prefix, member.swarm, signer)
-    return VerifiedRecord(prefix, member) if signer == member.peer and path is not None and path.startswith(prefix) else None
+    return (
+        VerifiedRecord(prefix, member)
+        if signer == member.peer and path is not None and path.startswith(prefix)
+        else None
+    )
 
 
 class MemberValidator:
@@ -182,7 +197,9 @@ CAP = 32  # records per key, but for a few that raced
 CROWD = 2  # times ``cap`` records of a key are used at most: the first by their bits, whoever is beyond moves on by `place`
 MAX_KEYS = 128  # keys that are read for the sake of known peers, when strangers' records have used up the limit
 AT_ONCE = 8  # keys read at a time
-RISE = 1 / 8  # chance per reading to move up to a half-empty parent: otherwise all below would move there together
+RISE = (
+    1 / 8
+)  # chance per reading to move up to a half-empty parent: otherwise all below would move there together
 RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
 
 Names = Mapping[str, object]  # peer id -> its record: the peers under a key
@@ -193,7 +210,9 @@ async def _read_all(get: Get[N], keys: Iterable[str]) -> dict[str, N]:
     """Return what is under each of ``keys``; one that cannot be read (NetworkError) is left out."""
     keys = tuple(keys)
     found: dict[str, N] = {}
-    for key, answer in zip(keys, await asyncio.gather(*map(get, keys), return_exceptions=True), strict=True):
+    for key, answer in zip(
+        keys, await asyncio.gather(*map(get, keys), return_exceptions=True), strict=True
+    ):
         if not isinstance(answer, BaseException):
             found[key] = answer
         elif not isinstance(answer, NetworkError):
@@ -202,7 +221,13 @@ async def _read_all(get: Get[N], keys: Iterable[str]) -> dict[str, N]:
 
 
 async def read(
-    get: Get[Names], own: str, *, now: str | None = None, cap: int = CAP, limit: int = 1024, known: Collection[str] = ()
+    get: Get[Names],
+    own: str,
+    *,
+    now: str | None = None,
+    cap: int = CAP,
+    limit: int = 1024,
+    known: Collection[str] = (),
 ) -> dict[str, Names]:
     """Return the records under each prefix of the trie, about ``limit`` in all, those near the ``own`` bits first.
 
@@ -217,7 +242,11 @@ async def read(
     missing = {peer: bits_of(peer) for peer in known if peer not in found[""]}
     while queue:
         if total >= limit:
-            ways = {bits[:depth] for bits in missing.values() for depth in {len(prefix) for prefix in queue}}
+            ways = {
+                bits[:depth]
+                for bits in missing.values()
+                for depth in {len(prefix) for prefix in queue}
+            }
             queue = [prefix for prefix in queue if prefix in ways] if len(found) < MAX_KEYS else []
         batch, queue = queue[:AT_ONCE], queue[AT_ONCE:]
         answers = await _read_all(get, batch)
@@ -241,7 +270,14 @@ def _children(prefix: str, names: Names, own: str, now: str, cap: int) -> list[s
     return sorted((prefix + "0", prefix + "1"), key=lambda child: not own.startswith(child))
 
 
-def place(me: str, now: str | None, seen: Mapping[str, Names], *, cap: int = CAP, chance: float | None = None) -> str:
+def place(
+    me: str,
+    now: str | None,
+    seen: Mapping[str, Names],
+    *,
+    cap: int = CAP,
+    chance: float | None = None,
+) -> str:
     """Return the prefix under which ``me`` should publish, given its prefix ``now`` (None: no record yet) and what was read.
 
     ``chance``: a number in [0, 1) in place of a random one.
@@ -271,7 +307,10 @@ def _others(me: str, names: Names) -> int:
 
 
 DEEPEST = 12  # bits of a bucket's prefix: 4,096 buckets
-FULL, SPARSE = 0.75, 0.3  # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less deep
+FULL, SPARSE = (
+    0.75,
+    0.3,
+)  # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less deep
 SMOOTH = 0.25  # weight of an epoch in the estimate of the swarm's size
 # Seconds ahead of an epoch at which its keys are written, and read. Two publications, or readings, are up to 9 s apart (a
 # directory's period, and most of another when something wakes it), so all have published before anybody reads, and read before
@@ -288,8 +327,12 @@ class Draw:
     depth: int
     read: bool = False
     count: int = 1  # members seen in the bucket, this peer among them, and those that went deeper
-    above: int = 0  # members of the bucket one level above that are not of this one, and publish there
-    elsewhere: frozenset[str] = frozenset()  # peers that went one level deeper, into the other half of this bucket
+    above: int = (
+        0  # members of the bucket one level above that are not of this one, and publish there
+    )
+    elsewhere: frozenset[str] = (
+        frozenset()
+    )  # peers that went one level deeper, into the other half of this bucket
 
     def prefix(self, depth: int) -> str:
         """Return the prefix of this peer's bucket at a ``depth`` of at least 1."""
@@ -297,7 +340,9 @@ class Draw:
 
     def beside(self) -> str:
         """Return the prefix of the half of this bucket that this peer would not be in."""
-        return bucket_prefix(self.epoch, self.bits[: self.depth] + ("0" if self.bits[self.depth] == "1" else "1"))
+        return bucket_prefix(
+            self.epoch, self.bits[: self.depth] + ("0" if self.bits[self.depth] == "1" else "1")
+        )
 
 
 def depth_for(size: float, depth: int, most: int) -> int:
@@ -309,7 +354,13 @@ def depth_for(size: float, depth: int, most: int) -> int:
     return depth
 
 
-def agreed(depth: int, bits: str, there: Mapping[int, Collection[str]], position: Callable[[str], str], most: int) -> int:
+def agreed(
+    depth: int,
+    bits: str,
+    there: Mapping[int, Collection[str]],
+    position: Callable[[str], str],
+    most: int,
+) -> int:
     """Return the depth to be at from now on.
 
     ``there``: depth -> the other peers whose newest record is under this peer's key at that depth, for all depths that were read.
@@ -335,7 +386,9 @@ def agreed(depth: int, bits: str, there: Mapping[int, Collection[str]], position
             return higher
         crowd += theirs  # who will follow to here
     if crowd + len(there.get(depth + 1, ())) < few:  # those just below come up as well
-        open_to = [other for other in there if other > depth + 1 or (other <= depth and not full(other))]
+        open_to = [
+            other for other in there if other > depth + 1 or (other <= depth and not full(other))
+        ]
         fullest = max(open_to, key=lambda other: (len(there[other]), -other), default=depth)
         return fullest if len(there.get(fullest, ())) > len(here) else max(depth - 1, 0)
     return depth + 1 if depth < DEEPEST and full(depth) else depth
@@ -362,7 +415,13 @@ class Index:
         limit: int,
         breadth: int = 0,
     ) -> None:
-        self._swarm, self._me, self._bucket, self._epoch_s, self._breadth = swarm, me, bucket, epoch_s, breadth
+        self._swarm, self._me, self._bucket, self._epoch_s, self._breadth = (
+            swarm,
+            me,
+            bucket,
+            epoch_s,
+            breadth,
+        )
         self._clock, self._issued, self._cap, self._limit = clock, issued, cap, limit
         self._draws: tuple[Draw, ...] = ()  # the newest that may be in effect first
         self._estimate: float | None = None
@@ -392,7 +451,14 @@ class Index:
     def changes(self) -> float:
         """Return the Unix second at which the bucket changes next by itself; infinity if that is not known."""
         draw = self._current()
-        return min((d.epoch * self._epoch_s for d in self._draws if d.read and draw and d.epoch > draw.epoch), default=float("inf"))
+        return min(
+            (
+                d.epoch * self._epoch_s
+                for d in self._draws
+                if d.read and draw and d.epoch > draw.epoch
+            ),
+            default=float("inf"),
+        )
 
     def _top(self, draw: Draw) -> int:
         """Return the depth of the part of the swarm that this peer sees: its bucket, or for a visitor so many levels above it."""
@@ -414,15 +480,23 @@ class Index:
             self._estimate = float(size)
             self._turn()
 
-    async def read(self, get: Get[Names], *, now: str | None, known: Collection[str] = ()) -> dict[str, Names]:
+    async def read(
+        self, get: Get[Names], *, now: str | None, known: Collection[str] = ()
+    ) -> dict[str, Names]:
         """Return the records under each prefix. ``now``: where the own record is. Raises NetworkError: the own key is not read."""
         if not self._bucket:
             return await self._trie(get, now, known, self._limit)
         self._turn()
         current = self._current()
-        wanted = {draw.epoch: self._levels(draw) for draw in self._draws if draw is current or self._due(draw, current, LOOK)}
+        wanted = {
+            draw.epoch: self._levels(draw)
+            for draw in self._draws
+            if draw is current or self._due(draw, current, LOOK)
+        }
         draws = [draw for draw in self._draws if draw.epoch in wanted]
-        keys = [draw.prefix(depth) for draw in draws for depth in sorted(wanted[draw.epoch]) if depth]
+        keys = [
+            draw.prefix(depth) for draw in draws for depth in sorted(wanted[draw.epoch]) if depth
+        ]
         keys += [draw.beside() for draw in draws if draw.depth + 1 in wanted[draw.epoch]]
         limit = self._limit if any(draw.depth == 0 for draw in draws) else 2 * self._bucket
 
@@ -454,7 +528,9 @@ class Index:
                 found |= await _read_all(get, keys[at : at + AT_ONCE])
             tops = [bits + bit for bits in tops for bit in "01"]
 
-    def places(self, now: str | None, seen: Mapping[str, Names], chance: float | None = None) -> tuple[str, ...]:
+    def places(
+        self, now: str | None, seen: Mapping[str, Names], chance: float | None = None
+    ) -> tuple[str, ...]:
         """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `place`."""
         current = self._current()
         draws = [draw for draw in self._draws if draw is current or self._due(draw, current, LEAD)]
@@ -464,12 +540,18 @@ class Index:
         in_trie = None if now is None or "/" in now else now
         return (*deep, place(self._me, in_trie, seen, cap=self._cap, chance=chance))
 
-    def _trie(self, get: Get[Names], now: str | None, known: Collection[str], limit: int) -> Awaitable[dict[str, Names]]:
+    def _trie(
+        self, get: Get[Names], now: str | None, known: Collection[str], limit: int
+    ) -> Awaitable[dict[str, Names]]:
         in_trie = None if now is None or "/" in now else now
         return read(get, bits_of(self._me), now=in_trie, cap=self._cap, limit=limit, known=known)
 
     def _due(self, draw: Draw, current: Draw | None, ahead: float) -> bool:
-        return current is not None and draw.epoch > current.epoch and draw.epoch * self._epoch_s - self._clock() <= ahead
+        return (
+            current is not None
+            and draw.epoch > current.epoch
+            and draw.epoch * self._epoch_s - self._clock() <= ahead
+        )
 
     def _turn(self) -> None:
         """Draw the bucket of this epoch, and that of the next one shortly ahead of it."""
@@ -499,7 +581,11 @@ class Index:
         """Drop the epochs that are over, and with a clock that was set back those that are not begun."""
         current, now = self._current(), self._clock()
         soon = int((now + LEAD) / self._epoch_s)
-        self._draws = tuple(draw for draw in self._draws if draw is current or int(now / self._epoch_s) <= draw.epoch <= soon)
+        self._draws = tuple(
+            draw
+            for draw in self._draws
+            if draw is current or int(now / self._epoch_s) <= draw.epoch <= soon
+        )
 
     def _levels(self, draw: Draw) -> set[int]:
         """Return the depths whose keys are read: all on the way while a bucket is new, then its own and those beside it."""
@@ -517,13 +603,21 @@ class Index:
             return
         newest: dict[str, tuple[float, int]] = {}
         for depth in levels:
-            under = [found.get(draw.prefix(depth), {})] if depth else [names for key, names in found.items() if "/" not in key]
+            under = (
+                [found.get(draw.prefix(depth), {})]
+                if depth
+                else [names for key, names in found.items() if "/" not in key]
+            )
             for names in under:
                 for peer, record in names.items():
                     newest[peer] = max((self._issued(record), depth), newest.get(peer, (0.0, 0)))
         newest.pop(self._me, None)
         beside = found.get(draw.beside(), {})
-        gone = {peer for peer, record in beside.items() if self._issued(record) >= newest.get(peer, (0.0, 0))[0]}
+        gone = {
+            peer
+            for peer, record in beside.items()
+            if self._issued(record) >= newest.get(peer, (0.0, 0))[0]
+        }
         newest = {peer: at for peer, at in newest.items() if peer not in gone}
         there: dict[int, list[str]] = {depth: [] for depth in levels}
         for peer, (_, depth) in newest.items():
@@ -537,11 +631,17 @@ class Index:
         draw.elsewhere = frozenset(gone) if depth == draw.depth else frozenset()
         draw.depth = depth
         # With those who went deeper: without them the others would take the swarm for smaller than it is, and never follow.
-        draw.count = 1 + sum(position(peer).startswith(draw.bits[:depth]) for peer in gone.union(newest))
-        draw.above = sum(not position(peer).startswith(draw.bits[:depth]) for peer in there.get(depth - 1, ()))
+        draw.count = 1 + sum(
+            position(peer).startswith(draw.bits[:depth]) for peer in gone.union(newest)
+        )
+        draw.above = sum(
+            not position(peer).startswith(draw.bits[:depth]) for peer in there.get(depth - 1, ())
+        )
 
 
-async def is_in_its_bucket(get: Get[Mapping[str, bytes]], swarm: str, peer: str, epoch: int) -> bool:
+async def is_in_its_bucket(
+    get: Get[Mapping[str, bytes]], swarm: str, peer: str, epoch: int
+) -> bool:
     """Return whether ``peer`` has a record under any key at which its bucket of ``epoch`` can be, or in the trie of all.
 
     ``get`` returns the records under a key, by peer id. A key that cannot be read counts as one without the record.
@@ -556,6 +656,11 @@ async def is_in_its_bucket(get: Get[Mapping[str, bytes]], swarm: str, peer: str,
         raise NetworkError("no key of the peer's bucket could be read.")
     for prefix, records in found.items():
         record = open_record(records[peer]) if peer in records else None
-        if record is not None and record.prefix == prefix and record.member.peer == peer and record.member.swarm == swarm:
+        if (
+            record is not None
+            and record.prefix == prefix
+            and record.member.peer == peer
+            and record.member.swarm == swarm
+        ):
             return True
     return False

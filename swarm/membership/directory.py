@@ -34,7 +34,15 @@ from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import NetworkError, Repeats
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht
-from shoal.swarm.membership.dht import MAX_TTL, Index, VerifiedRecord, bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.dht import (
+    MAX_TTL,
+    Index,
+    VerifiedRecord,
+    bits_of,
+    key_of,
+    make_record,
+    open_record,
+)
 from shoal.swarm.p2p.addresses import host_of, known_first
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import Reach, rate
@@ -53,7 +61,9 @@ class Room:
 
     def __init__(self, met: Mapping[str, str], most: int = ROOM, salt: bytes | None = None) -> None:
         self._met, self._most = met, most
-        self._salt = os.urandom(16) if salt is None else salt  # or ids could be made that are drawn every time
+        self._salt = (
+            os.urandom(16) if salt is None else salt
+        )  # or ids could be made that are drawn every time
         self._in_view: dict[str, None] = {}  # those in view for longest first
 
     def choose(self, members: Mapping[str, Member], draw: int) -> dict[str, Member]:
@@ -66,9 +76,14 @@ class Room:
         return {peer: members[peer] for peer in order}
 
     def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
-        ranked = known_first(((peer, host_of(next(iter(members[peer].addresses), ""))) for peer in order), self._met)
+        ranked = known_first(
+            ((peer, host_of(next(iter(members[peer].addresses), ""))) for peer in order), self._met
+        )
         kept = ranked[: self._most - self._most // NEWCOMERS]
-        rest = sorted(ranked[len(kept) :], key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest())
+        rest = sorted(
+            ranked[len(kept) :],
+            key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest(),
+        )
         chosen = {*kept, *rest[: self._most - len(kept)]}
         return [peer for peer in order if peer in chosen]
 
@@ -77,14 +92,22 @@ log = logging.getLogger(__name__)
 
 State = Literal["waiting", "training", "leaving", "done"]
 
-TTL, PERIOD = 30.0, 5.0  # seconds: how long a record lives, and how often one is published and all are read
+TTL, PERIOD = (
+    30.0,
+    5.0,
+)  # seconds: how long a record lives, and how often one is published and all are read
 MET = 256  # of the peers met last, whose records are looked for however many others there are
 DRAW = 60.0  # seconds after which other newcomers get a place, if there is no room for all
 GAP = 1.0  # seconds between two publications or two readings, at least
 HASTE = 0.5  # seconds between readings while a caller waits for members
-SLOW, REST = 1.0, 3.0  # seconds of a reading, or of a publication, beyond which so many times as many follow in which there is none
+SLOW, REST = (
+    1.0,
+    3.0,
+)  # seconds of a reading, or of a publication, beyond which so many times as many follow in which there is none
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
-AGAIN = 2  # readings after the first one of a stranger, which finds where in the swarm's buckets it is
+AGAIN = (
+    2  # readings after the first one of a stranger, which finds where in the swarm's buckets it is
+)
 MAX_ADDRESSES = 8
 HERE: tuple[State, ...] = ("waiting", "training")
 
@@ -128,14 +151,28 @@ class Directory:
         """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
         self.ways: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a second that they move."""
-        dates: dict[str, Callable[..., float]] = {"clock": self.now, "issued": lambda member: member.issued}
-        self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, breadth=breadth, **dates)
+        dates: dict[str, Callable[..., float]] = {
+            "clock": self.now,
+            "issued": lambda member: member.issued,
+        }
+        self._index = Index(
+            swarm,
+            identity.peer_id,
+            bucket=bucket,
+            epoch_s=epoch_s,
+            cap=cap,
+            limit=limit,
+            breadth=breadth,
+            **dates,
+        )
         self._met = {} if met is None else met
         self._room = Room(self._met, limit)
         self.barred = barred
         self.access_policy = access_policy or AccessPolicy()
         self._changed = threading.Condition()  # guards the next four
-        self._seen: dict[str, Member] = {}  # the newest live record of every peer, those that left included
+        self._seen: dict[
+            str, Member
+        ] = {}  # the newest live record of every peer, those that left included
         self._mine: dict[str, Any] | None = None
         self._urgent = False  # a change that others should know at once
         self._waiting = 0
@@ -145,8 +182,14 @@ class Directory:
         self._said = Repeats()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake_reader, self._wake_publisher, self._looked = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._publishing = asyncio.Lock()  # a record that says leaving must not be overtaken by an earlier one
+        self._wake_reader, self._wake_publisher, self._looked = (
+            asyncio.Event(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+        self._publishing = (
+            asyncio.Lock()
+        )  # a record that says leaving must not be overtaken by an earlier one
         self._run_future = host.submit(self._run())
 
     # -- any thread ------------------------------------------------------------------------------------------------------
@@ -178,7 +221,11 @@ class Directory:
 
         In a swarm of buckets these are the peers of this node's. Like the methods below, it uses no network.
         """
-        return {p: member for p, member in self.everyone().items() if not self.is_barred(p) and self._index.shows(p)}
+        return {
+            p: member
+            for p, member in self.everyone().items()
+            if not self.is_barred(p) and self._index.shows(p)
+        }
 
     def everyone(self) -> dict[str, Member]:
         """Return `members`, the barred ones, which verifiers still reach, and those of the buckets that this node was just in."""
@@ -191,7 +238,9 @@ class Directory:
 
     def is_barred(self, peer: str) -> bool:
         """Return whether this node ignores ``peer``; never true of itself."""
-        return peer != self._identity.peer_id and (self.access_policy.blocks(peer) or self.barred(peer))
+        return peer != self._identity.peer_id and (
+            self.access_policy.blocks(peer) or self.barred(peer)
+        )
 
     def knows(self, peer: str) -> bool:
         """Return whether a record of ``peer`` was read lately. Quick and thread-safe."""
@@ -202,7 +251,11 @@ class Directory:
 
         Barred peers are left out: nobody was paired with them, so a late node must not take them for somebody's partner.
         """
-        gone = {p: member for p, member in self._live().items() if member.state not in HERE and not self.is_barred(p)}
+        gone = {
+            p: member
+            for p, member in self._live().items()
+            if member.state not in HERE and not self.is_barred(p)
+        }
         return {p: member for p, member in gone.items() if self._index.shows(p)}
 
     def belongs(self, peer: str) -> bool:
@@ -221,7 +274,9 @@ class Directory:
         """Take a record from its author's own hand, as if it had been read; return whether it is credible. Thread-safe."""
         credible = self._credible(member.peer, "", VerifiedRecord("", member))
         with self._changed:
-            if credible and (member.peer not in self._seen or member.issued > self._seen[member.peer].issued):
+            if credible and (
+                member.peer not in self._seen or member.issued > self._seen[member.peer].issued
+            ):
                 self._seen[member.peer] = member
         return credible
 
@@ -233,7 +288,9 @@ class Directory:
             for _ in range(AGAIN * self._index.moved):
                 self._host.call(self._read(), max(until - time.monotonic(), 0.01))
 
-    def wait_for(self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
+    def wait_for(
+        self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Wait until there are ``count`` members (`size`), this node included; return False after ``timeout`` seconds or a stop."""
         end = time.monotonic() + timeout
         with self._changed:
@@ -279,7 +336,9 @@ class Directory:
         oldest = self.now() - self._ttl
         with self._changed:
             seen = {
-                peer: member for peer, member in self._seen.items() if member.issued >= oldest and self.access_policy.admits(peer)
+                peer: member
+                for peer, member in self._seen.items()
+                if member.issued >= oldest and self.access_policy.admits(peer)
             }
             mine = self._mine
         if mine is not None:
@@ -290,9 +349,14 @@ class Directory:
 
     def reach(self) -> dict[str, Any]:
         """Return by which way others reach this node, and the bytes a second of its exchanges: fields of a `Member`."""
-        relayed = self.dialled != "direct" and any("/p2p-circuit" in address for address in self._host.addresses())
+        relayed = self.dialled != "direct" and any(
+            "/p2p-circuit" in address for address in self._host.addresses()
+        )
         punched, throughput = self.ways()
-        return {"reach": ("punched" if punched else "relayed") if relayed else self.dialled, "throughput": rate(throughput)}
+        return {
+            "reach": ("punched" if punched else "relayed") if relayed else self.dialled,
+            "throughput": rate(throughput),
+        }
 
     def _member(self, fields: dict[str, Any]) -> Member:
         return Member(
@@ -326,12 +390,20 @@ class Directory:
             self._wake_reader.clear()
             now = time.monotonic()
             # Less than any pause below.
-            if self._waiting or now - read >= (GAP if self._look_soon else self._period * 0.75) or self._prefix is None:
+            if (
+                self._waiting
+                or now - read >= (GAP if self._look_soon else self._period * 0.75)
+                or self._prefix is None
+            ):
                 read, self._look_soon = now, False
                 await self._guarded(self._read)
             self._looked.set()
             await self._rest(now)
-            hasty = self._waiting or self._look_soon or (self._mine is not None and self._prefix is None)
+            hasty = (
+                self._waiting
+                or self._look_soon
+                or (self._mine is not None and self._prefix is None)
+            )
             await self._sleep(self._wake_reader, HASTE if hasty else self._pause())
 
     async def _keep_publishing(self) -> None:
@@ -344,7 +416,10 @@ class Directory:
                 published = now
                 await self._guarded(self._publish)
                 await self._rest(now)
-            await self._sleep(self._wake_publisher, HASTE if self._mine is not None and self._prefix is None else self._pause())
+            await self._sleep(
+                self._wake_publisher,
+                HASTE if self._mine is not None and self._prefix is None else self._pause(),
+            )
             since = time.monotonic() - published
             if self._urgent and since < GAP:
                 await asyncio.sleep(GAP - since)
@@ -376,12 +451,19 @@ class Directory:
             values = await self._host.get(key_of(self._swarm, prefix))
             first = heapq.nsmallest(dht.CROWD * self._cap, values, key=bits_of)
             opened = ((peer, open_record(values[peer])) for peer in first)
-            return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
+            return {
+                p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)
+            }
 
         known = {peer for peer in self._seen if peer in self._met}.union(list(self._met)[-MET:])
         keys = await self._index.read(under, now=self._prefix, known=known)
         self._keys = {prefix: dict.fromkeys(names) for prefix, names in keys.items()}
-        found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
+        found = [
+            member
+            for names in keys.values()
+            for member in names.values()
+            if isinstance(member, Member)
+        ]
         oldest = self.now() - self._ttl
         with self._changed:
             seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
@@ -395,7 +477,9 @@ class Directory:
             self.look()
         # One address each: a few peers are enough to find the swarm again.
         others = (m for m in found if m.peer != self._identity.peer_id and m.state in HERE)
-        self._host.remember(a for m in others for a in m.addresses[:1] if a.endswith(f"/p2p/{m.peer}"))
+        self._host.remember(
+            a for m in others for a in m.addresses[:1] if a.endswith(f"/p2p/{m.peer}")
+        )
 
     def _credible(self, peer: str, prefix: str, record: VerifiedRecord) -> bool:
         member = record.member
@@ -403,9 +487,15 @@ class Directory:
             return False
         if member.issued > self.now() + CLOCK:
             if self._said.due(peer):
-                log.warning("peer %s is ignored: its clock, or ours, is wrong by more than %g s", short(peer), CLOCK)
+                log.warning(
+                    "peer %s is ignored: its clock, or ours, is wrong by more than %g s",
+                    short(peer),
+                    CLOCK,
+                )
             return False
-        return self.access_policy.record(peer, member.admission, member.issued, member.state in HERE)
+        return self.access_policy.record(
+            peer, member.admission, member.issued, member.state in HERE
+        )
 
     async def _publish(self) -> bool:
         async with self._publishing:
@@ -416,8 +506,12 @@ class Directory:
                 return False
             me = self._identity.peer_id
             for prefix in self._index.places(self._prefix, self._keys):
-                value = make_record(prefix, self._member(fields), self._identity)  # each dated: a store may take seconds
-                if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl + self.skew):
+                value = make_record(
+                    prefix, self._member(fields), self._identity
+                )  # each dated: a store may take seconds
+                if not await self._host.store(
+                    key_of(self._swarm, prefix), me, value, self._ttl + self.skew
+                ):
                     raise NetworkError("no node of the swarm took this node's record.")
                 self._prefix = prefix
             return True

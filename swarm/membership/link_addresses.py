@@ -57,14 +57,32 @@ def lasting_link(
     def kept(addresses: Sequence[str]) -> list[str]:
         return [address for address in addresses if _leads_far(address) or not far]
 
-    of_seeds = kept(_by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()]))[:MOST_OF_SEEDS]
+    of_seeds = kept(_by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()]))[
+        :MOST_OF_SEEDS
+    ]
     mine = kept(_preferred([address for address in own if address_problem(address) is None]))
-    theirs = [usable for peer in _ranked(members, met) if (usable := kept(_usable(members[peer].addresses, peer)))]
+    theirs = [
+        usable
+        for peer in _ranked(members, met)
+        if (usable := kept(_usable(members[peer].addresses, peer)))
+    ]
     room = MAX_ADDRESSES - len(of_seeds) - len(mine[:MOST_OWN])
     # Stable, so this node stands before the others of its kind.
-    members_first = sorted([*mine[:MOST_OWN], *(addresses[0] for addresses in theirs[:room])], key=lambda a: RELAY in a)
-    rest = [*(address for addresses in theirs for address in addresses[1:2]), *mine[MOST_OWN:], *kept(otherwise)]
-    wanted = list(dict.fromkeys(address for address in (*of_seeds, *members_first, *rest) if address_problem(address) is None))
+    members_first = sorted(
+        [*mine[:MOST_OWN], *(addresses[0] for addresses in theirs[:room])], key=lambda a: RELAY in a
+    )
+    rest = [
+        *(address for addresses in theirs for address in addresses[1:2]),
+        *mine[MOST_OWN:],
+        *kept(otherwise),
+    ]
+    wanted = list(
+        dict.fromkeys(
+            address
+            for address in (*of_seeds, *members_first, *rest)
+            if address_problem(address) is None
+        )
+    )
     return Link(swarm, tuple(wanted[:1])).also(wanted[1:])
 
 
@@ -79,7 +97,9 @@ def _ranked(members: Mapping[str, Announced], met: Container[str]) -> list[str]:
 
 def _usable(addresses: Sequence[str], peer: str) -> list[str]:
     """Return the addresses of ``peer`` that a link can hold, the best first; a record may name others' addresses too."""
-    return _preferred([a for a in addresses if a.endswith(f"/p2p/{peer}") and address_problem(a) is None])
+    return _preferred(
+        [a for a in addresses if a.endswith(f"/p2p/{peer}") and address_problem(a) is None]
+    )
 
 
 def _preferred(addresses: Sequence[str]) -> list[str]:
@@ -89,7 +109,9 @@ def _preferred(addresses: Sequence[str]) -> list[str]:
     """
     relayed = any(RELAY in address for address in addresses)
     addresses = [address for address in addresses if not is_loopback(address)] or addresses
-    return sorted(addresses, key=lambda address: (relayed and RELAY not in address, not _leads_far(address)))
+    return sorted(
+        addresses, key=lambda address: (relayed and RELAY not in address, not _leads_far(address))
+    )
 
 
 def _leads_far(address: str) -> bool:
@@ -98,4 +120,9 @@ def _leads_far(address: str) -> bool:
 
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
-    return [items[rank] for rank in range(max(map(len, lists), default=0)) for items in lists if rank < len(items)]
+    return [
+        items[rank]
+        for rank in range(max(map(len, lists), default=0))
+        for items in lists
+        if rank < len(items)
+    ]

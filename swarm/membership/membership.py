@@ -25,7 +25,12 @@ from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, SPEED_PROTOCOL, ReachabilityProbe, ThroughputProbe
+from shoal.swarm.p2p.reachability import (
+    DIAL_PROTOCOL,
+    SPEED_PROTOCOL,
+    ReachabilityProbe,
+    ThroughputProbe,
+)
 
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""
@@ -58,7 +63,9 @@ class NetworkOptions:
     deny: Sequence[str] = ()  # peer ids that are never met
     upload: float = 0.0  # most megabits a second that this node sends; 0: unlimited
     models_per_hour: float = 60.0  # data that one peer may download from this node in an hour, in multiples of the model's size
-    body_store: int = MAX_STORED  # bytes of this node's gossiped records that are kept for others to fetch
+    body_store: int = (
+        MAX_STORED  # bytes of this node's gossiped records that are kept for others to fetch
+    )
 
 
 @dataclass
@@ -100,7 +107,9 @@ class Membership:
         """
         me, host = self.identity.peer_id, self.host
         others = {peer: member for peer, member in self.directory.members().items() if peer != me}
-        return lasting_link(self.swarm, others, seeds=host.seeds(), own=host.addresses(), met=host.met)
+        return lasting_link(
+            self.swarm, others, seeds=host.seeds(), own=host.addresses(), met=host.met
+        )
 
     @cached_property
     def gossip(self) -> Gossip:
@@ -117,7 +126,9 @@ class Membership:
         )
 
     def close(self) -> None:
-        self.announcer.report(1.0)  # after `Directory.leave` this takes the node off the seeds' lists
+        self.announcer.report(
+            1.0
+        )  # after `Directory.leave` this takes the node off the seeds' lists
         self.announcer.close()
         self.peers.close()
         self.clock.close()
@@ -153,7 +164,9 @@ def join(
     ``meanwhile``: as for `Host.start`.
     """
     ticket = _admission(identity, link)
-    with _started(identity, link.swarm, network, link.bootstrap, must_join=sealed is None, meanwhile=meanwhile) as host:
+    with _started(
+        identity, link.swarm, network, link.bootstrap, must_join=sealed is None, meanwhile=meanwhile
+    ) as host:
         if sealed is None:
             sealed, manifest = fetch_manifest(host, link)
         else:
@@ -168,7 +181,11 @@ def join(
 
 def _admission(identity: Identity, link: Link) -> bytes:
     """Return the admission by the invitation in ``link``, kept beside the key, or of one without the admission kept earlier."""
-    kept = None if identity.path is None else identity.path.with_name(f"{identity.path.name}.{link.swarm}.admission")
+    kept = (
+        None
+        if identity.path is None
+        else identity.path.with_name(f"{identity.path.name}.{link.swarm}.admission")
+    )
     if link.invite:
         ticket = admission(link.invite, identity)
         if kept is not None:
@@ -190,9 +207,13 @@ def _started(
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[Host]:
     """Start a host by the node's own lists, for the manifest is not known yet; close it if the block fails. Raises ShoalError."""
-    wrong = next((entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None)
+    wrong = next(
+        (entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None
+    )
     if wrong is not None:
-        raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of allowed or denied peers.")
+        raise AdmissionError(
+            f"{wrong[:60]!r} is no peer id: correct the list of allowed or denied peers."
+        )
     host = Host.start(
         identity,
         listen=network.listen,
@@ -203,7 +224,9 @@ def _started(
         swarm=swarm,
         known=network.known,
         must_join=must_join,
-        access_policy=AccessPolicy(identity.peer_id, lists=PeerLists(frozenset(network.allow), frozenset(network.deny))),
+        access_policy=AccessPolicy(
+            identity.peer_id, lists=PeerLists(frozenset(network.allow), frozenset(network.deny))
+        ),
         upload=network.upload * BYTES_OF_MBIT,
         meanwhile=meanwhile,
     )
@@ -215,12 +238,22 @@ def _started(
 
 
 def _membership(
-    identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest, network: NetworkOptions, ticket: bytes = b""
+    identity: Identity,
+    host: Host,
+    swarm: str,
+    sealed: bytes,
+    manifest: Manifest,
+    network: NetworkOptions,
+    ticket: bytes = b"",
 ) -> Membership:
     access_policy = host.resource_manager.access_policy
     if manifest.invite_only:
         access_policy = AccessPolicy(
-            identity.peer_id, lists=access_policy.lists, swarm=swarm, creator=manifest.creator, ticket=ticket
+            identity.peer_id,
+            lists=access_policy.lists,
+            swarm=swarm,
+            creator=manifest.creator,
+            ticket=ticket,
         )
         host.resource_manager.access_policy = access_policy
         host.introduce = AdmissionHandshake(host, access_policy).before
@@ -228,10 +261,27 @@ def _membership(
     host.serve(DIAL_PROTOCOL, ReachabilityProbe().answer)
     host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
     directory = Directory(
-        host, identity, swarm, access_policy=access_policy, met=host.met, bucket=manifest.bucket, epoch_s=manifest.epoch_s
+        host,
+        identity,
+        swarm,
+        access_policy=access_policy,
+        met=host.met,
+        bucket=manifest.bucket,
+        epoch_s=manifest.epoch_s,
     )
     host.resource_manager.known = directory.knows
     directory.ways = lambda: (host.puncher.punched(), host.traffic.ways.rate())
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm, directory.now)
-    return Membership(identity, host, directory, swarm, sealed, manifest, announcer, peers, network, ClockCheck(host, directory))
+    return Membership(
+        identity,
+        host,
+        directory,
+        swarm,
+        sealed,
+        manifest,
+        announcer,
+        peers,
+        network,
+        ClockCheck(host, directory),
+    )

@@ -37,9 +37,14 @@ CLOCK_S = 3.0  # seconds by which clocks may differ: hivemind's DHT, which holds
 ASKED = 3  # peers whose clocks are read; the median of three stands one that lies
 ASK_S, DIAL_S = 5.0, 10.0  # seconds for one answer, and for one after a dial
 PATIENCE_S = 1.0  # seconds for the others to answer once one has
-LOOK_S = 5.0  # seconds between two looks at the own addresses: when they change, others are asked again
+LOOK_S = (
+    5.0  # seconds between two looks at the own addresses: when they change, others are asked again
+)
 FIRST_S = 10.0  # seconds to the first comparison
-SOON_S, LATER_S = 60.0, 600.0  # seconds to the next one while this node is alone or its clock wrong, and while all is well
+SOON_S, LATER_S = (
+    60.0,
+    600.0,
+)  # seconds to the next one while this node is alone or its clock wrong, and while all is well
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +79,9 @@ def clock_problem(seen: Sequence[DialBackView], met: Mapping[str, str] | None = 
     )
 
 
-async def compare_clocks(host: Host, peers: Iterable[str], port: int | None = None) -> list[DialBackView]:
+async def compare_clocks(
+    host: Host, peers: Iterable[str], port: int | None = None
+) -> list[DialBackView]:
     """Return what a bootstrap node and the first of ``peers`` that answer say of their clocks; takes `ASK_S` seconds at most.
 
     ``port``: have up to twice as many dial it too, which takes `DIAL_S`. On the host's loop.
@@ -84,12 +91,16 @@ async def compare_clocks(host: Host, peers: Iterable[str], port: int | None = No
 
     async def one(peer: str) -> None:
         try:
-            with contextlib.closing(await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)) as stream:
+            with contextlib.closing(
+                await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)
+            ) as stream:
                 seen.append(await ask(stream, port))
         except Exception as error:
             log.debug("a clock was not read: %r", error)
         if seen and port is None and not limit.expired():
-            limit.reschedule(min(limit.when() or 0.0, loop.time() + (PATIENCE_S if len(seen) < ASKED else 0.0)))
+            limit.reschedule(
+                min(limit.when() or 0.0, loop.time() + (PATIENCE_S if len(seen) < ASKED else 0.0))
+            )
 
     asked = list(dict.fromkeys([*list(seeds)[:1], *peers, *seeds]))[: 2 * ASKED]
     with contextlib.suppress(TimeoutError):
@@ -121,9 +132,18 @@ class ClockCheck:
             addresses = self._host.addresses()
             try:
                 members = self._directory.everyone().items()
-                claimed = [(peer, host_of(next(iter(member.addresses), ""))) for peer, member in members]
-                others = known_first(((peer, host) for peer, host in claimed if peer != self._host.peer_id), self._host.met)
-                asked = [*others, *self._host.entry(), *by_peer(self._host.known())]  # with a wrong clock no member is listed
+                claimed = [
+                    (peer, host_of(next(iter(member.addresses), ""))) for peer, member in members
+                ]
+                others = known_first(
+                    ((peer, host) for peer, host in claimed if peer != self._host.peer_id),
+                    self._host.met,
+                )
+                asked = [
+                    *others,
+                    *self._host.entry(),
+                    *by_peer(self._host.known()),
+                ]  # with a wrong clock no member is listed
                 seen = await compare_clocks(self._host, asked, dialled_port(addresses))
                 self._directory.dialled = reach_of(seen, addresses) or self._directory.dialled
                 problem = self._take(seen)
@@ -144,7 +164,9 @@ class ClockCheck:
         if seen and abs(skew) <= AHEAD:
             self._directory.skew = skew
             if skew:
-                self._unread += " Until then it dates its records, and counts epochs, by their clock."
+                self._unread += (
+                    " Until then it dates its records, and counts epochs, by their clock."
+                )
         return bool(problem)
 
 
@@ -181,7 +203,10 @@ PARTNERLESS: dict[str, tuple[str, str]] = {
         "nobody else is here",
         "give others the link (`shoal link` shows it); if they run already, `shoal doctor LINK` shows what is in the way",
     ),
-    "model": ("all others train another model", "start all nodes with the same model, which this swarm averages"),
+    "model": (
+        "all others train another model",
+        "start all nodes with the same model, which this swarm averages",
+    ),
     "taken": (
         "all others were taken, or in other rounds",
         "if that lasts, this node is much slower or quicker than they are: a swarm with --round seconds:auto would suit it",
@@ -190,13 +215,21 @@ PARTNERLESS: dict[str, tuple[str, str]] = {
 """Reason why rounds have no partner -> in words, and what to do."""
 
 
-def health_report(members: Mapping[str, Member], now: float, *, in_seconds: bool = False) -> list[str]:
+def health_report(
+    members: Mapping[str, Member], now: float, *, in_seconds: bool = False
+) -> list[str]:
     """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well.
 
     ``in_seconds``: the swarm's rounds last so many seconds, not steps, so nobody waits for a slow member.
     """
     there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
-    found = [*_partition(there), *_silent(there, now), *_slow(there, in_seconds), *_failing(there), *_partnerless(there)]
+    found = [
+        *_partition(there),
+        *_silent(there, now),
+        *_slow(there, in_seconds),
+        *_failing(there),
+        *_partnerless(there),
+    ]
     return [*found, *_unreachable(there)]
 
 
@@ -205,7 +238,9 @@ def _partition(members: Mapping[str, Member]) -> list[str]:
     if not suspecting:
         return []
     most = max(suspecting, key=lambda member: (member.missing, member.name))
-    names = ", ".join(most.missing_names) + (", …" if most.missing > len(most.missing_names) else "")
+    names = ", ".join(most.missing_names) + (
+        ", …" if most.missing > len(most.missing_names) else ""
+    )
     return [
         f"A partition is suspected: {most.missing} of {most.missing_of} members vanished within {most.missing_within_s:.0f} s "
         f"({names}), says {_and(member.name for member in suspecting)}; training goes on, and they come together again by "
@@ -247,7 +282,9 @@ def _unreachable(members: Mapping[str, Member]) -> list[str]:
 def _slow(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
     rest = "free its processor, or begin a swarm with --round seconds:auto, in which nobody waits for it"
     rest = "it makes fewer steps in a round, and nobody waits for it" if in_seconds else rest
-    steps = {peer: 1 / member.steps_per_s for peer, member in members.items() if member.steps_per_s > 0}
+    steps = {
+        peer: 1 / member.steps_per_s for peer, member in members.items() if member.steps_per_s > 0
+    }
     moves = {peer: member.exchange_s for peer, member in members.items() if member.exchange_s > 0}
     step, move = (median_low(seconds.values()) if seconds else 0.0 for seconds in (steps, moves))
     found = [
@@ -272,7 +309,9 @@ def _failing(members: Mapping[str, Member]) -> list[str]:
             if other in members and other != peer:
                 accused[other][kind] += count
                 accusers[other].add(peer)
-    failing = {peer for peer in members if len(accusers[peer]) >= 2 and accused[peer].total() >= FAILS}
+    failing = {
+        peer for peer in members if len(accusers[peer]) >= 2 and accused[peer].total() >= FAILS
+    }
     found = []
     if len(failing) > max(len(members) / 2, 2):
         kinds = sum((accused[peer] for peer in failing), Counter[Failure]())
@@ -315,7 +354,9 @@ def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[
             f"in its last {member.exchanges} exchanges; {REMEDY[kind]}."
         ]
     (kind, _), *_ = left.most_common(1)
-    return [f"{member.name} fails: of its last {member.exchanges} exchanges it met {_kinds(left)}; {REMEDY[kind]}."]
+    return [
+        f"{member.name} fails: of its last {member.exchanges} exchanges it met {_kinds(left)}; {REMEDY[kind]}."
+    ]
 
 
 def _kinds(counts: Counter[Failure]) -> str:
@@ -341,7 +382,10 @@ def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
     Where these are a sample, sums are theirs times the share that they are, and ``error`` is the standard error of the size as a
     part of it, as far as chance makes it: peers fall into buckets like balls into boxes. ``loss`` is the median.
     """
-    sampled, training = size > len(members), [member for member in members.values() if member.state == "training"]
+    sampled, training = (
+        size > len(members),
+        [member for member in members.values() if member.state == "training"],
+    )
     losses = [member.loss for member in members.values() if member.loss is not None]
     scale = size / max(len(members), 1)
     return {
@@ -362,14 +406,22 @@ def totals_said(found: Mapping[str, Any]) -> str:
     if found["sampled"]:
         number = f"About {number} (± {100 * found['error']:.0f} %), estimated from the {found['listed']} in view"
         if found["error"] > ROUGH:
-            least, most = (found["peers"] * (1 + 2 * error) for error in (-found["error"], found["error"]))
+            least, most = (
+                found["peers"] * (1 + 2 * error) for error in (-found["error"], found["error"])
+            )
             number = f"{max(least, found['listed']):,.0f} to {most:,.0f} peers; the {found['listed']} in view say no more"
     said = [f"{found['tokens_per_s']:,.0f} tokens a second in all"] if found["tokens_per_s"] else []
     said += [f"median loss {found['loss']:.4f}"] if found["loss"] is not None else []
     return f"{number}{': ' if said else ''}{', '.join(said)}."
 
 
-def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now: float, size: int | None = None) -> dict[str, Any]:
+def overview(
+    swarm: str,
+    manifest: Manifest,
+    members: Mapping[str, Member],
+    now: float,
+    size: int | None = None,
+) -> dict[str, Any]:
     """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON.
 
     ``size``: of the whole swarm, if ``members`` are a part of it. In a round each fragment is exchanged.
@@ -396,5 +448,7 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
             }
             for member in sorted(members.values(), key=lambda member: (member.name, member.peer))
         ],
-        "findings": health_report(members, now, in_seconds=manifest.outer.round.startswith("seconds")),
+        "findings": health_report(
+            members, now, in_seconds=manifest.outer.round.startswith("seconds")
+        ),
     }

@@ -98,9 +98,15 @@ class PeerViews:
     """The views of the node ``me``. ``chance``: source of random numbers and salts, which nobody may be able to predict."""
 
     def __init__(self, me: str, chance: random.Random) -> None:
-        self._me, self._chance, self._salts = me, chance, [chance.randbytes(16) for _ in range(PASSIVE)]
+        self._me, self._chance, self._salts = (
+            me,
+            chance,
+            [chance.randbytes(16) for _ in range(PASSIVE)],
+        )
         self._ranked: dict[tuple[str, str], list[Rank]] = {}
-        self._best: list[Rank] | None = None  # the ranks of the peers that have the places; None: to be found
+        self._best: list[Rank] | None = (
+            None  # the ranks of the peers that have the places; None: to be found
+        )
         self.active: dict[str, Contact] = {}
         self.passive: dict[str, Contact] = {}
         self.hints: dict[str, Contact] = {}
@@ -110,8 +116,17 @@ class PeerViews:
 
     def hint(self, contact: Contact) -> bool:
         """Note a peer that somebody named; return whether it is worth a dial."""
-        named = Counter(known.source for view in (self.active, self.passive, self.hints) for known in view.values())
-        if self.knows(contact.peer) or contact.peer in self.hints or named[contact.source] >= SHARE or not self._wins(contact):
+        named = Counter(
+            known.source
+            for view in (self.active, self.passive, self.hints)
+            for known in view.values()
+        )
+        if (
+            self.knows(contact.peer)
+            or contact.peer in self.hints
+            or named[contact.source] >= SHARE
+            or not self._wins(contact)
+        ):
             return False
         if len(self.hints) >= HINTS:
             del self.hints[self._chance.choice(list(self.hints))]
@@ -126,7 +141,9 @@ class PeerViews:
         if peer in self.active:
             self.active[peer] = contact
         elif peer in self.passive or (peer != self._me and self._wins(contact)):
-            ranked = [(self._ranks(known), known) for known in {**self.passive, peer: contact}.values()]
+            ranked = [
+                (self._ranks(known), known) for known in {**self.passive, peer: contact}.values()
+            ]
             winners = [min(ranked, key=lambda each: each[0][place])[1] for place in range(PASSIVE)]
             self.passive, self._best = {winner.peer: winner for winner in winners}, None
 
@@ -176,7 +193,9 @@ class PeerViews:
         if key not in self._ranked:
             if len(self._ranked) >= 4 * PASSIVE:
                 self._ranked.clear()
-            self._ranked[key] = [(_hash(salt, contact.where), _hash(salt, contact.peer)) for salt in self._salts]
+            self._ranked[key] = [
+                (_hash(salt, contact.where), _hash(salt, contact.peer)) for salt in self._salts
+            ]
         return self._ranked[key]
 
 
@@ -191,7 +210,9 @@ SECRET = SystemRandom()
 
 LOOK = 10.0  # seconds between two looks at the views
 SHUFFLE = 60.0  # seconds between two shuffles that this node begins
-STALE = TTL / 2  # seconds after which a record of the active view is asked of its peer: before it expires
+STALE = (
+    TTL / 2
+)  # seconds after which a record of the active view is asked of its peer: before it expires
 AGE = 3600.0  # seconds after which a record is no longer offered, nor taken as a hint
 AGAIN = 120.0  # seconds until a peer that did not answer is tried again
 DRAWN = 16  # members of the directory that are looked at for one that was not met yet
@@ -203,12 +224,29 @@ class PeerExchange:
     """Peer exchange of one node, until `close`. ``clock``: Unix seconds. ``chance``: source of random numbers."""
 
     def __init__(
-        self, host: Host, directory: Directory, identity: Identity, swarm: str, clock: Clock = time.time, chance: Random = SECRET
+        self,
+        host: Host,
+        directory: Directory,
+        identity: Identity,
+        swarm: str,
+        clock: Clock = time.time,
+        chance: Random = SECRET,
     ) -> None:
-        self._host, self._directory, self._identity, self._swarm, self._clock = host, directory, identity, swarm, clock
+        self._host, self._directory, self._identity, self._swarm, self._clock = (
+            host,
+            directory,
+            identity,
+            swarm,
+            clock,
+        )
         self._chance, self.views = chance, PeerViews(identity.peer_id, chance)
-        self._each, self._all = TokenBuckets(RateLimit(EACH), clock), TokenBuckets(RateLimit(ALL, senders=1), clock)
-        self.counters = Counters()  # shuffles and offered records of others that were refused, by reason
+        self._each, self._all = (
+            TokenBuckets(RateLimit(EACH), clock),
+            TokenBuckets(RateLimit(ALL, senders=1), clock),
+        )
+        self.counters = (
+            Counters()
+        )  # shuffles and offered records of others that were refused, by reason
         self._tried: dict[str, float] = {}  # when each peer that did not answer was tried last
         self._left: Mapping[str, Member] = {}
         host.serve(SHUFFLE_PROTOCOL, self._answer)
@@ -222,7 +260,9 @@ class PeerExchange:
     async def _run(self) -> None:
         due = 0.0
         while True:
-            await asyncio.sleep(LOOK * self._chance.uniform(0.8, 1.2))  # not in step with nodes that began at the same moment
+            await asyncio.sleep(
+                LOOK * self._chance.uniform(0.8, 1.2)
+            )  # not in step with nodes that began at the same moment
             try:
                 own, now = self._directory.own(), self._clock()
                 if own is not None and own.state in HERE:
@@ -239,13 +279,23 @@ class PeerExchange:
             if peer in self._left or self._directory.is_barred(peer):
                 self.views.drop(peer)
         old, seen = self._clock() - STALE, self._directory.everyone()
-        silent = [known for peer, known in self.views.active.items() if peer not in seen or seen[peer].issued < old]
+        silent = [
+            known
+            for peer, known in self.views.active.items()
+            if peer not in seen or seen[peer].issued < old
+        ]
         await asyncio.gather(*(self._swap(known) for known in silent))
-        if shuffles and (partner := self.views.partner()) is not None and await self._swap(partner, MAX_OFFERED):
+        if (
+            shuffles
+            and (partner := self.views.partner()) is not None
+            and await self._swap(partner, MAX_OFFERED)
+        ):
             self.views.promote(partner.peer)
         for _ in range(ACTIVE - len(self.views.active)):
             chosen = self.views.heir() or self._stranger()
-            if chosen is not None and await self._swap(chosen, MAX_OFFERED if len(self.views.passive) < PASSIVE // 2 else 0):
+            if chosen is not None and await self._swap(
+                chosen, MAX_OFFERED if len(self.views.passive) < PASSIVE // 2 else 0
+            ):
                 self.views.promote(chosen.peer)
         for way in () if self.views.hints else (self._of_directory(), self._of_disk()):
             if way is not None:
@@ -255,7 +305,9 @@ class PeerExchange:
 
     def _stranger(self) -> Contact | None:
         """Return a peer that was not met yet: named by others, in the directory, or remembered from an earlier run."""
-        ways = [way for way in (self._named(), self._of_directory(), self._of_disk()) if way is not None]
+        ways = [
+            way for way in (self._named(), self._of_directory(), self._of_disk()) if way is not None
+        ]
         return self._chance.choice(ways) if ways else None  # none of the three can hide the others
 
     def _named(self) -> Contact | None:
@@ -264,7 +316,11 @@ class PeerExchange:
 
     def _of_directory(self) -> Contact | None:
         members = list(self._directory.everyone().values())
-        some = [member for member in self._chance.sample(members, min(DRAWN, len(members))) if self._fresh(member.peer)]
+        some = [
+            member
+            for member in self._chance.sample(members, min(DRAWN, len(members)))
+            if self._fresh(member.peer)
+        ]
         contacts = (self._contact(member.peer, member.addresses, "directory") for member in some)
         return next((contact for contact in contacts if contact.addresses), None)
 
@@ -273,8 +329,17 @@ class PeerExchange:
         return self._contact(self._chance.choice(peers), addresses, "disk") if peers else None
 
     def _contact(self, peer: str, addresses: Sequence[str], source: str) -> Contact:
-        usable = tuple(each for each in addresses if each.endswith(f"/p2p/{peer}") and address_problem(each) is None)
-        return Contact(peer, usable, source, range_of(self._host.met.get(peer) or host_of(usable[0] if usable else "")))
+        usable = tuple(
+            each
+            for each in addresses
+            if each.endswith(f"/p2p/{peer}") and address_problem(each) is None
+        )
+        return Contact(
+            peer,
+            usable,
+            source,
+            range_of(self._host.met.get(peer) or host_of(usable[0] if usable else "")),
+        )
 
     def _fresh(self, peer: str) -> bool:
         apart = self.views.knows(peer) or peer in self._left or self._directory.is_barred(peer)
@@ -289,18 +354,25 @@ class PeerExchange:
         """Exchange records with a peer; return whether it is there and a member. If not it is out of the views."""
         peer, new = known.peer, not self.views.knows(known.peer)
         try:
-            opening = self._host.open(peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S)
+            opening = self._host.open(
+                peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S
+            )
             with contextlib.closing(await opening) as stream:
                 # Not before: in a swarm by invitation only, opening a stream has made sure that the peer was invited.
                 await stream.send(pack(self._shuffle(peer, want)), SMALL_S)
                 reply = unpack(await stream.receive(ShuffleReply.LIMIT, SMALL_S), ShuffleReply)
             if reply.record is None:
-                raise MessageError(f"peer {short(peer)} does not exchange peers: {reply.reason or 'no reason'}.", "refused")
+                raise MessageError(
+                    f"peer {short(peer)} does not exchange peers: {reply.reason or 'no reason'}.",
+                    "refused",
+                )
             met = self._hear(peer, reply.record, known.source)
         except (NetworkError, MessageError) as error:
             log.debug("no peers were exchanged with peer %s: %s", short(peer), error)
             self.views.drop(peer)
-            self._tried = {other: when for other, when in self._tried.items() if not self._due(other)} | {peer: self._clock()}
+            self._tried = {
+                other: when for other, when in self._tried.items() if not self._due(other)
+            } | {peer: self._clock()}
             return False
         self.views.met(met)
         self._take(peer, reply.offered[:want])
@@ -314,11 +386,15 @@ class PeerExchange:
         if (own := self._directory.own()) is None:
             raise NetworkError("this node is no member yet.")
         offered = self.views.sample(want, peer, self._clock() - AGE)
-        return Shuffle(swarm=self._swarm, record=seal(own, self._identity), offered=offered, want=want)
+        return Shuffle(
+            swarm=self._swarm, record=seal(own, self._identity), offered=offered, want=want
+        )
 
     async def _answer(self, stream: Stream) -> None:
         peer = stream.peer_id
-        if not self._each.take(peer, 1, 0) or not (peer in self.views.active or self._all.take("", 1, 0)):
+        if not self._each.take(peer, 1, 0) or not (
+            peer in self.views.active or self._all.take("", 1, 0)
+        ):
             self.counters.reject("rate")
             return
         shuffle = unpack(await stream.receive(Shuffle.LIMIT, SMALL_S), Shuffle)
@@ -338,21 +414,39 @@ class PeerExchange:
         if self.views.knows(peer):
             self._host.remember(met.addresses)
         self._take(peer, shuffle.offered)
-        await stream.send(pack(ShuffleReply(record=seal(own, self._identity), offered=offered)), SMALL_S)
+        await stream.send(
+            pack(ShuffleReply(record=seal(own, self._identity), offered=offered)), SMALL_S
+        )
 
     def _hear(self, peer: str, record: bytes, source: str) -> Contact:
         """Check the record that ``peer`` hands over of itself, and give it to the directory. Raises MessageError."""
         _, member = unseal(record, Member)
         if member.peer != peer:
-            raise MessageError("A member record was refused as another's: a peer shows its own.", "another's")
+            raise MessageError(
+                "A member record was refused as another's: a peer shows its own.", "another's"
+            )
         if member.swarm != self._swarm:
-            raise MessageError(f"A member record was refused: it is of swarm {member.swarm}.", "foreign-swarm")
+            raise MessageError(
+                f"A member record was refused: it is of swarm {member.swarm}.", "foreign-swarm"
+            )
         if member.state not in HERE or member.issued < self._clock() - TTL - CLOCK:
-            raise MessageError("A member record was refused as old: its peer has left, or its clock is wrong.", "old")
+            raise MessageError(
+                "A member record was refused as old: its peer has left, or its clock is wrong.",
+                "old",
+            )
         directory = self._directory
-        if directory.is_barred(peer) or not directory.hear(member) or not directory.access_policy.admits(peer):
-            raise MessageError("A member record was refused: this node does not admit its peer, or its date is wrong.", "denied")
-        return replace(self._contact(peer, member.addresses, source), record=record, issued=member.issued)
+        if (
+            directory.is_barred(peer)
+            or not directory.hear(member)
+            or not directory.access_policy.admits(peer)
+        ):
+            raise MessageError(
+                "A member record was refused: this node does not admit its peer, or its date is wrong.",
+                "denied",
+            )
+        return replace(
+            self._contact(peer, member.addresses, source), record=record, issued=member.issued
+        )
 
     def _take(self, source: str, offered: Sequence[bytes]) -> None:
         """Note the peers of offered records that may be worth a dial. Of a wrong one nothing is kept."""
@@ -365,8 +459,19 @@ class PeerExchange:
                 continue
             now, peer = self._clock(), member.peer
             contact = self._contact(peer, member.addresses, source)
-            here = member.swarm == self._swarm and member.state in HERE and now - AGE <= member.issued <= now + CLOCK
-            if not here or not contact.addresses or peer in self._left or self._directory.is_barred(peer):
+            here = (
+                member.swarm == self._swarm
+                and member.state in HERE
+                and now - AGE <= member.issued <= now + CLOCK
+            )
+            if (
+                not here
+                or not contact.addresses
+                or peer in self._left
+                or self._directory.is_barred(peer)
+            ):
                 self.counters.reject("unusable")
-            elif self._due(peer) and self._directory.access_policy.record(peer, member.admission, member.issued, True):
+            elif self._due(peer) and self._directory.access_policy.record(
+                peer, member.admission, member.issued, True
+            ):
                 self.views.hint(contact)

@@ -60,7 +60,9 @@ class Reconnector:
 
     def __init__(self, host: Host, directory: Directory) -> None:
         self._host, self._directory = host, directory
-        self._due: dict[str, tuple[float, float]] = {}  # for each peer the time of its next dial, and the pause after that
+        self._due: dict[
+            str, tuple[float, float]
+        ] = {}  # for each peer the time of its next dial, and the pause after that
         self._gone: set[str] = set()
 
     def due(self, now: float) -> list[str]:
@@ -71,7 +73,9 @@ class Reconnector:
         missing = where.keys() - here - self._gone
         # A peer that has just vanished may be restarting, so the first dial waits too.
         self._due = {peer: self._due.get(peer, (now + FIRST, FIRST)) for peer in missing}
-        next_peers = sorted((when, peer) for peer, (when, _) in self._due.items() if when <= now)[:TRIED]
+        next_peers = sorted((when, peer) for peer, (when, _) in self._due.items() if when <= now)[
+            :TRIED
+        ]
         for _, peer in next_peers:
             pause = min(2 * self._due[peer][1], LONGEST)
             self._due[peer] = now + pause, pause
@@ -112,7 +116,9 @@ class SeedAnnouncer:
             except NetworkError as error:
                 log.info("this node was not reported to the bootstrap nodes: %s", error)
 
-    def announce(self, manifest: bytes, *, params: int, round_bytes: int, memory: int, device: str) -> None:
+    def announce(
+        self, manifest: bytes, *, params: int, round_bytes: int, memory: int, device: str
+    ) -> None:
         """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see `Announcement`."""
         if len(manifest) > MAX_MANIFEST:
             why = "this swarm is not announced to bootstrap nodes: its settings have %d bytes, more than %d."
@@ -149,9 +155,19 @@ class SeedAnnouncer:
         own = self._directory.own()
         if own is None:
             return
-        record, known, prefix = seal(own, self._identity), self._directory.members(), f"shoal/{self._swarm}/"
-        relayed = any("/p2p-circuit" in address for address in own.addresses)  # gossip does not cross a relayed connection
-        topics = sorted(topic.removeprefix(prefix) for topic in self._host.pubsub.topics if relayed and topic.startswith(prefix))
+        record, known, prefix = (
+            seal(own, self._identity),
+            self._directory.members(),
+            f"shoal/{self._swarm}/",
+        )
+        relayed = any(
+            "/p2p-circuit" in address for address in own.addresses
+        )  # gossip does not cross a relayed connection
+        topics = sorted(
+            topic.removeprefix(prefix)
+            for topic in self._host.pubsub.topics
+            if relayed and topic.startswith(prefix)
+        )
         for seed, addresses in self._host.seeds().items():
             try:
                 opening = self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
@@ -159,7 +175,9 @@ class SeedAnnouncer:
                     members = await ask_seed(stream, self._swarm, record, topics[:MAX_TOPICS])
                 if self._announced is not None:
                     await self._announce(seed, addresses, self._announced)
-                strangers = addresses_of([m for m in members if m.peer not in known and m.peer != own.peer])
+                strangers = addresses_of(
+                    [m for m in members if m.peer not in known and m.peer != own.peer]
+                )
                 if strangers:
                     self._host.remember(strangers)
                     await self._host.meet(strangers)
@@ -198,7 +216,9 @@ class PublicSwarm:
     memory: int  # bytes beyond training alone; 0: not measured
     device: str  # on what the member that announced it computes: cpu, cuda, xpu or mps
     addresses: tuple[str, ...]  # of the bootstrap node that listed it, and of members
-    options: Mapping[str, Any] = field(default_factory=dict)  # the task's, as the manifest has them, unchecked
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the task's, as the manifest has them, unchecked
 
 
 def read_listed(packed: bytes, seed: str) -> PublicSwarm:
@@ -206,15 +226,29 @@ def read_listed(packed: bytes, seed: str) -> PublicSwarm:
     listed = unpack(packed, ListedSwarm)
     _, said = unseal(listed.announcement, Announcement)
     if swarm_id(said.manifest) != said.swarm:
-        raise MessageError("An announcement was refused as forged: its manifest is not that of its swarm.", "forged")
+        raise MessageError(
+            "An announcement was refused as forged: its manifest is not that of its swarm.",
+            "forged",
+        )
     if not is_public(said.manifest):
         raise MessageError("An announcement was refused: its swarm is not public.", "private")
-    members = [member for _, member in (unseal(record, Member) for record in listed.contacts) if member.swarm == said.swarm]
+    members = [
+        member
+        for _, member in (unseal(record, Member) for record in listed.contacts)
+        if member.swarm == said.swarm
+    ]
     addresses = tuple(dict.fromkeys([seed, *addresses_of(members)]))
     sizes = said.params, said.round_bytes, said.memory, said.device
     options = peek(said.manifest, Manifest.LIMIT).get("task_options")
     known = options if isinstance(options, dict) else {}
-    return PublicSwarm(said.swarm, title_of(said.manifest), min(listed.peers, MAX_MEMBERS), *sizes, addresses, known)
+    return PublicSwarm(
+        said.swarm,
+        title_of(said.manifest),
+        min(listed.peers, MAX_MEMBERS),
+        *sizes,
+        addresses,
+        known,
+    )
 
 
 def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
@@ -259,16 +293,24 @@ async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
         answers = await asyncio.gather(*(_within(daemon, seed) for seed in seeds))
     finally:
         await daemon.shutdown()
-    return merged(one for found, _ in answers for one in found), [problem for _, problem in answers if problem]
+    return merged(one for found, _ in answers for one in found), [
+        problem for _, problem in answers if problem
+    ]
 
 
 async def _within(daemon: Daemon, seed: str) -> tuple[list[PublicSwarm], str]:
     try:
         return await asyncio.wait_for(_listed_by(daemon, seed), SEED_S), ""
     except TimeoutError:
-        return [], f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, or ask another one."
+        return (
+            [],
+            f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, or ask another one.",
+        )
     except (*DAEMON_GONE, ValueError) as error:
         why = str(error).partition(":")[0]  # the daemon goes on about each address
-        return [], f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask another one."
+        return (
+            [],
+            f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask another one.",
+        )
     except (NetworkError, MessageError) as error:
         return [], str(error)

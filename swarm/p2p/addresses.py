@@ -88,7 +88,11 @@ def to_bytes(address: str) -> bytes:
 
 def _value(name: str, text: str) -> bytes:
     if name in ("ip4", "ip6"):
-        return ipaddress.IPv4Address(text).packed if name == "ip4" else ipaddress.IPv6Address(text).packed
+        return (
+            ipaddress.IPv4Address(text).packed
+            if name == "ip4"
+            else ipaddress.IPv6Address(text).packed
+        )
     if name in ("tcp", "udp"):
         if not text.isdecimal() or int(text) > 65_535:
             raise ValueError(f"{text[:80]!r} is no port")
@@ -106,7 +110,9 @@ def to_text(data: bytes) -> str:
     while at < len(data):
         code, at = _read_varint(data, at)
         if code not in _NAMES:
-            raise ValueError(f"the address {data.hex()[:80]} has a part that this node does not know")
+            raise ValueError(
+                f"the address {data.hex()[:80]} has a part that this node does not know"
+            )
         name, size = _NAMES[code]
         if size is None:
             size, at = _read_varint(data, at)
@@ -147,7 +153,14 @@ def origin(address: bytes) -> str:
     """Return the IP address in a binary multiaddr of a direct connection over TCP or QUIC; empty for any other, as by a relay."""
     with contextlib.suppress(ValueError):
         match to_text(address).split("/"):
-            case ["", "ip4" | "ip6", host, "tcp", _] | ["", "ip4" | "ip6", host, "udp", _, "quic-v1"]:
+            case ["", "ip4" | "ip6", host, "tcp", _] | [
+                "",
+                "ip4" | "ip6",
+                host,
+                "udp",
+                _,
+                "quic-v1",
+            ]:
                 return host
     return ""
 
@@ -233,7 +246,9 @@ def one_each(values: Iterable[tuple[str, N]]) -> list[N]:
 def of_ranges(values: Iterable[tuple[str, N]], met: Mapping[str, str]) -> list[N]:
     """Return of (peer, value) one value for each address range at which peers were ``met``, or all values if none was."""
     every = list(values)
-    return one_each((met[peer], value) for peer, value in every if met.get(peer)) or [value for _, value in every]
+    return one_each((met[peer], value) for peer, value in every if met.get(peer)) or [
+        value for _, value in every
+    ]
 
 
 log = logging.getLogger(__name__)
@@ -242,15 +257,25 @@ MAX_PEERS = 64
 ANSWERED = 48  # places of them for peers that have answered
 MAX_EACH = 4  # addresses of one peer
 MAX_LISTEN = 8  # own addresses
-MAX_BYTES = 384 * 1024  # of the file; 64 peers with 4 addresses of 512 characters, each named twice, fit in
+MAX_BYTES = (
+    384 * 1024
+)  # of the file; 64 peers with 4 addresses of 512 characters, each named twice, fit in
 
 HOUR = 3600.0
-FIRST, LONGEST = 2.0, 300.0  # seconds until an address that did not answer is dialled again, doubled each time
+FIRST, LONGEST = (
+    2.0,
+    300.0,
+)  # seconds until an address that did not answer is dialled again, doubled each time
 FORGET = 3600.0  # seconds without a failure after which an address begins anew
-MAX_HOSTS, PORTS = 1024, 8  # hosts with failures; and ports of one that are told apart, all further ones share a place
+MAX_HOSTS, PORTS = (
+    1024,
+    8,
+)  # hosts with failures; and ports of one that are told apart, all further ones share a place
 MAX_MET = 4096  # peers of whom it is known where they are
 RELAYED = "relayed"
-_NOT_OURS = re.compile(r"network is unreachable|opening relay circuit|NO_RESERVATION")  # no fault of the host that was dialled
+_NOT_OURS = re.compile(
+    r"network is unreachable|opening relay circuit|NO_RESERVATION"
+)  # no fault of the host that was dialled
 _OTHER_KEY = re.compile(r"remote key matches (\w+)")
 
 
@@ -263,7 +288,11 @@ class Peerstore:
     """
 
     def __init__(
-        self, own: str, path: Path | None = None, swarm: str | None = None, clock: Callable[[], float] = time.time
+        self,
+        own: str,
+        path: Path | None = None,
+        swarm: str | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._own, self._clock = own, clock
         self.met: Mapping[str, str] = {}  # where each peer was met last, as in `DialBackoff`
@@ -272,7 +301,9 @@ class Peerstore:
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}
         self._answered: dict[str, float] = {}  # of those addresses, when each answered last
-        self.listened: tuple[str, ...] = ()  # addresses, ports included, on which this node listens, or did in an earlier run
+        self.listened: tuple[
+            str, ...
+        ] = ()  # addresses, ports included, on which this node listens, or did in an earlier run
         if path is not None:
             self.remember(self._load(path))
         self._saved = self._content()
@@ -288,7 +319,9 @@ class Peerstore:
             for peer, new in found.items():
                 merged = list(dict.fromkeys((*new, *self._peers.pop(peer, ()))))
                 last = max(merged, key=self._when)
-                if self._when(last) and last not in merged[:MAX_EACH]:  # the one that is known to lead there
+                if (
+                    self._when(last) and last not in merged[:MAX_EACH]
+                ):  # the one that is known to lead there
                     merged.insert(MAX_EACH - 1, last)
                 self._peers[peer] = tuple(merged[:MAX_EACH])
             self._forget()
@@ -311,17 +344,23 @@ class Peerstore:
         """Write the file, whole or not at all, if anything changed. A failure is logged."""
         with self._lock:
             kept = self._content()
-        if self._path is None or kept == self._saved:  # dicts are equal in any order: a change of the order is not worth a write
+        if (
+            self._path is None or kept == self._saved
+        ):  # dicts are equal in any order: a change of the order is not worth a write
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, json.dumps({"swarm": self._swarm, **kept}, indent=1))
             self._saved = kept
         except OSError as error:
-            log.warning("the addresses of known peers were not saved in %s (%s)", self._path, error.strerror)
+            log.warning(
+                "the addresses of known peers were not saved in %s (%s)", self._path, error.strerror
+            )
 
     def _content(self) -> dict[str, Any]:
-        answered = {address: int(when // HOUR * HOUR) for address, when in self._answered.items()}  # or each dial would be a write
+        answered = {
+            address: int(when // HOUR * HOUR) for address, when in self._answered.items()
+        }  # or each dial would be a write
         return {"peers": dict(self._peers), "listened": self.listened, "answered": answered}
 
     def _when(self, address: str) -> float:
@@ -331,12 +370,21 @@ class Peerstore:
         """Leave out whoever has no place: beyond those that answered last, the peers not heard of for longest."""
         if len(self._peers) > MAX_PEERS:
             best = {peer: max(addresses, key=self._when) for peer, addresses in self._peers.items()}
-            answered = sorted((peer for peer in best if self._when(best[peer])), key=lambda peer: -self._when(best[peer]))
+            answered = sorted(
+                (peer for peer in best if self._when(best[peer])),
+                key=lambda peer: -self._when(best[peer]),
+            )
             kept = set(by_turns((peer, host_of(best[peer])) for peer in answered)[:ANSWERED])
             newest = [peer for peer in self._peers if peer not in kept][-(MAX_PEERS - len(kept)) :]
-            self._peers = {peer: addresses for peer, addresses in self._peers.items() if peer in kept or peer in newest}
+            self._peers = {
+                peer: addresses
+                for peer, addresses in self._peers.items()
+                if peer in kept or peer in newest
+            }
         there = {address for addresses in self._peers.values() for address in addresses}
-        self._answered = {address: when for address, when in self._answered.items() if address in there}
+        self._answered = {
+            address: when for address, when in self._answered.items() if address in there
+        }
 
     def _load(self, path: Path) -> list[str]:
         try:
@@ -345,7 +393,11 @@ class Peerstore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            log.warning("the addresses of known peers in %s cannot be read (%s) and are ignored", path, error.strerror)
+            log.warning(
+                "the addresses of known peers in %s cannot be read (%s) and are ignored",
+                path,
+                error.strerror,
+            )
             return []
         try:
             if len(data) > MAX_BYTES:
@@ -354,12 +406,22 @@ class Peerstore:
             if value["swarm"] != self._swarm:
                 return []
             lists = list(value["peers"].values())[-MAX_PEERS:]
-            self.listened = tuple(str(address) for address in list(value.get("listened", ()))[:MAX_LISTEN])
+            self.listened = tuple(
+                str(address) for address in list(value.get("listened", ()))[:MAX_LISTEN]
+            )
             answered, now = dict(value.get("answered", {})), self._clock()
-            self._answered = {at: float(max(0, min(when, now))) for at, when in answered.items() if isinstance(when, int)}
-            return [address for each in lists for address in each[:MAX_EACH] if isinstance(address, str)]
+            self._answered = {
+                at: float(max(0, min(when, now)))
+                for at, when in answered.items()
+                if isinstance(when, int)
+            }
+            return [
+                address for each in lists for address in each[:MAX_EACH] if isinstance(address, str)
+            ]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            log.warning("the addresses of known peers in %s are damaged and ignored (%s)", path, error)
+            log.warning(
+                "the addresses of known peers in %s are damaged and ignored (%s)", path, error
+            )
             return []
 
 
@@ -371,7 +433,9 @@ class DialBackoff:
     full multiaddrs that the user gave; they are never put off. For any thread.
     """
 
-    def __init__(self, chosen: Iterable[str] = (), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, chosen: Iterable[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._chosen, self._clock = frozenset(chosen), clock
         self._lock = threading.Lock()
         self._failed: OrderedDict[str, dict[str, tuple[int, float]]] = OrderedDict()
@@ -421,21 +485,31 @@ class DialBackoff:
                 ports[slot] = (1 if now - last > FORGET else count + 1), now
             while len(self._failed) > MAX_HOSTS:
                 self._failed.popitem(last=False)
-        if len(hosts := {host for host, _ in places}) == 1:  # otherwise it is not known which of them has that key
+        if (
+            len(hosts := {host for host, _ in places}) == 1
+        ):  # otherwise it is not known which of them has that key
             for other in _OTHER_KEY.findall(reason):
                 self.meet(other, *hosts)
 
     def _wait(self, peer: str, address: str) -> float:
         """Return the seconds until ``address`` is due; 0 or less if it is."""
         direct, circuit, _ = address.partition("/p2p-circuit")
-        called = direct.rpartition("/p2p/")[2] if circuit else peer  # by a relay, that is whom this node connects to
+        called = (
+            direct.rpartition("/p2p/")[2] if circuit else peer
+        )  # by a relay, that is whom this node connects to
         host, port = _place(address)
         ports = self._failed.get(host)
         if ports is None or direct in self._chosen or _area(self.met.get(called, "")) == host:
             return 0.0
-        count, last = ports.get(port) or (ports.get("", (0, 0.0)) if len(ports) >= PORTS else (0, 0.0))
+        count, last = ports.get(port) or (
+            ports.get("", (0, 0.0)) if len(ports) >= PORTS else (0, 0.0)
+        )
         since = self._clock() - last
-        return 0.0 if not count or since > FORGET else min(FIRST * 2.0 ** min(count - 1, 20), LONGEST) - since
+        return (
+            0.0
+            if not count or since > FORGET
+            else min(FIRST * 2.0 ** min(count - 1, 20), LONGEST) - since
+        )
 
 
 def _place(address: str) -> tuple[str, str]:

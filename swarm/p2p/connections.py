@@ -63,11 +63,15 @@ def check_free(listen: Sequence[str]) -> None:
                 if found[1] == "ip6":
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 if found[3] == "tcp":
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemon does: TIME_WAIT does not matter
+                    probe.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                    )  # as the daemon does: TIME_WAIT does not matter
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
             other = f"{error.strerror or error}, choose another address with --listen"
-            raise ListenError(f"cannot listen on {address}: {_BIND_PROBLEMS.get(error.errno or 0, other)}.") from error
+            raise ListenError(
+                f"cannot listen on {address}: {_BIND_PROBLEMS.get(error.errno or 0, other)}."
+            ) from error
 
 
 def beside(listen: Sequence[str]) -> list[str]:
@@ -90,7 +94,9 @@ def check_announced(announce: Sequence[str], peer_id: str) -> None:
         if len(full) > MAX_ADDRESS:
             problem = f"it has {len(address)} characters, at most {MAX_ADDRESS - len(full) + len(address)} are allowed"
         if problem:
-            raise StartupError(f"cannot announce {address[:80]}: {problem}; write it like /ip4/203.0.113.5/tcp/4001.")
+            raise StartupError(
+                f"cannot announce {address[:80]}: {problem}; write it like /ip4/203.0.113.5/tcp/4001."
+            )
 
 
 _ANY_PORT = re.compile(r"^(/(ip4|ip6)/([^/]+)/(tcp|udp)/)0(?=/|$)")
@@ -100,7 +106,9 @@ def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, .
     """Return ``listen`` with each port 0 replaced by the port in ``addresses``, so that a restart keeps it."""
 
     def obtained(found: re.Match[str]) -> str:
-        ports = {m[1] for a in addresses if (m := re.match(rf"/{found[2]}/[^/]+/{found[4]}/(\d+)", a))}
+        ports = {
+            m[1] for a in addresses if (m := re.match(rf"/{found[2]}/[^/]+/{found[4]}/(\d+)", a))
+        }
         return found[1] + (ports.pop() if len(ports) == 1 else "0")
 
     return tuple(_ANY_PORT.sub(obtained, address) for address in listen)
@@ -120,7 +128,9 @@ def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
     """Return ``before`` if it differs from ``listen`` only in ports that are 0 there; else ``listen``."""
     port = re.compile(r"(?<=/tcp/|/udp/)[0-9]+(?=/|$)")
-    same = len(listen) == len(before) and all(a in (b, port.sub("0", b, count=1)) for a, b in zip(listen, before, strict=True))
+    same = len(listen) == len(before) and all(
+        a in (b, port.sub("0", b, count=1)) for a, b in zip(listen, before, strict=True)
+    )
     return tuple(before if same else listen)
 
 
@@ -132,19 +142,45 @@ MAX_RELAYS = 2
 
 # Words of p2pd -> words for the user. The first that matches.
 _REASONS = (
-    (r"peer id mismatch.*remote key matches (\w+)", r"answered but is another peer, \1: get a new link"),
-    (r"connection refused", "refused the connection: no node listens there, start it or get a new link"),
-    (r"no such host|lookup |failed to resolve|server misbehaving", "has a name that cannot be resolved: check it, and DNS"),
-    (r"network is unreachable|no route to host", "cannot be reached from this machine's network: check the connection"),
-    (r"not dialled again yet|dial backoff", "did not answer lately and is dialled again within minutes, or when it calls"),
+    (
+        r"peer id mismatch.*remote key matches (\w+)",
+        r"answered but is another peer, \1: get a new link",
+    ),
+    (
+        r"connection refused",
+        "refused the connection: no node listens there, start it or get a new link",
+    ),
+    (
+        r"no such host|lookup |failed to resolve|server misbehaving",
+        "has a name that cannot be resolved: check it, and DNS",
+    ),
+    (
+        r"network is unreachable|no route to host",
+        "cannot be reached from this machine's network: check the connection",
+    ),
+    (
+        r"not dialled again yet|dial backoff",
+        "did not answer lately and is dialled again within minutes, or when it calls",
+    ),
     (r"dial to self", "is this node itself: give the address of another node"),
-    (r"deadline exceeded|i/o timeout|timed out", "timed out: check that its machine is on and its firewall open"),
-    (r"failed to negotiate", "is answered by something that is no node of this kind: check the port"),
-    (r"no addresses|no good addresses|unknown transport|no transport", "is not an address that this node can dial"),
+    (
+        r"deadline exceeded|i/o timeout|timed out",
+        "timed out: check that its machine is on and its firewall open",
+    ),
+    (
+        r"failed to negotiate",
+        "is answered by something that is no node of this kind: check the port",
+    ),
+    (
+        r"no addresses|no good addresses|unknown transport|no transport",
+        "is not an address that this node can dial",
+    ),
 )
 
 
-async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) -> tuple[list[str], dict[str, str]]:
+async def connect_any(
+    daemon: Daemon, bootstrap: Sequence[str], timeout: float
+) -> tuple[list[str], dict[str, str]]:
     """Connect to all bootstrap addresses at once. Return the peer ids that answered, and address -> reason for the others.
 
     Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout`` seconds.
@@ -167,8 +203,16 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout) as limit:
             await asyncio.gather(*itertools.starmap(dial, peers.items()))
-    silent = [each for peer, addresses in peers.items() if peer not in reached for each in addresses if each not in failed]
-    return reached, failed | dict.fromkeys(silent, f"did not answer within {loop.time() - began:.3g} s")
+    silent = [
+        each
+        for peer, addresses in peers.items()
+        if peer not in reached
+        for each in addresses
+        if each not in failed
+    ]
+    return reached, failed | dict.fromkeys(
+        silent, f"did not answer within {loop.time() - began:.3g} s"
+    )
 
 
 def why(error: BaseException, address: str) -> str:
@@ -177,7 +221,9 @@ def why(error: BaseException, address: str) -> str:
         return f"is not a valid address ({str(error)[:100]})"
     lines = str(error).splitlines()
     own = [line for line in lines if f"[{address.rpartition('/p2p/')[0]}]" in line]
-    if address.startswith("/dns") and "no good addresses" in str(error):  # all that p2pd says of an unknown name
+    if address.startswith("/dns") and "no good addresses" in str(
+        error
+    ):  # all that p2pd says of an unknown name
         own.insert(0, "no such host")
     for text in (*own, str(error)):
         for pattern, words in _REASONS:
@@ -189,7 +235,11 @@ def why(error: BaseException, address: str) -> str:
 def candidates(bootstrap: Sequence[str]) -> list[str]:
     """Return one address of each peer that may be reached directly, in the order given."""
     relayed = by_peer(address for address in bootstrap if "/p2p-circuit/" in address)
-    by_tcp = by_peer(address for address in bootstrap if address.split("/")[3:4] == ["tcp"] and not is_loopback(address))
+    by_tcp = by_peer(
+        address
+        for address in bootstrap
+        if address.split("/")[3:4] == ["tcp"] and not is_loopback(address)
+    )
     return [addresses[0] for peer, addresses in by_tcp.items() if peer not in relayed]
 
 
@@ -208,19 +258,32 @@ async def answering(bootstrap: Sequence[str]) -> list[str]:
 
     found = candidates(bootstrap)
     alive = await asyncio.gather(*map(answers, found))
-    return [address for address, answered in zip(found, alive, strict=True) if answered][:MAX_RELAYS]
+    return [address for address, answered in zip(found, alive, strict=True) if answered][
+        :MAX_RELAYS
+    ]
 
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 RESERVE = b"\x02\x08\x00"  # a HopMessage, its length before it; type: RESERVE
 NO_SLOT = "gave no slot"
-LIMIT, DATA, STATUS, OK = 4, 2, 5, 100  # fields of the answer: limits, the bytes in these; its status, and the good one
-LEAST, STARTS = 1 << 30, 5  # bytes that a relay has to forward each way, and starts of a daemon until it does
+LIMIT, DATA, STATUS, OK = (
+    4,
+    2,
+    5,
+    100,
+)  # fields of the answer: limits, the bytes in these; its status, and the good one
+LEAST, STARTS = (
+    1 << 30,
+    5,
+)  # bytes that a relay has to forward each way, and starts of a daemon until it does
 RENEW_S = 15.0  # seconds between two requests to a relay
 ASK_S, CONNECT_S = 8.0, 5.0  # seconds for the answer, and for a connection to it
 AWAY = ("192.0.2.1", 9)  # an address elsewhere (RFC 5737), to which nothing is sent
 LATER_S = 60.0  # seconds until a peer is asked again that is no relay, or gives no slot
-STUCK_S, RESTART_S = 30.0, 300.0  # seconds without a slot until the daemon is restarted, and between two such restarts
+STUCK_S, RESTART_S = (
+    30.0,
+    300.0,
+)  # seconds without a slot until the daemon is restarted, and between two such restarts
 
 
 def sends_from() -> str:
@@ -250,7 +313,11 @@ class RelaySlots:
     """
 
     def __init__(
-        self, own: str, bootstrap: Sequence[str], needed: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        own: str,
+        bootstrap: Sequence[str],
+        needed: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.needed = needed
         self._found = False  # whether `needed` is libp2p's finding, by the daemon that runs
@@ -289,7 +356,9 @@ class RelaySlots:
         self._here = sends_from()
         if any("/p2p-circuit/" in address for address in known):
             self.needed = self._found = True
-        elif self._found and any(is_public_host(host_of(address)) for address in known):  # hidden until somebody dialled it
+        elif self._found and any(
+            is_public_host(host_of(address)) for address in known
+        ):  # hidden until somebody dialled it
             self.needed = False
             self.ended()
         if not self.needed:
@@ -354,7 +423,11 @@ async def launch_relay(identity: Identity, *, listen: Sequence[str], **chosen: A
     for _ in range(STARTS):
         daemon = await Daemon.launch(identity, listen=listen, public=True, **chosen)
         try:
-            if chosen.get("relay") == "off" or all(map(is_loopback, listen)) or await _forwards(daemon, listen):
+            if (
+                chosen.get("relay") == "off"
+                or all(map(is_loopback, listen))
+                or await _forwards(daemon, listen)
+            ):
                 break
         except BaseException:
             await daemon.shutdown()
@@ -369,9 +442,16 @@ async def launch_relay(identity: Identity, *, listen: Sequence[str], **chosen: A
 async def _forwards(daemon: Daemon, listen: Sequence[str]) -> bool:
     client: Daemon | None = None
     try:
-        client = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], relay="off")
-        known = [f"{address}/p2p/{daemon.peer_id}" for address in listen if not address.endswith("/0")] or await daemon.addresses()
-        here = [address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for address in known]
+        client = await Daemon.launch(
+            Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], relay="off"
+        )
+        known = [
+            f"{address}/p2p/{daemon.peer_id}" for address in listen if not address.endswith("/0")
+        ] or await daemon.addresses()
+        here = [
+            address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/")
+            for address in known
+        ]
         await asyncio.wait_for(client.connect(daemon.peer_id, here), CONNECT_S)
         return await asyncio.wait_for(reserve(client, daemon.peer_id), ASK_S) >= LEAST
     except (TimeoutError, *DAEMON_GONE, StartupError) as error:

@@ -23,7 +23,17 @@ from typing import Any, Self
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity, b58encode
 from shoal.swarm.p2p import daemon_process
-from shoal.swarm.p2p.addresses import MAX_ID, DialBackoff, is_loopback, origin, peer_bytes, to_bytes, to_text, unix_address, varint
+from shoal.swarm.p2p.addresses import (
+    MAX_ID,
+    DialBackoff,
+    is_loopback,
+    origin,
+    peer_bytes,
+    to_bytes,
+    to_text,
+    unix_address,
+    varint,
+)
 from shoal.swarm.p2p.daemon_guard import GRACE
 from shoal.swarm.p2p.daemon_process import Relay, daemon_path
 
@@ -45,7 +55,11 @@ class PutOffError(DaemonError):
     """No address of a peer is due to be dialled; the daemon was not asked."""
 
 
-DAEMON_GONE = (DaemonError, OSError, EOFError)  # raised by requests when the daemon refuses, or is dead
+DAEMON_GONE = (
+    DaemonError,
+    OSError,
+    EOFError,
+)  # raised by requests when the daemon refuses, or is dead
 
 
 @functools.cache
@@ -54,7 +68,9 @@ def messages() -> Any:
     loaded = sys.modules.get("hivemind.proto.p2pd_pb2")
     if loaded is not None:
         return loaded
-    spec = importlib.util.spec_from_file_location("shoal_p2pd_pb2", daemon_process.hivemind_folder() / "proto" / "p2pd_pb2.py")
+    spec = importlib.util.spec_from_file_location(
+        "shoal_p2pd_pb2", daemon_process.hivemind_folder() / "proto" / "p2pd_pb2.py"
+    )
     if spec is None or spec.loader is None:
         raise StartupError("the package hivemind lacks its file of messages: reinstall it.")
     module = importlib.util.module_from_spec(spec)
@@ -93,7 +109,13 @@ class Daemon:
 
     @classmethod
     async def launch(
-        cls, identity: Identity, *, listen: Sequence[str], relay: Relay = "auto", timeout: float = 30.0, **chosen: Any
+        cls,
+        identity: Identity,
+        *,
+        listen: Sequence[str],
+        relay: Relay = "auto",
+        timeout: float = 30.0,
+        **chosen: Any,
     ) -> Self:
         """Start a daemon with ``identity``'s peer id, with `daemon_process.options`; it answers when this returns.
 
@@ -109,9 +131,16 @@ class Daemon:
             if key is None:
                 key = run_dir / "key"
                 identity.write_to(key)
-            chosen |= {"control": f"/unix{self.control}", "key": key, "listen": listen, "relay": relay}
+            chosen |= {
+                "control": f"/unix{self.control}",
+                "key": key,
+                "listen": listen,
+                "relay": relay,
+            }
             command = [str(binary), *daemon_process.options(**chosen)]
-            if relay == "off":  # -relay=0 has no effect, since p2pd's configuration has it on unless a file says otherwise
+            if (
+                relay == "off"
+            ):  # -relay=0 has no effect, since p2pd's configuration has it on unless a file says otherwise
                 (run_dir / "config").write_text('{"Relay": {"Enabled": false}}')
                 command.append(f"-f={run_dir / 'config'}")
             found = await asyncio.wait_for(self._start(command, lock), timeout)
@@ -121,7 +150,9 @@ class Daemon:
                 f"the network daemon did not answer within {timeout:g} s: the machine may be overloaded; try again."
             ) from None
         except DAEMON_GONE as error:
-            raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
+            raise StartupError(
+                f"the network daemon started but cannot be talked to ({error}): try again."
+            ) from error
         finally:
             os.close(lock)  # the guard has it
             if not started:
@@ -170,7 +201,9 @@ class Daemon:
     async def serve(self, protocol: str, handler: Incoming) -> None:
         """Answer streams of ``protocol`` with ``handler``; they are closed when it returns. Raises one of `DAEMON_GONE`."""
         self._handlers[protocol] = handler
-        ask = messages().StreamHandlerRequest(addr=unix_address(self.inbound), proto=[protocol], balanced=False)
+        ask = messages().StreamHandlerRequest(
+            addr=unix_address(self.inbound), proto=[protocol], balanced=False
+        )
         try:
             await asyncio.wait_for(self._ask("STREAM_HANDLER", streamHandler=ask), ANSWER_S)
         except TimeoutError:
@@ -195,7 +228,9 @@ class Daemon:
             timer.cancel()
             writer.close()
 
-    async def request(self, kind: str, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+    async def request(
+        self, kind: str, **fields: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
         """Send a request over a connection of its own; return that connection, which is now the caller's, and the answer.
 
         ``kind``, ``fields``: those of `p2pd_pb2.Request`. Raises one of `DAEMON_GONE`, after closing the connection.
@@ -229,7 +264,9 @@ class Daemon:
             raise ValueError("the network daemon has no address")
         return tuple(f"{address}/p2p/{self.peer_id}" for address in sorted(found, key=is_loopback))
 
-    async def connect(self, peer_id: str, addresses: Sequence[str], *, seconds: int | None = None) -> None:
+    async def connect(
+        self, peer_id: str, addresses: Sequence[str], *, seconds: int | None = None
+    ) -> None:
         """Connect to a peer, unless this node is connected to it. Addresses that failed lately are put off (`DialBackoff`).
 
         ``seconds``: how long the daemon dials; by default as long as it likes.
@@ -250,14 +287,21 @@ class Daemon:
             if peer_id in await self.peers():
                 return
             raise PutOffError("not dialled again yet")
-        ask = messages().ConnectRequest(peer=peer_bytes(peer_id), addrs=[bare[address] for address in due], timeout=seconds)
+        ask = messages().ConnectRequest(
+            peer=peer_bytes(peer_id), addrs=[bare[address] for address in due], timeout=seconds
+        )
         try:
             await self._ask("CONNECT", connect=ask)
-        except (DaemonError, asyncio.CancelledError) as error:  # cancelled: it did not answer in time
+        except (
+            DaemonError,
+            asyncio.CancelledError,
+        ) as error:  # cancelled: it did not answer in time
             self.backoff.fail(peer_id, due, str(error))
             raise
 
-    async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open(
+        self, peer_id: str, protocol: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream. Raises ValueError or one of `DAEMON_GONE`."""
         ask = messages().StreamOpenRequest(peer=peer_bytes(peer_id), proto=[protocol])
         reader, writer, answer = await self.request("STREAM_OPEN", streamOpen=ask)
@@ -270,8 +314,14 @@ class Daemon:
 
     async def origins(self) -> dict[str, str]:
         """Return the IP address from which each connected peer came, empty for one by a relay; and note it."""
-        found = {b58encode(peer.id[:MAX_ID]): peer.addrs for peer in (await self._ask("LIST_PEERS")).peers}
-        hosts = {peer: next(filter(None, map(origin, addresses)), "") for peer, addresses in found.items()}
+        found = {
+            b58encode(peer.id[:MAX_ID]): peer.addrs
+            for peer in (await self._ask("LIST_PEERS")).peers
+        }
+        hosts = {
+            peer: next(filter(None, map(origin, addresses)), "")
+            for peer, addresses in found.items()
+        }
         for peer, host in hosts.items():
             self.backoff.meet(peer, host)
         return hosts
@@ -285,12 +335,16 @@ class Daemon:
 
     async def disconnect(self, peer_id: str) -> None:
         """End all connections to a peer. Raises ValueError or one of `DAEMON_GONE`."""
-        await self._ask("DISCONNECT", disconnect=messages().DisconnectRequest(peer=peer_bytes(peer_id)))
+        await self._ask(
+            "DISCONNECT", disconnect=messages().DisconnectRequest(peer=peer_bytes(peer_id))
+        )
 
     async def is_local(self, peer_id: str) -> bool:
         """Return whether every connection to a peer stays on this machine. Raises one of `DAEMON_GONE`."""
         addresses = (await self.ways()).get(peer_id, [])
-        return bool(addresses) and all(is_loopback(text) and "p2p-circuit" not in text for text in addresses)
+        return bool(addresses) and all(
+            is_loopback(text) and "p2p-circuit" not in text for text in addresses
+        )
 
     async def where(self, peer_id: str) -> tuple[str, ...]:
         """Return the full multiaddrs that a connected peer gave as its own; none if it gave none yet.
@@ -300,8 +354,13 @@ class Daemon:
         own routing does not know it.
         """
         types = messages()
-        ask = types.DHTRequest(type=types.DHTRequest.FIND_PEER, peer=peer_bytes(peer_id), timeout=FIND_S)
-        return tuple(f"{address}/p2p/{peer_id}" for address in _known((await self._ask("DHT", dht=ask)).dht.peer.addrs))
+        ask = types.DHTRequest(
+            type=types.DHTRequest.FIND_PEER, peer=peer_bytes(peer_id), timeout=FIND_S
+        )
+        return tuple(
+            f"{address}/p2p/{peer_id}"
+            for address in _known((await self._ask("DHT", dht=ask)).dht.peer.addrs)
+        )
 
 
 def _known(addresses: Iterable[bytes]) -> Iterator[str]:

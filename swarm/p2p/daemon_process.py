@@ -49,7 +49,9 @@ def hivemind_folder() -> Path:
     """Return the folder of the package hivemind, without importing it. Raises StartupError."""
     found = importlib.util.find_spec("hivemind")
     if found is None or found.origin is None:
-        raise StartupError(f"the package hivemind, which brings the network daemon, is not installed: {_REMEDY}.")
+        raise StartupError(
+            f"the package hivemind, which brings the network daemon, is not installed: {_REMEDY}."
+        )
     return Path(found.origin).parent
 
 
@@ -58,7 +60,9 @@ class _Parts(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         metadata = name.startswith("__") and name != "__version__"
-        loading = f"{self.__name__}.{name}" in sys.modules  # a module that is being imported is found there
+        loading = (
+            f"{self.__name__}.{name}" in sys.modules
+        )  # a module that is being imported is found there
         if metadata or loading or self.__spec__ is None or self.__spec__.loader is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__class__ = ModuleType  # type: ignore[assignment]
@@ -103,7 +107,9 @@ def run_folder() -> tuple[Path, int]:
         base.mkdir(mode=0o700, exist_ok=True)
         status = base.lstat()
         if base.is_symlink() or status.st_uid != os.getuid():
-            raise StartupError(f"{base} belongs to another user: remove it, or set TMPDIR to a folder of your own.")
+            raise StartupError(
+                f"{base} belongs to another user: remove it, or set TMPDIR to a folder of your own."
+            )
         if status.st_mode & 0o077:
             base.chmod(0o700)
         sweep(base)
@@ -166,7 +172,9 @@ def options(
         "pubsubRouter": "gossipsub",
         "autonat": int(beyond),
         # By UPnP or NAT-PMP, five seconds after the start. Not for who names an address to listen on or to announce, nor for QUIC.
-        "natPortMap": int(not announce and any(address.startswith("/ip4/0.0.0.0/tcp/") for address in listen)),
+        "natPortMap": int(
+            not announce and any(address.startswith("/ip4/0.0.0.0/tcp/") for address in listen)
+        ),
         "autoRelay": int(bool(helpers)),
         "relayDiscovery": 0,
         "relay": int(relay != "off" or bool(helpers)),
@@ -213,13 +221,20 @@ class GuardedProcess:
         """Read its output and its daemon's to the end into ``lines``. Set ``ready`` when the daemon is up, or StartupError before.
         By a thread: uvloop and Python would each close the pipe, and by then its number may be another file's, of any thread.
         """
-        threading.Thread(target=self._read, args=(lines, ready), name="p2pd output", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(lines, ready), name="p2pd output", daemon=True
+        ).start()
 
     def _read(self, lines: deque[str], ready: asyncio.Future[None]) -> None:
         assert self._popen.stdout is not None
-        with self._popen.stdout as output, contextlib.suppress(RuntimeError):  # the loop has been closed
+        with (
+            self._popen.stdout as output,
+            contextlib.suppress(RuntimeError),
+        ):  # the loop has been closed
             for line in iter(lambda: output.readline(MAX_LINE), b""):
-                self._loop.call_soon_threadsafe(_heard, line.decode(errors="replace").rstrip(), lines, ready)
+                self._loop.call_soon_threadsafe(
+                    _heard, line.decode(errors="replace").rstrip(), lines, ready
+                )
             self._loop.call_soon_threadsafe(_fell_silent, lines, ready)
 
     async def wait(self) -> int:
@@ -236,7 +251,9 @@ class GuardedProcess:
 def start_guarded(run_dir: Path, command: list[str], lock: int) -> GuardedProcess:
     """Start ``command`` under a guard, which holds the lock of ``run_dir``. Raises StartupError."""
     # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    there = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    )
     half = str(max(there // 2, 1))
     # Dialled from the port that is listened on, two peers that dial each other at once over a link with a delay share one TCP
     # connection on which both speak first: it fails, and neither dials the other again for some seconds.
@@ -255,7 +272,9 @@ def start_guarded(run_dir: Path, command: list[str], lock: int) -> GuardedProces
         )
         return GuardedProcess(popen)
     except OSError as error:
-        raise StartupError(f"cannot start {sys.executable} to guard the daemon ({error.strerror}).") from error
+        raise StartupError(
+            f"cannot start {sys.executable} to guard the daemon ({error.strerror})."
+        ) from error
 
 
 def _heard(text: str, lines: deque[str], ready: asyncio.Future[None]) -> None:
@@ -272,10 +291,18 @@ def _fell_silent(lines: Sequence[str], ready: asyncio.Future[None]) -> None:
 
 def _failed_start(lines: Sequence[str]) -> StartupError:
     text = " ".join(lines)
-    if any(f"[{number}]" in text for number in (errno.ENOEXEC, 86)) and "cannot run" in text:  # 86: EBADARCH, of macOS alone
+    if (
+        any(f"[{number}]" in text for number in (errno.ENOEXEC, 86)) and "cannot run" in text
+    ):  # 86: EBADARCH, of macOS alone
         here = f"{platform.machine()} ({platform.system()})"
-        return StartupError(f"the network daemon is built for another kind of machine than this {here}: {_REMEDY}.")
+        return StartupError(
+            f"the network daemon is built for another kind of machine than this {here}: {_REMEDY}."
+        )
     if "address already in use" in text:
-        return ListenError("the listen address is taken by another program: choose another port with --listen.")
+        return ListenError(
+            "the listen address is taken by another program: choose another port with --listen."
+        )
     last = lines[-1] if lines else "nothing"
-    return StartupError(f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce.")
+    return StartupError(
+        f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce."
+    )

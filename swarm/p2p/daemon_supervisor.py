@@ -18,7 +18,14 @@ from shoal.swarm.errors import ListenError, NetworkError, ShoalError, StartupErr
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections, reachability
 from shoal.swarm.p2p.addresses import DialBackoff, Peerstore, by_peer, is_loopback
-from shoal.swarm.p2p.connections import RelaySlots, answering, as_before, check_free, fixed_ports, launch_relay
+from shoal.swarm.p2p.connections import (
+    RelaySlots,
+    answering,
+    as_before,
+    check_free,
+    fixed_ports,
+    launch_relay,
+)
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, Incoming
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.stream import Stream
@@ -35,9 +42,16 @@ T = TypeVar("T")
 LOOKED_UP = 16  # connected peers whose addresses are looked up at each look around
 SEED_S = 5.0  # seconds that asking the bootstrap nodes may take
 LOOK_IN_S = 3.0  # seconds in which one who only looks connects to members that bootstrap nodes name
-SEED_AGAIN = 2.0  # seconds between two questions to a bootstrap node that named no peer this node can reach
+SEED_AGAIN = (
+    2.0  # seconds between two questions to a bootstrap node that named no peer this node can reach
+)
 ALONE = 10.0  # seconds between two searches for others while no member is connected
-LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is connected; the last repeats
+LOOK_AROUND = (
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)  # seconds before each further look at who is connected; the last repeats
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,12 @@ class Bootstrapper:
     """Find the members of the swarm. ``known`` keeps their addresses; ``calls``: why a peer's call to the DHT node is refused."""
 
     def __init__(
-        self, supervisor: DaemonSupervisor, peer_id: str, options: HostOptions, known: Peerstore, calls: Callable[[str, int], str]
+        self,
+        supervisor: DaemonSupervisor,
+        peer_id: str,
+        options: HostOptions,
+        known: Peerstore,
+        calls: Callable[[str, int], str],
     ) -> None:
         self.bootstrap = tuple(options.bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
@@ -66,9 +85,19 @@ class Bootstrapper:
         self.entry: tuple[str, ...] = ()  # ids of the members through which this node joined
         self.hivemind_loaded = asyncio.Event()
         """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the daemon starts and dials."""
-        self._supervisor, self._peer_id, self._options, self._known, self._calls = supervisor, peer_id, options, known, calls
-        self._classified: set[str] = set()  # bootstrap peers of which it is known whether they are bootstrap nodes
-        self._looked_up: dict[str, int] = {}  # connected peer -> the look at which its addresses were looked up last
+        self._supervisor, self._peer_id, self._options, self._known, self._calls = (
+            supervisor,
+            peer_id,
+            options,
+            known,
+            calls,
+        )
+        self._classified: set[str] = (
+            set()
+        )  # bootstrap peers of which it is known whether they are bootstrap nodes
+        self._looked_up: dict[
+            str, int
+        ] = {}  # connected peer -> the look at which its addresses were looked up last
 
     async def enter(self, daemon: Daemon, end: float) -> DHTNode:
         """Join for the first time, until the instant ``end`` of the loop. Raises StartupError."""
@@ -76,13 +105,27 @@ class Bootstrapper:
         known = [address for address in self._known.addresses() if address not in self.bootstrap]
         reached, failed = await connections.connect_any(daemon, [*self.bootstrap, *known], left)
         self._known.learn(reached)
-        reasons = {address: reason for address, reason in failed.items() if address in self.bootstrap}
+        reasons = {
+            address: reason for address, reason in failed.items() if address in self.bootstrap
+        }
         if self.bootstrap and self._options.must_join and not reached:
             each = "; ".join(f"{address} {reason}" for address, reason in reasons.items())
-            besides = f"; nor does any of {len(known)} addresses known from an earlier run answer" if known else ""
+            besides = (
+                f"; nor does any of {len(known)} addresses known from an earlier run answer"
+                if known
+                else ""
+            )
             raise StartupError(f"no bootstrap peer can be reached: {each}{besides}.")
-        for address, reason in reasons.items():  # some of a link's addresses are old, and one that answers is enough
-            log.log(logging.INFO if reached else logging.WARNING, "bootstrap peer %s %s", address, reason)
+        for (
+            address,
+            reason,
+        ) in reasons.items():  # some of a link's addresses are old, and one that answers is enough
+            log.log(
+                logging.INFO if reached else logging.WARNING,
+                "bootstrap peer %s %s",
+                address,
+                reason,
+            )
         members, dht = await self._join(daemon, reached, end)
         from shoal.swarm.p2p.hivemind_adapter import count_peers
 
@@ -104,27 +147,47 @@ class Bootstrapper:
         reached, _ = await connections.connect_any(daemon, addresses, 5.0)
         self._known.learn(reached)
         if addresses and not reached:
-            log.warning("none of the %d known addresses answers after the restart; waiting to be found", len(addresses))
+            log.warning(
+                "none of the %d known addresses answers after the restart; waiting to be found",
+                len(addresses),
+            )
         _, dht = await self._join(daemon, reached, 0.0)
         return dht
 
-    async def _join(self, daemon: Daemon, reached: Sequence[str], end: float) -> tuple[list[str], DHTNode]:
+    async def _join(
+        self, daemon: Daemon, reached: Sequence[str], end: float
+    ) -> tuple[list[str], DHTNode]:
         """Return the members among ``reached`` and those that bootstrap nodes name, all connected; and a DHT node that met them."""
         found: list[str] = []
         while self._options.swarm is not None:
             named = await self._ask_seeds(daemon, self._options.swarm, reached)
-            more = [address for address in named if address.rpartition("/p2p/")[2] not in (*reached, self._peer_id)]
-            found, _ = await connections.connect_any(daemon, more, LOOK_IN_S if self._options.light else 10.0)
+            more = [
+                address
+                for address in named
+                if address.rpartition("/p2p/")[2] not in (*reached, self._peer_id)
+            ]
+            found, _ = await connections.connect_any(
+                daemon, more, LOOK_IN_S if self._options.light else 10.0
+            )
             only_seeds = bool(self.seeds) and not set(reached) - set(self.seeds)
-            if found or not only_seeds or not self._options.must_join or asyncio.get_running_loop().time() + SEED_S > end:
+            if (
+                found
+                or not only_seeds
+                or not self._options.must_join
+                or asyncio.get_running_loop().time() + SEED_S > end
+            ):
                 break
-            await asyncio.sleep(SEED_AGAIN)  # a member that nobody can reach needs some 20 s until it has a relay
+            await asyncio.sleep(
+                SEED_AGAIN
+            )  # a member that nobody can reach needs some 20 s until it has a relay
         members = [peer for peer in (*reached, *found) if peer not in self.seeds]
         self.entry = tuple(members)
         await self.hivemind_loaded.wait()
         from shoal.swarm.p2p.hivemind_adapter import join_dht
 
-        return members, await join_dht(daemon, members, self._options.validator, self._options.light, self._calls)
+        return members, await join_dht(
+            daemon, members, self._options.validator, self._options.light, self._calls
+        )
 
     async def _ask_seeds(self, daemon: Daemon, swarm: str, reached: Sequence[str]) -> list[str]:
         """Return addresses of members of the swarm, from the bootstrap nodes among ``reached``."""
@@ -151,18 +214,28 @@ class Bootstrapper:
 
     async def find_seeds(self) -> None:
         """Try the bootstrap peers again that did not answer so far: a bootstrap node may have been down. Raises NetworkError."""
-        missing = [address for address in self.bootstrap if address.rpartition("/p2p/")[2] not in self._classified]
+        missing = [
+            address
+            for address in self.bootstrap
+            if address.rpartition("/p2p/")[2] not in self._classified
+        ]
         if missing and self._options.swarm is not None:
             daemon = self._supervisor.running()
-            reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, missing, 5.0))
-            await self._supervisor.unless_down(self._ask_seeds(daemon, self._options.swarm, reached))
+            reached, _ = await self._supervisor.unless_down(
+                connections.connect_any(daemon, missing, 5.0)
+            )
+            await self._supervisor.unless_down(
+                self._ask_seeds(daemon, self._options.swarm, reached)
+            )
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not know. Raises NetworkError."""
         from shoal.swarm.p2p.hivemind_adapter import knows, ping
 
         daemon, dht = self._supervisor.running(), self._supervisor.running_dht()
-        reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, addresses, 10.0))
+        reached, _ = await self._supervisor.unless_down(
+            connections.connect_any(daemon, addresses, 10.0)
+        )
         self._known.learn(reached)
         for peer in reached:
             if peer not in self.seeds and not knows(dht, peer):
@@ -172,14 +245,18 @@ class Bootstrapper:
     async def look_around(self) -> None:
         """Keep the addresses of this node and of its peers up to date, and search for others while there are none, for ever."""
         searched = 0.0
-        for look, pause in enumerate(itertools.chain(LOOK_AROUND, itertools.repeat(LOOK_AROUND[-1]))):
+        for look, pause in enumerate(
+            itertools.chain(LOOK_AROUND, itertools.repeat(LOOK_AROUND[-1]))
+        ):
             await asyncio.sleep(pause)
             try:
                 daemon = self._supervisor.running()
             except NetworkError:
                 continue
             try:
-                self._supervisor.addresses = await self._supervisor.unless_down(daemon.addresses(), 5.0)
+                self._supervisor.addresses = await self._supervisor.unless_down(
+                    daemon.addresses(), 5.0
+                )
                 peers = await self._supervisor.unless_down(daemon.peers(), 5.0)
                 await self._look_up(daemon, peers, look)
                 now = asyncio.get_running_loop().time()
@@ -201,7 +278,14 @@ class Bootstrapper:
 
 
 SLOTS_S = 5.0  # seconds between two looks at the slots at relays
-BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt to restart the daemon; the last repeats
+BACKOFF = (
+    0.1,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+)  # seconds before each further attempt to restart the daemon; the last repeats
 
 
 async def started_again(start: Callable[[], Awaitable[T]]) -> T:
@@ -213,14 +297,22 @@ async def started_again(start: Callable[[], Awaitable[T]]) -> T:
         except Exception as error:
             expected = isinstance(error, (ShoalError, *DAEMON_GONE, asyncio.TimeoutError))
             why = str(error) or type(error).__name__
-            log.warning("the network daemon is not back yet, trying again: %s", why, exc_info=not expected)
+            log.warning(
+                "the network daemon is not back yet, trying again: %s", why, exc_info=not expected
+            )
     raise AssertionError  # never: the last pause repeats
 
 
 class DaemonSupervisor:
     """Call `begin` once; then ``daemon`` and ``dht`` are there, except during a restart."""
 
-    def __init__(self, identity: Identity, options: HostOptions, known: Peerstore, calls: Callable[[str, int], str]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        options: HostOptions,
+        known: Peerstore,
+        calls: Callable[[str, int], str],
+    ) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
         self.addresses: tuple[str, ...] = ()  # full multiaddrs that the daemon gives for this node
@@ -273,7 +365,9 @@ class DaemonSupervisor:
             if task.done():
                 return task.result()
             if self._down.done():
-                raise NetworkError("the network daemon stopped in the middle of a call; it is being restarted.")
+                raise NetworkError(
+                    "the network daemon stopped in the middle of a call; it is being restarted."
+                )
             raise TimeoutError
         finally:
             task.cancel()
@@ -282,15 +376,24 @@ class DaemonSupervisor:
         """Get on the network within ``timeout`` seconds. Raises StartupError."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
-        inside = all(map(is_loopback, self._listen)) and not all(map(is_loopback, self._options.bootstrap))
+        inside = all(map(is_loopback, self._listen)) and not all(
+            map(is_loopback, self._options.bootstrap)
+        )
         if inside and not self._options.light:
-            log.warning("this node listens on loopback only, so peers elsewhere cannot reach it: use --listen")
+            log.warning(
+                "this node listens on loopback only, so peers elsewhere cannot reach it: use --listen"
+            )
         self._listen = as_before(self._wanted, self.known.listened)
         try:
             await self._start(timeout, lambda daemon: self.bootstrapper.enter(daemon, end))
         except DAEMON_GONE as error:
-            raise StartupError(f"the network daemon stopped while the node was joining ({error}): try again.") from error
-        self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.bootstrapper.look_around())]
+            raise StartupError(
+                f"the network daemon stopped while the node was joining ({error}): try again."
+            ) from error
+        self._tasks = [
+            loop.create_task(self._keep_up()),
+            loop.create_task(self.bootstrapper.look_around()),
+        ]
         if self._options.relay != "off" and not all(map(is_loopback, self._listen)):
             self._tasks.append(loop.create_task(self._keep_slots()))
 
@@ -318,11 +421,19 @@ class DaemonSupervisor:
             raise
 
     async def _launch(self, timeout: float) -> Daemon:
-        beyond, relay, announce = not all(map(is_loopback, self._listen)), self._options.relay, self._options.announce
+        beyond, relay, announce = (
+            not all(map(is_loopback, self._listen)),
+            self._options.relay,
+            self._options.announce,
+        )
         relays = await answering(self._options.bootstrap) if beyond and relay != "off" else []
-        self.slots.needed |= not relays and relay == "auto" and not announce  # what libp2p finds is not seen then
+        self.slots.needed |= (
+            not relays and relay == "auto" and not announce
+        )  # what libp2p finds is not seen then
         if relay == "only" and not relays:
-            log.warning("no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it")
+            log.warning(
+                "no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it"
+            )
         # A node that announces addresses is reached there.
         daemon = await (launch_relay if announce and relay == "auto" else Daemon.launch)(
             self._identity,
@@ -385,5 +496,7 @@ class DaemonSupervisor:
 def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning."""
     error = context.get("exception")
-    expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError)) or type(error).__module__.startswith("hivemind.")
+    expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError)) or type(
+        error
+    ).__module__.startswith("hivemind.")
     log.log(logging.DEBUG if expected else logging.WARNING, "%s: %r", context.get("message"), error)

@@ -35,7 +35,10 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
 ASKED = 10  # nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
-LIGHT_S, MEET_S = 1.5, 1.0  # seconds that a node which only looks waits for an answer, and for more peers than the first that does
+LIGHT_S, MEET_S = (
+    1.5,
+    1.0,
+)  # seconds that a node which only looks waits for an answer, and for more peers than the first that does
 MAX_SUBKEYS = 64  # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be read
 
 
@@ -55,7 +58,9 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _rank(subkey: Any) -> bytes:
-    return hashlib.sha256(str(subkey).encode()).digest()  # the order of `shoal.swarm.membership.dht.bits_of`
+    return hashlib.sha256(
+        str(subkey).encode()
+    ).digest()  # the order of `shoal.swarm.membership.dht.bits_of`
 
 
 class _Calls(P2P):  # type: ignore[misc]
@@ -69,7 +74,9 @@ class _Calls(P2P):  # type: ignore[misc]
         self._daemon_listen_maddr = self._client_listen_maddr = None
 
     async def open(self, control: str, inbound: str) -> None:
-        self._client = await p2pclient.Client.create(Multiaddr(f"/unix{control}"), Multiaddr(f"/unix{inbound}"))
+        self._client = await p2pclient.Client.create(
+            Multiaddr(f"/unix{control}"), Multiaddr(f"/unix{inbound}")
+        )
         self._alive = True
 
     def _terminate(self) -> None:
@@ -83,7 +90,11 @@ class _Calls(P2P):  # type: ignore[misc]
         return answer
 
     async def _add_protobuf_unary_handler(
-        self, handle_name: str, handler: Callable[[Any, Any], Awaitable[Any]], input_protobuf_type: Any, balanced: bool = False
+        self,
+        handle_name: str,
+        handler: Callable[[Any, Any], Awaitable[Any]],
+        input_protobuf_type: Any,
+        balanced: bool = False,
     ) -> None:
         """Add a refusal to hivemind's: its DHT node registers its calls by this."""
 
@@ -92,7 +103,9 @@ class _Calls(P2P):  # type: ignore[misc]
                 raise P2PDaemonError(f"refused: {reason}")
             return await handler(request, context)
 
-        await super()._add_protobuf_unary_handler(handle_name, guarded, input_protobuf_type, balanced=balanced)
+        await super()._add_protobuf_unary_handler(
+            handle_name, guarded, input_protobuf_type, balanced=balanced
+        )
 
 
 class SwarmNode(DHTNode):  # type: ignore[misc]
@@ -120,7 +133,11 @@ def _as_daemon_errors() -> Iterator[None]:
 
 
 async def join_dht(
-    at: daemon.Daemon, peers: Sequence[str], validator: Any, light: bool, refuses: Callable[[str, int], str]
+    at: daemon.Daemon,
+    peers: Sequence[str],
+    validator: Any,
+    light: bool,
+    refuses: Callable[[str, int], str],
 ) -> SwarmNode:
     """Start a DHT node on a daemon and let it meet ``peers`` (ids of connected peers). Takes some seconds if none answers.
 
@@ -145,13 +162,19 @@ async def join_dht(
             cache_locally=False,  # we always ask for the newest
             cache_refresh_before_expiry=0,
         )
-        node.protocol.storage = BoundedStorage()  # what was stored meanwhile is published again within seconds
+        node.protocol.storage = (
+            BoundedStorage()
+        )  # what was stored meanwhile is published again within seconds
         for peer in peers[:1]:
             try:
                 await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
             except ValidationError as error:
                 if "time" in str(error):
-                    log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
+                    log.warning(
+                        "this machine's clock differs from peer %s's: set it by NTP (%s)",
+                        peer,
+                        error,
+                    )
                 else:
                     log.warning(
                         "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "

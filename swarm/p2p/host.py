@@ -21,7 +21,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +42,14 @@ from shoal.swarm.identity import Identity, b58encode
 from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.addresses import MAX_ID, Peerstore, is_loopback
 from shoal.swarm.p2p.connections import check_announced, check_free, obtain_ports
-from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError, messages, read_message
+from shoal.swarm.p2p.daemon import (
+    DAEMON_GONE,
+    Daemon,
+    DaemonError,
+    PutOffError,
+    messages,
+    read_message,
+)
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions, report
 from shoal.swarm.p2p.limits import ResourceManager
@@ -90,7 +105,9 @@ class PubSub:
     ``upload``: the budget that messages use up; those that the daemon forwards for others do not.
     """
 
-    def __init__(self, supervisor: DaemonSupervisor, upload: BandwidthLimiter | None = None) -> None:
+    def __init__(
+        self, supervisor: DaemonSupervisor, upload: BandwidthLimiter | None = None
+    ) -> None:
         self._supervisor, self._upload = supervisor, upload
         self.topics: set[str] = set()  # all that this node ever subscribed to
 
@@ -115,7 +132,9 @@ class PubSub:
         writer.close()
         return tuple(sorted(b58encode(peer[:MAX_ID]) for peer in answer.pubsub.peerIDs))
 
-    async def _ask(self, kind: str, topic: str, **fields: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
+    async def _ask(
+        self, kind: str, topic: str, **fields: bytes
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
         asked = self._supervisor.running().request("PUBSUB", pubsub=_request(kind, topic, **fields))
         try:
             return await self._supervisor.unless_down(asked, CALL_S)
@@ -142,7 +161,11 @@ class Host:
     """A libp2p host; see `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
 
     def __init__(
-        self, peer_id: str, supervisor: DaemonSupervisor, resource_manager: ResourceManager, upload: BandwidthLimiter | None
+        self,
+        peer_id: str,
+        supervisor: DaemonSupervisor,
+        resource_manager: ResourceManager,
+        upload: BandwidthLimiter | None,
     ) -> None:
         self.peer_id = peer_id
         self.traffic = TrafficMeter(upload, Pacer(self._echo))
@@ -199,13 +222,24 @@ class Host:
             lock.enter_context(identity.lock())
             check_free(listen)
             check_announced(announce, identity.peer_id)
-            if announce:  # the daemon reports only the announced addresses, never the port it obtained
+            if (
+                announce
+            ):  # the daemon reports only the announced addresses, never the port it obtained
                 listen = obtain_ports(listen)
             held = lock.pop_all()
         resource_manager = ResourceManager(access_policy)
-        options = HostOptions(listen, announce, bootstrap, validator, light, relay, swarm, must_join)
-        supervisor = DaemonSupervisor(identity, options, Peerstore(identity.peer_id, known, swarm), resource_manager.calls)
-        host = cls(identity.peer_id, supervisor, resource_manager, BandwidthLimiter(upload) if upload else None)
+        options = HostOptions(
+            listen, announce, bootstrap, validator, light, relay, swarm, must_join
+        )
+        supervisor = DaemonSupervisor(
+            identity, options, Peerstore(identity.peer_id, known, swarm), resource_manager.calls
+        )
+        host = cls(
+            identity.peer_id,
+            supervisor,
+            resource_manager,
+            BandwidthLimiter(upload) if upload else None,
+        )
         host._lock = held
         host._thread.start()
         atexit.register(host.close)
@@ -215,7 +249,9 @@ class Host:
             meanwhile()
             importlib.import_module("shoal.swarm.p2p.hivemind_adapter")  # with torch: seconds
             host._loop.call_soon_threadsafe(supervisor.bootstrapper.hivemind_loaded.set)
-            host.call(asyncio.wait_for(asyncio.wrap_future(begun, loop=host._loop), None), timeout + 5.0)
+            host.call(
+                asyncio.wait_for(asyncio.wrap_future(begun, loop=host._loop), None), timeout + 5.0
+            )
             if relay != "off" and not all(map(is_loopback, listen)):
                 host.serve(SEEN_PROTOCOL, lambda stream: tell_seen(supervisor.running(), stream))
                 host.serve(PUNCH_PROTOCOL, host.puncher.answer)
@@ -223,7 +259,9 @@ class Host:
         except BaseException as error:
             host.close()
             if isinstance(error, NetworkError):
-                raise StartupError(f"the node did not get on the network within {timeout:g} s: try again.") from error
+                raise StartupError(
+                    f"the node did not get on the network within {timeout:g} s: try again."
+                ) from error
             raise
         return host
 
@@ -255,10 +293,16 @@ class Host:
             return future.result(timeout)
         except concurrent.futures.TimeoutError:
             if future.done() and not future.cancelled():
-                return future.result()  # it came in at the last moment, or raised a TimeoutError of its own
-            raise NetworkError(f"a network call took longer than {timeout:.3g} s and was given up.") from None
+                return (
+                    future.result()
+                )  # it came in at the last moment, or raised a TimeoutError of its own
+            raise NetworkError(
+                f"a network call took longer than {timeout:.3g} s and was given up."
+            ) from None
         except concurrent.futures.CancelledError:
-            raise NetworkError("the network call was cancelled because the host is closing.") from None
+            raise NetworkError(
+                "the network call was cancelled because the host is closing."
+            ) from None
         finally:
             future.cancel()
 
@@ -266,7 +310,9 @@ class Host:
         """Start a coroutine on the host's loop. Raises NetworkError if the host is closed."""
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("Host.call and Host.submit are not for the host's own thread: await the coroutine there")
+            raise RuntimeError(
+                "Host.call and Host.submit are not for the host's own thread: await the coroutine there"
+            )
         if self._closed:
             coroutine.close()
             raise NetworkError("the host is closed.")
@@ -280,9 +326,13 @@ class Host:
         within `SERVE_S` seconds; while the daemon restarts this returns at once, and the restart registers it.
         """
 
-        async def incoming(way: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def incoming(
+            way: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             peer_id = self.puncher.owner(way) or way
-            await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin, way))
+            await self._answer(
+                protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin, way)
+            )
 
         try:
             self.call(self._supervisor.serve(protocol, incoming), SERVE_S)
@@ -327,8 +377,12 @@ class Host:
         try:
             ending.result(timeout * 0.8)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            log.warning("the network did not close within %.3g s; its daemon is ended by force", timeout)
-        for daemon in filter(None, (self._supervisor.daemon, self.puncher.daemon)):  # the loop hangs: the guard takes it down
+            log.warning(
+                "the network did not close within %.3g s; its daemon is ended by force", timeout
+            )
+        for daemon in filter(
+            None, (self._supervisor.daemon, self.puncher.daemon)
+        ):  # the loop hangs: the guard takes it down
             daemon.end_by_force()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -347,12 +401,19 @@ class Host:
     def __enter__(self) -> Host:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
-    async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
+    async def open(
+        self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float
+    ) -> Stream:
         """Open a stream to ``peer_id`` by ``addresses``, or by those that the daemon knows. Raises NetworkError."""
         daemon = self._supervisor.running()
         if self.resource_manager.access_policy.denies(peer_id):
@@ -392,9 +453,14 @@ class Host:
             why = connections.why(error, addresses[0] if addresses else "")
             raise NetworkError(f"peer {short(peer_id)} {why}.", "unreachable") from None
         except TimeoutError:  # before its base OSError
-            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "unreachable") from None
+            raise NetworkError(
+                f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.",
+                "unreachable",
+            ) from None
         except (OSError, EOFError, ValueError) as error:
-            raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
+            raise NetworkError(
+                f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable"
+            ) from None
 
     def usable(self, stream: Stream) -> bool:
         """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not denied, by the way of choice."""
@@ -405,11 +471,15 @@ class Host:
     @contextlib.asynccontextmanager
     async def _echo(self, way: str) -> AsyncIterator[Echo | None]:
         """Ping a daemon for the pacer, by libp2p's own protocol, which it answers; yield None if it is on this machine."""
-        daemon = (self.puncher.daemon if self.puncher.owner(way) else None) or self._supervisor.running()
+        daemon = (
+            self.puncher.daemon if self.puncher.owner(way) else None
+        ) or self._supervisor.running()
         if await daemon.is_local(way):
             yield None
             return
-        reader, writer = await asyncio.wait_for(daemon.open(way, PING_PROTOCOL), ECHO_S)  # bulk waits for it
+        reader, writer = await asyncio.wait_for(
+            daemon.open(way, PING_PROTOCOL), ECHO_S
+        )  # bulk waits for it
         try:
             yield Echo(writer.write, lambda: reader.readexactly(PING))
         finally:
@@ -419,7 +489,9 @@ class Host:
         """Connect to the peer of a full multiaddr, unless connected. Raises NetworkError, whose text begins with the address."""
         daemon = self._supervisor.running()
         try:
-            await self._supervisor.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
+            await self._supervisor.unless_down(
+                daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout
+            )
         except TimeoutError:
             raise NetworkError(f"{address} did not answer within {timeout:.3g} s.") from None
         except (*DAEMON_GONE, ValueError) as error:
@@ -432,7 +504,9 @@ class Host:
         """
         daemon = self._supervisor.running()
         try:
-            async with running(*(daemon.connect(peer, addresses) for peer, addresses in peers if addresses)) as dials:
+            async with running(
+                *(daemon.connect(peer, addresses) for peer, addresses in peers if addresses)
+            ) as dials:
                 if dials:
                     await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout))
                 await self._supervisor.unless_down(daemon.peers(), timeout)
@@ -462,7 +536,9 @@ class Host:
         return {
             subkey: item.value
             for subkey, item in found.value.items()
-            if isinstance(subkey, str) and isinstance(item.value, bytes) and len(item.value) <= MAX_VALUE
+            if isinstance(subkey, str)
+            and isinstance(item.value, bytes)
+            and len(item.value) <= MAX_VALUE
         }
 
     async def _dht_call(self, work: Coroutine[Any, Any, T]) -> T:

@@ -83,7 +83,9 @@ class TokenBuckets:
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the one that was used longest ago first
+        self._accounts: OrderedDict[str, _Account] = (
+            OrderedDict()
+        )  # the one that was used longest ago first
 
     def take(self, sender: str, messages: int, nbytes: int) -> bool:
         """Charge ``sender`` and return True; or return False, charging nothing, if it has not that much left."""
@@ -111,14 +113,18 @@ class TokenBuckets:
                 if oldest.messages < self._limit.messages or oldest.nbytes < self._limit.nbytes:
                     return None
                 del self._accounts[unused]
-            self._accounts[sender] = _Account(self._limit.messages, self._limit.nbytes, self._clock())
+            self._accounts[sender] = _Account(
+                self._limit.messages, self._limit.nbytes, self._clock()
+            )
         self._refill(self._accounts[sender])
         return self._accounts[sender]
 
     def _refill(self, account: _Account) -> None:
         now = self._clock()
         share = max(now - account.since, 0.0) / self._limit.period
-        account.messages = min(account.messages + share * self._limit.messages, self._limit.messages)
+        account.messages = min(
+            account.messages + share * self._limit.messages, self._limit.messages
+        )
         account.nbytes = min(account.nbytes + share * self._limit.nbytes, self._limit.nbytes)
         account.since = now
 
@@ -178,24 +184,33 @@ class StreamPlaces:
 
     def _last(self, stream: Stream) -> Stream | None:
         """Return the stream that gives way: of the crowded range a stranger's, the oldest of the peer that has most."""
-        ranges, own = Counter(range_of(other.origin) for other in self._streams), range_of(stream.origin)
+        ranges, own = (
+            Counter(range_of(other.origin) for other in self._streams),
+            range_of(stream.origin),
+        )
         crowded, taken = ranges.most_common(1)[0]
         if taken <= ranges[own] + 1:
             crowded = own
         there = [other for other in self._streams if range_of(other.origin) == crowded]
         if crowded == own:
             there = [other for other in there if stream.partner and not other.partner]
-        return min(there, key=lambda other: (other.partner, -self.peers[other.peer_id]), default=None)
+        return min(
+            there, key=lambda other: (other.partner, -self.peers[other.peer_id]), default=None
+        )
 
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"
 FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL})
 """Protocols that need no invitation: without them nobody would know of one, or could show it. A second daemon has none."""
 
-MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
+MAX_HANDLERS = (
+    256  # incoming streams served at once: a few for each member of each group that is in flight
+)
 MAX_HANDLERS_PER_PEER = 16
 MAX_FIRST = 256  # more of them, for members that have none yet: a few that hold all they may do not keep the others out
-MAX_STRANGERS = 64  # of those, streams of peers that are no members, so that they cannot keep the members out
+MAX_STRANGERS = (
+    64  # of those, streams of peers that are no members, so that they cannot keep the members out
+)
 REASONS = ("denied", "uninvited", "crowded", "rate", "spent", "punch")
 
 
@@ -219,7 +234,10 @@ class ResourceManager:
     """
 
     def __init__(
-        self, access_policy: AccessPolicy | None = None, rates: Rates | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        access_policy: AccessPolicy | None = None,
+        rates: Rates | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.access_policy = access_policy or AccessPolicy()
         self.known: Callable[[str], bool] = lambda peer: True
@@ -229,10 +247,14 @@ class ResourceManager:
         self._clock = clock
         self._streams = TokenBuckets(RateLimit(messages=rates.streams, senders=4096), clock)
         self._ranges = TokenBuckets(RateLimit(messages=rates.streams_of_range, senders=4096), clock)
-        self._calls = TokenBuckets(RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock)
+        self._calls = TokenBuckets(
+            RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock
+        )
         self._hourly: dict[str, TokenBuckets] = {}
         self._places = StreamPlaces(MAX_HANDLERS, self._end)
-        self._strangers = StreamPlaces(MAX_STRANGERS, self._end)  # the same of peers that were no members when they came
+        self._strangers = StreamPlaces(
+            MAX_STRANGERS, self._end
+        )  # the same of peers that were no members when they came
         self._busy = self._places.peers
 
     def meter(self, protocol: str, nbytes: int) -> None:
@@ -240,7 +262,9 @@ class ResourceManager:
 
         Answers in progress are not cut off, so up to ``MAX_HANDLERS_PER_PEER`` more may go out.
         """
-        self._hourly[protocol] = TokenBuckets(RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
+        self._hourly[protocol] = TokenBuckets(
+            RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock
+        )
 
     def acquire(self, stream: Stream, protocol: str) -> str:
         """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
@@ -269,7 +293,13 @@ class ResourceManager:
 
         DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory` applies the access policy to it.
         """
-        return self._counted("denied" if self.access_policy.denies(peer) else "" if self._calls.take(peer, 1, nbytes) else "rate")
+        return self._counted(
+            "denied"
+            if self.access_policy.denies(peer)
+            else ""
+            if self._calls.take(peer, 1, nbytes)
+            else "rate"
+        )
 
     def _counted(self, reason: str) -> str:
         if reason:
@@ -278,13 +308,17 @@ class ResourceManager:
 
     def _refusal(self, stream: Stream, protocol: str, own: int = 0) -> str:
         peer = stream.peer_id
-        if self.access_policy.denies(peer) or (protocol not in FREE and self.access_policy.blocks(peer)):
+        if self.access_policy.denies(peer) or (
+            protocol not in FREE and self.access_policy.blocks(peer)
+        ):
             return "denied"
         if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
         if self._busy[peer] - own >= MAX_HANDLERS_PER_PEER:
             return "crowded"
-        if not self._streams.take(peer, 1, 0) or not self._ranges.take(range_of(stream.origin), 1, 0):
+        if not self._streams.take(peer, 1, 0) or not self._ranges.take(
+            range_of(stream.origin), 1, 0
+        ):
             return "rate"
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
@@ -294,7 +328,9 @@ class ResourceManager:
         known, total = self.known(stream.peer_id), self._busy.total()
         if not known and not self._strangers.take(stream):
             return "crowded"
-        further = self._busy.total() < total or (known and stream.peer_id not in self._busy)  # another has given way, or the first
+        further = self._busy.total() < total or (
+            known and stream.peer_id not in self._busy
+        )  # another has given way, or the first
         if self._places.take(stream, MAX_FIRST if further else 0):
             return ""
         self._strangers.free(stream)

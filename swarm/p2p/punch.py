@@ -47,11 +47,21 @@ DIAL_S = 3  # seconds of a dial, in which QUIC sends 8 packets to an address whe
 OPEN_S = 3.0  # seconds to open a stream past a relay
 ASK_S = 60.0  # seconds for one attempt, in which both may have to start their daemon
 LOOK_S = 1.0  # seconds between two looks at who is relayed
-FIRST_S = 3.0  # seconds that a member is relayed before it is asked: it has to learn of this one too
-AGAIN_S = (5.0, 15.0, 600.0)  # seconds before each further attempt, the first if nobody was dialled; the last repeats
+FIRST_S = (
+    3.0  # seconds that a member is relayed before it is asked: it has to learn of this one too
+)
+AGAIN_S = (
+    5.0,
+    15.0,
+    600.0,
+)  # seconds before each further attempt, the first if nobody was dialled; the last repeats
 IDLE_S = 600.0  # seconds that the daemon stays when nobody is relayed any more
 ASKED = 4  # peers that are asked for this node's address, at most
-EACH, ALL, HOST = 6, 60, 2  # requests in ten minutes of one member and of all; dials of one IP address in that time
+EACH, ALL, HOST = (
+    6,
+    60,
+    2,
+)  # requests in ten minutes of one member and of all; dials of one IP address in that time
 MAX_PUNCHED = 64  # members that are reached past a relay
 GONE = (NetworkError, MessageError, *DAEMON_GONE, ValueError, asyncio.TimeoutError)
 
@@ -84,25 +94,54 @@ def usable(address: str) -> bool:
     """Return whether an address of a stranger's may be dialled: by QUIC, a public IP address, and no system's port."""
     parts = address.split("/")
     with contextlib.suppress(ValueError):
-        if len(parts) == 6 and parts[1] in ("ip4", "ip6") and (parts[3], parts[5]) == ("udp", "quic-v1") and parts[4].isdecimal():
+        if (
+            len(parts) == 6
+            and parts[1] in ("ip4", "ip6")
+            and (parts[3], parts[5]) == ("udp", "quic-v1")
+            and parts[4].isdecimal()
+        ):
             ip = ipaddress.ip_address(parts[2])
-            native = ip.version == 4 or (ip in NATIVE and ip.sixtofour is None and ip.teredo is None)  # others hold one of IPv4
-            return native and ip.is_global and not ip.is_multicast and LOWEST_PORT <= int(parts[4]) <= 65_535
+            native = ip.version == 4 or (
+                ip in NATIVE and ip.sixtofour is None and ip.teredo is None
+            )  # others hold one of IPv4
+            return (
+                native
+                and ip.is_global
+                and not ip.is_multicast
+                and LOWEST_PORT <= int(parts[4]) <= 65_535
+            )
     return False
 
 
 class Puncher:
     """The second daemon of the node ``peer_id``, and who is reached there. On the host's loop."""
 
-    def __init__(self, supervisor: DaemonSupervisor, peer_id: str, resources: ResourceManager, traffic: TrafficMeter) -> None:
-        self.reached: frozenset[str] = frozenset()  # the members that were connected past a relay at the last look
+    def __init__(
+        self,
+        supervisor: DaemonSupervisor,
+        peer_id: str,
+        resources: ResourceManager,
+        traffic: TrafficMeter,
+    ) -> None:
+        self.reached: frozenset[str] = (
+            frozenset()
+        )  # the members that were connected past a relay at the last look
         self.daemon: Daemon | None = None
-        self._supervisor, self._me, self._resources, self._traffic = supervisor, peer_id, resources, traffic
+        self._supervisor, self._me, self._resources, self._traffic = (
+            supervisor,
+            peer_id,
+            resources,
+            traffic,
+        )
         self._identity = Identity.ephemeral()
-        self._lost: set[str] = set()  # members whose connection this node's daemon took with it, which they do not see yet
+        self._lost: set[str] = (
+            set()
+        )  # members whose connection this node's daemon took with it, which they do not see yet
         self._ids: dict[str, str] = {}  # member -> the id of its second daemon
         self._owners: dict[str, str] = {}  # and back
-        self._due: dict[str, tuple[float, int]] = {}  # member -> when it is asked again, and how often it was
+        self._due: dict[
+            str, tuple[float, int]
+        ] = {}  # member -> when it is asked again, and how often it was
         self._moves = 0  # of this machine to another network, as far as the daemon knows
         self._needed = 0.0  # when a member was relayed, or reached past its relay
         self._starting = asyncio.Lock()
@@ -128,8 +167,15 @@ class Puncher:
         if (daemon := self.daemon) is None or (its := self._ids.get(peer)) is None:
             return None
         try:
-            if its in await asyncio.wait_for(daemon.peers(), OPEN_S) and self._traffic.ways.choose(peer):
-                return Stream(peer, *await asyncio.wait_for(daemon.open(its, protocol), OPEN_S), self._traffic, way=its)
+            if its in await asyncio.wait_for(daemon.peers(), OPEN_S) and self._traffic.ways.choose(
+                peer
+            ):
+                return Stream(
+                    peer,
+                    *await asyncio.wait_for(daemon.open(its, protocol), OPEN_S),
+                    self._traffic,
+                    way=its,
+                )
         except TimeoutError:
             self._ids.pop(peer, None)  # relayed until this connection has ended and another is made
         except DAEMON_GONE as error:
@@ -139,7 +185,9 @@ class Puncher:
     async def serve(self, protocol: str, incoming: Incoming) -> None:
         """Answer streams of ``protocol`` that second daemons of members open. Raises one of `DAEMON_GONE`."""
 
-        async def known(its: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def known(
+            its: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             if its in self._owners:
                 await incoming(its, origin, reader, writer)
             else:
@@ -153,7 +201,9 @@ class Puncher:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await asyncio.gather(*map(self._try, await asyncio.wait_for(self._look(), 2 * SMALL_S)))
+                await asyncio.gather(
+                    *map(self._try, await asyncio.wait_for(self._look(), 2 * SMALL_S))
+                )
             except GONE as error:
                 log.debug("no connection past a relay: %r", error)
             except Exception:  # a bug must not leave the node without its connections
@@ -171,7 +221,9 @@ class Puncher:
         for gone in self._due.keys() - origins.keys():
             del self._due[gone]
             self._lost.discard(gone)
-        relayed = [peer for peer, host in origins.items() if not host and self._resources.known(peer)]
+        relayed = [
+            peer for peer, host in origins.items() if not host and self._resources.known(peer)
+        ]
         if relayed or self.reached:
             self._needed = now
         elif now > self._needed + IDLE_S:
@@ -191,12 +243,17 @@ class Puncher:
 
     async def _ask(self, peer: str) -> None:
         mine = await self._offer(peer)
-        stream = Stream(peer, *await self._supervisor.running().open(peer, PUNCH_PROTOCOL), self._traffic)
+        stream = Stream(
+            peer, *await self._supervisor.running().open(peer, PUNCH_PROTOCOL), self._traffic
+        )
         with contextlib.closing(stream):
             await stream.send(mine, SMALL_S)
             other = self._read(peer, await stream.receive(Punch.LIMIT, ASK_S))
             tried = max(self._due.get(peer, (0.0, 0))[1], 2)
-            self._due[peer] = asyncio.get_running_loop().time() + AGAIN_S[min(tried, len(AGAIN_S)) - 1], tried
+            self._due[peer] = (
+                asyncio.get_running_loop().time() + AGAIN_S[min(tried, len(AGAIN_S)) - 1],
+                tried,
+            )
             await self._dial(peer, other)
 
     async def answer(self, stream: Stream) -> None:
@@ -219,7 +276,11 @@ class Puncher:
         """Count a refusal, and log the first for each reason: a peer that goes on must not fill the log."""
         self._resources.reject("punch")
         if self._said.due(why):
-            log.warning("no direct connection with peer %s: it %s; further ones are only counted", short(peer), why)
+            log.warning(
+                "no direct connection with peer %s: it %s; further ones are only counted",
+                short(peer),
+                why,
+            )
         return NetworkError(f"peer {short(peer)} {why}.", "refused")
 
     def _read(self, peer: str, data: bytes) -> Punch:
@@ -229,7 +290,10 @@ class Puncher:
             raise self._refused(peer, "named another's key")
         if not all(map(usable, other.addresses)):
             raise self._refused(peer, "named an address that is not public, or no port from 1024")
-        if not all(self._hosts.take(host, 1, 0) for host in {host_of(address) for address in other.addresses}):
+        if not all(
+            self._hosts.take(host, 1, 0)
+            for host in {host_of(address) for address in other.addresses}
+        ):
             raise self._refused(peer, "named an IP address that was dialled too often")
         return other
 
@@ -246,7 +310,9 @@ class Puncher:
         self._ids[peer], self._owners[other.peer] = other.peer, peer
         if self.daemon is not None:
             full = [f"{address}/p2p/{other.peer}" for address in other.addresses]
-            await asyncio.wait_for(self.daemon.connect(other.peer, full, seconds=DIAL_S), 2 * DIAL_S)
+            await asyncio.wait_for(
+                self.daemon.connect(other.peer, full, seconds=DIAL_S), 2 * DIAL_S
+            )
             self.reached |= {peer}
             self._due.pop(peer, None)
             self._lost.discard(peer)
@@ -258,7 +324,11 @@ class Puncher:
             daemon = self.daemon or await self._start()
             seen = await self._seen(daemon)
             # Behind a router for IPv6 a machine has its own public address.
-            own = [address.rpartition("/p2p/")[0] for address in await daemon.addresses() if address.startswith("/ip6/")]
+            own = [
+                address.rpartition("/p2p/")[0]
+                for address in await daemon.addresses()
+                if address.startswith("/ip6/")
+            ]
         addresses = tuple(dict.fromkeys(filter(usable, [seen, *own])))[:2]
         if not addresses:
             if not self.reached:
@@ -270,8 +340,12 @@ class Puncher:
     async def _start(self) -> Daemon:
         for peer in self._ids:
             self._traffic.forget(peer)
-        self._identity = Identity.ephemeral()  # with an earlier key it would seem to be connected where that was
-        daemon = await Daemon.launch(self._identity, listen=LISTEN, relay="off", light=True, idle="", timeout=20.0)
+        self._identity = (
+            Identity.ephemeral()
+        )  # with an earlier key it would seem to be connected where that was
+        daemon = await Daemon.launch(
+            self._identity, listen=LISTEN, relay="off", light=True, idle="", timeout=20.0
+        )
         self.daemon = daemon
         self._watching = asyncio.ensure_future(self._ended(daemon))
         try:
@@ -286,7 +360,10 @@ class Puncher:
         """Forget the daemon when it ends: it is started again when it is needed."""
         status = await daemon.ended()
         if self.daemon is daemon:
-            log.warning("the second network daemon stopped (status %s); it starts again when it is needed", status)
+            log.warning(
+                "the second network daemon stopped (status %s); it starts again when it is needed",
+                status,
+            )
             self._lost |= self.reached
             self.daemon, self.reached = None, frozenset()
             self._due.clear()
@@ -294,7 +371,10 @@ class Puncher:
 
     async def _seen(self, daemon: Daemon) -> str:
         """Return the address from which the daemon's packets come, by what others see; nothing if nobody answers."""
-        asked = [(peer, [*map(by_quic, addresses)]) for peer, addresses in self._supervisor.bootstrapper.seeds.items()]
+        asked = [
+            (peer, [*map(by_quic, addresses)])
+            for peer, addresses in self._supervisor.bootstrapper.seeds.items()
+        ]
         known = [address.rpartition("/p2p/") for address in self._supervisor.known.addresses()]
         asked += [(peer, [address]) for address, _, peer in known if usable(address)]
         for peer, addresses in itertools.islice(asked, ASKED):

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0  # seconds for each message
 
 
-async def ask_seed(stream: Stream, swarm: str, record: bytes | None = None, topics: Sequence[str] = ()) -> list[Member]:
+async def ask_seed(
+    stream: Stream, swarm: str, record: bytes | None = None, topics: Sequence[str] = ()
+) -> list[Member]:
     """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``: this node's sealed `Member`.
     ``topics``: of the swarm, to forward.
 
@@ -47,7 +49,9 @@ async def ask_seed(stream: Stream, swarm: str, record: bytes | None = None, topi
     await stream.send(pack(SeedRequest(swarm=swarm, record=record, topics=tuple(topics))), ANSWER_S)
     reply = unpack(await stream.receive(SeedReply.LIMIT, ANSWER_S), SeedReply)
     if reply.reason:
-        log.warning("bootstrap node %s does not note this node: %s", short(stream.peer_id), reply.reason)
+        log.warning(
+            "bootstrap node %s does not note this node: %s", short(stream.peer_id), reply.reason
+        )
     found = []
     for sealed in reply.members:
         try:
@@ -114,8 +118,16 @@ class DialBackView:
 
 def dialled_port(addresses: Sequence[str]) -> int | None:
     """Return the TCP port of the full multiaddrs ``addresses`` of a node that peers should dial, that of a public one first."""
-    parts = [address.split("/") for address in addresses if "/p2p-circuit" not in address and not is_loopback(address)]
-    ports = [(not is_public_host(part[2]), int(part[4])) for part in parts if part[3] == "tcp" and part[4].isdecimal()]
+    parts = [
+        address.split("/")
+        for address in addresses
+        if "/p2p-circuit" not in address and not is_loopback(address)
+    ]
+    ports = [
+        (not is_public_host(part[2]), int(part[4]))
+        for part in parts
+        if part[3] == "tcp" and part[4].isdecimal()
+    ]
     return next((port for _, port in sorted(ports) if port >= LOWEST_PORT), None)
 
 
@@ -129,7 +141,9 @@ def reach_of(seen: Sequence[DialBackView], addresses: Sequence[str]) -> Reach | 
         return "direct"
     parts = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
     announced = {part[2] for part in parts if part[1].startswith("dns") or is_public_host(part[2])}
-    failed = {view.address for view in outside if view.outcome in ("unreached", "refused", "silent")}
+    failed = {
+        view.address for view in outside if view.outcome in ("unreached", "refused", "silent")
+    }
     if failed:
         return "unreachable" if not announced or announced & failed else None
     return "local" if seen and not outside and any(view.address for view in seen) else None
@@ -188,7 +202,9 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> Di
     half = (time.monotonic() - began) / 2
     outcome = None
     if port is not None:
-        outcome = unpack(await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply).outcome
+        outcome = unpack(
+            await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply
+        ).outcome
     return DialBackView(stream.peer_id, seen.address, seen.now - (clock + half), half, outcome)
 
 
@@ -254,7 +270,9 @@ class ThroughputProbe:
     """The answering side, for few at a time. Use it on one loop."""
 
     def __init__(self) -> None:
-        self._each = TokenBuckets(RateLimit(messages=TESTS_EACH, nbytes=TESTS_EACH * MAX_BYTES, senders=256))
+        self._each = TokenBuckets(
+            RateLimit(messages=TESTS_EACH, nbytes=TESTS_EACH * MAX_BYTES, senders=256)
+        )
         self._all = TokenBuckets(RateLimit(messages=TESTS, nbytes=TESTS * MAX_BYTES, senders=1))
 
     async def answer(self, stream: Stream) -> None:
@@ -263,7 +281,10 @@ class ThroughputProbe:
         reason = ""
         if not stream.origin:  # it would use up the relay's bandwidth
             reason = "the connection goes through a relay"
-        elif not (self._each.take(stream.origin, 1, request.nbytes) and self._all.take("", 1, request.nbytes)):
+        elif not (
+            self._each.take(stream.origin, 1, request.nbytes)
+            and self._all.take("", 1, request.nbytes)
+        ):
             reason = "it was asked too often, so try again in a minute"
         await stream.send(pack(SpeedReply(reason=reason)), SMALL_S)
         if not reason:
@@ -271,8 +292,14 @@ class ThroughputProbe:
             await stream.send(pack(SpeedDone()), SMALL_S)
 
 
-async def _swap(stream: Stream, nbytes: int, on_progress: Callable[[int], None] | None = None) -> None:
-    end, out, into = asyncio.get_running_loop().time() + MOVE_S, memoryview(bytes(nbytes)), memoryview(bytearray(nbytes))
+async def _swap(
+    stream: Stream, nbytes: int, on_progress: Callable[[int], None] | None = None
+) -> None:
+    end, out, into = (
+        asyncio.get_running_loop().time() + MOVE_S,
+        memoryview(bytes(nbytes)),
+        memoryview(bytearray(nbytes)),
+    )
     await stream.swap(out, into, chunk_timeout=SMALL_S, deadline=end, on_progress=on_progress)
 
 

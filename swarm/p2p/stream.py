@@ -15,7 +15,9 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.pacing import LARGE, Progress, TrafficMeter
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
-AHEAD = 1 << 16  # of what is sent ahead of a swap, which begins when the socket has taken such a piece
+AHEAD = (
+    1 << 16
+)  # of what is sent ahead of a swap, which begins when the socket has taken such a piece
 _HEAD = 4  # bytes of the length before each small message
 _GONE = (ConnectionError, EOFError)  # IncompleteReadError is an EOFError
 
@@ -87,7 +89,9 @@ class Stream:
         way: str = "",
     ) -> None:
         self.peer_id = peer_id
-        self.way = way or peer_id  # the id of the daemon at the other end: the peer's, or its second one, past the relay
+        self.way = (
+            way or peer_id
+        )  # the id of the daemon at the other end: the peer's, or its second one, past the relay
         self.tries = False  # the exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both ends' choice
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
@@ -95,13 +99,17 @@ class Stream:
         self._reader, self._writer, self._traffic = reader, writer, traffic
         self.sent = 0  # bytes sent on this stream
         self.received = 0  # bytes received on it
-        self._sent_ahead: _Outgoing | None = None  # what the next swap sends, of which a part was sent
+        self._sent_ahead: _Outgoing | None = (
+            None  # what the next swap sends, of which a part was sent
+        )
         self._ahead: asyncio.Task[None] | None = None
         self._announced: int | None = None  # length of a message whose body has not arrived yet
 
     async def send(self, data: bytes, timeout: float) -> None:
         """Send one message, at most 4 GiB; returns when the socket took nearly all of it. ``timeout`` in seconds."""
-        await self._within(self._send(len(data).to_bytes(_HEAD, "big") + data), timeout, "did not take a message")
+        await self._within(
+            self._send(len(data).to_bytes(_HEAD, "big") + data), timeout, "did not take a message"
+        )
 
     async def _send(self, data: bytes) -> None:
         start = 0
@@ -157,7 +165,9 @@ class Stream:
         """Begin to send what the next `swap` sends, while messages come in. A stream that ends without this swap is aborted."""
         self._sent_ahead = _Outgoing(outgoing)
         self._ahead = asyncio.ensure_future(self._pump(self._sent_ahead, AHEAD, self._writer.drain))
-        self._ahead.add_done_callback(lambda done: done.cancelled() or done.exception())  # the swap finds the same
+        self._ahead.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # the swap finds the same
 
     @property
     def round_trip(self) -> float | None:
@@ -179,7 +189,9 @@ class Stream:
         or the peer ends. It may be cancelled, and the swap goes on from there.
         """
         there = 0
-        while there < len(incoming) and (data := await self._reader.read(min(CHUNK, len(incoming) - there))):
+        while there < len(incoming) and (
+            data := await self._reader.read(min(CHUNK, len(incoming) - there))
+        ):
             incoming[there : there + len(data)] = data
             self._took(len(data))
             there += len(data)
@@ -216,14 +228,25 @@ class Stream:
             await asyncio.wait({self._ahead})
         out, self._sent_ahead, self._ahead = self._sent_ahead or _Outgoing(outgoing), None, None
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
-        await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
-        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), arrived, out, self._took, on_progress)
+        await self._within(
+            self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes"
+        )
+        bulk = _Bulk(
+            self._reader, self._writer, incoming.cast("B"), arrived, out, self._took, on_progress
+        )
         sender = loop.create_task(self._send_bulk(bulk, out))
-        whole, began, ways, way = False, loop.time(), self._traffic.ways, (self.peer_id, self.way != self.peer_id)
+        whole, began, ways, way = (
+            False,
+            loop.time(),
+            self._traffic.ways,
+            (self.peer_id, self.way != self.peer_id),
+        )
         measured = min(outgoing.nbytes, incoming.nbytes) >= LARGE and not arrived
         self.tries = measured and ways.tries(*way)
         try:
-            await self._watch(bulk, sender, outgoing.nbytes, chunk_timeout, Progress(deadline, longest))
+            await self._watch(
+                bulk, sender, outgoing.nbytes, chunk_timeout, Progress(deadline, longest)
+            )
             whole = True
         except _GONE:
             measured = measured and bulk.received > 0  # else the peer had gone on
@@ -237,7 +260,9 @@ class Stream:
                     raise self._ended() from None
             finally:
                 if measured:
-                    (ways.note if whole else ways.failed)(*way, bulk.received / max(loop.time() - began, 1e-6))
+                    (ways.note if whole else ways.failed)(
+                        *way, bulk.received / max(loop.time() - began, 1e-6)
+                    )
                 if not whole:
                     self.abort()
 
@@ -245,10 +270,14 @@ class Stream:
         """Write everything, and wait until the transport holds no reference to it."""
         self._writer.transport.set_write_buffer_limits(high=2 * CHUNK)
         await self._pump(out, CHUNK, bulk.can_write)
-        self._writer.transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
+        self._writer.transport.set_write_buffer_limits(
+            high=0
+        )  # now "writable" means "nothing buffered"
         await bulk.can_write()
 
-    async def _pump(self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]) -> None:
+    async def _pump(
+        self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
+    ) -> None:
         """Write what is left of ``out``, in pieces of ``most`` bytes, at the pace of the way; may be called off, and again."""
         upload = self._traffic.upload
         with self._traffic.pace(self.way, out.nbytes) as pace:
@@ -267,7 +296,14 @@ class Stream:
                 self._writer.transport.write(out.take(size))
                 self._count(size)
 
-    async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], nbytes: int, chunk_timeout: float, progress: Progress) -> None:
+    async def _watch(
+        self,
+        bulk: _Bulk,
+        sender: asyncio.Task[None],
+        nbytes: int,
+        chunk_timeout: float,
+        progress: Progress,
+    ) -> None:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Any]] = {sender, bulk.arrived}
@@ -283,14 +319,20 @@ class Stream:
             if left:
                 since = heard if here else min(since, began + chunk_timeout)
             if progress.overdue(now, bulk.left(nbytes)):
-                raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.", "timeout")
+                raise NetworkError(
+                    f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.",
+                    "timeout",
+                )
             if now - since >= chunk_timeout:
                 moves = "sent" if left else "took"
                 raise NetworkError(
-                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the middle of a transfer.", "timeout"
+                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the middle of a transfer.",
+                    "timeout",
                 )
             wait = min(chunk_timeout / 4, 0.25, progress.next(now))
-            done, pending = await asyncio.wait(pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = await asyncio.wait(
+                pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED
+            )
             for future in done:
                 future.result()
             if not pending:
@@ -300,12 +342,16 @@ class Stream:
         try:
             return await asyncio.wait_for(work, timeout)
         except TimeoutError:
-            raise NetworkError(f"peer {short(self.peer_id)} {what} within {timeout:.3g} s.", "timeout") from None
+            raise NetworkError(
+                f"peer {short(self.peer_id)} {what} within {timeout:.3g} s.", "timeout"
+            ) from None
         except _GONE:
             raise self._ended() from None
 
     def _ended(self) -> NetworkError:
-        return NetworkError(f"the stream to peer {short(self.peer_id)} ended early: it stopped, or the link broke.")
+        return NetworkError(
+            f"the stream to peer {short(self.peer_id)} ended early: it stopped, or the link broke."
+        )
 
     def failed(self) -> None:
         """Note that the peer does not answer by this way: the next stream takes the other, if there is one."""
@@ -348,7 +394,9 @@ class _Outgoing:
 
     def __init__(self, outgoing: memoryview | Blocks) -> None:
         self.nbytes, self.written = outgoing.nbytes, 0
-        self._blocks = iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
+        self._blocks = (
+            iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
+        )
         self._rest = memoryview(b"")
 
     def block(self) -> int:
@@ -379,12 +427,18 @@ class _Bulk(asyncio.BufferedProtocol):
     ) -> None:
         # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
         self.arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reader, self._transport, self._usual = reader, writer.transport, writer.transport.get_protocol()
+        self._reader, self._transport, self._usual = (
+            reader,
+            writer.transport,
+            writer.transport.get_protocol(),
+        )
         self._incoming, self._out, self._took, self._on_progress = incoming, out, took, on_progress
         self.received, self._lost, self._writable = arrived, False, asyncio.Event()
         self._writable.set()
         self._transport.pause_reading()
-        early = bytes(self._reader._buffer[: len(incoming) - arrived])  # came in together with the last message
+        early = bytes(
+            self._reader._buffer[: len(incoming) - arrived]
+        )  # came in together with the last message
         del self._reader._buffer[: len(early)]
         incoming[arrived : arrived + len(early)] = early
         self._transport.set_protocol(self)
@@ -419,7 +473,11 @@ class _Bulk(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits()
         self._transport.set_protocol(self._usual)
         # uvloop refers to the methods of a buffered protocol for as long as the stream is kept, and so to what this one refers to.
-        self._incoming, self._out, self._on_progress = memoryview(b""), _Outgoing(memoryview(b"")), None
+        self._incoming, self._out, self._on_progress = (
+            memoryview(b""),
+            _Outgoing(memoryview(b"")),
+            None,
+        )
         self._reader._paused = False
         self._transport.resume_reading()
 

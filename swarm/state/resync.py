@@ -48,7 +48,13 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.state.selection import StateServer
 from shoal.swarm.state.snapshot import Peer, State
-from shoal.swarm.state.sync import PATIENCE_S, ModelDiffersError, StateQuery, begin_fetch, fetch_state
+from shoal.swarm.state.sync import (
+    PATIENCE_S,
+    ModelDiffersError,
+    StateQuery,
+    begin_fetch,
+    fetch_state,
+)
 from shoal.swarm.wire.envelope import Sketch, real
 from shoal.swarm.wire.messages import Member, StateRequest
 
@@ -61,7 +67,9 @@ def in_step(opt: OuterOptimizer, state: State) -> int:
     fragments = len(state.applied)
     if fragments < 2:
         return state.round
-    later = itertools.chain.from_iterable(opt.schedule.at(opt.position + number) for number in range(1, opt.schedule.every + 1))
+    later = itertools.chain.from_iterable(
+        opt.schedule.at(opt.position + number) for number in range(1, opt.schedule.every + 1)
+    )
     fragment = next((action.fragment for action in later if isinstance(action, Send)), 0)
     last = state.applied[fragment]
     return state.round + ((last if last >= 0 else fragment) - state.round) % fragments
@@ -78,7 +86,12 @@ log = logging.getLogger(__name__)
 
 
 def catch_up(
-    membership: Membership, model: str, opt: OuterOptimizer, clock: Callable[[], float] = time.monotonic, *, begun: bool = True
+    membership: Membership,
+    model: str,
+    opt: OuterOptimizer,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    begun: bool = True,
 ) -> State | None:
     """Fetch the state of a swarm that is under way; return None if nobody else has finished a round yet.
 
@@ -102,8 +115,15 @@ def catch_up(
         behind = usual_round(able, membership.host.met) - state.round
         if behind <= BEHIND * opt.fragments:
             return state
-        log.warning("the weights that were fetched are %d rounds old (%d of %d tries)", behind, attempt + 1, TRIES)
-    log.warning("rounds go by faster than the swarm's weights can be fetched: a longer round (--every) would help")
+        log.warning(
+            "the weights that were fetched are %d rounds old (%d of %d tries)",
+            behind,
+            attempt + 1,
+            TRIES,
+        )
+    log.warning(
+        "rounds go by faster than the swarm's weights can be fetched: a longer round (--every) would help"
+    )
     return state
 
 
@@ -117,17 +137,25 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
                 f"This node's parameters are not of the dtype of the swarm's, {dtype}: make them so, by model.to({dtype})."
             )
     # Any member's header will do: the shapes in it name the difference, which raises.
-    sources = _addressed(in_order(list(_others(membership).values()), membership.host.met, membership.manifest.creator))
+    sources = _addressed(
+        in_order(
+            list(_others(membership).values()), membership.host.met, membership.manifest.creator
+        )
+    )
     query = StateQuery(StateRequest(swarm=membership.swarm, model=model), shapes)
     try:
         if sources:
             fetch_state(membership.host, query, sources)
     except NetworkError as error:
         log.info("no member reported how the model differs: %s", error)
-    raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
+    raise ModelDiffersError(
+        "This node's model does not fit the swarm: use the task, options and version of the swarm."
+    )
 
 
-def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: str, early: Sequence[str] = ()) -> list[Peer]:
+def sources_in(
+    host: Host, members: Mapping[str, Member], model: str, creator: str, early: Sequence[str] = ()
+) -> list[Peer]:
     """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round, or is in an ``early`` state.
 
     If there are more they are dialled first: where a record says that its peer is costs nothing, and so does a key.
@@ -135,7 +163,10 @@ def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: s
     able = _able(members, model, early)
     if len(able) > ASKED:
         drawn = random.sample(able, min(DIALLED, len(able)))
-        own = ((m.peer, [address for address in m.addresses if address.endswith(f"/p2p/{m.peer}")]) for m in drawn)
+        own = (
+            (m.peer, [address for address in m.addresses if address.endswith(f"/p2p/{m.peer}")])
+            for m in drawn
+        )
         try:
             host.call(host.locate(own, LOOK_S), 3 * LOOK_S)
         except NetworkError as error:
@@ -145,29 +176,49 @@ def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: s
 
 def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
     request = StateRequest(swarm=membership.swarm, model=model)
-    return StateQuery(request, opt.shapes, opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments)
+    return StateQuery(
+        request, opt.shapes, opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments
+    )
 
 
 def _others(membership: Membership) -> dict[str, Member]:
-    return {peer: member for peer, member in membership.directory.members().items() if peer != membership.identity.peer_id}
+    return {
+        peer: member
+        for peer, member in membership.directory.members().items()
+        if peer != membership.identity.peer_id
+    }
 
 
-def usual_round(members: Iterable[Member], met: Mapping[str, str], partners: Collection[str] = ()) -> int:
+def usual_round(
+    members: Iterable[Member], met: Mapping[str, str], partners: Collection[str] = ()
+) -> int:
     """Return the median of the members' rounds: of those among ``partners``, or else one of each address range at which some were
     ``met``, or else of all; 0 if there are none.
     """
     rounds = [(member.peer, member.round) for member in members]
-    return median_low([round for peer, round in rounds if peer in partners] or of_ranges(rounds, met) or [0])
+    return median_low(
+        [round for peer, round in rounds if peer in partners] or of_ranges(rounds, met) or [0]
+    )
 
 
-def in_order(members: Sequence[Member], met: Mapping[str, str], creator: str, partners: Collection[str] = ()) -> list[Member]:
+def in_order(
+    members: Sequence[Member], met: Mapping[str, str], creator: str, partners: Collection[str] = ()
+) -> list[Member]:
     """Sort members by whom to ask first: ``partners``, and of the others the latest by their rounds, the creator, those that were
     ``met``, and one of each address range in turn. All from the usual round on count alike, so that lies gain nothing.
     """
     claimed = [(member.peer, host_of(next(iter(member.addresses), ""))) for member in members]
     turn = {peer: place for place, peer in enumerate(known_first(claimed, met))}
     usual = usual_round(members, met, partners)
-    return sorted(members, key=lambda m: (m.peer not in partners, -min(m.round, usual), m.peer != creator, turn[m.peer]))
+    return sorted(
+        members,
+        key=lambda m: (
+            m.peer not in partners,
+            -min(m.round, usual),
+            m.peer != creator,
+            turn[m.peer],
+        ),
+    )
 
 
 def _able(members: Mapping[str, Member], model: str, early: Sequence[str]) -> list[Member]:
@@ -181,14 +232,22 @@ def _able(members: Mapping[str, Member], model: str, early: Sequence[str]) -> li
 
 def _early(membership: Membership, begun: bool) -> Sequence[str]:
     # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
-    return () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
+    return (
+        ()
+        if begun
+        else ("waiting", "training")
+        if membership.manifest.task == OWN_LOOP
+        else ("training",)
+    )
 
 
 def _addressed(members: Sequence[Member]) -> list[Peer]:
     return [(member.peer, member.addresses) for member in members[:ASKED]]
 
 
-def _fetch_weights(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
+def _fetch_weights(
+    membership: Membership, model: str, opt: OuterOptimizer, begun: bool
+) -> State | None:
     creator, early = membership.manifest.creator, _early(membership, begun)
     sources = sources_in(membership.host, _others(membership), model, creator, early)
     if not sources:
@@ -198,16 +257,22 @@ def _fetch_weights(membership: Membership, model: str, opt: OuterOptimizer, begu
         state = fetch_state(membership.host, query_for(membership, model, opt), sources, held)
     except NetworkError as error:
         why = str(error).rstrip(".")
-        raise NetworkError(f"The swarm is training, but its weights could not be had ({why}): try again.") from error
+        raise NetworkError(
+            f"The swarm is training, but its weights could not be had ({why}): try again."
+        ) from error
     if state is None:
-        raise NetworkError("The swarm is training but none of its members served the weights to start from: try again.")
+        raise NetworkError(
+            "The swarm is training but none of its members served the weights to start from: try again."
+        )
     return state
 
 
 REMEMBERED = 64  # own rounds to compare others' sketches with: records are some seconds old
 APART = 0.25
 """Fraction of a round's usual movement above which weights differ: a missed round makes about 1, rounding 1e-4 and later more."""
-PRECISION = 1e-5  # of the sketch: below it weights that hardly move any more differ by rounding alone
+PRECISION = (
+    1e-5  # of the sketch: below it weights that hardly move any more differ by rounding alone
+)
 DOUBTS = 3  # rounds in a row that a node must find itself in the smaller part while some peers cannot be compared
 
 
@@ -238,15 +303,22 @@ class DriftDetector:
 
     def finished(self, round: int, fragment: int, sketch: tuple[float, ...]) -> None:
         """Record the sketch of the slow weights of ``fragment`` after ``round``."""
-        if any(real(number) is None for number in sketch):  # such a record could not be published, and equals nobody's
+        if any(
+            real(number) is None for number in sketch
+        ):  # such a record could not be published, and equals nobody's
             self.moved()
             return
         if fragment in self._last:
-            self._moves.setdefault(fragment, deque(maxlen=8)).append(math.dist(sketch, self._last[fragment]))
+            self._moves.setdefault(fragment, deque(maxlen=8)).append(
+                math.dist(sketch, self._last[fragment])
+            )
         self._last[fragment] = sketch
         moves = self._moves.get(fragment, ())
         least = PRECISION * max(abs(number) for number in sketch)
-        self._own[round, fragment] = sketch, max(APART * median(moves), least) if moves else float("inf")
+        self._own[round, fragment] = (
+            sketch,
+            max(APART * median(moves), least) if moves else float("inf"),
+        )
         self.newest = round, fragment, sketch
 
     def moved(self) -> None:
@@ -256,7 +328,10 @@ class DriftDetector:
         self.newest, self._doubts = None, 0
 
     def split(
-        self, members: Mapping[str, Member], group: Mapping[str, Sketch | None], partners: Collection[str]
+        self,
+        members: Mapping[str, Member],
+        group: Mapping[str, Sketch | None],
+        partners: Collection[str],
     ) -> SplitDecision | None:
         """Return the decision to give way, or None, by the records of ``partners`` and by what this round's group has shown.
 
@@ -266,10 +341,16 @@ class DriftDetector:
         near, far, unknown, self.apart = {self._me}, set[str](), False, frozenset()
         fragments = set[int]()
         there = {
-            p: m for p, m in members.items() if m.model == self._model and p in partners and m.state in ("waiting", "training")
+            p: m
+            for p, m in members.items()
+            if m.model == self._model and p in partners and m.state in ("waiting", "training")
         }
         # A record that still says "waiting" counts as one of whom nothing is known: quick rounds are over before the next one.
-        others = {p: m.sketch if m.state == "training" else None for p, m in there.items() if p != self._me} | dict(group)
+        others = {
+            p: m.sketch if m.state == "training" else None
+            for p, m in there.items()
+            if p != self._me
+        } | dict(group)
         if len(others) + 1 > self._most:
             return None
         for peer, shown in others.items():
@@ -293,7 +374,9 @@ class DriftDetector:
 
 
 IN_TURN = 4  # members that are asked in turn
-SECOND_S = 1.0  # seconds that a second member may take to offer the same weights: each makes them older
+SECOND_S = (
+    1.0  # seconds that a second member may take to offer the same weights: each makes them older
+)
 PATIENCE = 5  # failed tries after which the user is warned
 FAR = 2  # missed rounds of a fragment from which on the fast weights are replaced too
 LONGEST = 16  # rounds between two tries, at most
@@ -328,15 +411,21 @@ class Resynchronizer:
         self._partners = partners
         self._stats, self._moved, self._clock = stats or ExchangeStats(), moved, clock
         self._diverged: set[int] = set()  # fragments
-        self._missed: Counter[int] = Counter()  # rounds of a fragment that this node has missed since it was with its group
-        self._late = 0  # rounds that this node's weights are behind its round, since it was with its group
+        self._missed: Counter[int] = (
+            Counter()
+        )  # rounds of a fragment that this node has missed since it was with its group
+        self._late = (
+            0  # rounds that this node's weights are behind its round, since it was with its group
+        )
         self._preferred: frozenset[str] = frozenset()
         """Peers to fetch from if any of them is there: those of the part that this node gives way to."""
         self._afresh = False  # true if the state being fetched is to start from, as a newcomer does
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
         self._began, self._began_s = 0, 0.0  # the round and the time in which the last try began
-        self._pause = self._next = 0  # the rounds to wait after a slow try in vain, and the round of the next one
+        self._pause = self._next = (
+            0  # the rounds to wait after a slow try in vain, and the round of the next one
+        )
 
     @property
     def diverged(self) -> bool:
@@ -346,7 +435,9 @@ class Resynchronizer:
         """Note that this node begins from ``state``. It never receives what was in flight at the source, so it must fetch again."""
         if self._opt.anchored:
             fragments = len(state.applied)
-            self._diverged = {p for p, round in enumerate(state.applied) if round < state.round - fragments}
+            self._diverged = {
+                p for p, round in enumerate(state.applied) if round < state.round - fragments
+            }
 
     def restarted(self) -> None:
         """Note that this node's weights were replaced on purpose: what is being fetched does not come into them."""
@@ -366,14 +457,20 @@ class Resynchronizer:
             return
         together = len(info.members) >= 2
         if not self._opt.anchored:
-            refusals = self._stats.turned_down()  # with a codec for pairs one that is far is met all the same
-            self._missed[fragment] = 0 if together and not refusals else self._missed[fragment] + behind
+            refusals = (
+                self._stats.turned_down()
+            )  # with a codec for pairs one that is far is met all the same
+            self._missed[fragment] = (
+                0 if together and not refusals else self._missed[fragment] + behind
+            )
             if self._missed[fragment] >= FAR and refusals >= TURNED_DOWN and self._pending is None:
                 self._afresh = True
                 self._ask()
             return
         if behind:
-            self._opt.applied[fragment] = self._opt.round - 1  # or earlier: then the weights must come from a later round
+            self._opt.applied[fragment] = (
+                self._opt.round - 1
+            )  # or earlier: then the weights must come from a later round
             self._missed[fragment] += max(behind // self._opt.fragments, 1)
             self._late += behind
         if not together:
@@ -382,7 +479,9 @@ class Resynchronizer:
             self._diverged.add(fragment)
         elif fragment not in self._diverged:
             self._missed[fragment] = 0
-        if split is not None and not self._diverged:  # otherwise it has missed a round, which explains that its weights differ
+        if (
+            split is not None and not self._diverged
+        ):  # otherwise it has missed a round, which explains that its weights differ
             self._diverged |= {p for p in split.fragments if p < self._opt.fragments}
             self._missed.update(dict.fromkeys(self._diverged, FAR))
             self._preferred = split.sources
@@ -398,7 +497,9 @@ class Resynchronizer:
         if not others:  # this node is the whole group
             self._returned()
             return
-        request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
+        request = StateRequest(
+            swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own
+        )
         patience = PATIENCE_S if self._afresh else SECOND_S
         query = query_for(self._membership, self._model, self._opt)
         query = replace(query, request=request, confirmed=self._afresh, patience=patience)
@@ -411,8 +512,12 @@ class Resynchronizer:
         me = self._membership.identity.peer_id
         members = self._membership.directory.members().items()
         there = [m for peer, m in members if peer != me and m.model == self._model]
-        preferred = [m for m in there if m.peer in self._preferred and m.state in ("waiting", "training")]  # a record may be late
-        there = sorted(preferred or [m for m in there if m.state == "training"], key=lambda m: m.peer)
+        preferred = [
+            m for m in there if m.peer in self._preferred and m.state in ("waiting", "training")
+        ]  # a record may be late
+        there = sorted(
+            preferred or [m for m in there if m.state == "training"], key=lambda m: m.peer
+        )
         first = in_order(there, self._membership.host.met, "", self._partners())
         return [(m.peer, m.addresses) for m in first[:IN_TURN]]
 
@@ -425,7 +530,9 @@ class Resynchronizer:
         try:
             state = fetched.result()
         except (ShoalError, concurrent.futures.CancelledError) as error:
-            log.warning("the weights of the swarm were not taken over after a missed round: %s", error)
+            log.warning(
+                "the weights of the swarm were not taken over after a missed round: %s", error
+            )
             self._back_off()
             return False
         if state is None:
@@ -434,19 +541,27 @@ class Resynchronizer:
         round = max(state.round, self._opt.round)
         if afresh:
             round = max(in_step(self._opt, state), self._opt.round)
-            self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
+            self._opt.adopt(
+                state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied
+            )
             self._opt.listen()  # as a newcomer: the first round does not count
             self._returned()
             self._moved()
             return True
         far = [p for p in self._diverged if self._missed[p] >= FAR]
-        taken = self._opt.adopt(state.slow, round=round, shared=state.extra, applied=state.applied, rebase=far)
+        taken = self._opt.adopt(
+            state.slow, round=round, shared=state.extra, applied=state.applied, rebase=far
+        )
         if taken:
             self._moved()
         self._diverged -= set(taken)
         # This node has missed again what the source had in flight and it has not.
         under_way = {p for p in taken if state.applied[p] < state.round - len(state.applied)}
-        self._diverged |= {p for p in under_way if not any(round > state.applied[p] for round in self._opt.in_flight(p))}
+        self._diverged |= {
+            p
+            for p in under_way
+            if not any(round > state.applied[p] for round in self._opt.in_flight(p))
+        }
         if not self._diverged:
             self._returned()
             return True

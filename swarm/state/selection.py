@@ -152,7 +152,11 @@ async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> State
         except NetworkError as error:
             raise NoStateError(str(error)) from error
         if isinstance(reply, Answer) and reply.verdict == "wait":
-            reply = unpack(await stream.receive(StateHeader.LIMIT, making_s(nbytes) + GRACE_S), StateHeader, Answer)
+            reply = unpack(
+                await stream.receive(StateHeader.LIMIT, making_s(nbytes) + GRACE_S),
+                StateHeader,
+                Answer,
+            )
     if isinstance(reply, Answer):
         kind = NoStateError if reply.verdict == "refuse" else NetworkError
         raise kind(f"peer {short(peer)} serves no weights: {reply.reason}.")
@@ -195,13 +199,22 @@ async def collect(
     pending: set[asyncio.Future[None]] = set(asked)
     until = math.inf
     try:
-        while pending and count(agreed(offers)) < ENOUGH and count(offers) < most and loop.time() < until:
+        while (
+            pending
+            and count(agreed(offers)) < ENOUGH
+            and count(offers) < most
+            and loop.time() < until
+        ):
             left = None if until == math.inf else max(until - loop.time(), 0.0)
-            _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            _, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
             if offers:
                 until = min(until, loop.time() + patience)
     finally:
-        for task in asked:  # in this order: that of a set is another in every run, and a simulation repeats itself
+        for task in (
+            asked
+        ):  # in this order: that of a set is another in every run, and a simulation repeats itself
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     order = {peer: place for place, (peer, _) in enumerate(sources)}
@@ -247,7 +260,9 @@ async def choose(
     behind = [offer.source for offer in offers if offer.header.round < later]
     if equal and behind and not found:
         nbytes = offers[0].header.nbytes
-        again, _ = await collect(host, request.model_copy(update={"since": later}), behind, check, patience, nbytes)
+        again, _ = await collect(
+            host, request.model_copy(update={"since": later}), behind, check, patience, nbytes
+        )
         # A peer that has reached the later round may have gone beyond it, and offers that now.
         latest = {offer.peer: offer for offer in (*offers, *again)}
         for every in ([*offers, *again], list(latest.values())):
@@ -257,11 +272,17 @@ async def choose(
     return [offer for offer in offers if offer.id == best.id]
 
 
-async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], strict: bool) -> SnapshotOffer:
+async def _confirmed(
+    host: Host, swarm: str, offers: Sequence[SnapshotOffer], strict: bool
+) -> SnapshotOffer:
     """Return the offer of the latest believed round to whose weights another peer's are near."""
     samples: dict[str, torch.Tensor] = {}
     in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
-    chunks = sorted(random.Random(fresh_nonce()).sample(range(chunks_in(in_slow)), min(SAMPLE, chunks_in(in_slow))))
+    chunks = sorted(
+        random.Random(fresh_nonce()).sample(
+            range(chunks_in(in_slow)), min(SAMPLE, chunks_in(in_slow))
+        )
+    )
     for offer in sorted(offers, key=lambda one: -one.header.round):
         try:
             samples[offer.peer] = await _sample(host, swarm, offer, chunks, in_slow)
@@ -275,7 +296,12 @@ async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], st
     near = {one.peer: [one] for one in compared}
     for one, other in itertools.combinations(compared, 2):
         apart = distance(samples[one.peer], samples[other.peer])
-        log.info("the weights of peers %s and %s are %.3g apart", short(one.peer), short(other.peer), apart)
+        log.info(
+            "the weights of peers %s and %s are %.3g apart",
+            short(one.peer),
+            short(other.peer),
+            apart,
+        )
         if apart <= NEAR:
             near[one.peer].append(other)
             near[other.peer].append(one)
@@ -284,16 +310,26 @@ async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], st
 
     def rank(one: SnapshotOffer) -> tuple[int, int, bool, int, int]:
         there, round = near[one.peer], one.header.round
-        return _ranges(there), len(there), round <= limit, -min(place[other.peer] for other in there), round
+        return (
+            _ranges(there),
+            len(there),
+            round <= limit,
+            -min(place[other.peer] for other in there),
+            round,
+        )
 
     best = max(compared, key=rank)
     if len(near[best.peer]) < ENOUGH or (strict and not _spread(near[best.peer], compared)):
         names = " and ".join(short(one.peer) for one in compared[:2])
-        raise UnconfirmedError(f"peers {names} serve weights that lie far from each other, and no other peer confirms either.")
+        raise UnconfirmedError(
+            f"peers {names} serve weights that lie far from each other, and no other peer confirms either."
+        )
     return best
 
 
-async def _sample(host: Host, swarm: str, offer: SnapshotOffer, chunks: Sequence[int], in_slow: int) -> torch.Tensor:
+async def _sample(
+    host: Host, swarm: str, offer: SnapshotOffer, chunks: Sequence[int], in_slow: int
+) -> torch.Tensor:
     """Fetch the slow weights in ``chunks``: float32, one after another. Raises NetworkError."""
     header, sources = offer.header, [offer.source]
     digests = await fetch_digests(host, swarm, header, sources)
@@ -340,7 +376,12 @@ class StateServer:
     """
 
     def __init__(
-        self, host: Host, swarm: str, model: str, shapes: Sequence[Shape], clock: Callable[[], float] = time.monotonic
+        self,
+        host: Host,
+        swarm: str,
+        model: str,
+        shapes: Sequence[Shape],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
@@ -349,10 +390,14 @@ class StateServer:
         self._places = StreamPlaces(MAX_WAITING)
         self._making = False
         self._resting: Callable[[], State] | None = None
-        self._copying = threading.Lock()  # held while the weights are copied in a block of `at_rest`
+        self._copying = (
+            threading.Lock()
+        )  # held while the weights are copied in a block of `at_rest`
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)
-        self.diverged: int | None = None  # round of this node's own weights while they have diverged from the group's
+        self.diverged: int | None = (
+            None  # round of this node's own weights while they have diverged from the group's
+        )
         ChunkServer(host, swarm, self._kept)
         host.serve(STATE_PROTOCOL, self._answer)
 
@@ -388,7 +433,9 @@ class StateServer:
         """
         self._kept.expire()
         wanted = list(self._wanted.items())
-        if drifted := [future for future, (request, peer) in wanted if self._keeps_its_own(request, peer)]:
+        if drifted := [
+            future for future, (request, peer) in wanted if self._keeps_its_own(request, peer)
+        ]:
             self._host.call(self._turn_away(drifted, DIVERGED), SMALL_S)
         if not wanted or self.diverged is not None or self._making:
             return
@@ -401,29 +448,43 @@ class StateServer:
         self._making = True
         try:
             version = state.version()
-            if self._last is not None and self._last[0] == version and (same := self._kept.get(self._last[1])) is not None:
+            if (
+                self._last is not None
+                and self._last[0] == version
+                and (same := self._kept.get(self._last[1])) is not None
+            ):
                 self._host.submit(self._hand_out(same))
             elif self._kept.full():
                 self._host.submit(self._hand_out(None))
             else:
-                self._host.submit(self._make(state, encode(state), version))  # copied here, for the next step changes them
+                self._host.submit(
+                    self._make(state, encode(state), version)
+                )  # copied here, for the next step changes them
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
             log.debug("weights are not served: %s", error)
 
-    async def _turn_away(self, callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer) -> None:
+    async def _turn_away(
+        self, callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer
+    ) -> None:
         for future in callers:
             if not future.done():
                 future.set_result(answer)
 
-    async def _make(self, state: State, payload: Tensor | Spool, version: tuple[object, ...]) -> None:
+    async def _make(
+        self, state: State, payload: Tensor | Spool, version: tuple[object, ...]
+    ) -> None:
         try:
             snapshot = await asyncio.get_running_loop().run_in_executor(None, make, state, payload)
             self._last = version, snapshot.id
             self._kept.put(snapshot)
             await self._hand_out(snapshot)
         except Exception as error:  # nobody waits for this coroutine
-            log.warning("the weights could not be copied for a peer that asked for them (%s): %s", type(error).__name__, error)
+            log.warning(
+                "the weights could not be copied for a peer that asked for them (%s): %s",
+                type(error).__name__,
+                error,
+            )
         finally:
             self._making = False
 
@@ -465,13 +526,17 @@ class StateServer:
         self._wanted[future] = request, stream.peer_id
         seconds = making_s(FLOAT32.nbytes(self._shapes))
         try:
-            await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # shows that this peer is awake
+            await stream.send(
+                pack(Answer(verdict="wait", round=0)), SMALL_S
+            )  # shows that this peer is awake
             if self._resting is not None:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)
             return found if isinstance(found, Answer) else found.header
         except TimeoutError:
-            return Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
+            return Answer(
+                verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0
+            )
         finally:
             self._places.free(stream)
             self._wanted.pop(future, None)

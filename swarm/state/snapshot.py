@@ -59,7 +59,9 @@ class Spool:
 
     def __init__(self, nbytes: int) -> None:
         folder = ON_DISK if "TMPDIR" not in os.environ and os.access(ON_DISK, os.W_OK) else None
-        self._file, self.nbytes = tempfile.TemporaryFile(prefix="shoal-", dir=folder, buffering=0), nbytes  # noqa: SIM115 (it is closed when it is gone)
+        # It is closed when it is gone.
+        self._file = tempfile.TemporaryFile(prefix="shoal-", dir=folder, buffering=0)  # noqa: SIM115
+        self.nbytes = nbytes
         os.posix_fallocate(self._file.fileno(), 0, nbytes)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -77,7 +79,9 @@ class Spool:
         count, before = math.prod(shape), offset % mmap.ALLOCATIONGRANULARITY
         if not count:
             return torch.empty(shape, device="cpu")
-        pages = mmap.mmap(self._file.fileno(), before + 4 * count, access=mmap.ACCESS_COPY, offset=offset - before)
+        pages = mmap.mmap(
+            self._file.fileno(), before + 4 * count, access=mmap.ACCESS_COPY, offset=offset - before
+        )
         return torch.frombuffer(pages, dtype=torch.float32, count=count, offset=before).view(shape)
 
 
@@ -89,7 +93,9 @@ class SpooledTensors(Sequence[Tensor]):
 
     def __init__(self, spool: Spool, offset: int, shapes: Sequence[Shape]) -> None:
         self._spool, self._shapes = spool, list(shapes)
-        self._offsets = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=offset))
+        self._offsets = list(
+            itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=offset)
+        )
 
     def __len__(self) -> int:
         return len(self._shapes)
@@ -175,7 +181,11 @@ def chunk_size(nbytes: int, chunk: int) -> int:
 
 def read_at(content: Tensor | Spool, offset: int, nbytes: int) -> memoryview:
     """Return ``nbytes`` bytes of a snapshot's content from ``offset`` on. OSError if it is in a file and the disk fails."""
-    return content.read(offset, nbytes) if isinstance(content, Spool) else content.numpy().data[offset : offset + nbytes]
+    return (
+        content.read(offset, nbytes)
+        if isinstance(content, Spool)
+        else content.numpy().data[offset : offset + nbytes]
+    )
 
 
 def digests_of(content: Tensor | Spool) -> bytes:
@@ -206,7 +216,10 @@ def make(state: State, payload: Tensor | Spool) -> Snapshot:
         shapes=tuple(tuple(tensor.shape) for tensor in state.slow),
         dtype="float32",
         sha256=hashlib.sha256(digests).digest(),
-        extra=tuple((name, shapes_digest([tuple(t.shape) for t in state.extra[name]])) for name in sorted(state.extra)),
+        extra=tuple(
+            (name, shapes_digest([tuple(t.shape) for t in state.extra[name]]))
+            for name in sorted(state.extra)
+        ),
         applied=struct.pack(f"<{len(state.applied)}Q", *(round + 1 for round in state.applied)),
     )
     return Snapshot(header, payload, digests)
@@ -214,7 +227,9 @@ def make(state: State, payload: Tensor | Spool) -> Snapshot:
 
 def nothing(shapes: tuple[Shape, ...]) -> StateHeader:
     """Return a header that declares the model's shapes, and whose bytes nobody holds."""
-    return StateHeader(round=0, nbytes=FLOAT32.nbytes(shapes), shapes=shapes, dtype="float32", sha256=bytes(32))
+    return StateHeader(
+        round=0, nbytes=FLOAT32.nbytes(shapes), shapes=shapes, dtype="float32", sha256=bytes(32)
+    )
 
 
 def read(snapshot: Snapshot, extra: Mapping[str, Sequence[Shape]]) -> State:
@@ -263,7 +278,9 @@ class SnapshotCache:
         """Hand out a snapshot from now on; beyond two, drop the least recently requested, if possible one that nobody downloads."""
         with self._lock:
             now, others = self._clock(), [id for id in self._held if id != snapshot.id]
-            for id in sorted(others, key=lambda id: (self._held[id].busy(now), self._held[id].asked))[: len(others) + 1 - KEPT]:
+            for id in sorted(
+                others, key=lambda id: (self._held[id].busy(now), self._held[id].asked)
+            )[: len(others) + 1 - KEPT]:
                 del self._held[id]
             self._held.setdefault(snapshot.id, _Held(snapshot, now)).asked = now
 
@@ -293,7 +310,9 @@ class SnapshotCache:
     def expire(self) -> None:
         with self._lock:
             now = self._clock()
-            self._held = {id: held for id, held in self._held.items() if now - held.asked <= UNUSED_S}
+            self._held = {
+                id: held for id, held in self._held.items() if now - held.asked <= UNUSED_S
+            }
 
     def full(self) -> bool:
         """Return whether one more would drop a snapshot that is being downloaded, or is about to be."""
@@ -303,7 +322,9 @@ class SnapshotCache:
 
     def newest(self, since: int) -> Snapshot | None:
         with self._lock:
-            found = [held.snapshot for held in self._held.values() if held.snapshot.header.round >= since]
+            found = [
+                held.snapshot for held in self._held.values() if held.snapshot.header.round >= since
+            ]
         return max(found, key=lambda snapshot: snapshot.header.round, default=None)
 
 
@@ -341,25 +362,42 @@ class ChunkServer:
     async def _serve(self, stream: Stream) -> None:
         with ExitStack() as download:
             reading: bytes | None = None
-            left: int | None = None  # bytes: a stream is for one download, which is what `models_per_hour` counts
+            left: int | None = (
+                None  # bytes: a stream is for one download, which is what `models_per_hour` counts
+            )
             while True:
                 # When the caller has all it wants it ends the stream, and this raises NetworkError.
                 request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
-                snapshot = self._kept.get(request.snapshot) if request.swarm == self._swarm else None
+                snapshot = (
+                    self._kept.get(request.snapshot) if request.swarm == self._swarm else None
+                )
                 data = None if snapshot is None else _chunk(snapshot, request.chunk)
                 if snapshot is None or data is None:
-                    await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
+                    await stream.send(
+                        pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S
+                    )
                     continue
-                left = (snapshot.header.nbytes + len(snapshot.digests) if left is None else left) - len(data)
+                left = (
+                    snapshot.header.nbytes + len(snapshot.digests) if left is None else left
+                ) - len(data)
                 if left < 0:
-                    raise NetworkError(f"peer {short(stream.peer_id)} asked for more than the model on one stream.", "refused")
-                if request.chunk is not None and request.snapshot != reading:  # the digests are fetched before the download begins
+                    raise NetworkError(
+                        f"peer {short(stream.peer_id)} asked for more than the model on one stream.",
+                        "refused",
+                    )
+                if (
+                    request.chunk is not None and request.snapshot != reading
+                ):  # the digests are fetched before the download begins
                     download.close()
                     download.enter_context(self._kept.read(reading := request.snapshot))
                 await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
                 now = asyncio.get_running_loop().time()
                 await stream.swap(
-                    data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(data))
+                    data,
+                    memoryview(bytearray()),
+                    chunk_timeout=SMALL_S,
+                    deadline=now + CHUNK_S,
+                    longest=now + slow_s(len(data)),
                 )
 
 
@@ -378,8 +416,16 @@ def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
 class ChunkSource:
     """Stream to a peer that may hold the snapshot ``id``. Use it on the host's loop, and ``close`` it."""
 
-    def __init__(self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]) -> None:
-        self._host, self._swarm, self._id, self.peer, self._addresses = host, swarm, id, peer, addresses
+    def __init__(
+        self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]
+    ) -> None:
+        self._host, self._swarm, self._id, self.peer, self._addresses = (
+            host,
+            swarm,
+            id,
+            peer,
+            addresses,
+        )
         self._stream: Stream | None = None
 
     async def take(self, chunk: int | None, room: memoryview) -> None:
@@ -388,16 +434,28 @@ class ChunkSource:
         Raises NotHeldError; NetworkError, MessageError if it cannot be reached, is too slow, or violates the protocol.
         """
         if self._stream is None:
-            self._stream = await self._host.open(self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S)
+            self._stream = await self._host.open(
+                self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S
+            )
         stream = self._stream
-        await stream.send(pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S)
+        await stream.send(
+            pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S
+        )
         reply = unpack(await stream.receive(ChunkReply.LIMIT, SMALL_S), ChunkReply)
         if not reply.nbytes:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):
-            raise MessageError(f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where {len(room)} fit.")
+            raise MessageError(
+                f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where {len(room)} fit."
+            )
         now = asyncio.get_running_loop().time()
-        await stream.swap(NOTHING, room, chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(room)))
+        await stream.swap(
+            NOTHING,
+            room,
+            chunk_timeout=SMALL_S,
+            deadline=now + CHUNK_S,
+            longest=now + slow_s(len(room)),
+        )
 
     def close(self) -> None:
         if self._stream is not None:
@@ -422,7 +480,9 @@ class ChunkPlan:
 
     def __init__(self, missing: Iterable[int]) -> None:
         self._free = deque(missing)
-        self._asked: dict[int, list[object]] = {}  # lanes that were asked for each chunk, in the order in which they were asked
+        self._asked: dict[
+            int, list[object]
+        ] = {}  # lanes that were asked for each chunk, in the order in which they were asked
         self._source: dict[object, object] = {}  # the source of each lane
 
     @property
@@ -441,7 +501,9 @@ class ChunkPlan:
         else:
             # Of the same source a second copy would only slow down the first.
             waiting = [
-                chunk for chunk, lanes in self._asked.items() if len(lanes) < TWICE and source not in map(self._source.get, lanes)
+                chunk
+                for chunk, lanes in self._asked.items()
+                if len(lanes) < TWICE and source not in map(self._source.get, lanes)
             ]
             if not waiting:
                 return None
@@ -480,7 +542,9 @@ class MemorySink:
     ``content``: bytes of that number to begin with, in which the chunks ``have`` are right already.
     """
 
-    def __init__(self, nbytes: int, content: Tensor | Spool | None = None, have: Iterable[int] = ()) -> None:
+    def __init__(
+        self, nbytes: int, content: Tensor | Spool | None = None, have: Iterable[int] = ()
+    ) -> None:
         if content is None:
             content = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.content: Tensor | Spool = content
@@ -494,7 +558,9 @@ class MemorySink:
         self.have.add(chunk)
 
 
-async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]) -> bytes:
+async def fetch_digests(
+    host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]
+) -> bytes:
     """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check it. NetworkError: none has."""
     room = bytearray(DIGEST * chunks_in(header.nbytes))
     for peer, addresses in sources:
@@ -506,40 +572,74 @@ async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Se
             continue
         if hashlib.sha256(room).digest() == header.sha256:
             return bytes(room)
-        log.warning("peer %s served digests that are not those of the weights it offered: it is not asked again", short(peer))
+        log.warning(
+            "peer %s served digests that are not those of the weights it offered: it is not asked again",
+            short(peer),
+        )
     raise NetworkError("none of the peers that were asked holds the weights any more.")
 
 
 async def download(
-    host: Host, swarm: str, header: StateHeader, digests: bytes, sources: Sequence[Peer], sink: ChunkSink, wanted: Iterable[int]
+    host: Host,
+    swarm: str,
+    header: StateHeader,
+    digests: bytes,
+    sources: Sequence[Peer],
+    sink: ChunkSink,
+    wanted: Iterable[int],
 ) -> set[str]:
     """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the snapshot are skipped.
 
     Returns the peers that sent a wrong chunk. Raises NetworkError if no source is left; what arrived is in the sink.
     """
-    work = _Download(host, swarm, header, digests, sink, ChunkPlan(chunk for chunk in wanted if chunk not in sink.have))
+    work = _Download(
+        host,
+        swarm,
+        header,
+        digests,
+        sink,
+        ChunkPlan(chunk for chunk in wanted if chunk not in sink.have),
+    )
     if not work.plan.done:
         await work.run(list(sources)[:MAX_SOURCES])
     return work.wrong
 
 
 class _Download:
-    def __init__(self, host: Host, swarm: str, header: StateHeader, digests: bytes, sink: ChunkSink, plan: ChunkPlan) -> None:
+    def __init__(
+        self,
+        host: Host,
+        swarm: str,
+        header: StateHeader,
+        digests: bytes,
+        sink: ChunkSink,
+        plan: ChunkPlan,
+    ) -> None:
         self.plan, self.wrong = plan, set[str]()
-        self._host, self._swarm, self._header, self._digests, self._sink = host, swarm, header, digests, sink
+        self._host, self._swarm, self._header, self._digests, self._sink = (
+            host,
+            swarm,
+            header,
+            digests,
+            sink,
+        )
         self._id = snapshot_id(header)
         self._gone: set[str] = set()
         self._change = asyncio.Event()
 
     async def run(self, sources: Sequence[Peer]) -> None:
-        async with running(self._whole(), *(self._lane(peer) for _ in range(LANES) for peer in sources)) as (whole, *lanes):
+        async with running(
+            self._whole(), *(self._lane(peer) for _ in range(LANES) for peer in sources)
+        ) as (whole, *lanes):
             pending: set[asyncio.Future[None]] = {whole, *lanes}
             while not whole.done() and len(pending) > 1:
                 finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for one in finished:
                     one.result()  # what a sink raises, a full disk for instance
         if not self.plan.done:
-            raise NetworkError(f"the peers that hold the weights are gone with {self.plan.left} chunks missing.")
+            raise NetworkError(
+                f"the peers that hold the weights are gone with {self.plan.left} chunks missing."
+            )
 
     async def _whole(self) -> None:
         while not self.plan.done:

@@ -22,7 +22,16 @@ from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE
 from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.pacing import SLOWEST
-from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect, plausible
+from shoal.swarm.state.selection import (
+    ENOUGH,
+    NoStateError,
+    SnapshotOffer,
+    UnconfirmedError,
+    agreed,
+    choose,
+    collect,
+    plausible,
+)
 from shoal.swarm.state.snapshot import (
     DIGEST,
     ChunkSink,
@@ -92,19 +101,31 @@ class StateQuery:
                 f"This node's model does not fit the swarm: {difference} (in the swarm); use the task and options of the swarm."
             )
         names = [name for name, _ in header.extra]
-        unknown = [name for name, shaped in header.extra if name not in self.extra or shaped != shapes_digest(self.extra[name])]
+        unknown = [
+            name
+            for name, shaped in header.extra
+            if name not in self.extra or shaped != shapes_digest(self.extra[name])
+        ]
         if unknown or len(set(names)) < len(names):
-            raise MessageError(f"peer {short(peer)} serves a state {unknown or names} that does not fit this node's outer rule.")
+            raise MessageError(
+                f"peer {short(peer)} serves a state {unknown or names} that does not fit this node's outer rule."
+            )
         every = [*self.shapes, *(shape for name in names for shape in self.extra[name])]
         if header.nbytes != FLOAT32.nbytes(every) or header.dtype != "float32":
-            raise MessageError(f"peer {short(peer)} announced weights of {header.nbytes} bytes, {FLOAT32.nbytes(every)} fit here.")
+            raise MessageError(
+                f"peer {short(peer)} announced weights of {header.nbytes} bytes, {FLOAT32.nbytes(every)} fit here."
+            )
         if len(header.applied) % struct.calcsize("<Q"):
             raise MessageError(f"peer {short(peer)} sent a malformed list of rounds.")
         applied = [round for (round,) in struct.iter_unpack("<Q", header.applied)]
         if self.fragments is not None and len(applied) != self.fragments:
-            raise MessageError(f"peer {short(peer)} states the rounds of {len(applied)} fragments, here are {self.fragments}.")
+            raise MessageError(
+                f"peer {short(peer)} states the rounds of {len(applied)} fragments, here are {self.fragments}."
+            )
         if header.round > LAST_ROUND or max(applied, default=0) > header.round:
-            raise MessageError(f"peer {short(peer)} states a round that cannot be: {max(header.round, *applied, 0)}.")
+            raise MessageError(
+                f"peer {short(peer)} states a round that cannot be: {max(header.round, *applied, 0)}."
+            )
 
     def wanted(self, header: StateHeader) -> int:
         """Return how many of the snapshot's first bytes are to be fetched."""
@@ -142,24 +163,37 @@ class _StateInMemory:
     async def open(self, header: StateHeader, digests: bytes) -> MemorySink:
         if self._held is None:
             return MemorySink(header.nbytes)
-        return await asyncio.get_running_loop().run_in_executor(None, self._beside, self._held, header, digests)
+        return await asyncio.get_running_loop().run_in_executor(
+            None, self._beside, self._held, header, digests
+        )
 
     def _beside(self, held: State, header: StateHeader, digests: bytes) -> MemorySink:
         own = encode(replace(held, extra={name: held.extra[name] for name, _ in header.extra}))
         mine = digests_of(own)
-        same = (n for n in range(chunks_in(header.nbytes)) if mine[n * DIGEST :][:DIGEST] == digests[n * DIGEST :][:DIGEST])
+        same = (
+            n
+            for n in range(chunks_in(header.nbytes))
+            if mine[n * DIGEST :][:DIGEST] == digests[n * DIGEST :][:DIGEST]
+        )
         return MemorySink(header.nbytes, own, same)
 
     async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
         state = read(Snapshot(header, sink.content, digests), self._extra)
-        tensors = itertools.chain(state.slow, *state.extra.values())  # one at a time: each may take memory
+        tensors = itertools.chain(
+            state.slow, *state.extra.values()
+        )  # one at a time: each may take memory
         if await asyncio.get_running_loop().run_in_executor(None, all_finite, tensors):
             return state
-        log.warning("the weights of round %d that were fetched are not finite and were not used", header.round)
+        log.warning(
+            "the weights of round %d that were fetched are not finite and were not used",
+            header.round,
+        )
         return None
 
 
-async def choose_source(host: Host, query: StateQuery, sources: Sequence[Peer], attempt: int) -> list[SnapshotOffer]:
+async def choose_source(
+    host: Host, query: StateQuery, sources: Sequence[Peer], attempt: int
+) -> list[SnapshotOffer]:
     """Ask ``sources``, decide which snapshot to take, and return its offers.
 
     Raises NoStateError if all refused, or are gone; NetworkError if nobody offered anything of use; what ``query.check`` raises for
@@ -167,16 +201,37 @@ async def choose_source(host: Host, query: StateQuery, sources: Sequence[Peer], 
     """
     # Copies that are not equal need not all be waited for: two will do, unless they did not confirm each other.
     most = FEW if query.equal or attempt else ENOUGH
-    offers, errors = await collect(host, query.request, sources, query.check, query.patience, FLOAT32.nbytes(query.shapes), most)
+    offers, errors = await collect(
+        host,
+        query.request,
+        sources,
+        query.check,
+        query.patience,
+        FLOAT32.nbytes(query.shapes),
+        most,
+    )
     for peer, error in errors.items():
-        level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO  # the others are raised below
+        level = (
+            logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO
+        )  # the others are raised below
         log.log(level, "no weights from peer %s: %s", short(peer), error)
     if offers:
         if not query.confirmed:
             return agreed(offers) or [max(plausible(offers), key=lambda one: one.header.round)]
         strict = not attempt  # later all have been waited for
-        return await choose(host, query.request, offers, query.check, equal=query.equal, patience=query.patience, strict=strict)
-    mendable = next((error for error in errors.values() if not isinstance(error, NetworkError | MessageError)), None)
+        return await choose(
+            host,
+            query.request,
+            offers,
+            query.check,
+            equal=query.equal,
+            patience=query.patience,
+            strict=strict,
+        )
+    mendable = next(
+        (error for error in errors.values() if not isinstance(error, NetworkError | MessageError)),
+        None,
+    )
     if mendable is not None:
         raise mendable
     if all(isinstance(error, NoStateError) for error in errors.values()):
@@ -184,13 +239,19 @@ async def choose_source(host: Host, query: StateQuery, sources: Sequence[Peer], 
     raise NetworkError("none of the peers that were asked could serve weights.")
 
 
-async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]) -> T | None:
+async def fetch_into(
+    host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]
+) -> T | None:
     """Download a snapshot that fits into a sink of ``sinks`` and return what they make of it; None if all refused or are gone.
 
     Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download began and failed, or no second
     peer confirms the weights.
     """
-    swarm, opened, left_out = query.request.swarm, dict[bytes, SinkT](), set[str]()  # the sink of one snapshot at a time
+    swarm, opened, left_out = (
+        query.request.swarm,
+        dict[bytes, SinkT](),
+        set[str](),
+    )  # the sink of one snapshot at a time
     problem = NetworkError("none of the peers that were asked could serve weights.")
     for attempt in range(query.attempts):
         asked = [to for to in sources if to[0] not in left_out]
@@ -210,16 +271,30 @@ async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sin
                 continue
             header, digests, offering = chosen[0].header, None, [one.source for one in chosen]
             if len({peer for peer, _ in offering}) < ENOUGH:
-                log.info("the weights of round %d are those of peer %s", header.round, short(chosen[0].peer))
+                log.info(
+                    "the weights of round %d are those of peer %s",
+                    header.round,
+                    short(chosen[0].peer),
+                )
         id, named = snapshot_id(header), {peer for peer, _ in offering}
         holders = [*offering, *(to for to in asked if to[0] not in named)]
         try:
             digests = digests or await fetch_digests(host, swarm, header, offering)
             if id not in opened:
                 opened = {id: await sinks.open(header, digests)}
-            left_out |= await download(host, swarm, header, digests, holders, opened[id], range(chunks_in(query.wanted(header))))
+            left_out |= await download(
+                host,
+                swarm,
+                header,
+                digests,
+                holders,
+                opened[id],
+                range(chunks_in(query.wanted(header))),
+            )
         except NetworkError as error:
-            log.warning("the weights of round %d could not be fetched whole: %s", header.round, error)
+            log.warning(
+                "the weights of round %d could not be fetched whole: %s", header.round, error
+            )
             problem, left_out = error, left_out | (named if len(named) == 1 < len(asked) else set())
             continue
         result = await sinks.finish(header, digests, opened[id])
@@ -229,7 +304,9 @@ async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sin
     raise problem
 
 
-async def _digests_held(host: Host, query: StateQuery, header: StateHeader, sources: Sequence[Peer]) -> bytes | None:
+async def _digests_held(
+    host: Host, query: StateQuery, header: StateHeader, sources: Sequence[Peer]
+) -> bytes | None:
     """Return the digests of a snapshot that was chosen before; None if it does not fit or none of ``sources`` holds it."""
     try:
         query.check(host.peer_id, header)
@@ -239,7 +316,9 @@ async def _digests_held(host: Host, query: StateQuery, header: StateHeader, sour
         return None
 
 
-def fetch_state(host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None) -> State | None:
+def fetch_state(
+    host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None
+) -> State | None:
     """Fetch a state that fits, in memory, and wait for it; see `fetch_into`. What of ``held`` is the same is not fetched."""
     return begin_fetch(host, query, sources, held).result(_fetching_s(query) + 10.0)
 
@@ -261,8 +340,12 @@ def begin_fetch(
 
     async def bounded() -> State | None:
         try:
-            return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra, held)), seconds)
+            return await asyncio.wait_for(
+                fetch_into(host, query, sources, _StateInMemory(query.extra, held)), seconds
+            )
         except TimeoutError:
-            raise NetworkError(f"the weights of the swarm did not come within {seconds / 60:.0f} minutes.") from None
+            raise NetworkError(
+                f"the weights of the swarm did not come within {seconds / 60:.0f} minutes."
+            ) from None
 
     return host.submit(bounded())

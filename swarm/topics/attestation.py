@@ -86,10 +86,17 @@ class Attestations:
         node's (``forged``).
         """
         if not 0 < len(record) <= MAX_RECORD:
-            raise MessageError(f"A record of {len(record)} bytes cannot be published: 1 to {MAX_RECORD} are allowed.", "oversized")
+            raise MessageError(
+                f"A record of {len(record)} bytes cannot be published: 1 to {MAX_RECORD} are allowed.",
+                "oversized",
+            )
         if not verify_record(self._peer, record, signature):
-            raise MessageError("A record cannot be published: its signature is not this node's.", "forged")
-        self.topic.publish(Attestation(swarm=self._swarm, peer=self._peer, record=record, signature=signature))
+            raise MessageError(
+                "A record cannot be published: its signature is not this node's.", "forged"
+            )
+        self.topic.publish(
+            Attestation(swarm=self._swarm, peer=self._peer, record=record, signature=signature)
+        )
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +111,9 @@ class Attestations:
 EVIDENCE_PROTOCOL = "/shoal/evidence/1"
 MAX_BODIES = 1024  # own ones, held at a time
 MAX_BYTES = 256 << 20  # of all of them
-MAX_FETCHED = 64 << 20  # bytes of others' bodies, which are handed out too and never push out an own one
+MAX_FETCHED = (
+    64 << 20
+)  # bytes of others' bodies, which are handed out too and never push out an own one
 # Handed out to one peer in a minute. In bytes, everything once: no peer can drain a node's uplink by asking again and again.
 BODY_QUOTA = RateLimit(messages=600, nbytes=MAX_BYTES)
 GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to report what went wrong
@@ -117,7 +126,9 @@ class EvidenceStore:
     For any thread but the host's own.
     """
 
-    def __init__(self, host: Host, swarm: str, addresses: Callable[[str], Sequence[str]] = lambda peer: ()) -> None:
+    def __init__(
+        self, host: Host, swarm: str, addresses: Callable[[str], Sequence[str]] = lambda peer: ()
+    ) -> None:
         self._host = host
         self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used here first
         self._store = BodyStore(
@@ -140,10 +151,14 @@ class EvidenceStore:
         """
         body = self._again(sha256) or self._store.get(sha256)
         if body is None:
-            body = self._host.call(self._store.fetch(peer, sha256, most, timeout, up_to=True), timeout + GRACE_S)
+            body = self._host.call(
+                self._store.fetch(peer, sha256, most, timeout, up_to=True), timeout + GRACE_S
+            )
             self._keep(sha256, body)
         if len(body) > most:
-            raise MessageError(f"A body of {len(body)} bytes was refused: at most {most} are allowed.", "oversized")
+            raise MessageError(
+                f"A body of {len(body)} bytes was refused: at most {most} are allowed.", "oversized"
+            )
         return body
 
     def _again(self, sha256: bytes) -> bytes | None:
@@ -205,7 +220,9 @@ class LogServer:
         self._swarm, self._make, self._clock = swarm, make, clock
         self._quotas = TokenBuckets(quota)
         self._worker = ThreadPoolExecutor(1, "shoal-log")
-        self._made = Newest[int, tuple[float, bytes]](KEPT)  # in the worker only: since -> when, log
+        self._made = Newest[int, tuple[float, bytes]](
+            KEPT
+        )  # in the worker only: since -> when, log
         host.serve(LOG_PROTOCOL, self._answer)
 
     def close(self) -> None:
@@ -220,10 +237,14 @@ class LogServer:
             reason = "it was asked too often: ask again in a minute"
         else:
             log, reason = await self._log(request.since)
-        await stream.send(pack(LogReply(nbytes=None if reason else len(log), reason=reason)), SMALL_S)
+        await stream.send(
+            pack(LogReply(nbytes=None if reason else len(log), reason=reason)), SMALL_S
+        )
         if log and not reason:
             end, _ = deadline(SERVE_S)
-            await stream.swap(memoryview(log), memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=end)
+            await stream.swap(
+                memoryview(log), memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=end
+            )
 
     async def _log(self, since: int) -> tuple[bytes, str]:
         """Return the log, or the reason why there is none."""
@@ -238,7 +259,10 @@ class LogServer:
         except ValueError as error:  # a log without any record would be too large
             return b"", str(error)
         if len(log) > MAX_LOG:
-            return b"", f"it has {len(log)} bytes, of which at most {MAX_LOG} may be sent: ask for a later round"
+            return (
+                b"",
+                f"it has {len(log)} bytes, of which at most {MAX_LOG} may be sent: ask for a later round",
+            )
         return log, ""
 
     def _newest(self, since: int) -> bytes:
@@ -250,9 +274,13 @@ class LogServer:
         return made[1]
 
 
-async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRequest, timeout: float) -> bytes:
+async def _fetch(
+    host: Host, peer: str, addresses: Sequence[str], request: LogRequest, timeout: float
+) -> bytes:
     end, left = deadline(timeout)
-    with contextlib.closing(await host.open(peer, LOG_PROTOCOL, addresses=addresses, timeout=left(timeout))) as stream:
+    with contextlib.closing(
+        await host.open(peer, LOG_PROTOCOL, addresses=addresses, timeout=left(timeout))
+    ) as stream:
         await stream.send(pack(request), left(SMALL_S))
         reply = unpack(await stream.receive(LogReply.LIMIT, left(MAKE_S + SMALL_S)), LogReply)
         if reply.nbytes is None:
@@ -263,10 +291,15 @@ async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRe
     return bytes(log)
 
 
-def fetch_log(host: Host, peer: str, addresses: Sequence[str], swarm: str, since: int, timeout: float) -> bytes:
+def fetch_log(
+    host: Host, peer: str, addresses: Sequence[str], swarm: str, since: int, timeout: float
+) -> bytes:
     """Return the log of ``peer`` from round ``since`` on, at most 8 MiB. For any thread but the host's own.
 
     Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow; MessageError if
     it hands out none (reason ``unavailable``: asked too often, another swarm, too long), or violates the protocol.
     """
-    return host.call(_fetch(host, peer, addresses, LogRequest(swarm=swarm, since=since), timeout), timeout + GRACE_S)
+    return host.call(
+        _fetch(host, peer, addresses, LogRequest(swarm=swarm, since=since), timeout),
+        timeout + GRACE_S,
+    )

@@ -26,7 +26,18 @@ from torch import Tensor
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.p2p.limits import Newest, RateLimit
-from shoal.swarm.wire.envelope import KIB, Count, Digest, Label, Message, Moment, Nonce, PeerId, SwarmId, pack
+from shoal.swarm.wire.envelope import (
+    KIB,
+    Count,
+    Digest,
+    Label,
+    Message,
+    Moment,
+    Nonce,
+    PeerId,
+    SwarmId,
+    pack,
+)
 
 MAX_COMPLETIONS = 64
 MAX_TEXT = 32 * KIB  # bytes of one completion in UTF-8
@@ -71,7 +82,11 @@ def _too_long(why: str) -> PydanticCustomError:
 
 def _texts(value: object) -> object:
     try:
-        return tuple(part.decode("utf-8") for part in _parts(value)) if isinstance(value, bytes) else value
+        return (
+            tuple(part.decode("utf-8") for part in _parts(value))
+            if isinstance(value, bytes)
+            else value
+        )
     except UnicodeDecodeError:
         raise ValueError("must be UTF-8") from None
 
@@ -106,12 +121,18 @@ Texts = Annotated[
     PlainSerializer(lambda texts: _pack_parts([text.encode("utf-8") for text in texts])),
 ]  # fmt: skip
 Numbers = Annotated[
-    Annotated[tuple[Annotated[bytes, Field(max_length=4 * MAX_TOKENS), AfterValidator(_whole)], ...], _PER_COMPLETION] | None,
+    Annotated[
+        tuple[Annotated[bytes, Field(max_length=4 * MAX_TOKENS), AfterValidator(_whole)], ...],
+        _PER_COMPLETION,
+    ]
+    | None,
     BeforeValidator(lambda value: _parts(value) if isinstance(value, bytes) else value),
     PlainSerializer(lambda parts: None if parts is None else _pack_parts(parts)),
 ]
 Finishes = Annotated[
-    tuple[Finish, ...], BeforeValidator(_finishes), PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes)))
+    tuple[Finish, ...],
+    BeforeValidator(_finishes),
+    PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes))),
 ]
 
 # The name of a question, here and elsewhere.
@@ -157,7 +178,9 @@ class Rollout(Message):
         if any(given) != all(given):
             raise ValueError("tokens, logps and tokenizer go together")
         if self.tokens is not None and self.logps is not None:
-            if len(self.tokens) != len(self.completions) or list(map(len, self.tokens)) != list(map(len, self.logps)):
+            if len(self.tokens) != len(self.completions) or list(map(len, self.tokens)) != list(
+                map(len, self.logps)
+            ):
                 raise ValueError("every completion needs a log-probability for each of its tokens")
             _check_numbers(b"".join(self.tokens), b"".join(self.logps))
         return self
@@ -165,16 +188,27 @@ class Rollout(Message):
     def behaviours(self) -> tuple[Behaviour, ...]:
         """Return token ids and log-probabilities of each completion; empty if the author gave none."""
         pairs = zip(self.tokens or (), self.logps or (), strict=True)
-        return tuple(Behaviour(_tensor(ids, torch.int32).long(), _tensor(logps, torch.float32)) for ids, logps in pairs)
+        return tuple(
+            Behaviour(_tensor(ids, torch.int32).long(), _tensor(logps, torch.float32))
+            for ids, logps in pairs
+        )
 
     @functools.cached_property
     def nbytes(self) -> int:
         """About how much memory the record takes."""
-        return 1024 + sum(map(len, (*self.completions, *(self.tokens or ()), *(self.logps or ()), self.env_config)))
+        return 1024 + sum(
+            map(
+                len, (*self.completions, *(self.tokens or ()), *(self.logps or ()), self.env_config)
+            )
+        )
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype)
+        if data
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
 
 
 def _check_numbers(tokens: bytes, logps: bytes) -> None:
@@ -252,7 +286,9 @@ class RolloutPool:
         self._lost = {"expired": 0, "displaced": 0, "banned": 0}  # of those that were accepted
         self.bytes_sent = self.bytes_received = 0
         """Of records published and drained, each once: GossipSub sends some to several neighbours, and frames them."""
-        self._nonces = Newest[tuple[str, bytes], None](REMEMBERED)  # (author, nonce); on the loop only
+        self._nonces = Newest[tuple[str, bytes], None](
+            REMEMBERED
+        )  # (author, nonce); on the loop only
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
     def advance(self, round: int) -> None:
@@ -262,7 +298,14 @@ class RolloutPool:
     def make(self, **fields: Any) -> Rollout:
         """Return a record of this node in its present round, with the other ``fields``. Raises pydantic's ValidationError."""
         nonce, issued = secrets.token_bytes(16), self._clock()
-        return Rollout(swarm=self._swarm, peer=self._peer, round=self._round, nonce=nonce, issued=issued, **fields)
+        return Rollout(
+            swarm=self._swarm,
+            peer=self._peer,
+            round=self._round,
+            nonce=nonce,
+            issued=issued,
+            **fields,
+        )
 
     def publish(self, rollout: Rollout) -> None:
         """Share ``rollout`` with the swarm, soon; never waits. Raises MessageError if it is larger than 4 MiB, or another's."""
@@ -326,7 +369,9 @@ class RolloutPool:
         if len(theirs) > self._limits.per_sender:
             del self._held[theirs[0]]
         nbytes = sum(held.nbytes for held in self._held)
-        while self._held and (len(self._held) > self._limits.records or nbytes > self._limits.nbytes):
+        while self._held and (
+            len(self._held) > self._limits.records or nbytes > self._limits.nbytes
+        ):
             nbytes -= self._held.pop(0).nbytes
         self._lost["displaced"] += before - len(self._held)
 

@@ -62,12 +62,20 @@ Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 
 def lag_label(lag: int, auto: bool, late: int) -> str:
     """Return the inner steps that training goes on during an exchange, for people; - where it waits for each."""
-    return "-" if not lag else f"{lag}" + (" auto" if auto else "") + (f", {late} late" if late else "")
+    return (
+        "-"
+        if not lag
+        else f"{lag}" + (" auto" if auto else "") + (f", {late} late" if late else "")
+    )
 
 
 def tokens_label(tokens_per_s: float, mfu: float | None) -> str:
     """Return tokens a second without waiting, and the share of the GPU's peak where it is known, for people."""
-    return "-" if not tokens_per_s else f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
+    return (
+        "-"
+        if not tokens_per_s
+        else f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
+    )
 
 
 def reach_label(reach: str, throughput: float) -> str:
@@ -134,7 +142,14 @@ class Status(Message):
     lag: Count = 0
     lag_auto: bool = False
     late: Count = 0
-    projection: tuple[Count, Real, Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None = None
+    projection: (
+        tuple[
+            Count,
+            Real,
+            Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)],
+        ]
+        | None
+    ) = None
     peers: Count | None = None
     reach: Reach = "unknown"
     throughput: Rate = 0.0
@@ -209,27 +224,45 @@ class StatusReporter:
     """
 
     def __init__(
-        self, membership: Membership, name: str, clock: Callable[[], float] = time.monotonic, folder: Path | None = None
+        self,
+        membership: Membership,
+        name: str,
+        clock: Callable[[], float] = time.monotonic,
+        folder: Path | None = None,
     ) -> None:
         self._membership, self._name, self._clock = membership, name, clock
-        self.tally = Tally(membership.host.peer_id, membership.swarm, None if folder is None else folder / NAME)
+        self.tally = Tally(
+            membership.host.peer_id, membership.swarm, None if folder is None else folder / NAME
+        )
         self._saved, self._saver = clock(), threading.Thread()
         self._projected = 0.0
         self._lock = threading.Lock()
-        self._now: dict[str, Any] = {"state": "waiting", "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0}
+        self._now: dict[str, Any] = {
+            "state": "waiting",
+            "round": 0,
+            "step": 0,
+            "loss": None,
+            "steps_per_s": 0.0,
+        }
         self._rounds: deque[RoundStatus] = deque(maxlen=ROUNDS)
         self._faults: Counter[str] = Counter()
         self._more: dict[str, Any] = {}
         directory = membership.directory
         self._publisher = RecordPublisher(membership.gossip, Status, self.status, directory.size)
         receipts = self.tally.receipts
-        self._receipts = RecordPublisher(membership.gossip, Receipts, receipts, directory.size, self._confirmed, RECEIPTS_S)
+        self._receipts = RecordPublisher(
+            membership.gossip, Receipts, receipts, directory.size, self._confirmed, RECEIPTS_S
+        )
 
     def _confirmed(self, author: str, receipts: Receipts) -> None:
         directory = self._membership.directory
-        member = {**directory.departed(), **directory.everyone()}.get(author)  # the last receipts come after the leave
+        member = {**directory.departed(), **directory.everyone()}.get(
+            author
+        )  # the last receipts come after the leave
         if member is None:
-            raise MessageError("A receipt was refused: its author is no member that is known here.", "stranger")
+            raise MessageError(
+                "A receipt was refused: its author is no member that is known here.", "stranger"
+            )
         place = range_met(author, member.addresses, self._membership.host.met)
         self.tally.take(receipts, self._receipts.topic.sealed, place)
 
@@ -241,7 +274,9 @@ class StatusReporter:
             self._publisher.hint()
         if self._clock() - self._saved >= SAVE_S and not self._saver.is_alive():
             self._saved = self._clock()
-            self._saver = threading.Thread(target=self.tally.save, name="shoal-tally", daemon=True)  # a disk may hang
+            self._saver = threading.Thread(
+                target=self.tally.save, name="shoal-tally", daemon=True
+            )  # a disk may hang
             self._saver.start()
 
     def doing(self, what: str) -> None:
@@ -273,7 +308,9 @@ class StatusReporter:
         """
         partners = [peer for peer in members if peer != self._membership.host.peer_id]
         others = [peer[-TAIL:] for peer in partners]
-        self.tally.took(partners, Work(1, 1 / max(len(partners), 1), tokens / max(len(partners), 1)))
+        self.tally.took(
+            partners, Work(1, 1 / max(len(partners), 1), tokens / max(len(partners), 1))
+        )
         done = RoundStatus(
             round=round,
             step=step,
@@ -288,7 +325,9 @@ class StatusReporter:
             self._rounds.append(done)
             self._more["why"] = why
             self._note_projection(round, projection)
-            self._faults["no-partner"] += not (others or odd or self._membership.manifest.outer.alone)
+            self._faults["no-partner"] += not (
+                others or odd or self._membership.manifest.outer.alone
+            )
             self._faults["refused"] += suspicious
         self._publisher.hint()
 
@@ -297,11 +336,17 @@ class StatusReporter:
 
         All peers then prefer the numbers that more powers of two divide, so that a watcher gets those of the same exchanges.
         """
-        if len(projection) != PROJECTED + 1 or not all(abs(part) <= MAX_REAL for part in projection):  # of weights gone wrong
+        if len(projection) != PROJECTED + 1 or not all(
+            abs(part) <= MAX_REAL for part in projection
+        ):  # of weights gone wrong
             self._more["projection"] = None
             return
         known = self._more.get("projection")
-        if known is None or self._clock() >= self._projected + HELD_S or number & -number >= known[0] & -known[0]:
+        if (
+            known is None
+            or self._clock() >= self._projected + HELD_S
+            or number & -number >= known[0] & -known[0]
+        ):
             # The digits that a distance of a millionth needs: more would make recordings longer.
             *sums, norm = (float(f"{part:.7g}") for part in projection)
             self._more["projection"], self._projected = (number, norm, tuple(sums)), self._clock()
@@ -312,7 +357,9 @@ class StatusReporter:
             if event == "rl":
                 self._more["reward"] = real(fields["reward"])
                 for name in ("own", "foreign"):
-                    self._more[f"rollouts_{name}"] = self._more.get(f"rollouts_{name}", 0) + fields[name]
+                    self._more[f"rollouts_{name}"] = (
+                        self._more.get(f"rollouts_{name}", 0) + fields[name]
+                    )
                 for peer, reward in fields["used"]:
                     self.tally.took([peer], Work(rollouts=1, reward=real(reward) or 0.0))
                 self.tally.made(rollouts=fields["shared"])
@@ -324,11 +371,17 @@ class StatusReporter:
 
     def verified(self, report: Mapping[str, int]) -> None:
         with self._lock:
-            self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
+            self._more |= {
+                "claims": report["claimed"],
+                "checked": report["checked"],
+                "invalid": report["invalid"],
+            }
 
     def status(self) -> Status:
         host, directory = self._membership.host, self._membership.directory
-        in_a_bucket = bool(self._membership.manifest.bucket) and (size := directory.size()) > len(directory.members())
+        in_a_bucket = bool(self._membership.manifest.bucket) and (size := directory.size()) > len(
+            directory.members()
+        )
         with self._lock:
             now, more, rounds = dict(self._now), dict(self._more), tuple(self._rounds)
             faults = self._faults + Counter({"daemon-restarts": host.restarts})

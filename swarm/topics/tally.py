@@ -25,7 +25,16 @@ from pydantic import Field, model_validator
 
 from shoal.swarm.errors import MessageError, ShoalError
 from shoal.swarm.file_lock import replace_file
-from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Count, Message, Moment, PeerId, SwarmId, unseal
+from shoal.swarm.wire.envelope import (
+    KIB,
+    MAX_COUNT,
+    Count,
+    Message,
+    Moment,
+    PeerId,
+    SwarmId,
+    unseal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +65,9 @@ class Work(NamedTuple):
 
     def plus(self, other: Work) -> Work:
         """Return the sum, each number within what a message can hold."""
-        sums = [min(max(one + two, -MAX_COUNT), MAX_COUNT) for one, two in zip(self, other, strict=True)]
+        sums = [
+            min(max(one + two, -MAX_COUNT), MAX_COUNT) for one, two in zip(self, other, strict=True)
+        ]
         return Work(*sums)  # type: ignore[arg-type]
 
 
@@ -84,7 +95,10 @@ class Receipts(Message):
     swarm: SwarmId
     peer: PeerId
     issued: Moment
-    work: Annotated[tuple[tuple[PeerId, Count, Amount, Amount, Count, Reward, Count], ...], Field(min_length=1, max_length=NAMED)]
+    work: Annotated[
+        tuple[tuple[PeerId, Count, Amount, Amount, Count, Reward, Count], ...],
+        Field(min_length=1, max_length=NAMED),
+    ]
 
     @model_validator(mode="after")
     def _of_others(self) -> Receipts:
@@ -113,19 +127,35 @@ class Tally:
     A file that is damaged, or of another node or swarm, is replaced.
     """
 
-    def __init__(self, me: str, swarm: str, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, me: str, swarm: str, path: Path | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self.me, self.swarm, self._path, self._clock = me, swarm, path, clock
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._took: dict[str, Work] = {}
-        self._said: dict[str, tuple[Work, float]] = {}  # of each peer what was signed last, and when
-        self._made, self._before = [0, 0], 0  # rollouts and votes of this node; rollouts of earlier runs
+        self._said: dict[
+            str, tuple[Work, float]
+        ] = {}  # of each peer what was signed last, and when
+        self._made, self._before = (
+            [0, 0],
+            0,
+        )  # rollouts and votes of this node; rollouts of earlier runs
         self._kept: dict[str, _Kept] = {}
         """Of each signer its newest receipt that names this node; what it signed before it lost its counts is gone with them."""
         if path is not None and path.exists():
             try:
                 self._load(_read(path))
-            except (TallyError, MessageError, ValueError, TypeError, LookupError, AttributeError) as error:
-                log.warning("the tally in %s is damaged (%s) and begins anew", path, type(error).__name__)
+            except (
+                TallyError,
+                MessageError,
+                ValueError,
+                TypeError,
+                LookupError,
+                AttributeError,
+            ) as error:
+                log.warning(
+                    "the tally in %s is damaged (%s) and begins anew", path, type(error).__name__
+                )
 
     def took(self, peers: Iterable[str], work: Work) -> None:
         with self._lock:
@@ -143,7 +173,11 @@ class Tally:
         with self._lock:
             now, said = self._clock(), self._said
             order = sorted(
-                self._took, key=lambda peer: (said.get(peer, (None,))[0] == self._took[peer], said.get(peer, (0, 0.0))[1])
+                self._took,
+                key=lambda peer: (
+                    said.get(peer, (None,))[0] == self._took[peer],
+                    said.get(peer, (0, 0.0))[1],
+                ),
             )
             work = tuple((peer, *self._took[peer]) for peer in order[:NAMED])
             said.update((peer, (self._took[peer], now)) for peer in order[:NAMED])
@@ -161,16 +195,30 @@ class Tally:
         with self._lock:
             before = self._kept.get(receipts.peer)
             if before is not None and receipts.issued <= before.receipts.issued:
-                raise MessageError("A receipt was refused: a newer one was there before.", "replayed")
+                raise MessageError(
+                    "A receipt was refused: a newer one was there before.", "replayed"
+                )
             self._kept[receipts.peer] = _Kept(receipts, sealed, place)
             if len(self._kept) > MAX_PEERS:  # first who confirms nothing
-                del self._kept[next((peer for peer in self._kept if peer not in self._took), next(iter(self._kept)))]
+                del self._kept[
+                    next(
+                        (peer for peer in self._kept if peer not in self._took),
+                        next(iter(self._kept)),
+                    )
+                ]
 
     def partners(self) -> dict[str, tuple[Work, str]]:
         """Return by peer id what each partner confirms, and its address range."""
         with self._lock:
             found = {
-                peer: (confirmed(kept.receipts.of(self.me) or Work(), self._took.get(peer, Work()), *self._made), kept.place)
+                peer: (
+                    confirmed(
+                        kept.receipts.of(self.me) or Work(),
+                        self._took.get(peer, Work()),
+                        *self._made,
+                    ),
+                    kept.place,
+                )
                 for peer, kept in self._kept.items()
             }
             return {peer: (work, place) for peer, (work, place) in found.items() if any(work)}
@@ -182,7 +230,10 @@ class Tally:
             **total(work for work, _ in partners.values())._asdict(),
             "partners": len(partners),
             "ranges": len({place for _, place in partners.values()}),
-            "of": [{"peer": peer, "range": place, **work._asdict()} for peer, (work, place) in sorted(partners.items())],
+            "of": [
+                {"peer": peer, "range": place, **work._asdict()}
+                for peer, (work, place) in sorted(partners.items())
+            ],
         }
 
     def save(self) -> None:
@@ -191,8 +242,17 @@ class Tally:
             return
         with self._saving:
             with self._lock:
-                kept = [[base64.b64encode(one.sealed).decode(), one.place] for one in self._kept.values()]
-                content = {"peer": self.me, "swarm": self.swarm, "made": self._made, "took": dict(self._took), "kept": kept}
+                kept = [
+                    [base64.b64encode(one.sealed).decode(), one.place]
+                    for one in self._kept.values()
+                ]
+                content = {
+                    "peer": self.me,
+                    "swarm": self.swarm,
+                    "made": self._made,
+                    "took": dict(self._took),
+                    "kept": kept,
+                }
             try:
                 replace_file(self._path, json.dumps(content))
             except OSError as error:
@@ -221,7 +281,9 @@ def _read(path: Path) -> Any:
             f"There is no tally in {str(path.parent)!r}: its node writes one once others have exchanged with it."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise TallyError(f"The tally {str(path)!r} cannot be read ({type(error).__name__}): its node writes it anew.") from None
+        raise TallyError(
+            f"The tally {str(path)!r} cannot be read ({type(error).__name__}): its node writes it anew."
+        ) from None
 
 
 def saved_tally(folder: Path) -> Tally:

@@ -78,7 +78,11 @@ class PartitionDetector:
         self.suspected: SuspectedPartition | None = None
 
     def look(
-        self, members: Mapping[str, Member], left: Collection[str], now: float, belongs: Callable[[str], bool] = lambda peer: True
+        self,
+        members: Mapping[str, Member],
+        left: Collection[str],
+        now: float,
+        belongs: Callable[[str], bool] = lambda peer: True,
     ) -> list[str]:
         """Note the members in view and those that left on purpose; return what to report, in sentences.
 
@@ -95,13 +99,24 @@ class PartitionDetector:
             seen = self._seen[peer]
             if seen.missing_since is None:
                 seen.missing_since = now
-            if peer in left or peer == self._me or not belongs(peer) or now - seen.missing_since > FORGET:
+            if (
+                peer in left
+                or peer == self._me
+                or not belongs(peer)
+                or now - seen.missing_since > FORGET
+            ):
                 del self._seen[peer]
         before, self.suspected = self.suspected, self._suspect(members, now)
-        if self.suspected is not None and (before is None or set(self.suspected.names) - set(before.names)):
+        if self.suspected is not None and (
+            before is None or set(self.suspected.names) - set(before.names)
+        ):
             return [str(self.suspected)]
         if before is not None and (returned := sorted(set(back) & set(before.names))):
-            still = f"; {len(self.suspected.names)} are still missing" if self.suspected is not None else ""
+            still = (
+                f"; {len(self.suspected.names)} are still missing"
+                if self.suspected is not None
+                else ""
+            )
             return [f"together again with {_some(returned)}{still}"]
         return []
 
@@ -109,18 +124,27 @@ class PartitionDetector:
         return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
 
     def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
-        missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
+        missing = sorted(
+            (seen for seen in self._seen.values() if self._confirmed(seen, now)),
+            key=lambda seen: seen.heard,
+        )
         first, longest = 0, slice(0)
         for last, seen in enumerate(missing):
             while seen.heard - missing[first].heard > WITHIN:
                 first += 1
-            longest = max(longest, slice(first, last + 1), key=lambda part: part.stop - (part.start or 0))
+            longest = max(
+                longest, slice(first, last + 1), key=lambda part: part.stop - (part.start or 0)
+            )
         together = missing[longest]
         alone = not members.keys() - {self._me}
         if len(together) < 2 and not (together and alone):
             return None
         names = tuple(sorted(seen.name for seen in together))
-        return SuspectedPartition(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)
+        return SuspectedPartition(
+            names,
+            len(members.keys() | {self._me}) + len(names),
+            together[-1].heard - together[0].heard,
+        )
 
 
 SEVERAL = 3  # rounds in a row without a partner that are worth a sentence
@@ -151,7 +175,9 @@ class Diagnosis:
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said, self._news = Repeats(clock), deque[Notice](maxlen=KEPT)
         self._without = 0  # exchanges in a row without a partner, not counting those in which the number of members was odd
-        self._partnerless: tuple[str, int] | None = None  # the reason, and for how many rounds by now
+        self._partnerless: tuple[str, int] | None = (
+            None  # the reason, and for how many rounds by now
+        )
         self._refused = Counter[str]()
 
     def waited(self, seconds: float) -> None:
@@ -162,7 +188,12 @@ class Diagnosis:
         """Follow an exchange; return why it had no partner, if so. ``odd``: the number of members was, which is no fault."""
         if len(info.members) > 1:
             if self._said.over(*PARTNERLESS):
-                self._news.append(Notice("partner", f"rounds have partners again, after {self._without // fragments} without"))
+                self._news.append(
+                    Notice(
+                        "partner",
+                        f"rounds have partners again, after {self._without // fragments} without",
+                    )
+                )
             self._without, self._partnerless = 0, None
             return ""
         reason, why = self._why(info, model, odd)
@@ -177,7 +208,9 @@ class Diagnosis:
 
     def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
         """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in words."""
-        others = {peer: member for peer, member in self._directory.members().items() if peer != self._me}
+        others = {
+            peer: member for peer, member in self._directory.members().items() if peer != self._me
+        }
         if failures := self.stats.failures(info.key):
             peer, kind = failures[-1]
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
@@ -190,7 +223,10 @@ class Diagnosis:
             peer, last = passed[-1]
             what = "held training for too long" if last is None else FAILED[last]
             more = f", as {len(passed) - 1} more are" if len(passed) > 1 else ""
-            return last or "timeout", f"{_name(peer, others)} {what} before, and is passed over for a while{more}"
+            return (
+                last or "timeout",
+                f"{_name(peer, others)} {what} before, and is passed over for a while{more}",
+            )
         return "taken", PARTNERLESS["taken"][0]
 
     def rejected(self, updates: Sequence[RejectedUpdate]) -> None:
@@ -198,13 +234,17 @@ class Diagnosis:
         members = self._directory.everyone() if updates else {}
         for update in updates:
             what = f"refused what {_name(update.peer, members)} sent in round {update.key.round}: {update}"
-            self._news.append(Notice("update", f"{what}; if you trust all peers, set {update.unless}"))
+            self._news.append(
+                Notice("update", f"{what}; if you trust all peers, set {update.unless}")
+            )
 
     def refused(self, counts: Mapping[str, int]) -> None:
         """Note how many streams, calls and records of others were refused so far, by reason."""
         if (since := Counter(counts) - self._refused) and self._said.due("refusals", REFUSED_S):
             self._refused = Counter(counts)
-            self._news.append(Notice("refused", f"refused of others since the last such line: {listed(since)}"))
+            self._news.append(
+                Notice("refused", f"refused of others since the last such line: {listed(since)}")
+            )
 
     def apart(self, peers: Collection[str], members: Mapping[str, Member], gives_way: bool) -> None:
         """Note that the weights of ``peers`` differ from this node's; once for each event."""
@@ -217,7 +257,9 @@ class Diagnosis:
             if gives_way
             else f"the weights of {them} differ from this node's, and are to give way to them"
         )
-        said = f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members"
+        said = (
+            f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members"
+        )
         self._news.append(Notice("weights", said))
 
     def details(self) -> dict[str, Any]:
@@ -250,7 +292,10 @@ def _name(peer: str, members: Mapping[str, Member]) -> str:
 
 def listed(counts: Mapping[str, int]) -> str:
     """Return counts by reason for people, the most frequent first."""
-    return ", ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+    return ", ".join(
+        f"{count} x {reason}"
+        for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    )
 
 
 MBIT = 125_000  # bytes
@@ -265,14 +310,21 @@ class LagReport:
     """
 
     def __init__(
-        self, opt: OuterOptimizer, rate: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.monotonic
+        self,
+        opt: OuterOptimizer,
+        rate: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._opt, self._rate, self._said = opt, rate, Repeats(clock)
         self.late = 0
         """Exchanges so far that came after their lag."""
         self._waits: deque[float] = deque(maxlen=FULL)
-        self._rounds: deque[tuple[int, float, int]] = deque(maxlen=FULL)  # bytes sent, seconds of computing, inner steps
-        self._over: tuple[float, int] | None = None  # when the last exchange was applied, and after how many inner steps
+        self._rounds: deque[tuple[int, float, int]] = deque(
+            maxlen=FULL
+        )  # bytes sent, seconds of computing, inner steps
+        self._over: tuple[float, int] | None = (
+            None  # when the last exchange was applied, and after how many inner steps
+        )
 
     def on_round(self, info: RoundInfo, wait_s: float, sent: int = 0) -> None:
         """Note an exchange that was applied; training stood still for ``wait_s`` seconds since the one before, and this node sent
@@ -285,7 +337,12 @@ class LagReport:
             self._rounds.append((sent, now - over[0] - wait_s, info.step - over[1]))
         else:
             self._rounds.clear()
-        if len(info.members) > 1 and wait_s > WAITED_S and self._opt.lag_auto and self._opt.lag >= self._opt.schedule.every:
+        if (
+            len(info.members) > 1
+            and wait_s > WAITED_S
+            and self._opt.lag_auto
+            and self._opt.lag >= self._opt.schedule.every
+        ):
             self._waits.append(wait_s)
         else:
             self._waits.clear()
@@ -306,10 +363,21 @@ class LagReport:
 
     def _too_slow(self) -> str:
         rate = self._rate()
-        nbytes, seconds, steps = (sum(part) for part in zip(*self._rounds, strict=True)) if self._rounds else (0, 0.0, 0)
-        if rate is None or len(self._rounds) < FULL or nbytes <= rate * seconds or seconds <= 0 or steps <= 0:
+        nbytes, seconds, steps = (
+            (sum(part) for part in zip(*self._rounds, strict=True)) if self._rounds else (0, 0.0, 0)
+        )
+        if (
+            rate is None
+            or len(self._rounds) < FULL
+            or nbytes <= rate * seconds
+            or seconds <= 0
+            or steps <= 0
+        ):
             return ""
-        every, params = self._opt.schedule.every, sum(math.prod(shape) for shape in self._opt.shapes)
+        every, params = (
+            self._opt.schedule.every,
+            sum(math.prod(shape) for shape in self._opt.shapes),
+        )
         fits = math.ceil(every * nbytes / seconds / (BUSY * rate))
         return (
             f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send {nbytes / seconds / MBIT:.2g} Mbit/s for "

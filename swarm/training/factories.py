@@ -65,16 +65,35 @@ def make_exchange(
     model: str,
 ) -> PairExchange | GroupExchange:
     """Return the exchange of the swarm's method for its optimizer."""
-    host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
+    host, identity, swarm, directory = (
+        membership.host,
+        membership.identity,
+        membership.swarm,
+        membership.directory,
+    )
     context = PeerContext(
         host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred, directory.everyone
     )  # fmt: skip
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts, fragments = ExchangeTimeouts(outer.wait_s, trial=trial), opt.fragments
     if outer.row.group == "everyone":
-        return GroupExchange(context, timeouts, fragments=fragments, max_group=MAX_GROUP, follow=outer.row.follows, screen=screen)
+        return GroupExchange(
+            context,
+            timeouts,
+            fragments=fragments,
+            max_group=MAX_GROUP,
+            follow=outer.row.follows,
+            screen=screen,
+        )
     overlap = opt.lag > 0  # training goes on meanwhile
-    return PairExchange(context, timeouts, fragments=fragments, overlap=overlap, departed=directory.departed, screen=screen)
+    return PairExchange(
+        context,
+        timeouts,
+        fragments=fragments,
+        overlap=overlap,
+        departed=directory.departed,
+        screen=screen,
+    )
 
 
 WEIGHTS = {"equal": equal, "tokens": by_tokens, "rate": by_rate}
@@ -118,7 +137,9 @@ def make_outer(
             **settings.knobs() | options,
         )
     except ValueError as error:
-        raise OuterError(f"The outer settings cannot be used for {settings.method!r}: {error}.") from error
+        raise OuterError(
+            f"The outer settings cannot be used for {settings.method!r}: {error}."
+        ) from error
     except OSError as error:
         raise OuterError(
             f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} ({error.strerror}): free some space, "
@@ -155,7 +176,9 @@ class StepRate:
         return median_high(self._rates) if self._rates else 0.0
 
 
-def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], Iterable[float]]) -> RoundLength:
+def round_length(
+    setting: str, clock: Callable[[], float], speeds: Callable[[], Iterable[float]]
+) -> RoundLength:
     """Return the length of a round that ``outer.round`` asks for.
 
     ``clock``: Unix seconds, the same for all peers. ``speeds``: `announced_speeds`, for seconds:auto.
@@ -177,13 +200,19 @@ def announced_speeds(membership: Membership) -> list[float]:
     has three; before that 256 times beyond what its own does.
     """
     members, partner = membership.directory.members(), membership.host.resource_manager.partner
-    own = [member.steps_per_s for peer, member in members.items() if peer == membership.identity.peer_id]
+    own = [
+        member.steps_per_s
+        for peer, member in members.items()
+        if peer == membership.identity.peer_id
+    ]
     partners = [member.steps_per_s for peer, member in members.items() if partner(peer)]
     known, most = ([*partners, *own], 1 / USEFUL) if len(partners) >= FEW else (own, QUICKER)
     return bounded_speeds([member.steps_per_s for member in members.values()], known, most)
 
 
-def steps_of_rounds(settings: OuterSettings, rounds: int, members: Iterable[Member], met: Mapping[str, str]) -> int | None:
+def steps_of_rounds(
+    settings: OuterSettings, rounds: int, members: Iterable[Member], met: Mapping[str, str]
+) -> int | None:
     """Return the inner steps of a node in so many ``rounds``; None if that depends on speeds, and no member says its own.
 
     Rounds of tokens and of seconds are measured by the lower median of what ``members`` say, with one vote for each address range
@@ -194,7 +223,14 @@ def steps_of_rounds(settings: OuterSettings, rounds: int, members: Iterable[Memb
         return rounds * (settings.resolved().every or 1)
     known = [member for member in members if member.steps_per_s > 0]
     if unit == "tokens":
-        per_step = of_ranges(((one.peer, one.tokens_per_s / one.steps_per_s) for one in known if one.tokens_per_s > 0), met)
+        per_step = of_ranges(
+            (
+                (one.peer, one.tokens_per_s / one.steps_per_s)
+                for one in known
+                if one.tokens_per_s > 0
+            ),
+            met,
+        )
         return int(rounds * (amount or 0) / median_low(per_step)) if per_step else None
     speeds = of_ranges(((one.peer, one.steps_per_s) for one in known), met)
     return int(rounds * (amount or agreed_seconds(speeds)) * median_low(speeds)) if speeds else None
@@ -231,17 +267,35 @@ class LossTrial:
         log: Callable[[str], None],
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+        shared = {
+            id(parameter): parameter
+            for parameter in model.parameters()
+            if not parameter.requires_grad
+        }
         self._model = copy.deepcopy(model, shared).eval()
-        self._params = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._task_loss, self._batches, self._opt, self._autocast, self._log = loss, batches, opt, autocast, log
+        self._params = [
+            parameter for parameter in self._model.parameters() if parameter.requires_grad
+        ]
+        self._task_loss, self._batches, self._opt, self._autocast, self._log = (
+            loss,
+            batches,
+            opt,
+            autocast,
+            log,
+        )
         self._device = next((parameter.device for parameter in self._params), torch.device("cpu"))
-        self._lock, self._begin, self._stream = threading.Lock(), current_device(), Beside(self._device)
+        self._lock, self._begin, self._stream = (
+            threading.Lock(),
+            current_device(),
+            Beside(self._device),
+        )
         self._left = self._untried = 0
         """Contributions that count untried from now on, and how many they were after the last trial."""
 
     @torch.no_grad()
-    def __call__(self, fragment: int, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float, float] | None:
+    def __call__(
+        self, fragment: int, own: Sequence[Tensor], theirs: Sequence[Tensor]
+    ) -> tuple[float, float, float] | None:
         """Return the losses of this node's weights, of the mean with the other's, and of the other's, on the same fresh batches.
 
         None without batches, and where the contribution counts untried.
@@ -254,19 +308,35 @@ class LossTrial:
             try:
                 return self._losses(fragment, own, theirs)
             except Exception as error:  # a task's own has what went wrong as its cause
-                if not any(isinstance(one, torch.OutOfMemoryError) for one in (error, error.__cause__)):
+                if not any(
+                    isinstance(one, torch.OutOfMemoryError) for one in (error, error.__cause__)
+                ):
                     raise
                 self._break_off(f"found no memory on {self._device}")
                 return None
 
-    def _losses(self, fragment: int, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float, float] | None:
+    def _losses(
+        self, fragment: int, own: Sequence[Tensor], theirs: Sequence[Tensor]
+    ) -> tuple[float, float, float] | None:
         until = time.monotonic() + TOO_LONG_S
         places = self._opt.positions(fragment)
         others = {*range(len(self._params))}.difference(places)
         with self._stream.before():  # which changes the slow weights, where they are on the device
-            self._copy({place: self._opt.slow[place] for place in others if self._opt.slow[place].device == self._device})
+            self._copy(
+                {
+                    place: self._opt.slow[place]
+                    for place in others
+                    if self._opt.slow[place].device == self._device
+                }
+            )
         with self._stream.after():
-            self._copy({place: self._opt.slow[place] for place in others if self._opt.slow[place].device != self._device})
+            self._copy(
+                {
+                    place: self._opt.slow[place]
+                    for place in others
+                    if self._opt.slow[place].device != self._device
+                }
+            )
             mine, other = self._weights(places, own), self._weights(places, theirs)
             batches = list(islice(self._batches, BATCHES))
             if not batches:
@@ -304,4 +374,6 @@ class LossTrial:
 
     def _loss(self, batches: Sequence[object]) -> float:
         with self._autocast():
-            return sum(float(self._task_loss(self._model, batch)) for batch in batches) / len(batches)
+            return sum(float(self._task_loss(self._model, batch)) for batch in batches) / len(
+                batches
+            )

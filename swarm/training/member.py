@@ -55,13 +55,28 @@ class OuterSync:
         screen: DistanceScreen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._opt, self._exchange, self._screen, self._directory = opt, exchange, screen, membership.directory
+        self._opt, self._exchange, self._screen, self._directory = (
+            opt,
+            exchange,
+            screen,
+            membership.directory,
+        )
         host, me = membership.host, membership.identity.peer_id
         shapes = opt.shapes
-        host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        host.resource_manager.meter(
+            CHUNKS_PROTOCOL,
+            max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1),
+        )
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
         self._resynchronizer = Resynchronizer(
-            membership, model, self._server, opt, exchange.stats, self._took_over, clock, lambda: exchange.evidence.partners
+            membership,
+            model,
+            self._server,
+            opt,
+            exchange.stats,
+            self._took_over,
+            clock,
+            lambda: exchange.evidence.partners,
         )
         self._drift = DriftDetector(me, model, MAX_GROUP)
         self._restarts = opt.restarts
@@ -71,7 +86,9 @@ class OuterSync:
     def begin_from(self, state: State) -> None:
         """Take over the weights and the round of ``state``: of a swarm that is under way, or those that it begins with."""
         round = in_step(self._opt, state)
-        self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
+        self._opt.adopt(
+            state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied
+        )
         if state.round > 0:
             self._opt.listen()  # others' weights, not yet trained here: the first round has weight 0
         self._resynchronizer.joined(state)
@@ -84,7 +101,9 @@ class OuterSync:
         one, the exchange would send ahead a partner that calls for them before.
         """
         opt = self._opt
-        begun_anew = itertools.chain.from_iterable(opt.in_flight(fragment) for fragment in range(opt.fragments))
+        begun_anew = itertools.chain.from_iterable(
+            opt.in_flight(fragment) for fragment in range(opt.fragments)
+        )
         self._exchange.next_round = min(begun_anew, default=opt.round)
 
     def on_round(self, info: RoundInfo) -> None:
@@ -97,20 +116,26 @@ class OuterSync:
         self._exchange.next_round = opt.round
         if (ahead_of := self._exchange.back(opt.round)) is not None:
             log.warning(
-                "no other peer is near round %d: this node goes back to round %d, where the others are", opt.round, ahead_of
+                "no other peer is near round %d: this node goes back to round %d, where the others are",
+                opt.round,
+                ahead_of,
             )
             opt.go_back(ahead_of)
             self._drift.moved()
         if behind:  # the contribution was counted in another round than its own
             self._drift.moved()
         elif opt.anchored and info.key.fragment < opt.fragments:
-            self._drift.finished(info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment))
+            self._drift.finished(
+                info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment)
+            )
         split = None
         # A node that knows that its weights have diverged, or that was alone just now, knows why they differ.
         explained = behind or len(info.members) < 2 or self._resynchronizer.diverged
         if opt.anchored and info.key.fragment < opt.fragments and not explained:
             members = self._directory.members()
-            split = self._drift.split(members, self._exchange.sketches, self._exchange.evidence.partners)
+            split = self._drift.split(
+                members, self._exchange.sketches, self._exchange.evidence.partners
+            )
             self.diagnosis.apart(self._drift.apart, members, split is not None)
         self._resynchronizer.on_round(info, behind=behind, split=split)
 
@@ -139,11 +164,15 @@ class OuterSync:
     def _state(self) -> State:
         opt = self._opt
         slow, shared = opt.slow, opt.shared
-        applied = [min(applied, opt.round) for applied in opt.applied]  # later ones may end after it went back
+        applied = [
+            min(applied, opt.round) for applied in opt.applied
+        ]  # later ones may end after it went back
         return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
 
     def _sketch(self) -> Sketch | None:
-        return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights
+        return (
+            None if self._resynchronizer.diverged else self._drift.newest
+        )  # no peer should give way to diverged weights
 
     def _took_over(self) -> None:
         self._drift.moved()
@@ -153,7 +182,13 @@ class OuterSync:
 
 LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
 STANDING = Rates()
-PROGRESS = ("state", "round", "step", "loss", "steps_per_s")  # what a member's record and its status both have
+PROGRESS = (
+    "state",
+    "round",
+    "step",
+    "loss",
+    "steps_per_s",
+)  # what a member's record and its status both have
 
 
 @dataclass(frozen=True)
@@ -221,7 +256,9 @@ class TrainingMember:
         return [*self.sync.diagnosis.news(), *self.lag_report.news(), *own]
 
     def serve(self) -> None:
-        self._sync = OuterSync(self._membership, self._model, self._opt, self.exchange, self._screen, self._clock)
+        self._sync = OuterSync(
+            self._membership, self._model, self._opt, self.exchange, self._screen, self._clock
+        )
 
     def begin(self, state: State | None = None) -> None:
         """Start from ``state``, the swarm's weights, or from what the optimizer holds; before the first step."""
@@ -232,7 +269,9 @@ class TrainingMember:
             self.sync.begin_from(state)
         self.sync.begin()
 
-    def fields(self, state: DirectoryState, loss: float | None, steps_per_s: float) -> dict[str, Any]:
+    def fields(
+        self, state: DirectoryState, loss: float | None, steps_per_s: float
+    ) -> dict[str, Any]:
         """Return the fields of this peer's ``Member`` record, but for who it is and where."""
         return {
             "name": self._name,
@@ -247,10 +286,16 @@ class TrainingMember:
             "version": SHOAL_VERSION,
         }
 
-    def announce(self, state: DirectoryState, loss: float | None = None, rates: Rates = STANDING) -> None:
+    def announce(
+        self, state: DirectoryState, loss: float | None = None, rates: Rates = STANDING
+    ) -> None:
         """Publish where training is and how fast: to those who watch, and in the directory. Returns at once."""
         fields = self.fields(state, loss, rates.steps_per_s)
-        speed = {"tokens_per_s": rate(rates.tokens_per_s), "mfu": share(rates.mfu), **self.lag_report.details()}
+        speed = {
+            "tokens_per_s": rate(rates.tokens_per_s),
+            "mfu": share(rates.mfu),
+            **self.lag_report.details(),
+        }
         if self.reporter is not None:
             self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
         details = {} if self._sync is None else self._sync.diagnosis.details()
@@ -267,10 +312,26 @@ class TrainingMember:
         self._screen.newcomers.see(self._membership.directory.members())
         traffic, waited = self._membership.host.traffic, self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
-        odd, diagnosis, rejections = self.exchange.stats.odd, self.sync.diagnosis, self._screen.rejections()
+        odd, diagnosis, rejections = (
+            self.exchange.stats.odd,
+            self.sync.diagnosis,
+            self._screen.rejections(),
+        )
         why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd > self._odd)
-        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd, why)
-        self._sent, self._received, self._waited, self._odd = traffic.sent, traffic.received, waited, odd
+        report = RoundReport(
+            traffic.sent - self._sent,
+            traffic.received - self._received,
+            wait_s,
+            rejections,
+            odd > self._odd,
+            why,
+        )
+        self._sent, self._received, self._waited, self._odd = (
+            traffic.sent,
+            traffic.received,
+            waited,
+            odd,
+        )
         diagnosis.waited(wait_s)
         diagnosis.rejected(rejections)
         self.lag_report.on_round(info, wait_s, report.sent)
@@ -278,7 +339,9 @@ class TrainingMember:
 
     def _range(self, peer: str) -> str:
         member = self._membership.directory.members().get(peer)
-        return range_met(peer, member.addresses if member is not None else (), self._membership.host.met)
+        return range_met(
+            peer, member.addresses if member is not None else (), self._membership.host.met
+        )
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
         """Send what a round came to, to those who watch. ``loss``: this node's training loss, nats."""

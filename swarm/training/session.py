@@ -58,7 +58,14 @@ from shoal.swarm.training.factories import (
     steps_of_rounds,
 )
 from shoal.swarm.training.member import RoundReport, TrainingMember
-from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
+from shoal.swarm.training.session_setup import (
+    EPOCH_S,
+    SessionError,
+    SessionExchange,
+    begin,
+    new_swarm,
+    parameters_of,
+)
 from shoal.swarm.training.shard import Shard, least_used
 
 if TYPE_CHECKING:
@@ -86,10 +93,23 @@ class Session:
     ) -> None:
         self._membership, self._name, self._first = membership, name, first
         everyone = membership.directory.members()
-        of, peer, seed = membership.manifest.shards, membership.identity.peer_id, membership.manifest.train.seed
+        of, peer, seed = (
+            membership.manifest.shards,
+            membership.identity.peer_id,
+            membership.manifest.train.seed,
+        )
         shard = Shard(least_used(everyone, of, peer), of, seed)
         manifest = membership.manifest
-        self._prepare(manifest.outer, manifest.fragment_of, shard, membership.swarm, params, model, ranks, channel)
+        self._prepare(
+            manifest.outer,
+            manifest.fragment_of,
+            shard,
+            membership.swarm,
+            params,
+            model,
+            ranks,
+            channel,
+        )
 
     def _prepare(
         self,
@@ -102,12 +122,21 @@ class Session:
         ranks: Ranks | None,
         channel: Channel | None,
     ) -> None:
-        self._swarm, self._params, self._model, self._ranks, self._channel = swarm, params, model, ranks, channel
+        self._swarm, self._params, self._model, self._ranks, self._channel = (
+            swarm,
+            params,
+            model,
+            ranks,
+            channel,
+        )
         if fragment_of and len(fragment_of) != len(params):
             raise SessionError(
                 f"The swarm's manifest divides {len(fragment_of)} parameters into fragments, not {len(params)}: make it anew."
             )
-        self._fragments = [[p for p, at in zip(params, fragment_of, strict=True) if at == n] for n in sorted({*fragment_of})]
+        self._fragments = [
+            [p for p, at in zip(params, fragment_of, strict=True) if at == n]
+            for n in sorted({*fragment_of})
+        ]
         self.settings: OuterSettings = settings
         """The swarm's settings of averaging."""
         self.seed: int = shard.seed
@@ -149,7 +178,10 @@ class Session:
         """
         if self._opt is None:
             return 0
-        rounds, members = self._opt.round // self._opt.fragments, self._membership.directory.members().values()
+        rounds, members = (
+            self._opt.round // self._opt.fragments,
+            self._membership.directory.members().values(),
+        )
         return steps_of_rounds(self.settings, rounds, members, self._membership.host.met) or 0
 
     def exchange(self) -> SessionExchange:
@@ -158,14 +190,23 @@ class Session:
             opt = self._expected()
             inner = self._real_exchange(opt)
             params = opt.parameters
-            parts = [[params[index] for index in opt.positions(number)] for number in range(opt.fragments)]
-            self._exchange = SessionExchange(inner, self._attach, self._ordered, parts, opt.codec.fresh())
+            parts = [
+                [params[index] for index in opt.positions(number)]
+                for number in range(opt.fragments)
+            ]
+            self._exchange = SessionExchange(
+                inner, self._attach, self._ordered, parts, opt.codec.fresh()
+            )
         return self._exchange
 
     def _real_exchange(self, opt: OuterOptimizer) -> PairExchange | GroupExchange:
-        return make_exchange(self._membership, self.settings, self._screen, opt, seed=self.seed, model=self._digest)
+        return make_exchange(
+            self._membership, self.settings, self._screen, opt, seed=self.seed, model=self._digest
+        )
 
-    def optimizer(self, inner: Inner | None = None, *, resume: dict[str, Any] | None = None, **options: Any) -> OuterOptimizer:
+    def optimizer(
+        self, inner: Inner | None = None, *, resume: dict[str, Any] | None = None, **options: Any
+    ) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
 
         Without ``inner`` its ``step`` does the outer part alone: call it after each step that other code has taken.
@@ -175,10 +216,16 @@ class Session:
         Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do, and ValueError if ``resume`` does not fit.
         """
         if resume is not None and self._ranks is not None:
-            raise SessionError("An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.orders instead.")
+            raise SessionError(
+                "An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.orders instead."
+            )
         if unknown := options.keys() - {"slow_device", "on_round", "ranks"}:
             name = sorted(unknown)[0]
-            has = {**self.settings.knobs(), "method": self.settings.method, "codec": self.settings.codec}
+            has = {
+                **self.settings.knobs(),
+                "method": self.settings.method,
+                "codec": self.settings.codec,
+            }
             raise SessionError(
                 f"The swarm's settings decide {name}, which is {has[name]}: leave it out."
                 if name in has
@@ -186,7 +233,11 @@ class Session:
             )
         own = [] if resume is None else [p.detach().clone() for p in self._params]
         # One that is unfrozen later is trained by the caller, and averaged with nobody: it must be seen.
-        frozen = () if self._model is None else (p for p in self._model.parameters() if not p.requires_grad)
+        frozen = (
+            ()
+            if self._model is None
+            else (p for p in self._model.parameters() if not p.requires_grad)
+        )
         made = Stepped([*self._params, *frozen]) if inner is None else inner
         opt = self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
         if resume is not None and resume["round"] >= opt.round:
@@ -195,13 +246,19 @@ class Session:
                     parameter.copy_(weights)
             opt.load_state_dict(resume)
         elif resume is not None:
-            log.warning("the swarm is at round %d, beyond the saved %d: took over its weights", opt.round, resume["round"])
+            log.warning(
+                "the swarm is at round %d, beyond the saved %d: took over its weights",
+                opt.round,
+                resume["round"],
+            )
             opt.inner.load_state_dict(resume["inner"])
         return opt
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if not self._fragments and self._model is None and (self.settings.fragments or 1) > 1:
-            raise SessionError("The swarm cuts the model by layer: hand in the module as state, not a list of its parameters.")
+            raise SessionError(
+                "The swarm cuts the model by layer: hand in the module as state, not a list of its parameters."
+            )
         place = options.pop("slow_device", "cpu")
         device = place if isinstance(place, Path) else torch.device(place)
         length = round_length(self.settings.round, time.time, self._speeds)
@@ -216,7 +273,9 @@ class Session:
             **options,
         )
 
-    def try_partners(self, loss: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]) -> None:
+    def try_partners(
+        self, loss: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]
+    ) -> None:
         """Try a partner's weights on two of ``batches`` before they count, if the swarm's settings have ``check_loss``.
 
         Call it once the session has its optimizer; without it all weights count untried. ``loss(model, batch)`` is called in
@@ -227,11 +286,17 @@ class Session:
         if not self.settings.check_loss:
             return
         if self._ranks is not None:
-            log.warning("this peer counts partners' weights untried (outer.check_loss), for no rank has all of its own")
+            log.warning(
+                "this peer counts partners' weights untried (outer.check_loss), for no rank has all of its own"
+            )
             return
         if self._model is None or self._opt is None:
-            raise SessionError("Trying partners needs the module as state, and the session's optimizer: make it first.")
-        self._screen.loss_check = LossCheck(LossTrial(loss, iter(batches), self._model, self._opt, log.warning))
+            raise SessionError(
+                "Trying partners needs the module as state, and the session's optimizer: make it first."
+            )
+        self._screen.loss_check = LossCheck(
+            LossTrial(loss, iter(batches), self._model, self._opt, log.warning)
+        )
 
     def _expected(self) -> OuterOptimizer:
         """Return an optimizer with the swarm's settings that holds no memory."""
@@ -245,7 +310,9 @@ class Session:
     def _ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return an optimizer's parameters in the order of the state, which all peers have, whatever their groups."""
         if self._closed:
-            raise SessionError("This session is over, so an optimizer would have no partners: begin another session for it.")
+            raise SessionError(
+                "This session is over, so an optimizer would have no partners: begin another session for it."
+            )
         if self._opt is not None:
             raise SessionError(
                 "This session has its optimizer already: train on with that one, hand several inner optimizers in together "
@@ -275,7 +342,10 @@ class Session:
         named = () if self._model is None else self._model.named_parameters()
         names: dict[Tensor, str] = {parameter: repr(name) for name, parameter in named}
         for index, parameter in enumerate(self._params):
-            yield names.get(parameter, f"number {index} of shape {tuple(parameter.shape)}"), parameter
+            yield (
+                names.get(parameter, f"number {index} of shape {tuple(parameter.shape)}"),
+                parameter,
+            )
 
     def _attach(self, opt: OuterOptimizer) -> None:
         """Become a member; called while ``opt`` is made, of the parameters that ``_ordered`` returned."""
@@ -315,7 +385,13 @@ class Session:
         assert self._opt is not None
         membership, opt = self._membership, self._opt
         self._member = member = TrainingMember(
-            membership, opt, self._exchange.inner, self._screen, model=self._digest, name=self._name, shard=self.shard
+            membership,
+            opt,
+            self._exchange.inner,
+            self._screen,
+            model=self._digest,
+            name=self._name,
+            shard=self.shard,
         )
         begin(membership, self._digest, opt, member, self._announce, first=self._first)
         member.reporter = StatusReporter(membership, self._name)
@@ -338,7 +414,11 @@ class Session:
         now, waited = time.monotonic(), member.exchange.waited
         if opt.steps > self._since:
             busy = now - self._announced - (waited - self._waited)
-            steps, tokens, self._tokens = opt.steps - self._since, opt.tokens - self._tokens, opt.tokens
+            steps, tokens, self._tokens = (
+                opt.steps - self._since,
+                opt.tokens - self._tokens,
+                opt.tokens,
+            )
             self.rates = Rates(self._speed.add(steps, busy), self._tokens_speed.add(tokens, busy))
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
 
@@ -368,7 +448,10 @@ class Session:
         assert self._opt is not None
         opt = self._opt
         if self._member.after_step():
-            log.info("missed a round, and took over the swarm's weights at round %d", opt.round // opt.fragments)
+            log.info(
+                "missed a round, and took over the swarm's weights at round %d",
+                opt.round // opt.fragments,
+            )
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")
             for notice in self._member.news():
@@ -387,10 +470,21 @@ class Session:
         reason (`Membership.refused`), and what others have ``confirmed`` of its work (`shoal.swarm.topics.tally.Tally.report`).
         """
         membership, directory = self._membership, self._membership.directory
-        found = overview(membership.swarm, membership.manifest, directory.members(), time.time(), directory.size())
+        found = overview(
+            membership.swarm,
+            membership.manifest,
+            directory.members(),
+            time.time(),
+            directory.size(),
+        )
         reporter = None if self._member is None else self._member.reporter
         mine = {} if reporter is None else {"confirmed": reporter.tally.report()}
-        return {**found, "peer": membership.identity.peer_id, "refused": membership.refused(), **mine}
+        return {
+            **found,
+            "peer": membership.identity.peer_id,
+            "refused": membership.refused(),
+            **mine,
+        }
 
     def finish(self) -> None:
         """Wait for pending exchanges, and average once more if the swarm does; once, after the last step. ``with`` does it too."""
@@ -417,7 +511,12 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 self.finish()
@@ -431,11 +530,25 @@ class FollowingSession(Session):
     """The session of a rank besides rank 0: without a network, it does between two steps what rank 0 orders."""
 
     def __init__(
-        self, facts: Mapping[str, Any], params: list[Tensor], model: nn.Module | None, ranks: Ranks, channel: Channel
+        self,
+        facts: Mapping[str, Any],
+        params: list[Tensor],
+        model: nn.Module | None,
+        ranks: Ranks,
+        channel: Channel,
     ) -> None:
         self._orders = channel
         settings = OuterSettings.model_validate_json(facts["settings"])
-        self._prepare(settings, facts["fragment_of"], Shard(*facts["shard"]), facts["swarm"], params, model, ranks, None)
+        self._prepare(
+            settings,
+            facts["fragment_of"],
+            Shard(*facts["shard"]),
+            facts["swarm"],
+            params,
+            model,
+            ranks,
+            None,
+        )
 
     def _no_network(self) -> SessionError:
         assert self._ranks is not None
@@ -545,7 +658,9 @@ def join(
         try:
             membership.directory.refresh(READ_S)
             if membership.manifest.outer.alone:
-                raise SessionError("The peers of this swarm share no weights (method none): join it with `shoal join`.")
+                raise SessionError(
+                    "The peers of this swarm share no weights (method none): join it with `shoal join`."
+                )
             check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
         except BaseException:
             membership.close()
@@ -568,7 +683,11 @@ def _session(
     if ranks is None:
         params, name, channel = _whole_parameters(state), _name(node), None
     else:
-        params, name, channel = _parameters_of_all(state, ranks), ranks.alike(lambda: _name(node)), Channel(ranks)
+        params, name, channel = (
+            _parameters_of_all(state, ranks),
+            ranks.alike(lambda: _name(node)),
+            Channel(ranks),
+        )
         if not ranks.first:
             facts: dict[str, Any] = {}
             channel.follow(lambda name, fields: facts.update(fields))
@@ -576,11 +695,22 @@ def _session(
     with nullcontext() if channel is None else channel.leading():
         membership = connected(params)
         try:
-            session = Session(membership, params, model, name, first=first, ranks=ranks, channel=channel)
+            session = Session(
+                membership, params, model, name, first=first, ranks=ranks, channel=channel
+            )
             if channel is not None:
                 shard = [session.shard.index, session.shard.of, session.shard.seed]
-                settings, of = session.settings.model_dump_json(), list(membership.manifest.fragment_of)
-                channel.send("session", settings=settings, fragment_of=of, shard=shard, swarm=membership.swarm)
+                settings, of = (
+                    session.settings.model_dump_json(),
+                    list(membership.manifest.fragment_of),
+                )
+                channel.send(
+                    "session",
+                    settings=settings,
+                    fragment_of=of,
+                    shard=shard,
+                    swarm=membership.swarm,
+                )
         except BaseException:
             membership.close()
             raise
@@ -608,7 +738,9 @@ def _parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> lis
 
     def check() -> None:
         if model_digest(params) != first:
-            raise SessionError(f"Rank {ranks.rank} has another model than rank 0: make the same model on all ranks of a peer.")
+            raise SessionError(
+                f"Rank {ranks.rank} has another model than rank 0: make the same model on all ranks of a peer."
+            )
         for size in {param.device_mesh.size() for param in params if hasattr(param, "device_mesh")}:
             if ranks.size % size:
                 raise SessionError(
@@ -621,7 +753,9 @@ def _parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> lis
 
 def _name(given: str) -> str:
     if len(given) > 64 or not given.isprintable():
-        raise SessionError("The name of a node is at most 64 printable characters: give it a shorter one.")
+        raise SessionError(
+            "The name of a node is at most 64 printable characters: give it a shorter one."
+        )
     return given or platform.node().split(".")[0][:64] or "node"
 
 

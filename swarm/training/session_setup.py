@@ -81,17 +81,23 @@ def new_swarm(
     of the `Manifest`, such as its ``name``.
     """
     if not settings.get("bucket") and settings.get("epoch_s", EPOCH_S) != EPOCH_S:
-        raise SessionError("The setting epoch_s is one of buckets: leave it out, or set bucket too, such as 64.")
+        raise SessionError(
+            "The setting epoch_s is one of buckets: leave it out, or set bucket too, such as 64."
+        )
     try:
         named = outer.get("fragments")
         parts = [] if named is None or isinstance(named, int) else _cut(named, params)
-        averaging = OuterSettings.model_validate({**outer, "fragments": len(parts)} if parts else outer).resolved()
+        averaging = OuterSettings.model_validate(
+            {**outer, "fragments": len(parts)} if parts else outer
+        ).resolved()
         if not parts:
             averaging = averaging.fitted(possible(averaging.fragments or 1, model, params))
             number = averaging.fragments or 1
             parts = _cut(even(params, number), params) if model is None and number > 1 else []
         if averaging.alone:
-            raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
+            raise SessionError(
+                "The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another."
+            )
         manifest = Manifest(
             created=time.time(),
             creator=identity.peer_id,
@@ -99,7 +105,11 @@ def new_swarm(
             outer=averaging,
             train=TrainSettings(seed=seed),
             model=model_digest(params),
-            fragment_of=tuple(next(n for n, part in enumerate(parts) if at in part) for at in range(len(params)) if parts),
+            fragment_of=tuple(
+                next(n for n, part in enumerate(parts) if at in part)
+                for at in range(len(params))
+                if parts
+            ),
             **settings,
         )
     except ValidationError as error:
@@ -113,7 +123,9 @@ def new_swarm(
             ) from None
         if where == "method":
             near = difflib.get_close_matches(str(first["input"]), METHODS, 1, cutoff=0.5)
-            what = (f"did you mean {near[0]!r}? T" if near else "t") + f"he methods are {', '.join(METHODS)}"
+            what = (
+                f"did you mean {near[0]!r}? T" if near else "t"
+            ) + f"he methods are {', '.join(METHODS)}"
         raise SessionError(f"The swarm cannot be made with {where} as given: {what}.") from None
     return seal(manifest, identity)
 
@@ -132,12 +144,18 @@ def waiting_for(missing: int) -> str:
 
 
 def until_started(
-    membership: Membership, opt: OuterOptimizer, look_s: float, stopped: Callable[[], bool] = lambda: False
+    membership: Membership,
+    opt: OuterOptimizer,
+    look_s: float,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
     """Yield how many peers are missing, every ``look_s`` seconds, until they are there or others train already, or ``stopped``."""
     directory, wanted = membership.directory, membership.manifest.start_when
     while opt.round == 0 and not stopped() and not directory.wait_for(wanted, look_s, stopped):
-        if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
+        if any(
+            member.state == "training" and member.round > 0
+            for member in directory.members().values()
+        ):
             return
         yield wanted - directory.size()
 
@@ -159,8 +177,14 @@ def begin(
             has nobody left to begin with.
     """
     state = None if first else _weights(membership, model, opt, announce)
-    if state is not None and any(not torch.equal(their, own.to(their)) for their, own in zip(state.slow, opt.slow, strict=True)):
-        log.warning("the model's weights were replaced by the swarm's, of round %d", state.round // opt.fragments)
+    if state is not None and any(
+        not torch.equal(their, own.to(their))
+        for their, own in zip(state.slow, opt.slow, strict=True)
+    ):
+        log.warning(
+            "the model's weights were replaced by the swarm's, of round %d",
+            state.round // opt.fragments,
+        )
     member.begin(state)
     announce("waiting")
     _wait_for_start(membership, opt, member, first=first)
@@ -170,18 +194,33 @@ class _Company:
     """The other members that a node which joined needs to begin with."""
 
     def __init__(self, membership: Membership) -> None:
-        self._directory, self._me, self._seen = membership.directory, membership.identity.peer_id, time.monotonic()
+        self._directory, self._me, self._seen = (
+            membership.directory,
+            membership.identity.peer_id,
+            time.monotonic(),
+        )
 
     def check(self) -> None:
         """Raise SessionError if there has been no other member in view for ``ALONE_S`` seconds."""
         if self._directory.members().keys() - {self._me}:
             self._seen = time.monotonic()
         elif time.monotonic() >= self._seen + ALONE_S:
-            how = "the last of them has left" if self._directory.departed() else "none shows itself any more"
-            raise SessionError(f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one.")
+            how = (
+                "the last of them has left"
+                if self._directory.departed()
+                else "none shows itself any more"
+            )
+            raise SessionError(
+                f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one."
+            )
 
 
-def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State:
+def _weights(
+    membership: Membership,
+    model: str,
+    opt: OuterOptimizer,
+    announce: Callable[[DirectoryState], None],
+) -> State:
     """Fetch the weights that the swarm holds now, or begins with."""
     directory = membership.directory
     began, company = time.monotonic(), _Company(membership)
@@ -211,7 +250,9 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
         directory.wait_for(directory.size() + 1, LOOK_S)
 
 
-def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: TrainingMember, *, first: bool) -> None:
+def _wait_for_start(
+    membership: Membership, opt: OuterOptimizer, member: TrainingMember, *, first: bool
+) -> None:
     wanted, began, company = membership.manifest.start_when, time.monotonic(), _Company(membership)
     reminder, end = began + REMIND_S, began + PATIENCE_S
     for missing in until_started(membership, opt, LOOK_S):
@@ -220,7 +261,9 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
         member.sync.offer()  # newcomers may wait for these weights
         if time.monotonic() >= end:
             came = wanted - missing
-            raise SessionError(f"Only {came} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
+            raise SessionError(
+                f"Only {came} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again."
+            )
         if time.monotonic() >= reminder:
             log.warning("%s", waiting_for(missing))
             reminder += REMIND_S

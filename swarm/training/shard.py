@@ -24,10 +24,16 @@ class Shard:
 
 def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
     """Return the shard, of ``shards``, that the fewest other members hold; each peer breaks ties differently."""
-    return _next(Counter(m.shard for m in members.values() if m.shards == shards and m.peer != peer), shards, peer)
+    return _next(
+        Counter(m.shard for m in members.values() if m.shards == shards and m.peer != peer),
+        shards,
+        peer,
+    )
 
 
-def settled(members: Mapping[str, Member], shard: Shard, peer: str, before: Collection[str]) -> Shard:
+def settled(
+    members: Mapping[str, Member], shard: Shard, peer: str, before: Collection[str]
+) -> Shard:
     """Return the shard to train on for ``peer``, which chose ``shard`` when it knew of the peers ``before``, and has not begun.
 
     Peers that came at the same moment may have chosen the same. Who trains keeps it, or else the one with the lowest id; the others
@@ -49,4 +55,7 @@ def settled(members: Mapping[str, Member], shard: Shard, peer: str, before: Coll
 
 def _next(held: Counter[int], shards: int, peer: str) -> int:
     """Return the index held by the fewest; each peer breaks ties differently."""
-    return min(range(shards), key=lambda index: (held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()))
+    return min(
+        range(shards),
+        key=lambda index: (held[index], hashlib.sha256(f"{peer}:{index}".encode()).digest()),
+    )

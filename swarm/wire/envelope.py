@@ -17,7 +17,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgpack
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
 
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.identity import Identity, is_peer_id, verify
@@ -42,7 +50,9 @@ FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 
 def _printable(text: str) -> str:
-    if not text.isprintable():  # control codes, line breaks, text direction marks: they end up on terminals
+    if (
+        not text.isprintable()
+    ):  # control codes, line breaks, text direction marks: they end up on terminals
         raise ValueError("must hold printable characters only")
     return text
 
@@ -116,7 +126,9 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL)]
-Sketch = tuple[Count, Count, Annotated[tuple[Real, ...], Field(min_length=SKETCH, max_length=SKETCH)]]
+Sketch = tuple[
+    Count, Count, Annotated[tuple[Real, ...], Field(min_length=SKETCH, max_length=SKETCH)]
+]
 """A round and fragment, and a sketch of the slow weights of that fragment after it (`shoal.swarm.state.resync`)."""
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Moment = Annotated[float, Field(ge=0, le=MAX_COUNT)]
@@ -133,7 +145,11 @@ Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 Size = Annotated[int, Field(ge=0, lt=2**32)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_RANK)]
 Shapes = Annotated[
-    tuple[Shape, ...], Field(max_length=MAX_TENSORS), BeforeValidator(_shapes), AfterValidator(_dims), PlainSerializer(pack_shapes)
+    tuple[Shape, ...],
+    Field(max_length=MAX_TENSORS),
+    BeforeValidator(_shapes),
+    AfterValidator(_dims),
+    PlainSerializer(pack_shapes),
 ]
 
 
@@ -179,7 +195,9 @@ def chunks(payload: memoryview) -> Iterator[memoryview]:
     return (payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK))
 
 
-NONCES: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secrets.token_bytes)  # a simulation sets its own
+NONCES: ContextVar[Callable[[int], bytes]] = ContextVar(
+    "nonces", default=secrets.token_bytes
+)  # a simulation sets its own
 
 
 def fresh_nonce() -> bytes:
@@ -188,13 +206,21 @@ def fresh_nonce() -> bytes:
 
 
 KIB = 1024
-MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error
+MAX_MESSAGE = (
+    256 * KIB
+)  # bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error
 ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 
 # Containers in one message: no schema needs more, and every one that is announced costs memory.
 _ARRAY_LENGTH, _MAP_LENGTH, _ARRAYS, _MAPS = 16, 64, 64, 8
 _HEAD = 96  # bytes that surely hold the kind and version
-_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException)
+_DECODE_ERRORS = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    msgpack.exceptions.UnpackException,
+)
 
 
 class Message(BaseModel):
@@ -214,7 +240,10 @@ def pack(message: Message) -> bytes:
     """Pack ``message``. Raises MessageError if the bytes exceed its kind's LIMIT."""
     data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
     if len(data) > message.LIMIT:
-        raise MessageError(f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.", "oversized")
+        raise MessageError(
+            f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.",
+            "oversized",
+        )
     return data
 
 
@@ -226,7 +255,9 @@ def unpack(data: bytes, *types: type[M]) -> M:
 def seal(message: Message, identity: Identity) -> bytes:
     """Sign ``message``: msgpack of ``[peer id, packed message, signature]``. Raises MessageError if it is too large."""
     payload = pack(message)
-    sealed: bytes = msgpack.packb([identity.peer_id, payload, identity.sign(_context(type(message)), payload)])
+    sealed: bytes = msgpack.packb(
+        [identity.peer_id, payload, identity.sign(_context(type(message)), payload)]
+    )
     return sealed
 
 
@@ -235,10 +266,16 @@ def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
     signer, payload, signature = _opened(data, max(kind.LIMIT for kind in types))
     kind = _kind(payload, types)
     if not verify(signer, _context(kind), payload, signature):
-        raise MessageError(f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.", "forged")
+        raise MessageError(
+            f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.",
+            "forged",
+        )
     message = _fields(payload, kind)
     if kind.AUTHOR is not None and getattr(message, kind.AUTHOR) != signer:
-        raise MessageError(f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.", "forged")
+        raise MessageError(
+            f"A {kind.KIND} was refused as forged: another peer than its {kind.AUTHOR} signed it.",
+            "forged",
+        )
     return signer, message
 
 
@@ -264,12 +301,17 @@ def _context(kind: type[Message]) -> str:
 
 
 def _malformed(what: str, why: str, reason: str = "malformed") -> MessageError:
-    return MessageError(f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.", reason)
+    return MessageError(
+        f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.",
+        reason,
+    )
 
 
 def _check_size(data: bytes, limit: int) -> None:
     if len(data) > limit:
-        raise _malformed("message", f"{len(data)} bytes where at most {limit} are allowed", "oversized")
+        raise _malformed(
+            "message", f"{len(data)} bytes where at most {limit} are allowed", "oversized"
+        )
 
 
 def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
@@ -281,16 +323,26 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
         length, name, version = unpacker.read_array_header(), unpacker.unpack(), unpacker.unpack()
     except _DECODE_ERRORS as error:
         short = len(data) < _HEAD and isinstance(error, msgpack.exceptions.OutOfData)
-        raise _malformed("message", "it does not start with a kind and version", "truncated" if short else "malformed") from error
+        raise _malformed(
+            "message",
+            "it does not start with a kind and version",
+            "truncated" if short else "malformed",
+        ) from error
     if length != 3 or not isinstance(name, str) or type(version) is not int:
         raise _malformed("message", "it is not [kind, version, fields]")
     expected = " or ".join(sorted(kind.KIND for kind in types))
     kind = next((kind for kind in types if name == kind.KIND), None)
     if kind is None:
-        raise MessageError(f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.", "kind")
+        raise MessageError(
+            f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.",
+            "kind",
+        )
     if version != kind.VERSION:
         where, spoken = "here" if version > kind.VERSION else "there", kind.VERSION
-        raise MessageError(f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.", "version")
+        raise MessageError(
+            f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.",
+            "version",
+        )
     _check_size(data, kind.LIMIT)
     return kind
 

@@ -199,7 +199,9 @@ class OutcomeReply(Message):
 
 
 MAX_GROUP = 64  # members, each a bit of one number
-LARGEST_GROUP = MAX_GROUP - 1  # that a swarm may ask for: of several groups one may be larger by one
+LARGEST_GROUP = (
+    MAX_GROUP - 1
+)  # that a swarm may ask for: of several groups one may be larger by one
 MAX_PATIENCE = 3600.0  # seconds
 
 Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
@@ -438,6 +440,9 @@ class SwarmsReply(Message):
     """
 
     KIND, LIMIT = "swarms-reply", 98 * KIB
-    swarms: Annotated[tuple[Annotated[bytes, Field(max_length=ListedSwarm.LIMIT)], ...], Field(max_length=MAX_LISTED)] = ()
+    swarms: Annotated[
+        tuple[Annotated[bytes, Field(max_length=ListedSwarm.LIMIT)], ...],
+        Field(max_length=MAX_LISTED),
+    ] = ()
     more: bool = False
     reason: Reason = ""

@@ -16,7 +16,13 @@ from shoal.node.tasks.text import TextTask
 def main():
     rank, peers, steps = map(int, sys.argv[1:4])
     torch.set_num_threads(1)
-    init_process_group("gloo", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=peers, timeout=timedelta(seconds=60))
+    init_process_group(
+        "gloo",
+        init_method=f"file://{sys.argv[4]}",
+        rank=rank,
+        world_size=peers,
+        timeout=timedelta(seconds=60),
+    )
     task = TextTask(batch=8 // peers, lr=1e-2)
     torch.manual_seed(3)
     model = task.model()
@@ -31,7 +37,9 @@ def main():
     if rank == 0:
         torch.save([parameter.detach() for parameter in model.parameters()], sys.argv[5])
     destroy_process_group()
-    os._exit(0)  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort
+    os._exit(
+        0
+    )  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort
 
 
 if __name__ == "__main__":

@@ -1,7 +1,17 @@
 """Runs of bench/table.py that nobody made."""
 
 
-def a_run(method="diloco", inner="muon", codec="e3m0+ef", peers=4, every=50, steps=1000, seed=0, loss=2.0, **more):
+def a_run(
+    method="diloco",
+    inner="muon",
+    codec="e3m0+ef",
+    peers=4,
+    every=50,
+    steps=1000,
+    seed=0,
+    loss=2.0,
+    **more,
+):
     tokens = steps * 8 * 64 * 4 // peers
     params = 1000
     each = {"ddp": 4 * steps, "snoo": 0}.get(method, steps / every / 2)  # bytes of a parameter
@@ -19,5 +29,9 @@ def ddp(inner, loss, seed=0, **more):
 
 
 def row_of(found, method, **fields):
-    (row,) = [row for row in found if row["method"] == method and all(row[name] == value for name, value in fields.items())]
+    (row,) = [
+        row
+        for row in found
+        if row["method"] == method and all(row[name] == value for name, value in fields.items())
+    ]
     return row

@@ -27,12 +27,24 @@ def good(struck=(), scenario="neighbours"):
     ("change", "fault"),
     [
         (lambda row: row["found_s"].update(anna=None), "anna never exchanged after all was whole"),
-        (lambda row: row["heard_s"].update(anna=None), "anna never was shown by watch after all was whole"),
+        (
+            lambda row: row["heard_s"].update(anna=None),
+            "anna never was shown by watch after all was whole",
+        ),
         (lambda row: row["codes"].update(anna=1), "anna ended with 1"),
         (lambda row: row["status"][1]["members"].pop("anna"), "anna is None in status after"),
-        (lambda row: row["status"][0]["members"].update(anna={"reach": "direct"}), "anna is direct in status before"),
-        (lambda row: row["status"][0]["findings"].append("anna fails: so."), "status before: anna fails: so."),
-        (lambda row: row["status"][0]["findings"].append("carl fails: so."), "status before: carl fails: so."),
+        (
+            lambda row: row["status"][0]["members"].update(anna={"reach": "direct"}),
+            "anna is direct in status before",
+        ),
+        (
+            lambda row: row["status"][0]["findings"].append("anna fails: so."),
+            "status before: anna fails: so.",
+        ),
+        (
+            lambda row: row["status"][0]["findings"].append("carl fails: so."),
+            "status before: carl fails: so.",
+        ),
         (lambda row: row.update(local=0), "anna and dora have no connection at home"),
     ],
 )
@@ -50,7 +62,10 @@ def test_what_does_not_happen_is_a_fault(change, fault):
         (lambda row: row["computing"].update(anna=0.94), "anna computed 0.94 of the time"),
         (lambda row: row["stood_s"].update(anna=5.1), "anna stood still for 5.1 s (waited 1.0 s)"),
         (lambda row: row["found_s"].update(anna=60.1), "anna exchanged 60.1 s after all was whole"),
-        (lambda row: row["heard_s"].update(anna=61.0), "anna was shown by watch 61.0 s after all was whole"),
+        (
+            lambda row: row["heard_s"].update(anna=61.0),
+            "anna was shown by watch 61.0 s after all was whole",
+        ),
         (lambda row: row["unheard_s"].update(anna=31.0), "watch showed nothing of anna for 31.0 s"),
         (
             lambda row: row["status"][0]["findings"].append(SLOW.replace("carl", "dora")),
@@ -70,18 +85,33 @@ def test_what_takes_longer_is_late_and_no_fault(change, said):
 def test_to_whom_it_happened_may_stand_still_be_gone_meanwhile_and_be_blamed_but_comes_back():
     row = good(["anna"])
     row["stood_s"]["anna"], row["computing"]["anna"], row["unheard_s"]["anna"] = 150.0, 0.3, 150.0
-    row["status"].append({"when": "asleep", "seconds": 2.0, "members": dict(row["status"][0]["members"]), "findings": []})
+    row["status"].append(
+        {
+            "when": "asleep",
+            "seconds": 2.0,
+            "members": dict(row["status"][0]["members"]),
+            "findings": [],
+        }
+    )
     del row["status"][2]["members"]["anna"]
-    row["status"][1]["findings"].append("anna has not been heard of for 50 s: it may be asleep, stopped or cut off.")
+    row["status"][1]["findings"].append(
+        "anna has not been heard of for 50 s: it may be asleep, stopped or cut off."
+    )
     assert cities.faults(row) == cities.late(row) == []
     del row["status"][1]["members"]["anna"]
     assert cities.faults(row) == ["anna is None in status after"]
 
 
 def test_the_table_says_how_it_was_for_the_others_and_when_the_struck_came_back():
-    row = good(["bert"], "cut") | {"down_s": 93.6, "exchanges": {"anna": [3, 4], "bert": [1, 4], "carl": [4, 4], "dora": [2, 5]}}
+    row = good(["bert"], "cut") | {
+        "down_s": 93.6,
+        "exchanges": {"anna": [3, 4], "bert": [1, 4], "carl": [4, 4], "dora": [2, 5]},
+    }
     row["computing"]["bert"], row["stood_s"]["bert"], row["found_s"]["bert"] = 0.4, 90.0, 28.6
-    assert cities.table([row]).splitlines()[-1] == "| cut | 94 s | 0.97 | 4.9 s | 29 s | 60 s | 10 of 17 |"
+    assert (
+        cities.table([row]).splitlines()[-1]
+        == "| cut | 94 s | 0.97 | 4.9 s | 29 s | 60 s | 10 of 17 |"
+    )
     row["found_s"]["bert"] = None
     assert "| never | 60 s |" in cities.table([row])
 
@@ -99,7 +129,10 @@ def test_scenarios_that_were_measured_are_not_measured_again(tmp_path, monkeypat
         monkeypatch.setattr("sys.argv", ["cities.py", *scenarios, "--results", str(results)])
         cities.main()
     assert measured == ["cut", "roam"]
-    assert [json.loads(line)["scenario"] for line in results.read_text().splitlines()] == ["cut", "roam"]
+    assert [json.loads(line)["scenario"] for line in results.read_text().splitlines()] == [
+        "cut",
+        "roam",
+    ]
 
 
 DIRECT, RELAYED = "/ip4/11.0.4.2/tcp/4001", "/ip4/11.0.1.2/tcp/4001/p2p/12D3KooWseed/p2p-circuit"
@@ -117,10 +150,22 @@ def test_pairs_that_were_measured_are_not_measured_again(tmp_path, monkeypatch):
     reach.run(reach.Setup(), ["none"], results)
     reach.run(reach.Setup(listen="quic"), ["none"], results)
     rows = reach.run(reach.Setup(), ["none", "port"], results)
-    assert measured == [("tcp", "none", "none"), ("quic", "none", "none"), ("tcp", "none", "port"), ("tcp", "port", "port")]
-    assert [(row["first"], row["second"]) for row in rows] == [("none", "none"), ("none", "port"), ("port", "port")]
+    assert measured == [
+        ("tcp", "none", "none"),
+        ("quic", "none", "none"),
+        ("tcp", "none", "port"),
+        ("tcp", "port", "port"),
+    ]
+    assert [(row["first"], row["second"]) for row in rows] == [
+        ("none", "none"),
+        ("none", "port"),
+        ("port", "port"),
+    ]
     assert len(results.read_text().splitlines()) == 4
-    assert reach.table(rows, ["none", "port"]).splitlines()[2:] == ["| none | direct | direct |", "| port | direct | direct |"]
+    assert reach.table(rows, ["none", "port"]).splitlines()[2:] == [
+        "| none | direct | direct |",
+        "| port | direct | direct |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +177,9 @@ def test_pairs_that_were_measured_are_not_measured_again(tmp_path, monkeypatch):
         ([[], [RELAYED]], "relayed"),
     ],
 )
-def test_a_pair_is_direct_when_both_sides_have_a_connection_without_a_relay(monkeypatch, ways, outcome):
+def test_a_pair_is_direct_when_both_sides_have_a_connection_without_a_relay(
+    monkeypatch, ways, outcome
+):
     monkeypatch.setattr(reach, "AFTER_S", 0.0)
     ends = [mp.Pipe() for _ in range(2)]
     for exchanges in range(1, 6):

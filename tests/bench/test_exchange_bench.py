@@ -7,7 +7,9 @@ import pytest
 
 @pytest.mark.slow(reason="20 s: a process for each end of each measurement")
 def test_json_has_a_row_per_size_and_nothing_is_left_behind(program):
-    done = program("exchange.py", "--mb", "1", "--against", "tcp", "--repeats", "1", "--json", timeout=120)
+    done = program(
+        "exchange.py", "--mb", "1", "--against", "tcp", "--repeats", "1", "--json", timeout=120
+    )
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["repeats"] == 1
@@ -16,7 +18,9 @@ def test_json_has_a_row_per_size_and_nothing_is_left_behind(program):
     assert row["mb"] == 1
     assert row["seconds"] > 0
     assert row["tcp_seconds"] > 0
-    assert row["ratio_tcp"] == pytest.approx(row["tcp_seconds"] / row["seconds"], rel=0.05, abs=1e-3)
+    assert row["ratio_tcp"] == pytest.approx(
+        row["tcp_seconds"] / row["seconds"], rel=0.05, abs=1e-3
+    )
     assert set(row["processor_seconds"]) == {"ours", "tcp"}
     assert row["hivemind_seconds"] is None
     assert row["ratio_hivemind"] is None

@@ -17,7 +17,17 @@ from bench._line import Line
 from bench._link import LinkError, Namespaces, destination
 from bench._link_check import check
 from bench._relay import Relays
-from bench.latency import SPREADS, STEPS, barrier_ratios, estimate, mean_of_max, sigma_of, tree_ratios, tree_times, variance_of_max
+from bench.latency import (
+    SPREADS,
+    STEPS,
+    barrier_ratios,
+    estimate,
+    mean_of_max,
+    sigma_of,
+    tree_ratios,
+    tree_times,
+    variance_of_max,
+)
 
 SIZES = st.integers(1, 100_000)
 GAPS = st.floats(0, 10)
@@ -33,7 +43,9 @@ def test_bytes_leave_one_after_another_and_arrive_a_delay_later():
     assert line.bytes == 400
 
 
-@given(st.lists(st.tuples(GAPS, SIZES), min_size=2, max_size=30), st.floats(1e3, 1e9), st.floats(0, 2))
+@given(
+    st.lists(st.tuples(GAPS, SIZES), min_size=2, max_size=30), st.floats(1e3, 1e9), st.floats(0, 2)
+)
 def test_never_faster_than_its_rate_and_never_out_of_order(sends, rate, delay):
     line, now, arrivals = Line(rate, delay), 0.0, []
     for gap, size in sends:
@@ -52,7 +64,9 @@ def test_without_a_rate_only_the_delay_counts():
     assert [line.send(1.0, 10**9), line.send(1.5, 1)] == [3.0, 3.5]
 
 
-@pytest.mark.parametrize(("rate", "delay"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1), (1, float("inf"))])
+@pytest.mark.parametrize(
+    ("rate", "delay"), [(0, 0), (-1, 0), (float("nan"), 0), (1, -1), (1, float("inf"))]
+)
 def test_a_line_that_cannot_be(rate, delay):
     with pytest.raises(ValueError, match="positive rate"):
         Line(rate, delay)
@@ -124,7 +138,9 @@ def test_namespaces_carry_and_leave_nothing():
         names = [link.enter(node)[-1] for node in range(2)]
     finally:
         link.close()
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    left = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, timeout=20
+    ).stdout
     assert not any(name in left for name in names)
 
 
@@ -135,7 +151,11 @@ FIGURE_5A = {  # peers -> all-reduce over pair, for each of SPREADS
     64: (6.0, 7.05, 8.66, 10.5, 12.3, 13.8),
     256: (8.0, 9.70, 12.6, 16.4, 20.4, 24.0),
 }
-FIGURE_5B = {16: (1.23, 1.13, 1.11, 1.06), 64: (1.38, 1.24, 1.16, 1.11), 256: (1.54, 1.32, 1.23, 1.16)}
+FIGURE_5B = {
+    16: (1.23, 1.13, 1.11, 1.06),
+    64: (1.38, 1.24, 1.16, 1.11),
+    256: (1.54, 1.32, 1.23, 1.16),
+}
 ERRORS = 4  # standard errors that a simulation may be off
 
 
@@ -146,7 +166,13 @@ def seeded():
 @pytest.mark.parametrize("cv", [0.1, 0.5, 1.0])
 def test_mean_and_variance_of_the_slower_of_two_are_the_closed_forms(cv):
     sigma = sigma_of(cv)
-    slower = torch.randn(400_000, 2, generator=seeded(), dtype=torch.float64).mul(sigma).add(0.3).exp().amax(1)
+    slower = (
+        torch.randn(400_000, 2, generator=seeded(), dtype=torch.float64)
+        .mul(sigma)
+        .add(0.3)
+        .exp()
+        .amax(1)
+    )
     found = estimate(slower)
     assert abs(found.value - mean_of_max(sigma, 0.3)) < ERRORS * found.error
     squares = estimate((slower - mean_of_max(sigma, 0.3)) ** 2)
@@ -173,7 +199,9 @@ def test_a_tree_of_two_is_the_pair():
 @pytest.mark.parametrize("peers", FIGURE_5A)
 def test_tree_against_the_figure(peers):
     for found, expected in zip(tree_ratios(peers, 4000, seeded()), FIGURE_5A[peers], strict=True):
-        assert abs(found.value - expected) <= max(ERRORS * found.error, 0.005 * expected)  # the table has three digits
+        assert abs(found.value - expected) <= max(
+            ERRORS * found.error, 0.005 * expected
+        )  # the table has three digits
 
 
 @pytest.mark.parametrize("peers", FIGURE_5B)
@@ -184,11 +212,15 @@ def test_barriers_against_the_figure(peers):
 
 
 def test_a_barrier_of_two_is_the_pair():
-    assert [cell.value for cell in barrier_ratios(2, 2, seeded(), rounds=20)] == pytest.approx([1.0] * len(STEPS))
+    assert [cell.value for cell in barrier_ratios(2, 2, seeded(), rounds=20)] == pytest.approx(
+        [1.0] * len(STEPS)
+    )
 
 
 def test_one_line_of_json(program):
-    done = program("latency.py", "--peers", "4,10", "--samples", "2", "--runs", "2", "--json", timeout=120)
+    done = program(
+        "latency.py", "--peers", "4,10", "--samples", "2", "--runs", "2", "--json", timeout=120
+    )
     result = json.loads(done.stdout)
     assert [row["peers"] for row in result["tree"]] == [4, 10]
     assert [cell["cv"] for cell in result["tree"][0]["cells"]] == list(SPREADS)

@@ -45,7 +45,9 @@ def test_no_namespace_is_left(net):
 def asked(net, place, port=FIRST):
     """The address from which a packet of ``place`` comes to the seed, and the seconds until its answer is there."""
     with net.at(place, udp) as own, net.at("seed", partial(udp, port)) as seed:
-        for _ in range(15):  # the kernel drops what is sent before it has noticed that a new link is up
+        for _ in range(
+            15
+        ):  # the kernel drops what is sent before it has noticed that a new link is up
             began = time.monotonic()
             own.sendto(b"?", (net.ip("seed"), port))
             if select.select([seed], [], [], 2.0)[0]:
@@ -56,7 +58,9 @@ def asked(net, place, port=FIRST):
         return ip, time.monotonic() - began
 
 
-@pytest.mark.slow(reason="it holds packets in real time, and a loaded machine sends too late to fill the buffer")
+@pytest.mark.slow(
+    reason="it holds packets in real time, and a loaded machine sends too late to fill the buffer"
+)
 def test_an_uplink_has_a_delay_a_rate_a_buffer_and_loss():
     slow, lossy = Uplink(delay=0.05, up=2_500, up_buffer=1.3), Uplink(loss=0.5)
     net = made(["port", "port"], uplinks=[slow, lossy])
@@ -70,7 +74,11 @@ def test_an_uplink_has_a_delay_a_rate_a_buffer_and_loss():
             assert sizes == [972] * 4
             assert time.monotonic() - began >= 1.65
         up, down = net.carried("router-0")
-        assert (up["packets"], up["dropped"], up["lost"]) == (5, 6, 0)  # the question before, and four fit into the buffer
+        assert (up["packets"], up["dropped"], up["lost"]) == (
+            5,
+            6,
+            0,
+        )  # the question before, and four fit into the buffer
         assert 1.3 < up["queue_s"] <= 1.6
         assert (down["packets"], down["bytes"]) == (1, 29)
         assert net.carried("router-0")[0]["queue_s"] == 0.0

@@ -45,7 +45,9 @@ REFUSED = {
 CASES = [(bench, options) for bench, refused in REFUSED.items() for options in refused]
 
 
-@pytest.mark.parametrize(("bench", "options"), CASES, ids=[f"{bench.__name__} {options}" for bench, options in CASES])
+@pytest.mark.parametrize(
+    ("bench", "options"), CASES, ids=[f"{bench.__name__} {options}" for bench, options in CASES]
+)
 def test_a_wrong_option_is_named(bench, options, refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refused(bench.main, *options.split())
@@ -56,7 +58,18 @@ def test_a_wrong_option_is_named(bench, options, refused, monkeypatch):
 @pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_one_join_of_a_tiny_model(program):
     report = json.loads(
-        program("join.py", "--layers", "1", "--width", "32", "--joins", "1", "--json", timeout=400, nodes=True).stdout
+        program(
+            "join.py",
+            "--layers",
+            "1",
+            "--width",
+            "32",
+            "--joins",
+            "1",
+            "--json",
+            timeout=400,
+            nodes=True,
+        ).stdout
     )
     assert 0 < report["weights_s"] <= report["round_s"] <= report["contribution_s"]
     assert (report["joins"], len(report["all"])) == (1, 1)
@@ -75,8 +88,21 @@ def test_json_rows(tmp_path, program):
 
 @pytest.mark.slow(reason="eight daemons for a minute")
 def test_a_few_peers_list_each_other_and_a_stranger_finds_newcomers(called, monkeypatch, tmp_path):
-    monkeypatch.setenv(INSIDE, "1")  # no namespace: other programs' loopback traffic does not matter here
-    options = ("--peers", "6", "--processes", "2", "--seconds", "10", "--period", "4", "--newcomers", "2")
+    monkeypatch.setenv(
+        INSIDE, "1"
+    )  # no namespace: other programs' loopback traffic does not matter here
+    options = (
+        "--peers",
+        "6",
+        "--processes",
+        "2",
+        "--seconds",
+        "10",
+        "--period",
+        "4",
+        "--newcomers",
+        "2",
+    )
     done = called(main, *options, "--into", tmp_path / "light.jsonl")
     (line,) = (tmp_path / "light.jsonl").read_text().splitlines()
     found = json.loads(line)
@@ -92,7 +118,19 @@ def test_a_few_peers_list_each_other_and_a_stranger_finds_newcomers(called, monk
 
 def test_captured_peers_are_cut_off_only_without_peer_exchange(called):
     done = called(
-        eclipse_main, "--peers", "20", "--minutes", "2", "--hostile", ".2", "--seeds", "0", "--cases", "none", "few", "--json"
+        eclipse_main,
+        "--peers",
+        "20",
+        "--minutes",
+        "2",
+        "--hostile",
+        ".2",
+        "--seeds",
+        "0",
+        "--cases",
+        "none",
+        "few",
+        "--json",
     )
     none, few = json.loads(done.stdout)["runs"]
     assert none["cut_off"] == none["parts"] == 0.5  # 8 of the 16 honest ones are captured
@@ -111,7 +149,9 @@ def test_a_row_for_each_bucket_and_none_twice(called, tmp_path, monkeypatch):
     assert "| `diloco` | 4 of 4 |  |" in said
     rows = list(map(json.loads, file.read_text().splitlines()))
     assert [(row["size"], row["redrawn"]) for row in rows] == [(4, 1), (4, 4), (4, 0), (2, 4)]
-    assert rows[0]["loss"] == rows[1]["loss"] == rows[2]["loss"] == rows[0]["averaged"]  # all in one bucket, however often drawn
+    assert (
+        rows[0]["loss"] == rows[1]["loss"] == rows[2]["loss"] == rows[0]["averaged"]
+    )  # all in one bucket, however often drawn
     assert rows[3]["loss"] != rows[0]["loss"]
     called(buckets_main, *short, "--seeds", "0")
     assert len(file.read_text().splitlines()) == len(rows)
@@ -119,15 +159,27 @@ def test_a_row_for_each_bucket_and_none_twice(called, tmp_path, monkeypatch):
 
 def test_the_difference_is_taken_seed_by_seed():
     rows = [
-        {"method": "diloco", "size": size, "redrawn": 1, "seed": seed, "peers": 8, "loss": loss, "averaged": loss}
+        {
+            "method": "diloco",
+            "size": size,
+            "redrawn": 1,
+            "seed": seed,
+            "peers": 8,
+            "loss": loss,
+            "averaged": loss,
+        }
         for size, seed, loss in ((8, 0, 2.0), (8, 1, 1.0), (4, 0, 2.02), (4, 1, 1.03))
     ]
     assert "| 4 of 8 | each round | 1.5250 | +2.00 ± 1.00 % |" in markdown(rows)
 
 
 def test_json_rows_votes(program):
-    rows = json.loads(program("votes.py", "--claims", "20000", "--json", timeout=120).stdout)["vote"]
-    assert {(row["n"], row["collude"]) for row in rows} == {(n, f / 10) for n in (3, 5, 7) for f in range(5)}
+    rows = json.loads(program("votes.py", "--claims", "20000", "--json", timeout=120).stdout)[
+        "vote"
+    ]
+    assert {(row["n"], row["collude"]) for row in rows} == {
+        (n, f / 10) for n in (3, 5, 7) for f in range(5)
+    }
     assert all(abs(row["errors"]) < 4 for row in rows)
 
 
@@ -141,7 +193,11 @@ def test_ends(total):
 
 @pytest.mark.parametrize(
     ("found", "total", "confidence", "expected"),
-    [(3, 10, 0.95, (0.06674, 0.65245)), (1, 100, 0.95, (0.000253, 0.054459)), (50, 100, 0.99, (0.36886, 0.63114))],
+    [
+        (3, 10, 0.95, (0.06674, 0.65245)),
+        (1, 100, 0.95, (0.000253, 0.054459)),
+        (50, 100, 0.99, (0.36886, 0.63114)),
+    ],
 )
 def test_tables(found, total, confidence, expected):
     assert rate_interval(found, total, confidence) == pytest.approx(expected, abs=5e-6)
@@ -158,7 +214,9 @@ def test_it_covers_the_rate_as_often_as_its_confidence(total, rate, confidence):
     assert covered >= confidence - 1e-9
 
 
-@pytest.mark.parametrize("bad", [(-1, 10, 0.95), (11, 10, 0.95), (0, 0, 0.95), (1, 10, 0.0), (1, 10, 1.0)])
+@pytest.mark.parametrize(
+    "bad", [(-1, 10, 0.95), (11, 10, 0.95), (0, 0, 0.95), (1, 10, 0.0), (1, 10, 1.0)]
+)
 def test_refused(bad):
     with pytest.raises(ValueError, match="is not a count"):
         rate_interval(*bad)
@@ -177,7 +235,13 @@ REPORT = {
 
 def test_a_column_for_each_run(tmp_path, capsys):
     page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
-    clean = {**REPORT, "byzantine": 0, "robust": "none", "suspect": 0.0, "unharmed": {"max_stall_s": 0.3, "loss_last": 1.9}}
+    clean = {
+        **REPORT,
+        "byzantine": 0,
+        "robust": "none",
+        "suspect": 0.0,
+        "unharmed": {"max_stall_s": 0.3, "loss_last": 1.9},
+    }
     results.write_text("".join(json.dumps(report) + "\n" for report in (REPORT, clean)))
     page.write_text(f"before\n{chaos_table.BEGIN}old\n{chaos_table.END}after\n")
     assert chaos_table.main(["--results", str(results), "--into", str(page)]) == 0
@@ -187,7 +251,10 @@ def test_a_column_for_each_run(tmp_path, capsys):
     assert "| throughput kept, with starts | 0.987, - | 0.987, - |" in lines
     assert "| unharmed: longest | not run | 0.30 s |" in lines
     assert {line.count("|") for line in lines} == {4}
-    assert page.read_text() == f"before\n{chaos_table.BEGIN}" + "\n".join(lines) + f"\n{chaos_table.END}after\n"
+    assert (
+        page.read_text()
+        == f"before\n{chaos_table.BEGIN}" + "\n".join(lines) + f"\n{chaos_table.END}after\n"
+    )
 
 
 CUDA = torch.device("cuda", 0)
@@ -202,7 +269,9 @@ def test_an_inner_step_waits_no_more_than_plain_pytorch(tmp_path):
 
 @pytest.mark.gpu(standin=True)
 def test_a_wait_in_a_step_would_be_counted_with_its_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer._MeanLoss, "add", lambda self, loss: setattr(self, "_sum", float(loss)))
+    monkeypatch.setattr(
+        trainer._MeanLoss, "add", lambda self, loss: setattr(self, "_sum", float(loss))
+    )
     found = waits.measure(waits.task_of(20_000, tmp_path), CUDA, slow_on_device=False)
     assert sum(found["inner"].values()) == 2
     assert all("| item | " in what and "training/trainer.py:" in what for what in found["inner"])

@@ -11,7 +11,9 @@ from shoal.swarm.exchange.cost import Line, forecast
 
 SMALL = ["--delay", "1", "--mbit", "1000", "--layers", "1", "--fragments", "1", "--every", "4", "--lag", "2", "--step", "5",
          "--rounds", "2"]  # fmt: skip
-PLAN = Plan(nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, warm=2, fragments=4, lag=None)
+PLAN = Plan(
+    nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, warm=2, fragments=4, lag=None
+)
 
 
 class FakeLink:
@@ -24,7 +26,15 @@ class FakeLink:
 
 @pytest.mark.slow(reason="real processes over shaped links")
 def test_pairs_and_groups_over_relays_and_who_cannot_use_them(program):
-    done = program("overlap.py", "--link", "relay", "--methods", "noloco,noloco-blocking,streaming,ddp", *SMALL, "--json")
+    done = program(
+        "overlap.py",
+        "--link",
+        "relay",
+        "--methods",
+        "noloco,noloco-blocking,streaming,ddp",
+        *SMALL,
+        "--json",
+    )
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["plan"]["model_bytes"] == 4_000_000
@@ -33,11 +43,17 @@ def test_pairs_and_groups_over_relays_and_who_cannot_use_them(program):
     assert list(at["skipped"]) == ["ddp"]
     assert "run as root" in at["skipped"]["ddp"]
     rows = {row["method"]: row for row in at["rows"]}
-    assert [rows[name]["rounds"] for name in ("noloco", "noloco-blocking", "streaming")] == [2, 2, 2]
+    assert [rows[name]["rounds"] for name in ("noloco", "noloco-blocking", "streaming")] == [
+        2,
+        2,
+        2,
+    ]
     for found in rows.values():
         assert found["steps"] == 8
         assert found["wait_s"] == pytest.approx(found["wall_s"] - 8 * 0.005, abs=0.011)
-        assert found["utilisation"] == pytest.approx(8 * 0.005 / found["wall_s"], rel=0.3)  # wall_s is rounded
+        assert found["utilisation"] == pytest.approx(
+            8 * 0.005 / found["wall_s"], rel=0.3
+        )  # wall_s is rounded
     assert 8 <= rows["noloco-blocking"]["sent_mb"] < 10  # two whole models and what is around them
     assert "utilisation" in done.stderr
 
@@ -53,16 +69,29 @@ def test_rows_are_means_over_the_nodes():
 
 
 def test_the_figures_of_all_delays_in_one_list():
-    delays = [{"delay_ms": at, "rows": [{"method": "co2", "utilisation": 0.9 - at / 1000, "wall_s": 1.0}]} for at in (0, 50)]
+    delays = [
+        {"delay_ms": at, "rows": [{"method": "co2", "utilisation": 0.9 - at / 1000, "wall_s": 1.0}]}
+        for at in (0, 50)
+    ]
     assert flat(delays) == [
         {"method": "co2", "delay_ms": 0, "utilisation": 0.9}, {"method": "co2", "delay_ms": 50, "utilisation": 0.85},
     ]  # fmt: skip
 
 
 def test_the_record_has_a_table_of_figures_and_one_of_predictions():
-    plan = {"nodes": 2, "mbit": 100.0, "every": 100, "step_s": 0.1, "fragments": 4, "lag": None, "model_bytes": 40_000_000}
+    plan = {
+        "nodes": 2,
+        "mbit": 100.0,
+        "every": 100,
+        "step_s": 0.1,
+        "fragments": 4,
+        "lag": None,
+        "model_bytes": 40_000_000,
+    }
     rows = [
-        {"method": name, "delay_ms": at, "utilisation": 0.5} for name in ("alone", "noloco", "noloco-blocking") for at in (0, 50)
+        {"method": name, "delay_ms": at, "utilisation": 0.5}
+        for name in ("alone", "noloco", "noloco-blocking")
+        for at in (0, 50)
     ]
     shown = tables({"plan": plan, "rows": rows[:-1]}).split("\n")
     assert shown[0] == "| method | 0 ms | 50 ms |"
@@ -73,9 +102,15 @@ def test_the_record_has_a_table_of_figures_and_one_of_predictions():
     assert shown[8].endswith(f" | {expected:.3f} / 0.500 |")
     assert work("torchft", plan) is None
     assert (work("noloco", plan).lag, work("streaming", {**plan, "lag": 7}).lag) == ("auto", 7)
-    four_bits = work("diloco", {**plan, "codec": "e3m0+ef"})  # gathered, not summed: half a byte a value and a scale a tensor
+    four_bits = work(
+        "diloco", {**plan, "codec": "e3m0+ef"}
+    )  # gathered, not summed: half a byte a value and a scale a tensor
     assert (four_bits.nbytes, four_bits.params, four_bits.sums) == (5_000_040, 10_000_000, False)
-    assert (work("noloco-blocking", plan).lag, work("co2", plan).lag, work("diloco", plan).group) == (0, 100, "everyone")
+    assert (
+        work("noloco-blocking", plan).lag,
+        work("co2", plan).lag,
+        work("diloco", plan).group,
+    ) == (0, 100, "everyone")
 
 
 def test_whole_rounds_and_for_ddp_about_the_same_time():
@@ -86,5 +121,7 @@ def test_whole_rounds_and_for_ddp_about_the_same_time():
 
 def test_a_rival_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert missing("torchft", FakeLink(None)) == "torchft is not installed (pip install -e '.[bench]')"
+    assert (
+        missing("torchft", FakeLink(None)) == "torchft is not installed (pip install -e '.[bench]')"
+    )
     assert missing("noloco", FakeLink(None)) is None

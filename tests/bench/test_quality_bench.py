@@ -23,15 +23,49 @@ PARAMETERS, CONTEXT = 135_808, 64
 @pytest.mark.slow(reason="trains methods from start to end")
 def test_rows_bytes_and_resuming(tmp_path, program):
     file = tmp_path / "found" / "runs.jsonl"
-    command = ["--peers", 2, "--every", 5, "--steps", 10, "--batch", 4, "--seeds", 1, "--lr", 0.01, "--json", "--resume", file]
+    command = [
+        "--peers",
+        2,
+        "--every",
+        5,
+        "--steps",
+        10,
+        "--batch",
+        4,
+        "--seeds",
+        1,
+        "--lr",
+        0.01,
+        "--json",
+        "--resume",
+        file,
+    ]
     command += ["--methods", "ddp,diloco,noloco,streaming,sparseloco,noloco-overlap-muon"]
     done = program("quality.py", *command, OMP_NUM_THREADS="1")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["complete"]
     rows = {row["method"]: row for row in result["rows"]}
-    assert set(rows) == {"ddp", "diloco", "noloco", "streaming", "sparseloco", "noloco-overlap-muon"}
-    keys = {"method", "codec", "peers", "every", "steps", "lr", "loss", "loss_sd", "seeds", "bytes_per_token"}
+    assert set(rows) == {
+        "ddp",
+        "diloco",
+        "noloco",
+        "streaming",
+        "sparseloco",
+        "noloco-overlap-muon",
+    }
+    keys = {
+        "method",
+        "codec",
+        "peers",
+        "every",
+        "steps",
+        "lr",
+        "loss",
+        "loss_sd",
+        "seeds",
+        "bytes_per_token",
+    }
     for row in rows.values():
         assert keys <= set(row)
         assert (row["peers"], row["steps"], row["seeds"], row["loss_sd"]) == (2, 10, 1, None)
@@ -50,7 +84,9 @@ def test_rows_bytes_and_resuming(tmp_path, program):
     again = program("quality.py", *command, OMP_NUM_THREADS="1")
     assert json.loads(again.stdout)["rows"] == result["rows"]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["method"] for line in lines] == [json.loads(line)["method"] for line in before.splitlines()]
+    assert [line["method"] for line in lines] == [
+        json.loads(line)["method"] for line in before.splitlines()
+    ]
     assert lines[:5] == [json.loads(line) for line in before.splitlines()[:5]]
 
 
@@ -67,17 +103,46 @@ def test_muon_has_the_matrices_of_the_blocks():
     names = {id(p): name for name, p in model.named_parameters()}
     of = [{names[id(p)] for p in group["params"]} for group in combined.param_groups]
     layers = ("attention.qkv", "attention.out", "up", "down")
-    assert of == [{f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers}, {*names.values()} - of[0]]
+    assert of == [
+        {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in layers},
+        {*names.values()} - of[0],
+    ]
     muon, adamw = combined.param_groups
-    assert (muon["lr"], adamw["lr"], adamw["betas"], muon["weight_decay"]) == (0.02, pytest.approx(0.006), (0.9, 0.95), 0)
+    assert (muon["lr"], adamw["lr"], adamw["betas"], muon["weight_decay"]) == (
+        0.02,
+        pytest.approx(0.006),
+        (0.9, 0.95),
+        0,
+    )
 
 
 def test_report_is_written_between_its_marks(tmp_path, called, program):
     file, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
-    run = {"codec": "float32", "peers": 4, "every": 50, "steps": 500, "batch": 32, "outer": {"lr": 0.7}, "bytes_per_token": 21.22}
-    rates = [("ddp", 0.01, 0, 2.0), ("diloco", 0.01, 0, 2.3), ("diloco", 0.02, 0, 2.2), ("diloco", 0.02, 1, 2.4)]
+    run = {
+        "codec": "float32",
+        "peers": 4,
+        "every": 50,
+        "steps": 500,
+        "batch": 32,
+        "outer": {"lr": 0.7},
+        "bytes_per_token": 21.22,
+    }
+    rates = [
+        ("ddp", 0.01, 0, 2.0),
+        ("diloco", 0.01, 0, 2.3),
+        ("diloco", 0.02, 0, 2.2),
+        ("diloco", 0.02, 1, 2.4),
+    ]
     lines = [
-        {**run, "method": method, "lr": lr, "seed": seed, "loss": loss, "validation": loss, "loss_averaged": loss}
+        {
+            **run,
+            "method": method,
+            "lr": lr,
+            "seed": seed,
+            "loss": loss,
+            "validation": loss,
+            "loss_averaged": loss,
+        }
         for method, lr, seed, loss in rates
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -87,7 +152,9 @@ def test_report_is_written_between_its_marks(tmp_path, called, program):
     assert text.startswith(f"above\n{quality.BEGIN}\n")
     assert text.endswith(f"{quality.END}\nbelow\n")
     assert "old" not in text
-    assert "| diloco | float32 | 50 | 0.02 | lr 0.7 | 2.300 ± 0.141 |  | +10.0 % | 21.22 | 2 |" in text  # of seed 0
+    assert (
+        "| diloco | float32 | 50 | 0.02 | lr 0.7 | 2.300 ± 0.141 |  | +10.0 % | 21.22 | 2 |" in text
+    )  # of seed 0
     page.write_text("no marks")
     done = called(quality.main, "--report", file, "--into", page)
     assert done.returncode == 2
@@ -101,7 +168,8 @@ def test_data_parallel_equals_torch_over_gloo(tmp_path):
     script = ROOT / "tests" / "bench" / "_gloo_ddp.py"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), "2", "10", str(store), str(out)], env={**os.environ, "PYTHONPATH": str(ROOT)}
+            [sys.executable, str(script), str(rank), "2", "10", str(store), str(out)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         for rank in range(2)
     ]
@@ -119,7 +187,8 @@ def test_data_parallel_equals_torch_over_gloo(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("best", "rates"), [(1e-3, (6e-3, 1.2e-2, 3e-3)), (1.1e-2, (6e-3, 1.2e-2, 2.4e-2)), (1, (6e-3, 1.2e-2, 2.4e-2))]
+    ("best", "rates"),
+    [(1e-3, (6e-3, 1.2e-2, 3e-3)), (1.1e-2, (6e-3, 1.2e-2, 2.4e-2)), (1, (6e-3, 1.2e-2, 2.4e-2))],
 )
 @pytest.mark.parametrize("method", ["ddp", "diloco", "noloco", "sparseloco"])
 def test_every_method_is_tuned_by_five_runs(best, rates, method):
@@ -133,7 +202,11 @@ def test_every_method_is_tuned_by_five_runs(best, rates, method):
         def __call__(self, specs):
             for spec in specs:
                 value = abs(spec.lr - best) + (100 if spec.outer != default else 0)
-                self.results[spec] = {**dataclasses.asdict(spec), "outer": dict(spec.outer), "validation": value}
+                self.results[spec] = {
+                    **dataclasses.asdict(spec),
+                    "outer": dict(spec.outer),
+                    "validation": value,
+                }
                 yield self.results[spec]
 
     runner = Runner()
@@ -156,18 +229,34 @@ def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
 
         def one(self, spec):
             # The best: the last setting at 2e-2, and in long runs at half of it.
-            value = abs(spec.lr - (1e-2 if spec.steps == 3000 else 2e-2)) + 100 * abs(dict(spec.outer)["lr"] - 1.0)
-            return self.results.setdefault(spec, {**dataclasses.asdict(spec), "outer": dict(spec.outer), "validation": value})
+            value = abs(spec.lr - (1e-2 if spec.steps == 3000 else 2e-2)) + 100 * abs(
+                dict(spec.outer)["lr"] - 1.0
+            )
+            return self.results.setdefault(
+                spec, {**dataclasses.asdict(spec), "outer": dict(spec.outer), "validation": value}
+            )
 
     runner = Runner()
     blocking = Cell("noloco-muon", "float32", 4, 50, 3000)
-    quality.Quality(runner, 500, 32, None).run(Cell("noloco-overlap-muon", "int8", 8, 10, 3000, 50), (0, 1), blocking)
+    quality.Quality(runner, 500, 32, None).run(
+        Cell("noloco-overlap-muon", "int8", 8, 10, 3000, 50), (0, 1), blocking
+    )
     chosen = tuple(quality.METHODS["noloco-muon"].settings[2].items())
     overlapped = [spec for spec in runner.results if spec.method == "noloco-overlap-muon"]
-    assert overlapped == [train.Spec("noloco-overlap-muon", "int8", 8, 10, 3000, 32, 1e-2, chosen, seed) for seed in (0, 1)]
+    assert overlapped == [
+        train.Spec("noloco-overlap-muon", "int8", 8, 10, 3000, 32, 1e-2, chosen, seed)
+        for seed in (0, 1)
+    ]
     tuned = [spec for spec in runner.results if spec not in overlapped]
-    assert {(spec.method, spec.codec, spec.peers, spec.every) for spec in tuned} == {("noloco-muon", "float32", 4, 50)}
-    assert [(spec.lr, spec.steps) for spec in tuned[3:]] == [(4e-2, 500), (1e-2, 500), (2e-2, 3000), (1e-2, 3000)]
+    assert {(spec.method, spec.codec, spec.peers, spec.every) for spec in tuned} == {
+        ("noloco-muon", "float32", 4, 50)
+    }
+    assert [(spec.lr, spec.steps) for spec in tuned[3:]] == [
+        (4e-2, 500),
+        (1e-2, 500),
+        (2e-2, 3000),
+        (1e-2, 3000),
+    ]
 
 
 def test_overlapped_is_compared_seed_by_seed_with_blocking_and_with_its_own_data_parallel():
@@ -178,8 +267,18 @@ def test_overlapped_is_compared_seed_by_seed_with_blocking_and_with_its_own_data
         ("noloco-muon", 0): 2.0, ("noloco-muon", 1): 2.5, ("noloco-overlap-muon", 0): 2.2, ("ddp", 0): 1.0, ("ddp-muon", 0): 1.6,
     }  # fmt: skip
     lines = [
-        {**run, "method": method, "seed": seed, "loss": loss, "validation": loss, "loss_averaged": loss}
+        {
+            **run,
+            "method": method,
+            "seed": seed,
+            "loss": loss,
+            "validation": loss,
+            "loss_averaged": loss,
+        }
         | ({"every": 1} if method.startswith("ddp") else {})
         for (method, seed), loss in found.items()
     ]
-    assert "| Muon | 4 | 50 | 500 | 2.250 ± 0.354 | 2.200 | +10.0 % | +37.5 % | 1 |" in table.markdown(table.rows(lines))
+    assert (
+        "| Muon | 4 | 50 | 500 | 2.250 ± 0.354 | 2.200 | +10.0 % | +37.5 % | 1 |"
+        in table.markdown(table.rows(lines))
+    )

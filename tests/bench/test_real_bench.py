@@ -15,13 +15,24 @@ from shoal.node.task import Shard
 
 @pytest.fixture
 def tiny(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shoal[hf]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install 'shoal[hf]'"
+    )
     from tests.node.data.tokenizers_made_here import train
 
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=300, **small)).save_pretrained(tmp_path / "model")
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=300, **small)
+    ).save_pretrained(tmp_path / "model")
     file = train(tmp_path / "tokenizer")
-    transformers.PreTrainedTokenizerFast(tokenizer_file=str(file)).save_pretrained(tmp_path / "model")
+    transformers.PreTrainedTokenizerFast(tokenizer_file=str(file)).save_pretrained(
+        tmp_path / "model"
+    )
     return tmp_path / "model"
 
 
@@ -30,24 +41,51 @@ def fresh(tmp_path):
     """The task from random weights, with a tokenizer that was learnt from two files."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'shoal[hf]'")
     files = []
-    for name, line in (("a.txt", "the cat sat on the mat {}\n"), ("b.txt", "of making many books there is no end {}\n")):
+    for name, line in (
+        ("a.txt", "the cat sat on the mat {}\n"),
+        ("b.txt", "of making many books there is no end {}\n"),
+    ):
         files.append(tmp_path / name)
-        files[-1].write_text("".join(line.format(number) for number in range(6000)), encoding="utf-8")
+        files[-1].write_text(
+            "".join(line.format(number) for number in range(6000)), encoding="utf-8"
+        )
     data = ",".join(map(str, files))
     base = tasks.learn(tmp_path / "tokenizer", "tiny", data, 100_000)
 
     def fresh(**options):
-        return tasks.FreshText(size="tiny", most=100_000, base=str(base), data=data, context=16, **options)
+        return tasks.FreshText(
+            size="tiny", most=100_000, base=str(base), data=data, context=16, **options
+        )
 
     return fresh
 
 
 @pytest.mark.slow(reason="two real nodes together, and both alone")
 def test_a_report_with_every_figure_that_a_second_call_repeats(tiny, tmp_path, program):
-    options = ["--model", tiny, "--nodes", 2, "--steps", 4, "--every", 2, "--folder", tmp_path / "kept", "--json"]
-    options += ["--outer=--set=outer.lag=0", "--outer=--set=outer.codec=float32"]  # each waits for its partner, however busy
+    options = [
+        "--model",
+        tiny,
+        "--nodes",
+        2,
+        "--steps",
+        4,
+        "--every",
+        2,
+        "--folder",
+        tmp_path / "kept",
+        "--json",
+    ]
+    options += [
+        "--outer=--set=outer.lag=0",
+        "--outer=--set=outer.codec=float32",
+    ]  # each waits for its partner, however busy
     report = json.loads(program("real.py", *options, timeout=1200, nodes=True).stdout)
-    assert (report["nodes"], report["steps"], report["exchanges"], report["pairs_none"]) == (2, 4, 4, 0)
+    assert (report["nodes"], report["steps"], report["exchanges"], report["pairs_none"]) == (
+        2,
+        4,
+        4,
+        0,
+    )
     assert report["bytes_sent"] > 2 * 2 * report["params"] * 4
     assert report["peak_mb"] > 100
     assert 0 <= report["wait_s"] < report["wall_s"] < report["seconds"]
@@ -79,11 +117,18 @@ class FakeNodes:
     """Nodes of which the first two end once the late one has been there for a look."""
 
     def __init__(self, folder):
-        self.folder, self.processes, self.started, self.looks = folder, [FakeProcess("peer-0")], [], 0
+        self.folder, self.processes, self.started, self.looks = (
+            folder,
+            [FakeProcess("peer-0")],
+            [],
+            0,
+        )
 
     def start(self, arguments, name):
         self.started.append((name, self.looks, "--resume" in arguments))
-        assert arguments[arguments.index("--data") + 1] == "a.txt"  # a swarm names no path for its members
+        assert (
+            arguments[arguments.index("--data") + 1] == "a.txt"
+        )  # a swarm names no path for its members
         self.processes.append(FakeProcess(name))
         return self.processes[-1]
 
@@ -97,14 +142,20 @@ class FakeNodes:
             for process in self.processes[:2]:
                 process.code = 0
         steps = [{"event": "start"}, exchange(0.0, 10 * self.looks)]
-        return [steps, steps if ("peer-1", 4, True) not in self.started else [*steps, {"event": "start"}], []]
+        return [
+            steps,
+            steps if ("peer-1", 4, True) not in self.started else [*steps, {"event": "start"}],
+            [],
+        ]
 
 
 def test_a_node_is_killed_and_one_joins_and_leaves_late(tmp_path, monkeypatch):
     """At the first look that finds the step; the killed one has its place in the list again, and the late one ends the run."""
     monkeypatch.setattr(real, "LOOK_S", 0.0)
     monkeypatch.setattr(real, "saved", lambda folder: [1] if nodes.looks else [])
-    chosen = SimpleNamespace(nodes=3, late=25, kill=(1, 40), every=1, from_scratch="tiny", data="a.txt", node=[])
+    chosen = SimpleNamespace(
+        nodes=3, late=25, kill=(1, 40), every=1, from_scratch="tiny", data="a.txt", node=[]
+    )
     nodes = FakeNodes(tmp_path)
     real.wait(nodes, nodes, chosen, "link", SimpleNamespace(message=lambda text: None))
     assert nodes.started == [("peer-1", 0, False), ("peer-2", 3, True), ("peer-1", 4, True)]
@@ -161,7 +212,9 @@ def test_the_sizes_from_random_weights_are_what_they_are_called():
     for name in tasks.SIZES:
         task = tasks.FreshText(size=name)
         with torch.device("meta"):
-            found[name] = round(sum(parameter.numel() for parameter in task.model().parameters()) / 1e6, 2)
+            found[name] = round(
+                sum(parameter.numel() for parameter in task.model().parameters()) / 1e6, 2
+            )
     assert found == {"10m": 10.35, "3m": 3.34, "1m": 1.12, "tiny": 0.03}
 
 
@@ -169,7 +222,14 @@ COUNTS = {"bytes_sent": 500, "wait_s": 4.0, "wall_s": 33.0, "pairs_none": 1, "ex
 
 
 def exchange(time, step, partner="b"):
-    return {"event": "round", "time": time, "step": step, "partner": partner, "bytes_sent": 100, "wait_s": 1.5}
+    return {
+        "event": "round",
+        "time": time,
+        "step": step,
+        "partner": partner,
+        "bytes_sent": 100,
+        "wait_s": 1.5,
+    }
 
 
 def test_the_lives_of_a_node_are_added_up():
@@ -183,26 +243,51 @@ def test_the_lives_of_a_node_are_added_up():
     ]  # fmt: skip
     found = real.history(events)
     assert found["measured"] == [[0, 0.0, 5.0], [20, 31.0, 3.0], [40, 56.0, 2.0]]
-    assert (found["lives"], found["loss_first"], found["bytes_sent"], found["wait_s"], found["wall_s"]) == (2, 5.0, 700, 7.0, 54.0)
+    assert (
+        found["lives"],
+        found["loss_first"],
+        found["bytes_sent"],
+        found["wait_s"],
+        found["wall_s"],
+    ) == (2, 5.0, 700, 7.0, 54.0)
     assert (found["pairs_none"], found["exchanges"]) == (2, 4)
 
 
 def test_a_curve_is_the_mean_where_all_have_measured():
-    nodes = [{"measured": [[0, 0.0, 5.0], [10, 3.0, 4.0]]}, {"measured": [[0, 0.0, 5.0], [10, 5.0, 3.0], [20, 9.0, 1.0]]}]
+    nodes = [
+        {"measured": [[0, 0.0, 5.0], [10, 3.0, 4.0]]},
+        {"measured": [[0, 0.0, 5.0], [10, 5.0, 3.0], [20, 9.0, 1.0]]},
+    ]
     assert real.curve(nodes, 7) == [[0, 0, 0.0, 5.0], [10, 70, 4.0, 3.5]]
 
 
 def test_the_first_node_and_the_late_one_cannot_be_killed(refused):
     assert "--kill" in refused(real.main, "--from-scratch", "tiny", "--kill", "0@5")
-    assert "--kill" in refused(real.main, "--from-scratch", "tiny", "--nodes", 3, "--late", 5, "--kill", "2@5")
+    assert "--kill" in refused(
+        real.main, "--from-scratch", "tiny", "--nodes", 3, "--late", 5, "--kill", "2@5"
+    )
 
 
 def test_a_picture_of_the_curves_names_each_run(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    curves = {name: [[0, 0, 0.0, 5.0], [10, 1280, 60.0, 4.0]] for name in ("together", "alone", "times", "ddp")}
+    curves = {
+        name: [[0, 0, 0.0, 5.0], [10, 1280, 60.0, 4.0]]
+        for name in ("together", "alone", "times", "ddp")
+    }
     row = {"nodes": 4, "method": "noloco", "times": 3, "outer": [], "lora": 0, "curves": curves}
-    other = {**row, "method": "diloco", "outer": ["--set=outer.codec=sign+ef"], "curves": {"together": curves["together"]}}
+    other = {
+        **row,
+        "method": "diloco",
+        "outer": ["--set=outer.codec=sign+ef"],
+        "curves": {"together": curves["together"]},
+    }
     draw([row, other, row], tmp_path / "curves.svg")
     svg = (tmp_path / "curves.svg").read_text(encoding="utf-8")
-    for text in ("4 nodes, noloco", "4 nodes, diloco, one bit", "one alone", "one alone, 3 times the steps", "DDP of 4"):
+    for text in (
+        "4 nodes, noloco",
+        "4 nodes, diloco, one bit",
+        "one alone",
+        "one alone, 3 times the steps",
+        "DDP of 4",
+    ):
         assert svg.count(f">{text}<") == 1

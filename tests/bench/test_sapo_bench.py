@@ -14,7 +14,12 @@ def test_json_has_every_row_and_the_same_numbers_each_time(called, program):
     done = program("sapo.py", "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
-    assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == ("linear", 3, 2, 10)
+    assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == (
+        "linear",
+        3,
+        2,
+        10,
+    )
     assert list(result["rows"]) == ROWS
     for row in result["rows"].values():
         assert set(row) == {"cumulative", "sd", "interval", "final"}
@@ -26,7 +31,10 @@ def test_json_has_every_row_and_the_same_numbers_each_time(called, program):
         assert 0 < row["sd"] < row["cumulative"]
         assert row["final"] > row["cumulative"] / 10  # it learns
     assert "poison" in done.stderr  # the table is for people, so it does not mix with the JSON
-    assert called(sapo.main, "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json").stdout == done.stdout
+    assert (
+        called(sapo.main, "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json").stdout
+        == done.stdout
+    )
 
 
 def test_sharing_pays_and_a_lie_is_not_believed(called):
@@ -38,7 +46,9 @@ def test_sharing_pays_and_a_lie_is_not_believed(called):
 
 @pytest.mark.slow(reason="trains a transformer on both sides")
 def test_the_small_transformer_is_measured_too(program):
-    done = program("sapo.py", "--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json")
+    done = program(
+        "sapo.py", "--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json"
+    )
     result = json.loads(done.stdout)
     assert (result["policy"], result["loss"]) == ("tiny", "positive")
     assert list(result["rows"]) == ROWS
@@ -47,12 +57,29 @@ def test_the_small_transformer_is_measured_too(program):
         assert 0 <= row["final"] < 0.5
 
 
-def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(called, tmp_path, monkeypatch):
+def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(
+    called, tmp_path, monkeypatch
+):
     pytest.importorskip("transformers")
     monkeypatch.setattr("bench._language.ASKED", (20, 5))
     monkeypatch.setattr("bench._language.QUESTIONS", 100)
     kept, base = tmp_path / "runs.jsonl", tmp_path / "small"
-    options = ["--policy", "small", "--env", "strings", "--solved", 2, "--base", base, "--nodes", 2, "--rounds", 2, "--seeds", 1]
+    options = [
+        "--policy",
+        "small",
+        "--env",
+        "strings",
+        "--solved",
+        2,
+        "--base",
+        base,
+        "--nodes",
+        2,
+        "--rounds",
+        2,
+        "--seeds",
+        1,
+    ]
     done = called(sapo.main, *options, "--resume", kept, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -63,7 +90,13 @@ def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(called, t
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"], abs=0.003)
         assert row["parts"]["write"] > 0 < row["tokens_s"]
     assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == [*ROWS[:3], "4/0"]
-    kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:2]))  # as if it was cut off in the third
+    kept.write_text(
+        "".join(kept.read_text().splitlines(keepends=True)[:2])
+    )  # as if it was cut off in the third
     again = json.loads(called(sapo.main, *options, "--resume", kept, "--json").stdout)["rows"]
-    assert {name: again[name] for name in ("8/0", "6/2")} == {name: result["rows"][name] for name in ("8/0", "6/2")}
-    assert again["4/4"]["sums"] == result["rows"]["4/4"]["sums"]  # the same numbers, from the model that was kept
+    assert {name: again[name] for name in ("8/0", "6/2")} == {
+        name: result["rows"][name] for name in ("8/0", "6/2")
+    }
+    assert (
+        again["4/4"]["sums"] == result["rows"]["4/4"]["sums"]
+    )  # the same numbers, from the model that was kept

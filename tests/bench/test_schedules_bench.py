@@ -66,7 +66,9 @@ def test_fragments_lie_evenly_apart_in_each_round_and_are_applied_as_late_in_all
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    lines = "".join(f"line {number} of some English text, as plain as it can be\n" for number in range(2_000))
+    lines = "".join(
+        f"line {number} of some English text, as plain as it can be\n" for number in range(2_000)
+    )
     (folder / "one.txt").write_text(lines)
     (folder / "two.txt").write_text(lines[::-1])
     with pytest.MonkeyPatch.context() as patch:
@@ -79,11 +81,24 @@ def cache(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("method", "schedules"), [("diloco", ["even", "restarts:2", "to-mean"]), ("noloco-overlap", ["even", "qsr:4"])]
+    ("method", "schedules"),
+    [("diloco", ["even", "restarts:2", "to-mean"]), ("noloco-overlap", ["even", "qsr:4"])],
 )
 def test_a_schedule_changes_the_loss_and_no_byte(cache, method, schedules):
     place, digest = cache
-    settings = (digest, "mite", method, "muon", "float32", 2, 6, 24, 0.02, (("lr", 0.7), ("momentum", 0.6)), 0)
+    settings = (
+        digest,
+        "mite",
+        method,
+        "muon",
+        "float32",
+        2,
+        6,
+        24,
+        0.02,
+        (("lr", 0.7), ("momentum", 0.6)),
+        0,
+    )
     plain = train.run(train.Spec(*settings), place)
     losses = {"plain": plain["loss"]}
     for schedule in schedules:
@@ -99,12 +114,18 @@ def test_results_are_kept_and_no_run_is_made_twice(tmp_path, monkeypatch, called
 
     def steered(spec, place):
         made.append(spec)
-        return {**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, "outer": dict(spec.outer), "loss": 3.0}
+        return {
+            **{name: getattr(spec, name) for name in spec.__dataclass_fields__},
+            "outer": dict(spec.outer),
+            "loss": 3.0,
+        }
 
     monkeypatch.setattr(bench, "steered", steered)
     monkeypatch.setattr(bench, "corpus", lambda *_: type("Text", (), {"digest": "t"}))
     for _ in range(2):
-        assert called(bench.main, "--resume", tmp_path / "found.jsonl", "--seeds", 2).returncode == 0
+        assert (
+            called(bench.main, "--resume", tmp_path / "found.jsonl", "--seeds", 2).returncode == 0
+        )
     assert made == list(bench.specs("t", 1000, 2))
     assert len(set(made)) == 2 * sum(map(len, bench.TRIED.values()))
 
@@ -115,7 +136,22 @@ def test_every_run_has_an_even_one_to_compare_with():
         assert method in methods.BEST
 
 
-TINY = ["--peers", "4", "--hostile", "1", "--steps", "6", "--every", "2", "--batch", "1", "--seeds", "0", "--attacks", "x1000"]
+TINY = [
+    "--peers",
+    "4",
+    "--hostile",
+    "1",
+    "--steps",
+    "6",
+    "--every",
+    "2",
+    "--batch",
+    "1",
+    "--seeds",
+    "0",
+    "--attacks",
+    "x1000",
+]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +179,11 @@ def test_the_undefended_run_is_ruined_and_the_defended_one_is_not(page, capsys):
         assert loss[method, "none", "public"] == pytest.approx(clean, rel=0.05)
     harm = {(row["method"], row["attack"], row["defence"]): row["harm"] for row in found["rows"]}
     for cell, value in harm.items():
-        assert value is None if loss[cell] is None else value == pytest.approx(loss[cell] / loss[cell[0], "none", "undefended"] - 1)
+        assert (
+            value is None
+            if loss[cell] is None
+            else value == pytest.approx(loss[cell] / loss[cell[0], "none", "undefended"] - 1)
+        )
 
 
 @pytest.mark.ci
@@ -152,8 +192,15 @@ def test_the_table_stands_between_its_marks(page):
     assert text.startswith("before")
     assert text.endswith("after\n")
     assert "old" not in text
-    rows = [line.removeprefix("| ").split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
-    assert rows == [["method", "attack"], *([method, attack] for method in adversaries.METHODS for attack in ("none", "x1000"))]
+    rows = [
+        line.removeprefix("| ").split(" | ")[:2]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    assert rows == [
+        ["method", "attack"],
+        *([method, attack] for method in adversaries.METHODS for attack in ("none", "x1000")),
+    ]
 
 
 def test_a_page_without_a_place_is_named(tmp_path):
@@ -189,7 +236,9 @@ def test_the_run_has_the_meetings_the_curves_and_who_was_gone(run):
 
 def test_it_is_well_formed_and_says_in_words_what_happens(run):
     drawn = draw(run)
-    texts = [element.text for element in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    texts = [
+        element.text for element in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert "<bert> is killed: anna train on" not in texts
     assert "<bert> is killed: anna trains on" in texts
     assert "<bert> is back, and catches up" in texts
@@ -211,7 +260,11 @@ def test_the_one_in_the_docs_is_small_and_asks_for_nothing(drawn):
 def test_the_report_has_a_row_for_each_step_and_the_end_of_what_it_said():
     long = "print('\\n'.join(map(str, range(100)))); raise SystemExit(3)"
     steps = [
-        gpu_check.run("fails", [[sys.executable, "-c", long], [sys.executable, "-c", "print('never')"]], limit_s=60),
+        gpu_check.run(
+            "fails",
+            [[sys.executable, "-c", long], [sys.executable, "-c", "print('never')"]],
+            limit_s=60,
+        ),
         gpu_check.measured("breaks", lambda: f"{1 // 0}"),
         gpu_check.measured("works", lambda: "1.5 of it"),
     ]
@@ -226,7 +279,9 @@ def test_the_report_has_a_row_for_each_step_and_the_end_of_what_it_said():
 
 
 def test_a_step_that_takes_too_long_is_ended():
-    step = gpu_check.run("long", [[sys.executable, "-c", "import time; time.sleep(600)"]], limit_s=0.5)
+    step = gpu_check.run(
+        "long", [[sys.executable, "-c", "import time; time.sleep(600)"]], limit_s=0.5
+    )
     assert not step.passed
     assert step.said == "ended after 0.5 s"
     assert step.seconds < 60

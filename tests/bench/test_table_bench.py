@@ -14,7 +14,16 @@ from tests.bench.table_runs import a_run, ddp, row_of
 
 
 @pytest.mark.parametrize(
-    ("step", "loss"), [(9.9, None), (10, 8.0), (20, 7.0), (40, 6.0), (20 * math.sqrt(2), 6.5), (160, 5.0), (500, 5.0)]
+    ("step", "loss"),
+    [
+        (9.9, None),
+        (10, 8.0),
+        (20, 7.0),
+        (40, 6.0),
+        (20 * math.sqrt(2), 6.5),
+        (160, 5.0),
+        (500, 5.0),
+    ],
 )
 def test_the_loss_between_two_points_is_linear_in_the_logarithm_of_the_steps(step, loss):
     found = links.loss_at([(10, 8.0), (40, 6.0), (80, 5.0)], step)
@@ -49,7 +58,9 @@ def test_distances_are_taken_seed_by_seed_on_the_same_model_and_steps():
     assert row_of(found, "ddp", inner="adamw", model="small")["over_ddp_muon"] is None
 
 
-@pytest.mark.parametrize(("peers", "every", "ratio"), [(4, 50, 400), (8, 50, 400), (4, 200, 1600), (8, 10, 80)])
+@pytest.mark.parametrize(
+    ("peers", "every", "ratio"), [(4, 50, 400), (8, 50, 400), (4, 200, 1600), (8, 10, 80)]
+)
 def test_bytes_are_compared_with_data_parallel_training_of_as_many_peers(peers, every, ratio):
     found = results.rows([ddp("adamw", 2.0), a_run(peers=peers, every=every)])
     assert row_of(found, "diloco")["bytes_ratio"] == pytest.approx(ratio)
@@ -72,19 +83,25 @@ def test_equal_time_is_that_of_the_steps_which_the_link_leaves():
     for row in (slow, fast):
         for name, utilisation in row["utilisation"].items():
             loss = row["loss_at_equal_time"][name]
-            assert loss is None or loss == pytest.approx(7 - 5 * math.log(100 * utilisation) / math.log(100), rel=1e-3)
+            assert loss is None or loss == pytest.approx(
+                7 - 5 * math.log(100 * utilisation) / math.log(100), rel=1e-3
+            )
     assert fast["utilisation"]["20/200"] > 10 * slow["utilisation"]["20/200"]
 
 
 def test_torchft_waits_for_the_link_alone_and_ours_for_its_handling_too():
     found = results.rows([a_run("torchft", codec="float32"), a_run("diloco", codec="float32")])
     theirs, ours = (row_of(found, name)["utilisation"]["1000/0"] for name in ("torchft", "diloco"))
-    sent = 1.013 * 0.75 * (0.5 + 4) * 10_000_000  # a ring of four: half a byte a parameter in a_run, and means in float32
+    sent = (
+        1.013 * 0.75 * (0.5 + 4) * 10_000_000
+    )  # a ring of four: half a byte a parameter in a_run, and means in float32
     assert ours < theirs == pytest.approx(5 / (5 * 1.002 + 0.04 + sent / 125e6), rel=1e-3)
 
 
 def test_overlap_is_forecast_with_its_fragments_and_the_lag_that_fits():
-    rows = results.rows([a_run("noloco-overlap", codec="int8"), a_run("noloco", codec="int8"), a_run("co2")])
+    rows = results.rows(
+        [a_run("noloco-overlap", codec="int8"), a_run("noloco", codec="int8"), a_run("co2")]
+    )
     late, waits, round_late = (row_of(rows, name) for name in ("noloco-overlap", "noloco", "co2"))
     assert late["utilisation"]["100/50"] > 0.97 > waits["utilisation"]["100/50"]
     assert 0 < late["lag"]["100/0"] < late["lag"]["100/200"] <= 50
@@ -94,7 +111,9 @@ def test_overlap_is_forecast_with_its_fragments_and_the_lag_that_fits():
 def test_of_several_settings_the_one_with_most_seeds_is_shown_and_then_the_best_by_validation():
     wrong = a_run(loss=1.0, validation=9.0, lr=0.04)
     assert results.rows([wrong, a_run()])[0]["loss"] == 2.0
-    assert results.rows([a_run(validation=9.5), a_run(seed=1, validation=9.5), wrong])[0]["seeds"] == 2
+    assert (
+        results.rows([a_run(validation=9.5), a_run(seed=1, validation=9.5), wrong])[0]["seeds"] == 2
+    )
 
 
 def test_a_run_that_diverged_is_no_loss_and_breaks_nothing():
@@ -106,7 +125,11 @@ def test_a_run_that_diverged_is_no_loss_and_breaks_nothing():
 
 
 def test_the_curve_of_a_sample_ends_where_the_whole_loss_is():
-    assert train.corrected([(10, 5.0), (50, 3.0)], sample=2.0, loss=2.5, steps=100) == [(10, 5.5), (50, 3.5), (100, 2.5)]
+    assert train.corrected([(10, 5.0), (50, 3.0)], sample=2.0, loss=2.5, steps=100) == [
+        (10, 5.5),
+        (50, 3.5),
+        (100, 2.5),
+    ]
 
 
 class Recorded:
@@ -117,9 +140,25 @@ class Recorded:
 
     def __call__(self, spec):
         self.specs.append(spec)
-        value = abs(spec.lr - self.best(spec.steps)) + (0 if dict(spec.outer) == {"lr": 1.0, "momentum": 0.3} else 10)
-        run = a_run(spec.method, spec.inner, spec.codec, spec.peers, spec.every, spec.steps, spec.seed, value)
-        return run | {"text": spec.text, "model": spec.model, "lr": spec.lr, "outer": dict(spec.outer)}
+        value = abs(spec.lr - self.best(spec.steps)) + (
+            0 if dict(spec.outer) == {"lr": 1.0, "momentum": 0.3} else 10
+        )
+        run = a_run(
+            spec.method,
+            spec.inner,
+            spec.codec,
+            spec.peers,
+            spec.every,
+            spec.steps,
+            spec.seed,
+            value,
+        )
+        return run | {
+            "text": spec.text,
+            "model": spec.model,
+            "lr": spec.lr,
+            "outer": dict(spec.outer),
+        }
 
 
 def made(file, run):
@@ -128,10 +167,15 @@ def made(file, run):
 
 def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
     file, run = tmp_path / "found" / "table.jsonl", Recorded()
-    stage = methods.Stage([methods.cell("diloco"), methods.cell("diloco", codec="auto:2+ef", peers=8, every=200)], (0, 1))
+    stage = methods.Stage(
+        [methods.cell("diloco"), methods.cell("diloco", codec="auto:2+ef", peers=8, every=200)],
+        (0, 1),
+    )
     made(file, run).run(stage)
     tuning = [spec for spec in run.specs if spec.steps == 1000]
-    assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in tuning] == [("float32", 4, 50, 0)] * 5
+    assert [(spec.codec, spec.peers, spec.every, spec.seed) for spec in tuning] == [
+        ("float32", 4, 50, 0)
+    ] * 5
     assert [spec.lr for spec in tuning] == [0.04, 0.04, 0.04, 0.08, 0.02]
     reported = [spec for spec in run.specs if spec.steps == 2000]
     assert [(spec.codec, spec.peers, spec.every, spec.seed, spec.lr) for spec in reported] == [
@@ -146,16 +190,29 @@ def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
 
 def test_the_rate_is_halved_while_that_is_better_at_full_length(tmp_path):
     run = Recorded(best=lambda steps: 0.04 if steps == 1000 else 0.01)
-    made(tmp_path / "table.jsonl", run).run(methods.Stage([methods.cell("diloco"), methods.cell("diloco", peers=8)], (0, 1)))
+    made(tmp_path / "table.jsonl", run).run(
+        methods.Stage([methods.cell("diloco"), methods.cell("diloco", peers=8)], (0, 1))
+    )
     long = [(spec.peers, spec.seed, spec.lr) for spec in run.specs if spec.steps == 2000]
-    assert long == [(4, 0, 0.04), (4, 0, 0.02), (4, 0, 0.01), (4, 0, 0.005), (8, 0, 0.01), (4, 1, 0.01), (8, 1, 0.01)]
+    assert long == [
+        (4, 0, 0.04),
+        (4, 0, 0.02),
+        (4, 0, 0.01),
+        (4, 0, 0.005),
+        (8, 0, 0.01),
+        (4, 1, 0.01),
+        (8, 1, 0.01),
+    ]
 
 
 def test_what_torchft_runs_takes_over_what_the_full_length_decided(tmp_path):
     run = Recorded(best=lambda steps: 0.012 if steps == 1000 else 0.006)
     made(tmp_path / "table.jsonl", run).run(methods.Stage([methods.cell("torchft", "adamw")], (0,)))
     long = [(spec.method, spec.codec, spec.lr) for spec in run.specs if spec.steps == 2000]
-    assert long == [*(("diloco", "e3m0+ef", rate) for rate in (0.012, 0.006, 0.003)), ("torchft", "float32", 0.006)]
+    assert long == [
+        *(("diloco", "e3m0+ef", rate) for rate in (0.012, 0.006, 0.003)),
+        ("torchft", "float32", 0.006),
+    ]
 
 
 def test_a_last_line_that_was_cut_off_is_run_again(tmp_path):
@@ -176,10 +233,15 @@ def test_small_tunes_nothing_and_takes_over_what_was_chosen():
     found.known = [
         a_run(codec="float32", steps=1000, loss=3.0, lr=0.08, outer={"lr": 0.5}),
         a_run(codec="float32", steps=1000, loss=2.0, lr=0.04, outer={"lr": 0.9}),
-        a_run(codec="float32", steps=2000, loss=1.0, lr=0.01, outer={"lr": 0.1}),  # no run that chooses
+        a_run(
+            codec="float32", steps=2000, loss=1.0, lr=0.01, outer={"lr": 0.1}
+        ),  # no run that chooses
     ]
     found.run(methods.Stage([methods.cell("diloco"), methods.cell("co2")], (0,)))
-    assert [(spec.lr, dict(spec.outer)) for spec in run.specs] == [(0.04, {"lr": 0.9}), (0.04, {"lr": 1.0, "momentum": 0.2})]
+    assert [(spec.lr, dict(spec.outer)) for spec in run.specs] == [
+        (0.04, {"lr": 0.9}),
+        (0.04, {"lr": 1.0, "momentum": 0.2}),
+    ]
 
 
 def test_the_plan_has_what_each_method_can_do():
@@ -193,7 +255,9 @@ def test_the_plan_has_what_each_method_can_do():
         assert len(made.settings) == 3
 
 
-LETTERS = "".join(f"line {number} of some English text, as plain as it can be\n" for number in range(2_000))
+LETTERS = "".join(
+    f"line {number} of some English text, as plain as it can be\n" for number in range(2_000)
+)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +289,10 @@ def short_text():
 def test_text_is_cut_into_whole_lines_and_nothing_is_lost(small):
     found = text.documents(small)
     assert {piece.name.split("#")[0] for piece in found} == {"one.txt", "more/two.rst"}
-    one = sorted((piece for piece in found if piece.name.startswith("one")), key=lambda piece: int(piece.name.split("#")[1]))
+    one = sorted(
+        (piece for piece in found if piece.name.startswith("one")),
+        key=lambda piece: int(piece.name.split("#")[1]),
+    )
     assert b"".join(piece.content for piece in one) == LETTERS.encode()
     assert all(piece.content.endswith(b"\n") for piece in one)
 
@@ -247,7 +314,9 @@ def test_held_out_halves_and_shards_share_no_piece(small, cache):
     task = text.TableText(
         text.corpus(small, 300, cache), layers=1, width=8, heads=1, context=size.context, batch=size.batch
     )  # fmt: skip
-    shards = [{d.name for d in task.shard_documents(train.Shard(index, 4, 0))} for index in range(4)]
+    shards = [
+        {d.name for d in task.shard_documents(train.Shard(index, 4, 0))} for index in range(4)
+    ]
     held = {d.name for d in task.held_out()}
     assert sum(map(len, shards)) + len(held) == len(task.documents)
     assert not held & set.union(*shards)
@@ -269,14 +338,17 @@ def test_no_text_is_one_sentence_that_names_packages(tmp_path, monkeypatch, caps
     [("ddp", "muon", "float32", 2, 8 * 4), ("noloco-overlap", "muon", "int8", 2, None), ("diloco", "adamw", "float32", 2, 2 * 4),
      ("snoo", "adamw", "float32", 1, 0)],
 )  # fmt: skip
-def test_a_run_has_losses_a_curve_and_its_bytes(small, cache, method, inner, codec, peers, sent, monkeypatch):
+def test_a_run_has_losses_a_curve_and_its_bytes(
+    small, cache, method, inner, codec, peers, sent, monkeypatch
+):
     monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8, 8))
     monkeypatch.setattr(train, "marks", lambda steps, every: [4])
     corpus = text.corpus(small, 300, cache)
     every = 1 if method == "ddp" else 4
     setting = tuple(methods.recipe(method, inner).settings[0].items())
     found = train.run(
-        train.Spec(corpus.digest, "mite", method, inner, codec, peers, every, 8, 0.01, setting, 0), train.Place(cache)
+        train.Spec(corpus.digest, "mite", method, inner, codec, peers, every, 8, 0.01, setting, 0),
+        train.Place(cache),
     )
     assert 4 < found["loss"] < 7
     assert found["validation"] != found["loss"]
@@ -284,7 +356,11 @@ def test_a_run_has_losses_a_curve_and_its_bytes(small, cache, method, inner, cod
     assert found["curve"][-1][1] == pytest.approx(found["loss"], abs=1e-4)
     assert found["tokens"] == 8 * (4 // peers) * 16
     if sent is None:
-        assert 2 * found["params"] < found["bytes_per_token"] * found["tokens"] < 2.3 * 2 * found["params"]
+        assert (
+            2 * found["params"]
+            < found["bytes_per_token"] * found["tokens"]
+            < 2.3 * 2 * found["params"]
+        )
     else:
         assert found["bytes_per_token"] * found["tokens"] == pytest.approx(sent * found["params"])
     assert json.loads(json.dumps(found))["outer"] == dict(setting)
@@ -296,7 +372,12 @@ def test_a_codec_that_averages_by_its_senders_does_so(small, cache, monkeypatch)
     monkeypatch.setattr(train, "marks", lambda steps, every: [4])
     digest, place = text.corpus(small, 300, cache).digest, train.Place(cache)
     paper, authors = (
-        train.run(train.Spec(digest, "mite", "sparseloco", "adamw", codec, 2, 4, 8, 0.01, (("lr", 0.7),), 0), place)
+        train.run(
+            train.Spec(
+                digest, "mite", "sparseloco", "adamw", codec, 2, 4, 8, 0.01, (("lr", 0.7),), 0
+            ),
+            place,
+        )
         for codec in methods.CODECS["sparseloco"]
     )
     assert paper["bytes_per_token"] == authors["bytes_per_token"] > 0
@@ -315,15 +396,21 @@ def test_diloco_run_by_torchft_is_ours(small, cache, inner):
     theirs, ours = (train.run(spec, train.Place(cache)) for spec in specs)
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert theirs["bytes_per_param"] == ours["bytes_per_param"] == 4
-    assert [step for step, _ in theirs["curve"]] == [step for step, _ in ours["curve"]] == [8, 16, 24]
+    assert (
+        [step for step, _ in theirs["curve"]] == [step for step, _ in ours["curve"]] == [8, 16, 24]
+    )
 
 
 def test_torchft_fragments_hold_each_parameter_once():
     model = torchft.nn.Sequential()
-    model.extend([torchft.nn.Linear(2, 2), torchft.nn.ModuleList(torchft.nn.Linear(2, 2) for _ in range(5))])
+    model.extend(
+        [torchft.nn.Linear(2, 2), torchft.nn.ModuleList(torchft.nn.Linear(2, 2) for _ in range(5))]
+    )
     parts = torchft.dealt(model, 4)
     assert [len(list(part.parameters())) for part in parts] == [4, 4, 2, 2]
-    assert {id(p) for part in parts for p in part.parameters()} == {id(p) for p in model.parameters()}
+    assert {id(p) for part in parts for p in part.parameters()} == {
+        id(p) for p in model.parameters()
+    }
     assert torchft.dealt(model, 1) == [model]
 
 
@@ -331,25 +418,54 @@ def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by()
     what = links.work("noloco-overlap", "int8", 4, 50, 2.03)
     assert methods.lag("noloco-overlap", 50) == methods.lag("streaming", 200) == 16
     assert links.on((100, 50), what).lag == 12  # a pair's exchanges took longer when they were made
-    late = [(methods.fragments("torchft-streaming", every), methods.lag("torchft-streaming", every)) for every in (10, 50, 200)]
-    assert late == [(2, 4), (2, 24), (4, 49)]  # torchft raises where they do not divide a round, or the lag is all of their share
-    assert [methods.lag("noloco-overlap", every) for every in (1, 10, 16, 20)] == [1, 6, 10, 12]  # five eighths of a round
+    late = [
+        (methods.fragments("torchft-streaming", every), methods.lag("torchft-streaming", every))
+        for every in (10, 50, 200)
+    ]
+    assert late == [
+        (2, 4),
+        (2, 24),
+        (4, 49),
+    ]  # torchft raises where they do not divide a round, or the lag is all of their share
+    assert [methods.lag("noloco-overlap", every) for every in (1, 10, 16, 20)] == [
+        1,
+        6,
+        10,
+        12,
+    ]  # five eighths of a round
     assert (methods.lag("noloco", 50), methods.lag("co2", 50)) == (0, 50)
-    assert (methods.lag("noloco-overlap", 25, "mod4"), methods.lag("noloco-overlap", 50, "int8")) == (4, 16)
-    assert (methods.lag("streaming", 16, "sign+ef"), methods.lag("streaming", 50, "e3m0+ef")) == (5, 16)
+    assert (
+        methods.lag("noloco-overlap", 25, "mod4"),
+        methods.lag("noloco-overlap", 50, "int8"),
+    ) == (4, 16)
+    assert (methods.lag("streaming", 16, "sign+ef"), methods.lag("streaming", 50, "e3m0+ef")) == (
+        5,
+        16,
+    )
 
 
 def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, monkeypatch):
     file, page, picture = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "table.svg"
-    runs = [ddp("adamw", 2.0), ddp("muon", 1.9), a_run(), a_run("noloco-overlap", "adamw", "int8"), a_run(steps=500, loss=9.0)]
+    runs = [
+        ddp("adamw", 2.0),
+        ddp("muon", 1.9),
+        a_run(),
+        a_run("noloco-overlap", "adamw", "int8"),
+        a_run(steps=500, loss=9.0),
+    ]
     file.write_text("".join(json.dumps(run) + "\n" for run in runs))
     page.write_text(f"above\n{bench.BEGIN}old\n{bench.END}\nbelow\n")
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["bench", "--report", str(file), "--into", str(page), "--figure", str(picture)])
+    monkeypatch.setattr(
+        sys, "argv", ["bench", "--report", str(file), "--into", str(page), "--figure", str(picture)]
+    )
     assert bench.main() == 0
     shown = page.read_text()
     assert shown.startswith("above\n")
-    assert "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 (one seed) | +0.0 % | +5.3 % | 400 | 0.01953 | 1 |" in shown
+    assert (
+        "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 (one seed) | +0.0 % | +5.3 % | 400 | 0.01953 | 1 |"
+        in shown
+    )
     assert ("old" in shown, "9.000" in shown) == (False, False)
     assert "](table.svg)\n\nThe numbers of the picture: [table.csv](table.csv)." in shown
     numbers = picture.with_suffix(".csv").read_text().splitlines()
@@ -367,7 +483,10 @@ def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, m
 
 def judged(*runs, model="mini"):
     known = results.rows([{**run, "model": run["model"].replace("tiny", model)} for run in runs])
-    return [verdict.met for verdict in aims.verdicts([row for row in known if row["model"] == model], known)]
+    return [
+        verdict.met
+        for verdict in aims.verdicts([row for row in known if row["model"] == model], known)
+    ]
 
 
 DEFAULT = {"method": "noloco-overlap", "codec": "mod4", "every": 25}
@@ -385,14 +504,21 @@ def test_aims_are_judged_by_the_rows_that_they_are_about():
         a_run("streaming", every=16, **bits, loss=2.03, bytes_per_token=whole / 400),
         a_run("local-sgd", codec="float32", every=1, loss=2.0),
     ]  # fmt: skip
-    wide = [{**run, "model": "tiny-128", "steps": 500} for run in (base[0], a_run(**DEFAULT, peers=8, loss=2.06))]
+    wide = [
+        {**run, "model": "tiny-128", "steps": 500}
+        for run in (base[0], a_run(**DEFAULT, peers=8, loss=2.06))
+    ]
     # 0.045 % above is 0.0 as printed; each other one is where its aim ends.
     assert judged(*base, *good, *wide) == [True] * 6
     for number, loss in enumerate((2.0421, 2.0011, 2.0311, 2.0311)):
         worse = [run | {"loss": loss} if index == number else run for index, run in enumerate(good)]
         assert judged(*base, *worse, *wide)[number] is False
-    assert judged(*base, *good, *wide, a_run(every=10, loss=2.043))[4] is False  # farther than 2 points from the exact mean
-    assert judged(*base, *good, *wide, a_run(every=10, loss=2.043, peers=8))[4] is True  # of eight peers there is none
+    assert (
+        judged(*base, *good, *wide, a_run(every=10, loss=2.043))[4] is False
+    )  # farther than 2 points from the exact mean
+    assert (
+        judged(*base, *good, *wide, a_run(every=10, loss=2.043, peers=8))[4] is True
+    )  # of eight peers there is none
     wide[1]["loss"] = 2.0621
     assert judged(*base, *good, *wide)[5] is False
     wide[1]["steps"] = 1000
@@ -403,8 +529,16 @@ def test_an_aim_is_missed_by_the_bytes_or_the_utilisation_alone():
     base = [ddp("adamw", 2.0), ddp("muon", 1.96)]
     whole = base[0]["bytes_per_token"]
     assert judged(*base, a_run(**DEFAULT, loss=2.0, bytes_per_token=whole / 196))[0] is False
-    assert judged(*base, a_run(**DEFAULT, loss=2.0, bytes_per_param=1000.0, bytes_per_token=whole / 197))[0] is False
-    assert judged(*base, a_run(every=13, codec="sign+ef", loss=2.0, bytes_per_token=whole / 399))[1] is None
+    assert (
+        judged(
+            *base, a_run(**DEFAULT, loss=2.0, bytes_per_param=1000.0, bytes_per_token=whole / 197)
+        )[0]
+        is False
+    )
+    assert (
+        judged(*base, a_run(every=13, codec="sign+ef", loss=2.0, bytes_per_token=whole / 399))[1]
+        is None
+    )
 
 
 def test_what_was_aimed_at_stands_above_the_rows():
@@ -417,11 +551,24 @@ def test_what_was_aimed_at_stands_above_the_rows():
 
 
 def a_row(nbytes, over, **more):
-    return {"bytes_per_token": nbytes, "over_ddp_adamw": over, "peers": 4, "method": "diloco", **more}
+    return {
+        "bytes_per_token": nbytes,
+        "over_ddp_adamw": over,
+        "peers": 4,
+        "method": "diloco",
+        **more,
+    }
 
 
 def test_the_line_in_the_picture_joins_what_nothing_beats_in_both_bytes_and_loss():
-    rows = [a_row(100, 0.0), a_row(10, 0.02), a_row(10, 0.01), a_row(1, 0.05), a_row(20, 0.03), a_row(5, 0.05)]
+    rows = [
+        a_row(100, 0.0),
+        a_row(10, 0.02),
+        a_row(10, 0.01),
+        a_row(1, 0.05),
+        a_row(20, 0.03),
+        a_row(5, 0.05),
+    ]
     assert figure.frontier(rows) == [rows[3], rows[2], rows[0]]
 
 

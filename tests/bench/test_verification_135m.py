@@ -26,7 +26,9 @@ def test_every_claim_is_written_once_and_a_first_round_has_all_cheats():
         ("honest, 2 threads", bench.VARIANT, 32),
     ):
         for prover in bench.SIDES:
-            claims = [claim for one, side, part in units if (one, side) == (way, prover) for claim in part]
+            claims = [
+                claim for one, side, part in units if (one, side) == (way, prover) for claim in part
+            ]
             assert claims == list(range(first, first + many))
     begun = {way for way, _, _ in units[: 2 + 2 * len(bench.CHEATS)]}
     assert begun == {"honest", *bench.CHEATS}
@@ -35,7 +37,10 @@ def test_every_claim_is_written_once_and_a_first_round_has_all_cheats():
 def test_only_the_first_honest_claims_are_read_in_the_other_dtype():
     assert PLAN.sides("honest", "bf16", range(bench.FRESH + 32, bench.FRESH + 64)) == bench.SIDES
     assert PLAN.sides("honest", "bf16", range(bench.FRESH + 64, bench.FRESH + 96)) == ("bf16",)
-    assert PLAN.sides("int8 weights", "fp32", range(bench.CHEATING + 640, bench.CHEATING + 672)) == bench.SIDES
+    assert (
+        PLAN.sides("int8 weights", "fp32", range(bench.CHEATING + 640, bench.CHEATING + 672))
+        == bench.SIDES
+    )
 
 
 class Stub:
@@ -55,7 +60,9 @@ def test_a_stopped_run_goes_on_and_another_models_file_is_refused(tmp_path, monk
 
     def unit(policy, way, prover, sides, claims):
         done.append((prover, claims))
-        return {side: [[float(claim), 0, 0, 0, 0, 0] for claim in claims] for side in sides}, {"write": 1.0}
+        return {side: [[float(claim), 0, 0, 0, 0, 0] for claim in claims] for side in sides}, {
+            "write": 1.0
+        }
 
     monkeypatch.setattr(bench, "Policy", Stub)
     monkeypatch.setattr(bench, "unit", unit)
@@ -94,9 +101,15 @@ def test_draws_and_margins_are_those_of_the_fingerprint():
 
 
 def test_a_nucleus_is_the_smallest_set_of_that_probability():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5], [0.91, 0.03, 0.03, 0.03]]).log()
+    logits = torch.tensor(
+        [[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5], [0.91, 0.03, 0.03, 0.03]]
+    ).log()
     kept = torch.isfinite(bench.nucleus(logits, 0.9))
-    assert kept.tolist() == [[True, True, True, False], [False, True, True, True], [True, False, False, False]]
+    assert kept.tolist() == [
+        [True, True, True, False],
+        [False, True, True, True],
+        [True, False, False, False],
+    ]
 
 
 def test_changes_of_weights_are_what_they_are_called():
@@ -157,14 +170,21 @@ def test_several_claims_together_have_the_largest_distance_of_them_all():
 
 def test_alarms_follow_from_many_claims_and_honest_peers_have_none(kept):
     for row in report.alarms(kept).values():
-        assert (row["honest"], row["honest, 2 threads"], row["calibrated"], row["honest_claims"]) == (0.0, 0.0, 100, 100)
+        assert (
+            row["honest"],
+            row["honest, 2 threads"],
+            row["calibrated"],
+            row["honest_claims"],
+        ) == (0.0, 0.0, 100, 100)
         # With 100 calibrated claims no p-value is below 1 / 101, so that some claims are needed however bad they are.
         assert math.ceil(ALARM / math.log(101)) <= row["int4 weights"] <= 40
 
 
 def test_tokens_alone_do_not_look_at_the_activations(kept):
     only = {key: [[*row[:3], 0.0, 0.0, 0.0] for row in found] for key, found in kept.items()}
-    assert all(row["int4 weights"] is None for row in report.alarms(only, tokens_alone=True).values())
+    assert all(
+        row["int4 weights"] is None for row in report.alarms(only, tokens_alone=True).values()
+    )
     assert all(row["int4 weights"] <= 40 for row in report.alarms(only).values())
 
 
@@ -173,10 +193,18 @@ def test_the_report_is_printed_from_the_file(tmp_path, kept, called):
     path = tmp_path / "kept.json.gz"
     bench.save(
         path,
-        {"about": {}, "rows": kept, "seconds": {"write fp32 32 at a time": [4.0], "read fp32 32 at a time": [2.0]}, "changes": {}},
+        {
+            "about": {},
+            "rows": kept,
+            "seconds": {"write fp32 32 at a time": [4.0], "read fp32 32 at a time": [2.0]},
+            "changes": {},
+        },
     )
     shown = json.loads(called(verification_135m.main, "--kept", str(path), "--json").stdout)
     assert shown["seconds"]["read / write, fp32"] == 0.5
     assert shown["bytes_per_token"] == 258 / 32
     assert shown["claims"]["fp32"]["int4 weights"] == 32
-    assert "| int4 weights | 100 (89 to 100) of 32 |" in called(verification_135m.main, "--kept", str(path)).stdout
+    assert (
+        "| int4 weights | 100 (89 to 100) of 32 |"
+        in called(verification_135m.main, "--kept", str(path)).stdout
+    )

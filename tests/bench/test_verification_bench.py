@@ -18,12 +18,23 @@ from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, margins
 from shoal.verification.sequential import Reference, Series
 
 
-@pytest.mark.slow(reason="20 s: every fingerprint and cheat of four pairs of dtypes; what it is made of is tested below")
+@pytest.mark.slow(
+    reason="20 s: every fingerprint and cheat of four pairs of dtypes; what it is made of is tested below"
+)
 def test_json_has_every_row(tmp_path, called, program):
     sizes = ("--claims", "2", "--calibrate", "20", "--tokens", "32", "--votes", "2000")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nobsolete\n{END}\nafter\n")
-    options = (*sizes, "--dtypes", "fp32,bf16", "--keep", str(tmp_path), "--into", str(page), "--json")
+    options = (
+        *sizes,
+        "--dtypes",
+        "fp32,bf16",
+        "--keep",
+        str(tmp_path),
+        "--into",
+        str(page),
+        "--json",
+    )
     done = program("verification.py", *options)
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
@@ -35,8 +46,17 @@ def test_json_has_every_row(tmp_path, called, program):
     assert result["honest_interval"][1] > 0.3
     assert set(result["detection"]) == set(CHEATS)
     titles = [f"{p} -> {v}" for p in ("fp32", "bf16") for v in ("fp32", "bf16", "vote")]
-    assert list(result["pairs"]) == [f"{title}, temperature {heat}" for heat in (1, 0) for title in titles]
-    coarse = ("int4 weights", "a layer dropped", "another prompt", "another model", "its text, prefilled", "truncated, then filler")
+    assert list(result["pairs"]) == [
+        f"{title}, temperature {heat}" for heat in (1, 0) for title in titles
+    ]
+    coarse = (
+        "int4 weights",
+        "a layer dropped",
+        "another prompt",
+        "another model",
+        "its text, prefilled",
+        "truncated, then filler",
+    )
     for row in result["pairs"].values():
         assert row["honest"]["rate"] == 0
         assert "20 honest claims cannot show" in row["warning"]
@@ -63,7 +83,12 @@ def test_claims_in_rows_are_those_of_claims_alone():
         torch.testing.assert_close(states[claim], own, rtol=1e-4, atol=1e-4)
     read, logits = world.read(model, world.prompts(range(3)), tokens)
     torch.testing.assert_close(read, states, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits[1], tiny.prefill_rows(model, tiny.prompt(1)[None], tokens[1:2])[1][0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        logits[1],
+        tiny.prefill_rows(model, tiny.prompt(1)[None], tokens[1:2])[1][0],
+        rtol=0,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("length", [64, 40])
@@ -80,7 +105,9 @@ def test_evidence_of_claims_together_is_that_of_each(length):
 
 
 def test_a_vote_refuses_what_two_of_three_refuse():
-    assert [score > 0 for score in voted({"a": [1.0, 1.0], "b": [-1.0, 2.0], "c": [-2.0, -1.0]})] == [False, True]
+    assert [
+        score > 0 for score in voted({"a": [1.0, 1.0], "b": [-1.0, 2.0], "c": [-2.0, -1.0]})
+    ] == [False, True]
 
 
 def test_a_curve_counts_what_is_above_each_threshold():
@@ -101,27 +128,43 @@ class TestSequential:
         for across in (False, True):
             found = sequential.log_odds([(known, own)], across)[:, 0]
             series = []
-            for number, (proof, part) in enumerate(zip((ACTIVATIONS, SAMPLING), sequential.PARTS, strict=True), start=1):
-                evidence = [Evidence(proof.features, (tuple(row),), (1.0,)) for row in rows[:, part].tolist()]
+            for number, (proof, part) in enumerate(
+                zip((ACTIVATIONS, SAMPLING), sequential.PARTS, strict=True), start=1
+            ):
+                evidence = [
+                    Evidence(proof.features, (tuple(row),), (1.0,))
+                    for row in rows[:, part].tolist()
+                ]
                 pair = Pair(proof.name, "tiny", "bfloat16", "float32" if across else "bfloat16")
                 reference = Reference(pair, Honest.of(evidence[:40]))
                 series.append((reference, Series(reference, number), evidence[40:]))
             for at in range(30):
                 for reference, one, evidence in series:
                     one.add(reference.scores(evidence[at]), reference.tolerances(evidence[at]))
-                assert found[at] == pytest.approx(max(one.log_odds for _, one, _ in series), abs=1e-9)
+                assert found[at] == pytest.approx(
+                    max(one.log_odds for _, one, _ in series), abs=1e-9
+                )
 
     def test_the_kept_distances_give_the_promised_figures(self, called):
-        shown = json.loads(called(main, "--sequential", "--peers", "3", "--cheats", "5", "--json").stdout)
+        shown = json.loads(
+            called(main, "--sequential", "--peers", "3", "--cheats", "5", "--json").stdout
+        )
         assert shown["honest_ban_rate"] == shown["other_machine_ban_rate"] == 0
-        assert (shown["honest_peers"], shown["claims_of_a_peer"], len(shown["pairs"])) == (27, 1000, 9)
+        assert (shown["honest_peers"], shown["claims_of_a_peer"], len(shown["pairs"])) == (
+            27,
+            1000,
+            9,
+        )
         assert shown["claims_to_ban"]["int8 weights"] <= 60
         assert shown["claims_to_ban"]["int8 weights, across dtypes"] <= 60
         assert shown["claims_to_ban"]["weights + 0.1 % noise"] <= 400
 
     def test_medians_and_alarms(self):
         alarm = sequential.ALARM
-        assert sequential.first_alarms(np.array([[0.0, alarm], [alarm, 0.0], [0.0, 0.0]])) == [2.0, 1.0]
+        assert sequential.first_alarms(np.array([[0.0, alarm], [alarm, 0.0], [0.0, 0.0]])) == [
+            2.0,
+            1.0,
+        ]
         assert sequential.first_alarms(np.array([[0.0], [alarm - 1e-6]])) == [float("inf")]
         assert sequential._median([3.0, 1.0, float("inf")]) == 3.0
         assert sequential._median([3.0, float("inf"), float("inf")]) is None

@@ -31,14 +31,20 @@ def quantised(policy, bits=4):
 
 def cheat_by_quantising():
     prove = completions.prove
-    completions.prove = lambda policy, *arguments, **named: prove(quantised(policy), *arguments, **named)
+    completions.prove = lambda policy, *arguments, **named: prove(
+        quantised(policy), *arguments, **named
+    )
 
 
 def cheat_by_copying():
     copied = {}
 
     def others(member, kind, case, attempt):
-        found = [record for record in member.consensus.ledger if isinstance(record, kind) and record.peer != member.peer]
+        found = [
+            record
+            for record in member.consensus.ledger
+            if isinstance(record, kind) and record.peer != member.peer
+        ]
         return [record for record in found if (record.case, record.attempt) == (case, attempt)]
 
     def work(member, most=1):
@@ -47,7 +53,14 @@ def cheat_by_copying():
             if duty.what == "check" and key not in copied:
                 for seen in others(member, Commitment, *key)[:1]:
                     copied[key] = seen.peer
-                    member.try_publish(Commitment(peer=member.peer, case=seen.case, attempt=seen.attempt, digest=seen.digest))
+                    member.try_publish(
+                        Commitment(
+                            peer=member.peer,
+                            case=seen.case,
+                            attempt=seen.attempt,
+                            digest=seen.digest,
+                        )
+                    )
             elif duty.what == "reveal" and key in copied:
                 for seen in (r for r in others(member, Reveal, *key) if r.peer == copied[key]):
                     member.try_publish(Reveal(**{**seen.model_dump(), "peer": member.peer}))

@@ -34,7 +34,9 @@ class Forks:
         if self._server is None:
             self._home = tempfile.TemporaryDirectory()
             path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-            self._server = ForkServer(Path(self._home.name), {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+            self._server = ForkServer(
+                Path(self._home.name), {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            )
         command = ["tests.e2e.as_command", str(cwd), json.dumps(env), *map(str, arguments)]
         return self._server.start(command, stderr, "test")
 
@@ -116,7 +118,12 @@ class Shoal:
         self.home, self.forks = home, forks
         self.tmp = home / "tmp"
         self.tmp.mkdir()
-        self.env = {**os.environ, "TMPDIR": str(self.tmp), "XDG_CONFIG_HOME": str(home / "config"), "OMP_NUM_THREADS": "1"}
+        self.env = {
+            **os.environ,
+            "TMPDIR": str(self.tmp),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "OMP_NUM_THREADS": "1",
+        }
         self.processes = []
         self.command = None
         self.text = home / "text"
@@ -134,7 +141,15 @@ class Shoal:
         if program is not None or before:
             program = (sys.executable, *(program or ("-m", "shoal")))
         errors = self.home / f"errors-{len(self.processes)}"
-        process = Process(arguments, self.env, errors, folder or self.home, self.forks, program or self.command, before)
+        process = Process(
+            arguments,
+            self.env,
+            errors,
+            folder or self.home,
+            self.forks,
+            program or self.command,
+            before,
+        )
         self.processes.append(process)
         return process
 
@@ -157,7 +172,8 @@ class Shoal:
         """Write a settings file."""
         tables = {**tables, "task.options": options or {}}
         text = "".join(
-            f"[{table}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+            f"[{table}]\n"
+            + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
             for table, values in tables.items()
         )
         path = self.home / "swarm.toml"
@@ -169,9 +185,16 @@ class Shoal:
         mine = str(self.home)
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
-            if mine in " ".join(process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if (
+                mine in " ".join(process.info["cmdline"] or ())
+                and process.info["status"] != psutil.STATUS_ZOMBIE
+            ):
                 found.append(" ".join(process.info["cmdline"]))
-        found += [f"process {process.popen.pid}" for process in self.processes if process.popen.poll() is None]
+        found += [
+            f"process {process.popen.pid}"
+            for process in self.processes
+            if process.popen.poll() is None
+        ]
         return found + [str(path) for path in self.tmp.glob(f"shoal-{os.getuid()}/*")]
 
     def metrics(self, name):
@@ -182,7 +205,11 @@ class Shoal:
 
     def rounds(self, name, members=None):
         """The rounds that a node has ended, of so many ``members`` where that is given."""
-        return [event for event in self.metrics(name) if event["event"] == "round" and members in (None, event["members"])]
+        return [
+            event
+            for event in self.metrics(name)
+            if event["event"] == "round" and members in (None, event["members"])
+        ]
 
     def result(self, name):
         return json.loads((self.home / name / "result.json").read_text())
@@ -241,7 +268,9 @@ class Peer:
         self.events = []
         self._news = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
-        self.pid = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+        self.pid = int.from_bytes(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder
+        )
 
     def _read(self):
         for line in self.socket.makefile():
@@ -262,7 +291,9 @@ class Peer:
             return [e for e in self.events if e["event"] == event and fields.items() <= e.items()]
 
         with self._news:
-            assert self._news.wait_for(found, seconds), f"no {event} {fields} within {seconds:g} s but {self.events}"
+            assert self._news.wait_for(found, seconds), (
+                f"no {event} {fields} within {seconds:g} s but {self.events}"
+            )
             return found()[0]
 
     def ask(self, do, event, seconds=LIMIT_S, **fields):
@@ -299,7 +330,9 @@ class Nursery:
         peers = [self.worker() for _ in range(count)]
         for peer in peers:
             peer.tell("host")
-        return peers, [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in peers]
+        return peers, [
+            {key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in peers
+        ]
 
     def pair(self, *, attack=None, **options):
         """Two workers with hosts that know each other; the second may be an attacker (bench/_attacks.py)."""
@@ -324,7 +357,9 @@ class Nursery:
         """Daemon, guard and socket folder of a worker."""
         mine = str(self.home / f"shoal-{os.getuid()}" / f"{pid}-")
         processes = (" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]))
-        return [command for command in processes if mine in command] + list(self.home.glob(f"shoal-*/{pid}-*"))
+        return [command for command in processes if mine in command] + list(
+            self.home.glob(f"shoal-*/{pid}-*")
+        )
 
     def end_workers(self):
         for peer in self.peers:
@@ -360,7 +395,9 @@ def nursery(_nursery):
 @pytest.fixture(scope="session")
 def worker_module():
     """worker.py, for what it computes: modules of tests cannot import from each other."""
-    spec = importlib.util.spec_from_file_location("e2e_worker", Path(__file__).with_name("worker.py"))
+    spec = importlib.util.spec_from_file_location(
+        "e2e_worker", Path(__file__).with_name("worker.py")
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -15,4 +15,6 @@ def test_the_mean_of_40_mb_is_exact_and_needs_at_most_three_payloads(nursery, ro
     measured = [peer.wait("measured", 60) for peer in pair]
     assert [m["right"] for m in measured] == [True, True]
     # Its own payload and the partner's make two; a measurement below that would be no measurement.
-    assert all(1.5 * PAYLOAD < m["grown"] <= 3 * PAYLOAD for m in measured), [m["grown"] / PAYLOAD for m in measured]
+    assert all(1.5 * PAYLOAD < m["grown"] <= 3 * PAYLOAD for m in measured), [
+        m["grown"] / PAYLOAD for m in measured
+    ]

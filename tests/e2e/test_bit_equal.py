@@ -34,14 +34,21 @@ def normed():
     """The same task with a model that has buffers."""
     task = teacher()
     plain = task.model
-    task.model = lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(next(plain().parameters()).shape[1]), plain())
+    task.model = lambda: torch.nn.Sequential(
+        torch.nn.BatchNorm1d(next(plain().parameters()).shape[1]), plain()
+    )
     return task
 
 
 def slow_weights(task, outer, train, exchange, index, run="run"):
     """Train and return the slow weights after each round."""
     rounds = []
-    trainer = Trainer(task, outer, train, on_round=lambda info: rounds.append([t.clone() for t in trainer.opt.slow]))
+    trainer = Trainer(
+        task,
+        outer,
+        train,
+        on_round=lambda info: rounds.append([t.clone() for t in trainer.opt.slow]),
+    )
     trainer.connect(exchange, run, Shard(index, PEERS, train.seed))
     return trainer, rounds
 
@@ -50,7 +57,9 @@ def simulated(make_task, outer, train, peers, run="run"):
     """The reference: peer id -> slow weights per round."""
 
     def peer(exchange):
-        trainer, rounds = slow_weights(make_task(), outer, train, exchange, peers.index(exchange.peer), run)
+        trainer, rounds = slow_weights(
+            make_task(), outer, train, exchange, peers.index(exchange.peer), run
+        )
         trainer.run()
         return rounds
 
@@ -66,7 +75,9 @@ def assert_equal_bits(real, reference):
 def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     options = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2}
     rounds, every = 5, 4
-    train = TrainSettings(steps=rounds * every, seed=SEED, optimizer="muon")  # the default of the built-in task
+    train = TrainSettings(
+        steps=rounds * every, seed=SEED, optimizer="muon"
+    )  # the default of the built-in task
     outer = blocking(every=every, wait_s=60.0, codec="float32")
     file = shoal.toml(
         options=options, swarm={"start_when": PEERS, "shards": PEERS},
@@ -74,18 +85,32 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     )  # fmt: skip
     nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]
     link = nodes[0].line()
-    nodes += [shoal.node("join", link, f"peer-{i}", "--shard", f"{i}/{PEERS}", "--keep-rounds") for i in range(1, PEERS)]
+    nodes += [
+        shoal.node("join", link, f"peer-{i}", "--shard", f"{i}/{PEERS}", "--keep-rounds")
+        for i in range(1, PEERS)
+    ]
     assert [node.wait() for node in nodes] == [0] * PEERS, [node.said() for node in nodes]
 
     results = [shoal.result(f"peer-{i}") for i in range(PEERS)]
     assert [(r["exchanges"], r["pairs_none"]) for r in results] == [(rounds, 0)] * PEERS
-    sent, received = (sum(result[way] for result in results) for way in ("bytes_sent", "bytes_received"))
-    assert 0 < sent == pytest.approx(received, rel=0.01)  # of calls that cross, one may hang up before it has read what came ahead
-    reference = simulated(lambda: TextTask(data=str(shoal.text), **options), outer, train, [r["peer"] for r in results])
+    sent, received = (
+        sum(result[way] for result in results) for way in ("bytes_sent", "bytes_received")
+    )
+    assert (
+        0 < sent == pytest.approx(received, rel=0.01)
+    )  # of calls that cross, one may hang up before it has read what came ahead
+    reference = simulated(
+        lambda: TextTask(data=str(shoal.text), **options),
+        outer,
+        train,
+        [r["peer"] for r in results],
+    )
     for i, result in enumerate(results):
         files = sorted((shoal.home / f"peer-{i}" / "rounds").iterdir())
         kept = [load_file(path) for path in files]
-        assert_equal_bits([[t[str(n)] for n in range(len(t))] for t in kept], reference[result["peer"]])
+        assert_equal_bits(
+            [[t[str(n)] for n in range(len(t))] for t in kept], reference[result["peer"]]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +118,9 @@ def hosts():
     """Four real daemons in this process."""
     identities = [Identity.ephemeral() for _ in range(PEERS)]
     started = [Host.start(identities[0])]
-    started += [Host.start(identity, bootstrap=started[0].addresses()) for identity in identities[1:]]
+    started += [
+        Host.start(identity, bootstrap=started[0].addresses()) for identity in identities[1:]
+    ]
     yield list(zip(identities, started, strict=True))
     for host in reversed(started):
         host.close()
@@ -122,12 +149,21 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
 
     def member(index):
         peer = hosts[index][1].peer_id
-        return member_of(peer, swarm=swarm, addresses=hosts[index][1].addresses(), shard=index, shards=PEERS, model=digest)
+        return member_of(
+            peer,
+            swarm=swarm,
+            addresses=hosts[index][1].addresses(),
+            shard=index,
+            shards=PEERS,
+            model=digest,
+        )
 
     members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
     for (identity, host), (trainer, _) in zip(hosts, made, strict=True):
         trainer.opt.exchange = PairExchange(
-            PeerContext(host, identity, swarm, digest, SEED, lambda: members), ExchangeTimeouts(30.0), overlap=outer.lag != 0
+            PeerContext(host, identity, swarm, digest, SEED, lambda: members),
+            ExchangeTimeouts(30.0),
+            overlap=outer.lag != 0,
         )
     threads = [threading.Thread(target=trainer.run) for trainer, _ in made]
     for thread in threads:

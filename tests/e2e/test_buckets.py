@@ -22,12 +22,20 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
     first = shoal.node("up", table, names[0], "--task", TASK, "--shard", f"0/{PEERS}")
     link = first.line()
     nodes = [first]
-    nodes += [shoal.node("join", link, name, "--task", TASK, "--shard", f"{i}/{PEERS}") for i, name in enumerate(names) if i]
+    nodes += [
+        shoal.node("join", link, name, "--task", TASK, "--shard", f"{i}/{PEERS}")
+        for i, name in enumerate(names)
+        if i
+    ]
 
     def epochs(name):
         return {int(event["time"] // EPOCH_S) for event in shoal.rounds(name)}
 
-    eventually(lambda: min(len(epochs(name)) for name in names) > EPOCHS, 300, f"{EPOCHS} whole epochs of training")
+    eventually(
+        lambda: min(len(epochs(name)) for name in names) > EPOCHS,
+        300,
+        f"{EPOCHS} whole epochs of training",
+    )
     seen = shoal.start("status", link, "--json").json()
     for node in nodes:
         node.signal(signal.SIGINT)
@@ -40,7 +48,9 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
     met = {name: shoal.rounds(name) for name in names}
     # A partner that was dealt elsewhere during a round is still called by its name.
     assert {event["partner"] for events in met.values() for event in events} <= {*names, None}
-    partners = {name: {event["partner"] for event in events} - {None} for name, events in met.items()}
+    partners = {
+        name: {event["partner"] for event in events} - {None} for name, events in met.items()
+    }
     assert min(map(len, partners.values())) >= 3, partners
     joined = {names[0]}
     for _ in names:  # all hear of each other, if through others
@@ -53,7 +63,9 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
             if event["partner"] is not None:
                 by_epoch[name][int(event["time"] // EPOCH_S)].add(event["partner"])
     changes = [
-        before != after for found in by_epoch.values() for before, after in itertools.pairwise(found[e] for e in sorted(found))
+        before != after
+        for found in by_epoch.values()
+        for before, after in itertools.pairwise(found[e] for e in sorted(found))
     ]
     assert sum(changes) > len(changes) / 2
     alone = sum(event["partner"] is None for events in met.values() for event in events)

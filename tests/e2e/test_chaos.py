@@ -21,7 +21,13 @@ def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal, lag):
         "--set", f"outer.lag={lag}", "--json", **CHAOS,
     ).json(240)  # fmt: skip
     assert report.keys() >= KEYS
-    assert (report["kills"], report["stops"], report["steps_lost"], report["orphans"], report["troubles"]) == (1, 1, 0, 0, [])
+    assert (
+        report["kills"],
+        report["stops"],
+        report["steps_lost"],
+        report["orphans"],
+        report["troubles"],
+    ) == (1, 1, 0, 0, [])
     assert report["loss_last"] < report["loss_first"]
     assert report["max_stall_s"] >= report["median_stall_s"] > 0
     assert report["throughput_kept"] is None

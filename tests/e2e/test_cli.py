@@ -83,7 +83,9 @@ def swarm(shared, eventually):
     (["up", "typo.toml"], "There is no setting 'outer.evry': did you mean 'outer.every'?"),
     (["up", "--shard", "4/4"], "index from 0"),
 ])  # fmt: skip
-def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_done(shared, arguments, sentence):
+def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_done(
+    shared, arguments, sentence
+):
     (shared.home / "typo.toml").write_text("[outer]\nevry = 3\n")
     before = sorted(shared.home.iterdir())
     process = shared.start(*arguments)
@@ -129,7 +131,9 @@ def test_the_wrong_swarm_id_is_refused(shared, swarm):
 
 
 @pytest.mark.ci
-def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on(shared, swarm, eventually):
+def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on(
+    shared, swarm, eventually
+):
     node, link = swarm
     other = joiner(shared, link, "other", task=hooks(shared, "theirs", width=6))
     assert "tensor 0 has shape [1, 6] here and [1, 4] there" in other.error()
@@ -141,7 +145,18 @@ def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on
 @pytest.mark.ci
 def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
     _, link = swarm
-    process = shared.start("join", link, "--name", "x", "--folder", "x", "--identity", "x.key", "--listen", "/ip4/127.0.0.1/tcp/0")
+    process = shared.start(
+        "join",
+        link,
+        "--name",
+        "x",
+        "--folder",
+        "x",
+        "--identity",
+        "x.key",
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+    )
     assert "The swarm trains 'slow.py:Slow', and a link carries no code" in process.error()
 
 
@@ -154,25 +169,41 @@ def test_a_node_that_takes_more_memory_than_ram_says_so_once(shoal):
     with open(task, encoding="utf-8") as file:
         text = file.read()
     with open(task, "w", encoding="utf-8") as file:
-        file.write(text.replace("return (model", "return 0 * torch.ones(300_000_000).amax() + (model"))
+        file.write(
+            text.replace("return (model", "return 0 * torch.ones(300_000_000).amax() + (model")
+        )
     train = {"steps": 4, "seed": 1}
-    file = shoal.toml(task={"hooks": f"{task}:{name}"}, outer={"every": 2, "wait_s": 0.5}, train=train)
+    file = shoal.toml(
+        task={"hooks": f"{task}:{name}"}, outer={"every": 2, "wait_s": 0.5}, train=train
+    )
     node = shoal.start("up", file, *shoal.own("greedy"), "--ram", "1")
     assert node.wait() == 0, node.said()
-    said = [line for line in node.said().splitlines() if "GB of memory, where --ram allows 1:" in line]
+    said = [
+        line for line in node.said().splitlines() if "GB of memory, where --ram allows 1:" in line
+    ]
     assert len(said) == 1, said
 
 
-def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(shared, swarm, eventually):
+def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(
+    shared, swarm, eventually
+):
     _, link = swarm
     at = len(shared.rounds("first"))
     late = joiner(shared, link, "late", "--steps", "60", "--json")
-    met = eventually(lambda: [r for r in shared.rounds("late") if r["partner"]], 60, "an exchange of the late joiner")
+    met = eventually(
+        lambda: [r for r in shared.rounds("late") if r["partner"]],
+        60,
+        "an exchange of the late joiner",
+    )
     assert met[0]["round"] >= at
     status = shared.start("status", link, "--json").json()
     assert {"first", "late"} >= {member["name"] for member in status["members"]} >= {"first"}
     (first,) = [member for member in status["members"] if member["name"] == "first"]
-    assert (status["peers"], status["method"], status["task"]) == (len(status["members"]), "noloco", "slow.py:Slow")
+    assert (status["peers"], status["method"], status["task"]) == (
+        len(status["members"]),
+        "noloco",
+        "slow.py:Slow",
+    )
     assert first["state"] == "training"
     assert first["round"] > 0
     assert first["loss"] is not None
@@ -205,29 +236,51 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
 
 
 def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
-    node = create(shoal, "n", "--json", program=("-m", "shoal"))  # no fork: Python, too, begins and ends as it does for a user
+    node = create(
+        shoal, "n", "--json", program=("-m", "shoal")
+    )  # no fork: Python, too, begins and ends as it does for a user
     eventually(lambda: any(event["step"] >= 10 for event in shoal.rounds("n")), 60, "two rounds")
     shoal.interrupt(node)
     (line,) = node.lines
     first = json.loads(line)
     assert first["interrupted"]
     assert first["steps"] >= 10
-    assert first["rounds"] == first["tried"] // first["fragments"] >= 2  # whole ones: each fragment once
+    assert (
+        first["rounds"] == first["tried"] // first["fragments"] >= 2
+    )  # whole ones: each fragment once
     *_, stopping, end, speed, overlapped, where = node.said().splitlines()
-    assert stopping.startswith("stopping: "), node.said()  # what else was said last, if it ever is not
+    assert stopping.startswith("stopping: "), (
+        node.said()
+    )  # what else was said last, if it ever is not
     assert end.startswith(
         f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of {first['tried']} exchanges with others: "
     )
     assert overlapped.startswith("training went on for ")
     assert "tokens/s in inner steps" in speed
-    assert where.endswith(f" are in {str(shoal.home / 'n')!r}; the same command with --resume goes on from there")
+    assert where.endswith(
+        f" are in {str(shoal.home / 'n')!r}; the same command with --resume goes on from there"
+    )
     assert shoal.left() == []
     (saved,) = (shoal.home / "n").glob("step-*")
     assert saved.name == f"step-{first['steps']:08d}"
 
-    again = ["up", "--name", "n", "--folder", "n", "--identity", "n.key", "--threads", "1", "--listen", "/ip4/127.0.0.1/tcp/0"]
+    again = [
+        "up",
+        "--name",
+        "n",
+        "--folder",
+        "n",
+        "--identity",
+        "n.key",
+        "--threads",
+        "1",
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+    ]
     assert "pass --resume" in shoal.start(*again).error()
-    resumed = shoal.start(*again, "--resume", "--task", hooks(shoal), "--steps", str(first["steps"] + 7), "--json")
+    resumed = shoal.start(
+        *again, "--resume", "--task", hooks(shoal), "--steps", str(first["steps"] + 7), "--json"
+    )
     result = resumed.json()
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
     assert (
@@ -247,7 +300,9 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
 def test_a_second_ctrl_c_ends_the_node_at_once(shoal, eventually):
     # A step that takes longer than this test waits, and that the first Ctrl-C lets finish.
     node = create(shoal, "n", seconds=100)
-    eventually(lambda: any(event["event"] == "start" for event in shoal.metrics("n")), 60, "the first step")
+    eventually(
+        lambda: any(event["event"] == "start" for event in shoal.metrics("n")), 60, "the first step"
+    )
     node.signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         node.popen.wait(1)
@@ -278,10 +333,14 @@ def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
     link = node.line()
     eventually(lambda: list((shoal.home / "first").glob("step-*")), 60, "a checkpoint")
     in_use = f"is in use by process {node.popen.pid}: "
-    same_both = joiner(shoal, link, "first", "--resume")  # what the sentence about checkpoints in the folder asks for
+    same_both = joiner(
+        shoal, link, "first", "--resume"
+    )  # what the sentence about checkpoints in the folder asks for
     same_folder = joiner(shoal, link, "first", "--resume", "--identity", shoal.home / "second.key")
     same_key = joiner(shoal, link, "second", "--identity", shoal.home / "first.key")
-    same_seed = shoal.start("seed", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "first.key")
+    same_seed = shoal.start(
+        "seed", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "first.key"
+    )
     for other in (same_both, same_folder):
         said = other.error()
         assert said.startswith(f"The folder {str(shoal.home / 'first')!r} {in_use}")
@@ -301,8 +360,14 @@ def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
 
 @pytest.mark.ci
 def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, eventually):
-    demo = shoal.start("demo", "--peers", "2", "--rounds", "1000", "--task", hooks(shoal), "--every", "5")
-    eventually(lambda: len(list(shoal.tmp.glob("shoal-demo-*/peer-*/metrics.jsonl"))) == 2, 90, "the training of two nodes")
+    demo = shoal.start(
+        "demo", "--peers", "2", "--rounds", "1000", "--task", hooks(shoal), "--every", "5"
+    )
+    eventually(
+        lambda: len(list(shoal.tmp.glob("shoal-demo-*/peer-*/metrics.jsonl"))) == 2,
+        90,
+        "the training of two nodes",
+    )
     os.kill(demo.popen.pid, signal.SIGKILL)
     demo.wait()
     eventually(lambda: not shoal.left(), 60, "the end of everything")
@@ -316,10 +381,31 @@ def test_a_node_whose_evaluations_are_not_finite_trains_to_its_end_and_reports_j
         "    def loss(self, model, batch): return model(batch).square().mean()\n"
         "    def evaluate(self, model): return float('nan')\n    def extra_results(self, loss): return {'twice': 2 * loss}\n"
     )
-    own = ["--name", "b", "--folder", "b", "--identity", "b.key", "--listen", "/ip4/127.0.0.1/tcp/0", "--task", f"{task}:Blind"]
+    own = [
+        "--name",
+        "b",
+        "--folder",
+        "b",
+        "--identity",
+        "b.key",
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+        "--task",
+        f"{task}:Blind",
+    ]
     few = ["--steps", "6", "--every", "3", "--set", "train.eval_every=2", "--set", "outer.wait_s=1"]
     node = shoal.start("up", *own, *few, "--json")
     result = node.json()
-    assert (result["steps"], result["loss_first"], result["loss_last"], result["task"]) == (6, None, None, {})
-    assert "The held-out loss is nan at step 0 and counts as unknown: check the task's evaluate()." in node.said()
-    assert [event["loss"] for event in shoal.metrics("b") if event["event"] == "evaluation"] == [None] * 3
+    assert (result["steps"], result["loss_first"], result["loss_last"], result["task"]) == (
+        6,
+        None,
+        None,
+        {},
+    )
+    assert (
+        "The held-out loss is nan at step 0 and counts as unknown: check the task's evaluate()."
+        in node.said()
+    )
+    assert [event["loss"] for event in shoal.metrics("b") if event["event"] == "evaluation"] == [
+        None
+    ] * 3

@@ -26,24 +26,43 @@ class Compose:
     def __init__(self, shoal, eventually):
         self.shoal, self.eventually = shoal, eventually
         self.services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
-        texts = {port for service in self.services.values() for port in re.findall(r"(?:tcp/|0:)(\d+)", service["command"][0])}
+        texts = {
+            port
+            for service in self.services.values()
+            for port in re.findall(r"(?:tcp/|0:)(\d+)", service["command"][0])
+        }
         free = obtain_ports(["/ip4/127.0.0.1/tcp/0"] * len(texts))
-        self.ports = {port: at.rpartition("/")[2] for port, at in zip(sorted(texts), free, strict=True)}
+        self.ports = {
+            port: at.rpartition("/")[2] for port, at in zip(sorted(texts), free, strict=True)
+        }
         self.data = shoal.home / "data"
         self.data.mkdir()
         tools = shoal.home / "bin"
         tools.mkdir()
-        scripts = {"shoal": f"exec {sys.executable} -m shoal", "shoal-health": f"exec sh {ROOT}/docker/health.sh"}
+        scripts = {
+            "shoal": f"exec {sys.executable} -m shoal",
+            "shoal-health": f"exec sh {ROOT}/docker/health.sh",
+        }
         for name, script in scripts.items():
             (tools / name).write_text(f'#!/bin/sh\n{script} "$@"\n')
             (tools / name).chmod(0o755)
-        shoal.env.update(PATH=f"{tools}:{os.environ['PATH']}", XDG_CONFIG_HOME=str(self.data / "config"), PYTHONPATH=str(ROOT))
+        shoal.env.update(
+            PATH=f"{tools}:{os.environ['PATH']}",
+            XDG_CONFIG_HOME=str(self.data / "config"),
+            PYTHONPATH=str(ROOT),
+        )
         self.running = {}
 
     def here(self, text):
         """A command as the shell gets it, on this machine in place of five containers."""
-        text = re.sub(r"/dns4/\w+/tcp/", "/dns4/localhost/tcp/", text.replace("$$", "$").replace("0.0.0.0", "127.0.0.1"))
-        return re.sub(r"(tcp/|127\.0\.0\.1:)(\d+)", lambda found: found[1] + self.ports[found[2]], text)
+        text = re.sub(
+            r"/dns4/\w+/tcp/",
+            "/dns4/localhost/tcp/",
+            text.replace("$$", "$").replace("0.0.0.0", "127.0.0.1"),
+        )
+        return re.sub(
+            r"(tcp/|127\.0\.0\.1:)(\d+)", lambda found: found[1] + self.ports[found[2]], text
+        )
 
     def up(self, *names):
         """Start services in the order in which they depend on each other, each once those it needs are healthy."""
@@ -60,7 +79,9 @@ class Compose:
         kind, *check = self.services[name]["healthcheck"]["test"]
         command = ["sh", "-c", *check] if kind == "CMD-SHELL" else check
         assert self.running[name].popen.poll() is None, self.running[name].said()
-        ended = subprocess.run(command, cwd=self.data, env=self.shoal.env, capture_output=True, timeout=60, check=False)
+        ended = subprocess.run(
+            command, cwd=self.data, env=self.shoal.env, capture_output=True, timeout=60, check=False
+        )
         return ended.returncode == 0
 
     def stop(self, *names):
@@ -72,12 +93,18 @@ class Compose:
     def met(self, name):
         path = self.data / "runs" / name / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return sum('"event": "round"' in line and json.loads(line)["members"] > 1 for line in lines if line.endswith("}"))
+        return sum(
+            '"event": "round"' in line and json.loads(line)["members"] > 1
+            for line in lines
+            if line.endswith("}")
+        )
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow(reason="a bootstrap node, three nodes that train and a page")
-def test_the_swarm_of_docker_compose_up_trains_is_watched_and_goes_on_after_a_stop(shoal, eventually):
+def test_the_swarm_of_docker_compose_up_trains_is_watched_and_goes_on_after_a_stop(
+    shoal, eventually
+):
     compose = Compose(shoal, eventually)
     compose.up("seed", "first", "second", "third", "page")
     address = compose.running["page"].line().replace("0.0.0.0", "127.0.0.1")
@@ -89,7 +116,11 @@ def test_the_swarm_of_docker_compose_up_trains_is_watched_and_goes_on_after_a_st
     def steps(name):
         return max(int(folder.name[5:]) for folder in (compose.data / "runs" / name).glob("step-*"))
 
-    eventually(lambda: {"first", "second", "third"} <= {peer["name"] for peer in page()["peers"]}, 120, "a page with all three")
+    eventually(
+        lambda: {"first", "second", "third"} <= {peer["name"] for peer in page()["peers"]},
+        120,
+        "a page with all three",
+    )
     assert page()["link"] is None  # it is shared
     eventually(lambda: compose.met("second") >= 2 and compose.met("third") >= 2, 120, "exchanges")
     eventually(lambda: all(map(compose.healthy, compose.services)), 60, "health of all")
@@ -102,7 +133,13 @@ def test_the_swarm_of_docker_compose_up_trains_is_watched_and_goes_on_after_a_st
     eventually(lambda: compose.met("third") > before, 120, "an exchange of the one that came back")
     saved = steps("third")
 
-    assert compose.stop("page", "third", "second", "first", "seed") == [-signal.SIGTERM, 130, 130, 130, 0]
+    assert compose.stop("page", "third", "second", "first", "seed") == [
+        -signal.SIGTERM,
+        130,
+        130,
+        130,
+        0,
+    ]
     assert steps("third") > saved
     before = compose.met("first")
     compose.up("seed", "first", "second", "third")

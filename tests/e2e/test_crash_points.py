@@ -30,9 +30,14 @@ def outcomes(worker_module):
 
     found = [{}, {}]
     for codec in ("float32", "mod4"):
-        together = Simulation(["0", "1"]).run(lambda exchange, codec=codec: slow(int(exchange.peer), exchange, codec))
+        together = Simulation(["0", "1"]).run(
+            lambda exchange, codec=codec: slow(int(exchange.peer), exchange, codec)
+        )
         for number in range(2):
-            found[number] |= {slow(number, Alone(), codec): "alone", together[str(number)]: f"pair {codec}"}
+            found[number] |= {
+                slow(number, Alone(), codec): "alone",
+                together[str(number)]: f"pair {codec}",
+            }
     return found
 
 
@@ -42,7 +47,11 @@ OFTEN = [
     (STOP, "caller", "chunk", ALONE), (KILL, "callee", "ready", ALONE | PAIR), (STOP, "caller", "decided", ALONE),
     (KILL, "callee", "heard", PAIR), (STOP, "caller", "commit", PAIR),
 ]  # fmt: skip
-NAMED = [(KILL, "callee", "ready", ALONE | PAIR), (KILL, "callee", "heard", PAIR), (STOP, "caller", "commit", PAIR)]
+NAMED = [
+    (KILL, "callee", "ready", ALONE | PAIR),
+    (KILL, "callee", "heard", PAIR),
+    (STOP, "caller", "commit", PAIR),
+]
 """Those at messages that name refused blocks."""
 SELDOM = [
     (KILL, "caller", "chunk", ALONE), (KILL, "caller", "ready", ALONE), (KILL, "caller", "decided", ALONE),
@@ -59,16 +68,27 @@ SELDOM = [
         *(pytest.param(*case, 1, "float32") for case in OFTEN),
         *(pytest.param(*case, 1, "mod4") for case in NAMED),
         *(
-            pytest.param(*case, lag, "float32", marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"))
+            pytest.param(
+                *case,
+                lag,
+                "float32",
+                marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"),
+            )
             for cases, lag in ((OFTEN, 0), (SELDOM, 0), (SELDOM, 1))
             for case in cases
         ),
     ],
     ids=lambda value: (
-        value.name if isinstance(value, signal.Signals) else "-or-".join(sorted(value)) if isinstance(value, set) else str(value)
+        value.name
+        if isinstance(value, signal.Signals)
+        else "-or-".join(sorted(value))
+        if isinstance(value, set)
+        else str(value)
     ),
 )
-def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected, lag, codec):
+def test_the_survivor_has_one_whole_outcome_and_goes_on(
+    nursery, eventually, outcomes, number, role, point, expected, lag, codec
+):
     pair = nursery.pair(wait=WAIT, chunk=SILENCE[number], overlap=lag > 0)
     victim, survivor = (0, 1) if role == "caller" else (1, 0)
     caller, callee = pair
@@ -82,9 +102,15 @@ def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, out
 
     pair[victim].wait("point")
     next_step = pair[survivor].wait("step", LONG, step=3)
-    assert outcomes[survivor][next_step["slow"]] in {f"{one} {codec}" if one == "pair" else one for one in expected}
+    assert outcomes[survivor][next_step["slow"]] in {
+        f"{one} {codec}" if one == "pair" else one for one in expected
+    }
     if number == KILL:
-        eventually(lambda: not nursery.left(pair[victim].pid), LONG, "the end of the victim's daemon and sockets")
+        eventually(
+            lambda: not nursery.left(pair[victim].pid),
+            LONG,
+            "the end of the victim's daemon and sockets",
+        )
 
 
 def run(peers, round):
@@ -101,7 +127,9 @@ def run(peers, round):
     ),
     pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow(reason="four processes in a group")),
 ])  # fmt: skip
-def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(nursery, eventually, count, point, number):
+def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(
+    nursery, eventually, count, point, number
+):
     *survivors, victim = peers = nursery.group(count, **GROUP)
     victim.ask("arm", "armed", point=point, number=int(number))
     run(peers, 0)
@@ -115,11 +143,19 @@ def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(nursery, eventual
     assert [set(mean["members"]) for mean in second] == [ids] * len(survivors)
     assert len({mean["sha256"] for mean in second}) == 1
     if number == KILL:
-        eventually(lambda: not nursery.left(victim.pid), LONG, "the end of the victim's daemon and sockets")
+        eventually(
+            lambda: not nursery.left(victim.pid), LONG, "the end of the victim's daemon and sockets"
+        )
 
 
 @pytest.mark.parametrize(
-    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+    "number",
+    [
+        KILL,
+        pytest.param(
+            STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
+        ),
+    ],
 )
 def test_without_its_leader_nobody_has_a_mean_and_all_go_on(nursery, number):
     leader, *others = peers = nursery.group(3, **GROUP)
@@ -138,24 +174,45 @@ def sources_and_newcomer(nursery):
     newcomer.ask("host", "host")
     for source in sources:
         source.ask("serve", "serving", floats=FLOATS)
-    return sources, newcomer, [{key: source.wait("host")[key] for key in ("peer", "addresses")} for source in sources]
+    return (
+        sources,
+        newcomer,
+        [{key: source.wait("host")[key] for key in ("peer", "addresses")} for source in sources],
+    )
 
 
 @pytest.mark.parametrize(
-    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+    "number",
+    [
+        KILL,
+        pytest.param(
+            STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
+        ),
+    ],
 )
-def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(nursery, worker_module, number):
+def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(
+    nursery, worker_module, number
+):
     sources, newcomer, places = sources_and_newcomer(nursery)
     source = sources[0]
     source.ask("arm", "armed", point="snapshot-chunk", number=int(number))
     newcomer.tell("fetch", sources=places, floats=FLOATS)
     source.wait("point")
     fetched = newcomer.wait("fetched", LONG)
-    assert (fetched["round"], fetched["sha256"]) == (3, worker_module.sha256(worker_module.values(7, FLOATS)))
+    assert (fetched["round"], fetched["sha256"]) == (
+        3,
+        worker_module.sha256(worker_module.values(7, FLOATS)),
+    )
 
 
 @pytest.mark.parametrize(
-    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+    "number",
+    [
+        KILL,
+        pytest.param(
+            STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
+        ),
+    ],
 )
 def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, number):
     sources, newcomer, places = sources_and_newcomer(nursery)
@@ -169,9 +226,17 @@ def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, numbe
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
+    "number",
+    [
+        KILL,
+        pytest.param(
+            STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
+        ),
+    ],
 )
-def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(nursery, outcomes, tmp_path, number):
+def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(
+    nursery, outcomes, tmp_path, number
+):
     """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its save when it is let go on."""
     survivor, victim = nursery.pair(wait=WAIT, chunk=SILENCE[number])
     victim.ask("save", "saved", folder=str(tmp_path), step=1, floats=FLOATS)

@@ -25,7 +25,11 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
 
     for name in ("anna", "bert", "carl"):
         eventually(lambda name=name: shoal.rounds(name, 2), 60, f"an exchange of {name}")
-    eventually(lambda: known.exists() and peer("bert") in json.loads(known.read_text())["peers"], 60, "bert being remembered")
+    eventually(
+        lambda: known.exists() and peer("bert") in json.loads(known.read_text())["peers"],
+        60,
+        "bert being remembered",
+    )
     shoal.interrupt(third)
     creator.signal(signal.SIGKILL)
     creator.wait()
@@ -52,14 +56,21 @@ def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, even
     eventually(lambda: shoal.rounds("bert", 2), 60, "an exchange")
     known = shoal.home / "anna" / "peers.json"
     me = Link.parse(bert.line()).bootstrap[0].rpartition("/p2p/")[2]
-    eventually(lambda: known.exists() and me in json.loads(known.read_text())["peers"], 60, "bert being remembered")
+    eventually(
+        lambda: known.exists() and me in json.loads(known.read_text())["peers"],
+        60,
+        "bert being remembered",
+    )
     creator.signal(signal.SIGKILL)
     creator.wait()
 
     # The old link alone leads nowhere; with what a folder of this machine knows it does, and a member makes a new one.
     assert "no bootstrap peer can be reached" in shoal.start("status", old).error()
     assert "bert" in [
-        member["name"] for member in shoal.start("status", old, "--folder", shoal.home / "anna", "--json").json()["members"]
+        member["name"]
+        for member in shoal.start("status", old, "--folder", shoal.home / "anna", "--json").json()[
+            "members"
+        ]
     ]
     made = shoal.start("link", "--folder", shoal.home / "bert")
     assert made.wait() == 0
@@ -78,7 +89,11 @@ def test_a_newcomer_is_told_that_all_are_dead(shoal):
     creator.wait()
     said = shoal.node("join", link, "bert")
     assert said.wait() == 2
-    assert said.said().splitlines()[-1].startswith("Error: no bootstrap peer can be reached: /ip4/127.0.0.1/tcp/")
+    assert (
+        said.said()
+        .splitlines()[-1]
+        .startswith("Error: no bootstrap peer can be reached: /ip4/127.0.0.1/tcp/")
+    )
 
 
 @pytest.mark.slow(reason="a node waits until every known address was tried")
@@ -89,21 +104,34 @@ def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
     link = creator.line()
     other = shoal.node("join", link, "bert", *saving)
 
-    eventually(lambda: list((shoal.home / "anna").glob("step-*")) and list((shoal.home / "bert").glob("step-*")), 60, "checkpoints")
+    eventually(
+        lambda: (
+            list((shoal.home / "anna").glob("step-*"))
+            and list((shoal.home / "bert").glob("step-*"))
+        ),
+        60,
+        "checkpoints",
+    )
     eventually(lambda: shoal.rounds("bert", 2), 60, "an exchange")
     shoal.interrupt(creator, other)
-    together, last = len(shoal.rounds("bert", 2)), max(e["round"] for e in shoal.rounds("bert", 1) + shoal.rounds("bert", 2))
+    together, last = (
+        len(shoal.rounds("bert", 2)),
+        max(e["round"] for e in shoal.rounds("bert", 1) + shoal.rounds("bert", 2)),
+    )
 
     again = shoal.node("join", link, "bert", "--resume", *saving)
     eventually(lambda: any(e["round"] > last for e in shoal.rounds("bert", 1)), 90, "a round alone")
     said = again.said()
     assert "nobody of this swarm answers: trying the link and" in said
     assert re.search(
-        r"going on without a partner from the checkpoint; others find this node again, or by the link shoal://\S+", said
+        r"going on without a partner from the checkpoint; others find this node again, or by the link shoal://\S+",
+        said,
     )
 
     back = shoal.node("up", settings, "anna", "--resume", *saving)
     port = re.compile(r"/tcp/(\d+)")
-    assert port.findall(back.line())[0] == port.findall(link)[0]  # so the link of before is good again; it has others too
+    assert (
+        port.findall(back.line())[0] == port.findall(link)[0]
+    )  # so the link of before is good again; it has others too
     eventually(lambda: len(shoal.rounds("bert", 2)) > together, 90, "an exchange of the two")
     shoal.interrupt(again, back)

@@ -20,9 +20,14 @@ def checked(report, peers, rounds, every, bytes_a_value=17 / 32):
     """The report, after what holds in every demo has been seen to hold."""
     assert set(report) >= FIELDS
     assert (report["peers"], report["rounds"], report["steps"]) == (peers, rounds, rounds * every)
-    assert (report["exchanges"], report["pairs_none"]) == (rounds * report["fragments"] * peers // 2, 0)
+    assert (report["exchanges"], report["pairs_none"]) == (
+        rounds * report["fragments"] * peers // 2,
+        0,
+    )
     # Every node sends its whole model once a round, and little else.
-    payload = report["params"] * bytes_a_value * peers * rounds  # by default 4 bits, and two bytes for each block of 64
+    payload = (
+        report["params"] * bytes_a_value * peers * rounds
+    )  # by default 4 bits, and two bytes for each block of 64
     assert payload < report["bytes_sent"] < payload * 1.05 + 10_000 * peers * rounds
     assert payload < report["bytes_received"] < payload * 1.05 + 10_000 * peers * rounds
     assert len(report["spread"]) == rounds
@@ -47,10 +52,15 @@ def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
 
 @pytest.mark.slow(reason="sixteen real nodes share the processors: minutes on a busy machine")
 def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
-    demo = shoal.start("demo", "--peers", "16", "--rounds", "4", "--every", "10", "--no-compare", "--json")
+    demo = shoal.start(
+        "demo", "--peers", "16", "--rounds", "4", "--every", "10", "--no-compare", "--json"
+    )
     report = demo.json(580)
     assert (report["peers"], report["rounds"], report["steps"]) == (16, 4, 40)
-    assert len(report["spread"]) in (3, 4)  # a node that comes a round late takes over the weights of that round
+    assert len(report["spread"]) in (
+        3,
+        4,
+    )  # a node that comes a round late takes over the weights of that round
     # How many meet where a round takes a second depends on the machine: of 256, 99 to 127 pairs on two processors.
     assert report["exchanges"] >= 16 * report["fragments"]
     assert report["loss_last"] < report["loss_first"]
@@ -61,7 +71,18 @@ def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
 
 @pytest.mark.slow(reason="two real nodes, twice")
 def test_a_model_of_ones_own_and_plain_averaging(shoal):
-    few = ["--peers", "2", "--rounds", "8", "--every", "10", "--set", "outer.lag=0", "--codec", "float32"]
+    few = [
+        "--peers",
+        "2",
+        "--rounds",
+        "8",
+        "--every",
+        "10",
+        "--set",
+        "outer.lag=0",
+        "--codec",
+        "float32",
+    ]
     demo = shoal.start("demo", "--task", TEACHER, *few, "--method", "local", "--json")
     report = checked(demo.json(150), 2, 8, 10, bytes_a_value=4)
     assert report["method"] == "local"
@@ -72,7 +93,19 @@ def test_a_model_of_ones_own_and_plain_averaging(shoal):
 
 @pytest.mark.slow(reason="two real nodes")
 def test_without_a_comparison_nothing_is_trained_twice(shoal):
-    demo = shoal.start("demo", "--task", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--no-compare", "--json")
+    demo = shoal.start(
+        "demo",
+        "--task",
+        TEACHER,
+        "--peers",
+        "2",
+        "--rounds",
+        "4",
+        "--every",
+        "5",
+        "--no-compare",
+        "--json",
+    )
     report = demo.json(150)
     assert (report["rounds"], report["loss_local"]) == (4, None)
     assert report["loss_last"] < report["loss_first"]
@@ -92,9 +125,15 @@ def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     assert report["exchanges"] == 4 * report["fragments"] + (report["fragments"] - 1) + 1
     assert report["spread"][-2] > 0.001
     assert report["spread"][-1] == 0
-    assert report["params"] * (4 * 1 + 4) * 2 < report["bytes_sent"] < report["params"] * (5 * 1.1 + 4) * 2 + 15 * 20_000
+    assert (
+        report["params"] * (4 * 1 + 4) * 2
+        < report["bytes_sent"]
+        < report["params"] * (5 * 1.1 + 4) * 2 + 15 * 20_000
+    )
     kept = shoal.home / "kept"
-    merged = shoal.start("merge", kept / "peer-0", kept / "peer-1", "--slow", "--out", "one.safetensors", "--json").json(60)
+    merged = shoal.start(
+        "merge", kept / "peer-0", kept / "peer-1", "--slow", "--out", "one.safetensors", "--json"
+    ).json(60)
     assert merged["values"] == report["params"]
     model = load_task(TEACHER, {}).model()
     model.load_state_dict(load_file(shoal.home / "one.safetensors"))

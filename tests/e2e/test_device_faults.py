@@ -59,16 +59,22 @@ def up(shoal, *arguments, fails="", at=7, program=None):
 
 
 def steps(shoal):
-    return sorted(int(path.name.removeprefix("step-")) for path in (shoal.home / "anna").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (shoal.home / "anna").glob("step-*")
+    )
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("fails", "at", "whole"), [("loss", 7, 6), ("evaluate", 3, 8)])
-def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_on_from(shoal, fails, at, whole):
+def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_on_from(
+    shoal, fails, at, whole
+):
     node = up(shoal, "--steps", "20", "--set", "train.eval_every=4", fails=fails, at=at)
     assert node.wait() == ExitCode.BAD_INPUT, node.said()
     *_, last = node.said().splitlines()
-    assert last.startswith(f"Error: Your task 'Fit' failed in {fails}(): OutOfMemoryError"), node.said()
+    assert last.startswith(f"Error: Your task 'Fit' failed in {fails}(): OutOfMemoryError"), (
+        node.said()
+    )
     assert f"step {whole} was whole and is saved" in node.said()
     assert steps(shoal) == [whole]
     again = up(shoal, "--steps", "20", "--resume").json()
@@ -80,26 +86,38 @@ def test_where_memory_runs_out_in_an_exchange_the_last_checkpoint_is_gone_on_fro
     node = up(shoal, "--steps", "40", *every_round, fails="exchange", at=4)
     assert node.wait() == ExitCode.BAD_INPUT, node.said()
     *_, last = node.said().splitlines()
-    assert last.startswith("Error: There is not enough memory on 'cpu' for a step: keep the outer optimizer in files"), node.said()
-    assert "was whole and is saved" not in node.said()  # of that step the inner part alone was taken
+    assert last.startswith(
+        "Error: There is not enough memory on 'cpu' for a step: keep the outer optimizer in files"
+    ), node.said()
+    assert (
+        "was whole and is saved" not in node.said()
+    )  # of that step the inner part alone was taken
     before = steps(shoal)[-1]
-    assert 0 < before < 20  # a round whose checkpoint would have to wait for the one before has none
+    assert (
+        0 < before < 20
+    )  # a round whose checkpoint would have to wait for the one before has none
     again = up(shoal, "--steps", str(before + 10), *every_round, "--resume").json()
     assert again["steps"] == before + 10
 
 
 @pytest.mark.gpu(standin=True)
 @pytest.mark.parametrize("breaks", [40, 60])
-def test_a_device_that_fails_for_good_ends_with_a_sentence_and_keeps_the_last_checkpoint(shoal, breaks):
+def test_a_device_that_fails_for_good_ends_with_a_sentence_and_keeps_the_last_checkpoint(
+    shoal, breaks
+):
     shoal.env["STANDIN_BREAKS"] = str(breaks)
     every_round = ("--device", "cuda", "--set", "node.checkpoint_every_rounds=1")
     node = up(shoal, "--steps", "200", *every_round, program=AS_PROGRAM)
     assert node.wait() == ExitCode.DEVICE_FAILED, node.said()
     *_, last = node.said().splitlines()
-    assert last.startswith("Error: An operation on the device failed (CUDA error: device-side assert triggered"), node.said()
+    assert last.startswith(
+        "Error: An operation on the device failed (CUDA error: device-side assert triggered"
+    ), node.said()
     assert "CUDA_LAUNCH_BLOCKING=1 shows which" in last
     assert "bug in shoal" not in node.said()
     del shoal.env["STANDIN_BREAKS"]
     before = steps(shoal)[-1]
-    again = up(shoal, "--steps", str(before + 5), *every_round, "--resume", program=AS_PROGRAM).json()
+    again = up(
+        shoal, "--steps", str(before + 5), *every_round, "--resume", program=AS_PROGRAM
+    ).json()
     assert again["steps"] == before + 5

@@ -14,12 +14,29 @@ SEED = 3
 
 def tables(shoal, **train):
     outer = {"every": 3, "wait_s": 60.0, "method": "diloco"}
-    return shoal.toml(options=OPTIONS, outer=outer, train={"seed": SEED, **train}, swarm={"start_when": 2, "shards": 2})
+    return shoal.toml(
+        options=OPTIONS,
+        outer=outer,
+        train={"seed": SEED, **train},
+        swarm={"start_when": 2, "shards": 2},
+    )
 
 
 @pytest.mark.gpu
 def test_a_demo_trains_on_it(shoal):
-    demo = shoal.start("demo", "--device", "cuda", "--peers", "2", "--rounds", "2", "--every", "4", "--no-compare", "--json")
+    demo = shoal.start(
+        "demo",
+        "--device",
+        "cuda",
+        "--peers",
+        "2",
+        "--rounds",
+        "2",
+        "--every",
+        "4",
+        "--no-compare",
+        "--json",
+    )
     report = demo.json(200)
     assert (report["rounds"], report["pairs_none"]) == (2, 0)
     assert report["exchanges"] > 0
@@ -27,7 +44,9 @@ def test_a_demo_trains_on_it(shoal):
 
 
 @pytest.mark.gpu
-def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_others_device(shoal):
+def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_others_device(
+    shoal,
+):
     table = tables(shoal, steps=9)
     how = {"gpu": ("--device", "cuda", "--offload", "device"), "cpu": ("--device", "cpu")}
     one = shoal.node("up", table, "gpu", *how["gpu"], "--shard", "0/2")
@@ -49,29 +68,41 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
 
 
 @pytest.mark.gpu(devices=2)
-def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_another_layout(shoal, eventually):
+def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_another_layout(
+    shoal, eventually
+):
     outer = {"every": 3, "lag": 0}
     table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 0, "seed": SEED})
     both = ("--gpus", "2", "--device", "cuda")
-    node = shoal.node("up", table, "one", *both, "--parallel", "ddp", "--set", "node.checkpoint_every_rounds=1")
+    node = shoal.node(
+        "up", table, "one", *both, "--parallel", "ddp", "--set", "node.checkpoint_every_rounds=1"
+    )
     node.line()
     eventually(lambda: len(shoal.rounds("one")) >= 2, 120, "two rounds")
     lost = rank_of(node, 1)
     os.kill(lost, signal.SIGKILL)
     eventually(lambda: rank_of(node, 1) not in (None, lost), 120, "another start of the ranks")
     died = max(event["round"] for event in shoal.rounds("one"))
-    eventually(lambda: max(event["round"] for event in shoal.rounds("one")) > died + 1, 120, "rounds after it")
+    eventually(
+        lambda: max(event["round"] for event in shoal.rounds("one")) > died + 1,
+        120,
+        "rounds after it",
+    )
     node.signal(signal.SIGTERM)
     assert node.wait() == 130, node.said()
     assert "rank 1 was ended by SIGKILL" in node.said()
 
     steps = shoal.result("one")["steps"]
-    sharded = shoal.node("up", table, "one", *both, "--parallel", "fsdp", "--resume", "--steps", str(steps + 3))
+    sharded = shoal.node(
+        "up", table, "one", *both, "--parallel", "fsdp", "--resume", "--steps", str(steps + 3)
+    )
     assert sharded.wait() == 0, sharded.said()
     for ranks in (node, sharded):  # rank 0's own part
         assert "Training will take about" in ranks.said()
         assert "after its first step this node holds" in ranks.said()
-    single = shoal.node("up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6))
+    single = shoal.node(
+        "up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6)
+    )
     assert single.wait() == 0, single.said()
     assert shoal.result("one")["steps"] == steps + 6
     assert all(math.isfinite(event["loss"]) for event in shoal.rounds("one"))

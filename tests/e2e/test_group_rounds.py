@@ -7,7 +7,9 @@ import pytest
 
 def held(shoal, name):
     """The digest of the slow weights after each round in which somebody took part."""
-    return {event["round"]: event["weights"] for event in shoal.rounds(name) if event["members"] > 1}
+    return {
+        event["round"]: event["weights"] for event in shoal.rounds(name) if event["members"] > 1
+    }
 
 
 def together(shoal, names, after):
@@ -32,7 +34,11 @@ OUTER = {
 @pytest.mark.slow(reason="real nodes, one of which joins late")
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER.keys())
 def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, outer):
-    table = shoal.toml(swarm={"name": "group", "start_when": 2}, outer={**outer, "wait_s": 5.0}, options={"context": 32})
+    table = shoal.toml(
+        swarm={"name": "group", "start_when": 2},
+        outer={**outer, "wait_s": 5.0},
+        options={"context": 32},
+    )
     first = shoal.node("up", table, "a")
     link = first.line()
     second = shoal.node("join", link, "b")
@@ -41,22 +47,38 @@ def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, o
     eventually(lambda: shoal.rounds("c"), 60, "a round of the third")
     began = shoal.rounds("c")[0]["round"]
     assert began >= 3
-    eventually(lambda: len(together(shoal, ["a", "b", "c"], began)) >= 6, 90, "six rounds of three with equal weights")
+    eventually(
+        lambda: len(together(shoal, ["a", "b", "c"], began)) >= 6,
+        90,
+        "six rounds of three with equal weights",
+    )
     stop(third, second, first)
 
 
 @pytest.mark.slow(reason="a node is stopped for several rounds of seconds")
-@pytest.mark.parametrize("outer", [pytest.param(OUTER[name], id=name) for name in ("diloco", "streaming")])
+@pytest.mark.parametrize(
+    "outer", [pytest.param(OUTER[name], id=name) for name in ("diloco", "streaming")]
+)
 def test_who_slept_ends_with_the_weights_of_the_others(shoal, eventually, outer):
-    table = shoal.toml(swarm={"name": "group", "start_when": 3}, outer={**outer, "wait_s": 2.0}, options={"context": 32})
+    table = shoal.toml(
+        swarm={"name": "group", "start_when": 3},
+        outer={**outer, "wait_s": 2.0},
+        options={"context": 32},
+    )
     first = shoal.node("up", table, "a")
     link = first.line()
     second, sleeper = shoal.node("join", link, "b"), shoal.node("join", link, "c")
     eventually(lambda: len(together(shoal, ["a", "b", "c"], -1)) >= 2, 90, "two rounds of three")
     sleeper.signal(signal.SIGSTOP)
     fell_asleep = max(held(shoal, "a"))
-    eventually(lambda: len(together(shoal, ["a", "b"], fell_asleep + 2)) >= 2, 60, "the others' going on")
+    eventually(
+        lambda: len(together(shoal, ["a", "b"], fell_asleep + 2)) >= 2, 60, "the others' going on"
+    )
     sleeper.signal(signal.SIGCONT)
     woke = max(held(shoal, "a"))
-    eventually(lambda: len(together(shoal, ["a", "b", "c"], woke)) >= 3, 90, "three rounds of three with equal weights")
+    eventually(
+        lambda: len(together(shoal, ["a", "b", "c"], woke)) >= 3,
+        90,
+        "three rounds of three with equal weights",
+    )
     stop(sleeper, second, first)

@@ -6,17 +6,23 @@ FLOATS = 1000
 
 
 twin = pytest.mark.slow(reason="the same as in the other way of exchanging")
-overlapped = pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=twin)], ids=["overlapped", "blocking"])
+overlapped = pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=twin)], ids=["overlapped", "blocking"]
+)
 
 
 @pytest.mark.thinned(3)
 @overlapped
 @pytest.mark.parametrize(
-    ("attack", "suspicious"), [("sign flip", True), ("x1000", True), ("NaN", False)], ids=["flip", "x1000", "nan"]
+    ("attack", "suspicious"),
+    [("sign flip", True), ("x1000", True), ("NaN", False)],
+    ids=["flip", "x1000", "nan"],
 )
 def test_what_a_hostile_process_sends_does_not_count(nursery, attack, suspicious, overlap):
     # Both have learnt the same, so nothing but the lie is between them.
-    honest, liar = nursery.pair(attack=attack, screen={"sends": "weights"}, overlap=overlap, wait=60.0, chunk=60.0)
+    honest, liar = nursery.pair(
+        attack=attack, screen={"sends": "weights"}, overlap=overlap, wait=60.0, chunk=60.0
+    )
     for peer in (honest, liar):
         peer.tell("mean", number=0, floats=FLOATS, round=0)
     assert "sha256" not in honest.wait("mean", round=0)

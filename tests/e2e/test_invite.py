@@ -7,16 +7,35 @@ from shoal.swarm.access import Link
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_by_invitation_only(shoal, eventually):
-    file = shoal.toml(options={"layers": 1, "width": 16, "heads": 1, "context": 16}, outer={"every": 5}, train={"steps": 0})
+    file = shoal.toml(
+        options={"layers": 1, "width": 16, "heads": 1, "context": 16},
+        outer={"every": 5},
+        train={"steps": 0},
+    )
     anna = shoal.node("up", file, "anna", "--invite-only")
     link = anna.line()
-    eventually(lambda: any(event["event"] == "round" for event in shoal.metrics("anna")), 60, "a round")
+    eventually(
+        lambda: any(event["event"] == "round" for event in shoal.metrics("anna")), 60, "a round"
+    )
     assert Link.parse(link).invite == ""
     bert = shoal.node("join", link, "bert")
-    inviting = shoal.start("invite", link, "--identity", shoal.home / "anna.key", "--expires", "1h", "--json")
-    assert "by invitation only: ask the creator of the swarm for a new link (`shoal invite`)" in bert.error()
-    assert {event["event"] for event in shoal.metrics("bert")} <= {"activity"}  # nothing was trained
+    inviting = shoal.start(
+        "invite", link, "--identity", shoal.home / "anna.key", "--expires", "1h", "--json"
+    )
+    assert (
+        "by invitation only: ask the creator of the swarm for a new link (`shoal invite`)"
+        in bert.error()
+    )
+    assert {event["event"] for event in shoal.metrics("bert")} <= {
+        "activity"
+    }  # nothing was trained
     made = inviting.json()
     assert (made["uses"], made["peer"]) == (1, None)
     shoal.node("join", made["link"], "bert", "--upload", "80")
-    eventually(lambda: any(e["event"] == "round" and e["partner"] == "bert" for e in shoal.metrics("anna")), 60, "an exchange")
+    eventually(
+        lambda: any(
+            e["event"] == "round" and e["partner"] == "bert" for e in shoal.metrics("anna")
+        ),
+        60,
+        "an exchange",
+    )

@@ -34,7 +34,11 @@ def seeded(internet, shoal, *flags):
     )  # fmt: skip
     (address,) = [a for a in json.loads(seed.line())["addresses"] if SEED in a]
     outer, options = {"every": 5, "wait_s": 5.0}, {"layers": 1, "width": 64, "context": 32}
-    return seed, address, shoal.toml(swarm={"name": "nat", "start_when": 1}, outer=outer, options=options)
+    return (
+        seed,
+        address,
+        shoal.toml(swarm={"name": "nat", "start_when": 1}, outer=outer, options=options),
+    )
 
 
 @pytest.mark.ci
@@ -45,10 +49,14 @@ def seeded(internet, shoal, *flags):
 def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, eventually, relay):
     _, address, settings = seeded(internet, shoal, "--relay")
     assert subprocess.run(
-        [*internet.enter("home-0"), "ping", "-c1", "-W2", "192.168.8.2"], capture_output=True, check=False
+        [*internet.enter("home-0"), "ping", "-c1", "-W2", "192.168.8.2"],
+        capture_output=True,
+        check=False,
     ).returncode
     common = ("--listen", "/ip4/0.0.0.0/tcp/4001", "--relay", relay)
-    first = shoal.node("up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("home-0"))
+    first = shoal.node(
+        "up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("home-0")
+    )
     link = first.line()
     assert f"?peer={address}" in link
     # It trains before anybody can reach it.
@@ -58,18 +66,27 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
     for name in ("anna", "bert"):
         eventually(lambda name=name: shoal.rounds(name, 2), 150, f"an exchange of {name}")
     # More than a relay with libp2p's own limits lets through.
-    eventually(lambda: sum(e["bytes_sent"] for e in shoal.rounds("bert", 2)) > 200_000, 150, "200 kB sent through the relay")
+    eventually(
+        lambda: sum(e["bytes_sent"] for e in shoal.rounds("bert", 2)) > 200_000,
+        150,
+        "200 kB sent through the relay",
+    )
 
     def punched():
         report = shoal.start("status", link, "--json", before=internet.enter("seed")).json()
-        return {m["name"]: m["reach"] for m in report["members"]} == {"anna": "punched", "bert": "punched"}
+        return {m["name"]: m["reach"] for m in report["members"]} == {
+            "anna": "punched",
+            "bert": "punched",
+        }
 
     eventually(punched, 60, "both said to be reached past their relay")
     before = internet.received("seed")
     rounds = len(shoal.rounds("anna", 2))
     eventually(lambda: len(shoal.rounds("anna", 2)) > rounds + 10, 60, "further exchanges")
     sent = sum(e["bytes_sent"] for e in shoal.rounds("anna", 2)[rounds:])
-    assert internet.received("seed") - before < sent, "what two exchange that are connected goes through no relay"
+    assert internet.received("seed") - before < sent, (
+        "what two exchange that are connected goes through no relay"
+    )
     watcher = shoal.start("watch", link, "--json", before=internet.enter("peer-1"))
 
     def watched():
@@ -91,10 +108,14 @@ def renumber(internet, shoal, seed):
 
 @pytest.mark.slow(reason="two nodes meet, part and meet again, which takes a minute")
 @pytest.mark.parametrize("breaks", [restart, renumber])
-def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(internet, shoal, eventually, breaks):
+def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(
+    internet, shoal, eventually, breaks
+):
     seed, address, settings = seeded(internet, shoal, "--relay")
     common = ("--listen", "/ip4/0.0.0.0/tcp/4001", "--relay", "only")
-    link = shoal.node("up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("home-0")).line()
+    link = shoal.node(
+        "up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("home-0")
+    ).line()
     shoal.node("join", link, "bert", *common, before=internet.enter("home-1"))
 
     def met(since):
@@ -107,11 +128,17 @@ def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(internet, shoal,
     eventually(lambda: met(after), 150, "an exchange after the break")
 
 
-@pytest.mark.slow(reason="three nodes have to be dialled by others, which they ask for after ten seconds")
-def test_status_says_who_can_be_dialled_and_what_to_do_where_nobody_can(internet, shoal, eventually):
+@pytest.mark.slow(
+    reason="three nodes have to be dialled by others, which they ask for after ten seconds"
+)
+def test_status_says_who_can_be_dialled_and_what_to_do_where_nobody_can(
+    internet, shoal, eventually
+):
     _, address, settings = seeded(internet, shoal)
     common = ("--listen", "/ip4/0.0.0.0/tcp/4001")
-    link = shoal.node("up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("peer-1")).line()
+    link = shoal.node(
+        "up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("peer-1")
+    ).line()
     shoal.node("join", link, "bert", *common, "--relay", "off", before=internet.enter("home-0"))
 
     def told():
@@ -142,7 +169,9 @@ def opening(internet, router, tmp_path, protocol):
     if shutil.which("miniupnpd") is None:
         pytest.skip("miniupnpd is not installed (package miniupnpd)")
     internet.nft(router, "-f", "-", rules=OPENING)
-    subprocess.run([*internet.enter(router), "ip", "route", "add", "224.0.0.0/4", "dev", "in"], check=True)
+    subprocess.run(
+        [*internet.enter(router), "ip", "route", "add", "224.0.0.0/4", "dev", "in"], check=True
+    )
     settings = tmp_path / "miniupnpd.conf"
     speaks = {f"enable_{each}": "yes" if each == protocol else "no" for each in ("upnp", "natpmp")}
     lines = {
@@ -152,7 +181,9 @@ def opening(internet, router, tmp_path, protocol):
     settings.write_text("".join(f"{name}={value}\n" for name, value in lines.items()) + rule)
     command = ["miniupnpd", "-d", "-f", str(settings), "-P", str(tmp_path / "pid")]
     with (tmp_path / "miniupnpd.log").open("w") as file:
-        server = subprocess.Popen([*internet.enter(router), *command], stdout=file, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [*internet.enter(router), *command], stdout=file, stderr=subprocess.STDOUT
+        )
         try:
             yield
         finally:
@@ -160,7 +191,9 @@ def opening(internet, router, tmp_path, protocol):
             server.wait(10)
 
 
-@pytest.mark.slow(reason="libp2p finds after a minute and a half that a port was opened, if a relay is there at the start")
+@pytest.mark.slow(
+    reason="libp2p finds after a minute and a half that a port was opened, if a relay is there at the start"
+)
 @pytest.mark.parametrize(("protocol", "relay"), [("upnp", "auto"), ("natpmp", "off")])
 def test_a_node_whose_router_opens_ports_is_dialled_by_one_that_nobody_can_dial(
     internet, shoal, eventually, tmp_path, protocol, relay
@@ -168,17 +201,36 @@ def test_a_node_whose_router_opens_ports_is_dialled_by_one_that_nobody_can_dial(
     _, address, settings = seeded(internet, shoal, "--relay")
     with opening(internet, "router-0", tmp_path, protocol):
         how = ("--listen", "/ip4/0.0.0.0/tcp/0", "--relay")
-        first = shoal.node("up", settings, "anna", *how, relay, "--bootstrap", address, before=internet.enter("home-0"))
+        first = shoal.node(
+            "up",
+            settings,
+            "anna",
+            *how,
+            relay,
+            "--bootstrap",
+            address,
+            before=internet.enter("home-0"),
+        )
         link, opened = first.line(), f"peer=/ip4/{internet.ip('home-0')}/tcp/"
 
         def said_to_be(reach, *shown):
             status = shoal.start("status", link, "--json", before=internet.enter("seed"))
-            report = status.json() if status.wait() == 0 else {"members": []}  # nobody else can be asked, and it not yet
-            return [m["reach"] for m in report["members"]] == [reach] and all(each in report["link"] for each in shown) and report
+            report = (
+                status.json() if status.wait() == 0 else {"members": []}
+            )  # nobody else can be asked, and it not yet
+            return (
+                [m["reach"] for m in report["members"]] == [reach]
+                and all(each in report["link"] for each in shown)
+                and report
+            )
 
         if relay == "auto":  # libp2p tries before the port is open
-            eventually(lambda: said_to_be("relayed", "/p2p-circuit/"), 90, "the node said to be relayed")
-        lasting = eventually(lambda: said_to_be("direct", opened), 180, "the node said to be dialled")["link"]
+            eventually(
+                lambda: said_to_be("relayed", "/p2p-circuit/"), 90, "the node said to be relayed"
+            )
+        lasting = eventually(
+            lambda: said_to_be("direct", opened), 180, "the node said to be dialled"
+        )["link"]
         assert "p2p-circuit" not in lasting
         assert "192.168." not in lasting
         shoal.node("join", link, "bert", *how, "off", before=internet.enter("home-1"))
@@ -189,11 +241,19 @@ def test_a_node_whose_router_opens_ports_is_dialled_by_one_that_nobody_can_dial(
         eventually(met, 90, "an exchange")
         rounds, before = len(met()), internet.received("seed")
         eventually(lambda: len(met()) > rounds + 10, 60, "further exchanges")
-        assert internet.received("seed") - before < sum(e["bytes_sent"] for e in met()[rounds:]), "no relay is between them"
+        assert internet.received("seed") - before < sum(e["bytes_sent"] for e in met()[rounds:]), (
+            "no relay is between them"
+        )
         said = {}
         for home in ("home-0", "home-1"):
-            checks = shoal.start("doctor", link, "--json", before=internet.enter(home)).json()["checks"]
-            said[home] = [(check["outcome"], check["said"]) for check in checks if check["check"] in ("dialled back", "nat")]
+            checks = shoal.start("doctor", link, "--json", before=internet.enter(home)).json()[
+                "checks"
+            ]
+            said[home] = [
+                (check["outcome"], check["said"])
+                for check in checks
+                if check["check"] in ("dialled back", "nat")
+            ]
         assert [outcome for outcome, _ in said["home-0"]] == ["ok", "ok"], said
         assert "which the router opened (UPnP or NAT-PMP)" in said["home-0"][0][1]
         assert [outcome for outcome, _ in said["home-1"]] == ["note", "note"], said

@@ -44,11 +44,29 @@ def install(home, step):
     kept = os.environ.get("SHOAL_NEWCOMER_VENV")
     folder = Path(kept) if kept else home / "venv"
     # Of the checkout, nothing may be seen; and no compiler is needed.
-    env = {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, "CC": "false", "CXX": "false"}
+    env = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "CC": "false",
+        "CXX": "false",
+    }
 
     def pip(*arguments):
-        command = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
-        done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=step.left(), check=False)
+        command = [
+            folder / "bin" / "python",
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command,
+            cwd=home,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=step.left(),
+            check=False,
+        )
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
     with step("venv", 120):
@@ -60,11 +78,15 @@ def install(home, step):
         shutil.rmtree(home / "copy")
     with step("pip install", 1500):
         (wheel,) = (home / "dist").iterdir()
-        pip("install", "--quiet", "-c", ROOT / "constraints.txt", f"shoal[watch] @ {wheel.as_uri()}")
+        pip(
+            "install", "--quiet", "-c", ROOT / "constraints.txt", f"shoal[watch] @ {wheel.as_uri()}"
+        )
     return folder / "bin"
 
 
-@pytest.mark.slow(reason="installs PyTorch into a new venv, and runs seven real nodes one after another")
+@pytest.mark.slow(
+    reason="installs PyTorch into a new venv, and runs seven real nodes one after another"
+)
 @pytest.mark.timeout(3600)
 def test_what_a_newcomer_does_first_works_from_the_wheel_alone(shoal, eventually, capsys):
     step = Steps()
@@ -85,10 +107,19 @@ def play(shoal, eventually, step, commands):
         assert made.wait(step.left()) == 0, made.said()
     with step("shoal demo --task task.py:Pretrain", 240):
         few = ["--peers", "2", "--rounds", "4", "--every", "10", "--json"]
-        demo = shoal.start("demo", "--task", "task.py:Pretrain", *few, folder=shoal.home / "mine").json(step.left())
+        demo = shoal.start(
+            "demo", "--task", "task.py:Pretrain", *few, folder=shoal.home / "mine"
+        ).json(step.left())
         assert demo["loss_last"] < demo["loss_first"]
     with step("shoal seed", 60):
-        seed = shoal.start("seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key")
+        seed = shoal.start(
+            "seed",
+            "--json",
+            "--listen",
+            "/ip4/127.0.0.1/tcp/0",
+            "--identity",
+            shoal.home / "seed.key",
+        )
         (address,) = json.loads(seed.line(0, step.left()))["addresses"]
     with step("shoal up --public", 120):
         table = shoal.toml(
@@ -115,7 +146,9 @@ def play(shoal, eventually, step, commands):
         carl = shoal.node("join", link, "carl")
         carl.line(0, step.left())
         eventually(
-            lambda: shoal.rounds("carl", 2) and len(shoal.rounds("bert", 2)) > before, step.left(), "an exchange of bert and carl"
+            lambda: shoal.rounds("carl", 2) and len(shoal.rounds("bert", 2)) > before,
+            step.left(),
+            "an exchange of bert and carl",
         )
     with step("shoal watch --web", 120):
         watcher = shoal.start("watch", link, "--web", "0")
@@ -132,9 +165,15 @@ def play(shoal, eventually, step, commands):
         out = shoal.home / "weights"
         pulled = shoal.start("pull", link, "--out", out, "--json").json(step.left())
         assert pulled["named"]
-        assert sorted(path.name for path in out.iterdir()) == ["README.md", "model.safetensors", "shoal.json"]
+        assert sorted(path.name for path in out.iterdir()) == [
+            "README.md",
+            "model.safetensors",
+            "shoal.json",
+        ]
     with step("shoal sample", 120):
-        drawn = shoal.start("sample", out, "--prompt", "the ", "--tokens", "12", "--json").json(step.left())
+        drawn = shoal.start("sample", out, "--prompt", "the ", "--tokens", "12", "--json").json(
+            step.left()
+        )
         assert drawn["texts"][0].startswith("the ")
     with step("Ctrl-C", 120):
         for node in (bert, carl):

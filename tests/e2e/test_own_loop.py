@@ -21,8 +21,18 @@ def test_a_loop_of_ones_own_trains_with_a_node(shoal):
     torch.manual_seed(99)  # other weights than the swarm's, which are taken over
     task = TextTask(data=str(shoal.text), **SIZE)
     model, met = task.model(), []
-    with join(node.line(), state=model, node="bert", network=NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",))) as s:
-        opt = NoLoCo(task.inner_optimizer(model.parameters()), s.exchange(), every=EVERY, on_round=lambda info: met.append(info))
+    with join(
+        node.line(),
+        state=model,
+        node="bert",
+        network=NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",)),
+    ) as s:
+        opt = NoLoCo(
+            task.inner_optimizer(model.parameters()),
+            s.exchange(),
+            every=EVERY,
+            on_round=lambda info: met.append(info),
+        )
         batches = task.batches(Shard(s.shard.index, s.shard.of, s.seed))
         while len(met) < 50 and sum(len(info.members) == 2 for info in met) < 3:
             task.loss(model, next(batches)).backward()
@@ -31,7 +41,9 @@ def test_a_loop_of_ones_own_trains_with_a_node(shoal):
         me, status = s.status()["peer"], s.status()
     assert {member["name"] for member in status["members"]} == {"anna", "bert"}
     assert all(me in info.members for info in met if info.members)
-    assert sum(len(info.members) == 2 for info in met) >= 3, node.said()  # what was in flight may have come yet
+    assert sum(len(info.members) == 2 for info in met) >= 3, (
+        node.said()
+    )  # what was in flight may have come yet
     node.signal(2)
     assert node.wait() == 130
     assert "with bert" in node.said()

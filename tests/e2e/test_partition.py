@@ -73,31 +73,56 @@ def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, out
         eventually(lambda name=name: together(name, most), 90, f"a round of all at {name}")
     halves.cut()
     for name in NODES:
-        eventually(lambda name=name: events(name, "partition"), 90, f"{name} suspecting a partition")
+        eventually(
+            lambda name=name: events(name, "partition"), 90, f"{name} suspecting a partition"
+        )
         (said,) = [event["said"] for event in events(name, "partition")]
         assert "2 of 4 members vanished within" in said
         met = len(together(name, least))
-        eventually(lambda name=name, met=met: len(together(name, least)) >= met + 3, 60, f"three rounds of a half at {name}")
+        eventually(
+            lambda name=name, met=met: len(together(name, least)) >= met + 3,
+            60,
+            f"three rounds of a half at {name}",
+        )
     report = shoal.start("status", link, "--json", before=halves.enter(NODES["b"])).json()
     assert len(report["members"]) == 2
-    assert any("A partition is suspected: 2 of 4 members" in sentence for sentence in report["findings"])
+    assert any(
+        "A partition is suspected: 2 of 4 members" in sentence for sentence in report["findings"]
+    )
     halves.heal()
     for name in NODES:
-        eventually(lambda name=name: events(name, "partition")[-1]["missing"] == [], 180, f"{name} being together again")
+        eventually(
+            lambda name=name: events(name, "partition")[-1]["missing"] == [],
+            180,
+            f"{name} being together again",
+        )
 
     def equal():
         """A round of all four after which all hold the same slow weights."""
-        weights = [{event["round"]: event["weights"] for event in together(name, 4)[-20:]} for name in NODES]
+        weights = [
+            {event["round"]: event["weights"] for event in together(name, 4)[-20:]}
+            for name in NODES
+        ]
         rounds = set.intersection(*(set(each) for each in weights))
-        return any(len({each[round] for each in weights}) == 1 for round in rounds if round > before)
+        return any(
+            len({each[round] for each in weights}) == 1 for round in rounds if round > before
+        )
 
     def across():
         """A pair of the two halves."""
-        return {event["partner"] for name in "ab" for event in events(name, "round")[-10:]} & set("cd")
+        return {event["partner"] for name in "ab" for event in events(name, "round")[-10:]} & set(
+            "cd"
+        )
 
     before = max(event["round"] for name in NODES for event in events(name, "round"))
     eventually(equal if method == "diloco" else across, 120, "one swarm again")
     for name in NODES:
-        for fragment in range(fragments := outer.get("fragments", 1)):  # of each by itself: one exchange may overtake another's
-            rounds = [event["round"] for event in events(name, "round") if event["round"] % fragments == fragment]
+        for fragment in range(
+            fragments := outer.get("fragments", 1)
+        ):  # of each by itself: one exchange may overtake another's
+            rounds = [
+                event["round"]
+                for event in events(name, "round")
+                if event["round"] % fragments == fragment
+            ]
             assert rounds == sorted(rounds)

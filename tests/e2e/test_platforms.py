@@ -52,7 +52,12 @@ exec env PATH=/usr/sbin:/usr/bin:/sbin:/bin PYTHONPATH=/checkout:/site chroot "$
 def needed(platform, python=PYTHON):
     """What `shoal[watch]` needs there, as ``name==version`` of this environment, and which of it have compiled parts."""
     _, system, named, machine = PLATFORMS[platform]
-    there = {"sys_platform": system, "platform_system": named, "platform_machine": machine, "python_version": python}
+    there = {
+        "sys_platform": system,
+        "platform_system": named,
+        "platform_machine": machine,
+        "python_version": python,
+    }
     exact, compiled, done, todo = {}, set(), set(), [Requirement("shoal[watch]")]
     while todo:
         wanted = todo.pop()
@@ -67,10 +72,15 @@ def needed(platform, python=PYTHON):
             compiled.add(name)
             continue
         exact[name] = f"{name}=={found.version.partition('+')[0]}"
-        if any(not tag.endswith("-none-any") for tag in re.findall(r"^Tag: (\S+)", found.read_text("WHEEL") or "", re.M)):
+        if any(
+            not tag.endswith("-none-any")
+            for tag in re.findall(r"^Tag: (\S+)", found.read_text("WHEEL") or "", re.M)
+        ):
             compiled.add(name)
         for each in map(Requirement, found.requires or ()):
-            if each.marker is None or any(each.marker.evaluate({**there, "extra": extra}) for extra in ("", *wanted.extras)):
+            if each.marker is None or any(
+                each.marker.evaluate({**there, "extra": extra}) for extra in ("", *wanted.extras)
+            ):
                 todo.append(each)
     del exact["shoal"]
     return sorted(exact.values()), sorted(exact[name] for name in compiled if name in exact)
@@ -79,8 +89,19 @@ def needed(platform, python=PYTHON):
 def pip(*arguments, tags, python=PYTHON, seconds=280):
     """Run pip for another platform."""
     where = [f"--platform={tag}" for tag in tags]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", f"--python-version={python}"]
-    return subprocess.run([*command, *where, *arguments], capture_output=True, text=True, timeout=seconds, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--ignore-installed",
+        f"--python-version={python}",
+    ]
+    return subprocess.run(
+        [*command, *where, *arguments], capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def wheels_of(platform, names):
@@ -90,7 +111,10 @@ def wheels_of(platform, names):
         ended = pip(*dry, *names, tags=PLATFORMS[platform][0])
     if ended.returncode:
         return ended.stderr
-    return [part["download_info"]["url"].rpartition("/")[2] for part in json.loads(ended.stdout)["install"]]
+    return [
+        part["download_info"]["url"].rpartition("/")[2]
+        for part in json.loads(ended.stdout)["install"]
+    ]
 
 
 @pytest.mark.slow(reason="asks a registry for two dozen packages")
@@ -98,8 +122,17 @@ def wheels_of(platform, names):
 def test_all_dependencies_with_compiled_parts_have_wheels(platform):
     """What has none (pure Python alone) is the same for all platforms."""
     _, names = needed(platform)
-    assert {name.partition("==")[0] for name in names} >= {"hivemind", "torch", "uvloop", "blake3", "cryptography"}
-    said = CACHE / f"wheels-{platform}-{PYTHON}-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:16]}.json"
+    assert {name.partition("==")[0] for name in names} >= {
+        "hivemind",
+        "torch",
+        "uvloop",
+        "blake3",
+        "cryptography",
+    }
+    said = (
+        CACHE
+        / f"wheels-{platform}-{PYTHON}-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:16]}.json"
+    )
     if not said.exists():
         if isinstance(wheels_of("linux-x86_64", ["hivemind==1.1.12"]), str):
             pytest.skip("no registry is reached")
@@ -118,7 +151,9 @@ def fetch_arm64(into):
     for folder in ("state/lists/partial", "cache/archives/partial", "root"):
         (into / folder).mkdir(parents=True, exist_ok=True)
     (into / "status").touch()
-    here = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True).stdout.strip()
+    here = subprocess.run(
+        ["dpkg", "--print-architecture"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     (into / "apt.conf").write_text(
         f'APT::Architecture "arm64"; APT::Architectures {{ "arm64"; "{here}"; }};\n'
         f'Dir::State "{into}/state"; Dir::State::status "{into}/status"; Dir::Cache "{into}/cache";\n'
@@ -126,17 +161,36 @@ def fetch_arm64(into):
 
     def apt(*arguments):
         env = {**os.environ, "APT_CONFIG": str(into / "apt.conf")}
-        subprocess.run(["apt-get", "-qq", *arguments], env=env, cwd=into, capture_output=True, timeout=300, check=True)
+        subprocess.run(
+            ["apt-get", "-qq", *arguments],
+            env=env,
+            cwd=into,
+            capture_output=True,
+            timeout=300,
+            check=True,
+        )
 
     apt("update")
-    apt("install", "-y", "--no-install-recommends", "--download-only", "python3-minimal", "python3", "libgomp1", "libstdc++6")
+    apt(
+        "install",
+        "-y",
+        "--no-install-recommends",
+        "--download-only",
+        "python3-minimal",
+        "python3",
+        "libgomp1",
+        "libstdc++6",
+    )
     apt("download", f"qemu-user-static:{here}")
     for package in (into / "cache" / "archives").glob("*.deb"):
         subprocess.run(["dpkg-deb", "-x", package, into / "root"], check=True)
     for package in into.glob("qemu-user-static*.deb"):
         subprocess.run(["dpkg-deb", "-x", package, into], check=True)
     python = (into / "root/usr/bin/python3").readlink().name.removeprefix("python")
-    names = [name if not name.startswith("torch==") else TORCH_OF_ARM64 for name in needed("linux-arm64", python)[0]]
+    names = [
+        name if not name.startswith("torch==") else TORCH_OF_ARM64
+        for name in needed("linux-arm64", python)[0]
+    ]
     ended = pip(f"--target={into}/root/site", *names, tags=ARM64, python=python, seconds=900)
     if ended.returncode:
         raise OSError(ended.stderr[-500:])
@@ -145,9 +199,14 @@ def fetch_arm64(into):
 @pytest.fixture
 def arm64(shoal):
     """What stands before the arguments of Python to run it for arm64."""
-    root = CACHE / f"arm64-{hashlib.sha256(' '.join(needed('linux-arm64')[0]).encode()).hexdigest()[:16]}"
+    root = (
+        CACHE
+        / f"arm64-{hashlib.sha256(' '.join(needed('linux-arm64')[0]).encode()).hexdigest()[:16]}"
+    )
     if not root.exists():
-        if this.system() != "Linux" or not all(map(shutil.which, ("apt-get", "dpkg-deb", "unshare", "chroot"))):
+        if this.system() != "Linux" or not all(
+            map(shutil.which, ("apt-get", "dpkg-deb", "unshare", "chroot"))
+        ):
             pytest.skip("apt-get, dpkg-deb, unshare and chroot are needed")
         root.parent.mkdir(parents=True, exist_ok=True)
         for other in CACHE.glob("arm64-*"):  # of other versions: a gigabyte each
@@ -160,7 +219,19 @@ def arm64(shoal):
             pytest.skip(f"nothing for arm64 can be fetched: {error!r}"[:500])
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    before = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c", INSIDE, "arm64", root, ROOT, shoal.home)
+    before = (
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "bash",
+        "-c",
+        INSIDE,
+        "arm64",
+        root,
+        ROOT,
+        shoal.home,
+    )
     ran = shoal.start(program=("-c", "import platform; print(platform.machine())"), before=before)
     if ran.wait():
         pytest.skip(f"no namespace with its own table of formats: {ran.said()}")
@@ -175,11 +246,17 @@ def test_a_node_for_arm64_exchanges_with_one_of_this_machine(shoal, eventually, 
     assert doctor.wait(300) == 0, doctor.said()
     assert "Linux aarch64" in "\n".join(doctor.lines)
     assert "nothing is in the way" in "\n".join(doctor.lines)
-    file = shoal.toml(swarm={"start_when": 2}, outer={"round": "seconds:5", "wait_s": 10.0}, options=SIZE)
+    file = shoal.toml(
+        swarm={"start_when": 2}, outer={"round": "seconds:5", "wait_s": 10.0}, options=SIZE
+    )
     here = shoal.node("up", file, "here")
     there = shoal.node("join", here.line(), "arm64", program=("-m", "shoal"), before=arm64)
 
-    eventually(lambda: min(len(shoal.rounds("here", 2)), len(shoal.rounds("arm64", 2))) >= 2, 600, "two exchanges")
+    eventually(
+        lambda: min(len(shoal.rounds("here", 2)), len(shoal.rounds("arm64", 2))) >= 2,
+        600,
+        "two exchanges",
+    )
     for node in (there, here):
         node.signal(signal.SIGINT)
     assert [node.wait() for node in (there, here)] == [130, 130]

@@ -14,7 +14,9 @@ SIZE = {"layers": 1, "width": 32, "heads": 2, "context": 32}
 @pytest.mark.slow(reason="two real nodes train while a third process pulls")
 def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually):
     table = shoal.toml(
-        swarm={"name": "group", "start_when": 2}, outer={"method": "diloco", "every": 20, "wait_s": 5.0}, options=SIZE
+        swarm={"name": "group", "start_when": 2},
+        outer={"method": "diloco", "every": 20, "wait_s": 5.0},
+        options=SIZE,
     )
     first = shoal.node("up", table, "a", "--keep-rounds")
     link = first.line()
@@ -44,4 +46,6 @@ def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually)
     # The slow weights before round r are those after round r - 1, of which the node kept a copy each.
     kept = [load_file(path) for path in sorted((shoal.home / "a" / "rounds").iterdir())]
     held = [parameter.detach() for parameter in model.parameters()]
-    assert any(all(torch.equal(copy[str(i)], tensor) for i, tensor in enumerate(held)) for copy in kept)
+    assert any(
+        all(torch.equal(copy[str(i)], tensor) for i, tensor in enumerate(held)) for copy in kept
+    )

@@ -59,17 +59,28 @@ def reference(shoal, outer, steps, peers, total=0, optimizer="muon"):
 @pytest.mark.ci
 def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
     outer = {"every": 3, "wait_s": 60.0, "lag": 0, "codec": "float32"}
-    table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})
+    table = shoal.toml(
+        options=OPTIONS,
+        outer=outer,
+        train={"steps": 9, "seed": SEED},
+        swarm={"start_when": 2, "shards": 2},
+    )
     one = shoal.node("up", table, "one", *HALVES, "--shard", "0/2", "--keep-rounds")
     two = shoal.node("join", one.line(), "two", *DDP, "--shard", "1/2", "--keep-rounds")
     assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
     results = [shoal.result(name) for name in ("one", "two")]
     assert [result["exchanges"] for result in results] == [3, 3]
-    expected = reference(shoal, OuterSettings(**outer), [9, 9], [result["peer"] for result in results], total=9)
+    expected = reference(
+        shoal, OuterSettings(**outer), [9, 9], [result["peer"] for result in results], total=9
+    )
     for name, result in zip(("one", "two"), results, strict=True):
         real, wanted = kept(shoal, name), expected[result["peer"]]
         assert len(real) == len(wanted) == 3
-        assert all(torch.equal(a, b) for here, there in zip(real, wanted, strict=True) for a, b in zip(here, there, strict=True))
+        assert all(
+            torch.equal(a, b)
+            for here, there in zip(real, wanted, strict=True)
+            for a, b in zip(here, there, strict=True)
+        )
 
 
 def rank_of(process, rank):
@@ -83,26 +94,39 @@ def rank_of(process, rank):
 
 @pytest.mark.slow(reason="several real peers of two processes, one after another")
 def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(shoal, eventually):
-    table = shoal.toml(options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 0, "seed": SEED})
+    table = shoal.toml(
+        options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 0, "seed": SEED}
+    )
     node = shoal.node("up", table, "one", *FSDP)
     node.line()
     eventually(lambda: len(shoal.rounds("one")) >= 1, 60, "a round")
     node.signal(signal.SIGTERM)
     assert node.wait() == 130, node.said()
     assert shoal.result("one")["interrupted"]
-    again = shoal.node("up", table, "one", *DDP, "--resume", "--steps", str(shoal.result("one")["steps"] + 1))
+    again = shoal.node(
+        "up", table, "one", *DDP, "--resume", "--steps", str(shoal.result("one")["steps"] + 1)
+    )
     assert again.wait() == 0, again.said()
     uneven = shoal.node("up", table, "other", "--option", "batch=3", *DDP)
     assert uneven.wait() == 2
-    assert [line for line in uneven.said().splitlines() if line.startswith("Error: ")] == [uneven.said().splitlines()[-1]]
+    assert [line for line in uneven.said().splitlines() if line.startswith("Error: ")] == [
+        uneven.said().splitlines()[-1]
+    ]
     assert "3 rows" in uneven.said()
 
 
 def together(shoal, names, after):
     """The rounds later than ``after`` in which all of ``names`` were, and ended with the same bits."""
-    held = [{e["round"]: e["weights"] for e in shoal.rounds(name) if e["members"] == len(names)} for name in names]
+    held = [
+        {e["round"]: e["weights"] for e in shoal.rounds(name) if e["members"] == len(names)}
+        for name in names
+    ]
     common = set.intersection(*map(set, held))
-    return [number for number in common if number > after and len({weights[number] for weights in held}) == 1]
+    return [
+        number
+        for number in common
+        if number > after and len({weights[number] for weights in held}) == 1
+    ]
 
 
 def steps_begun(shoal, pid):
@@ -110,7 +134,9 @@ def steps_begun(shoal, pid):
     return path.stat().st_size if path.exists() else 0
 
 
-@pytest.mark.slow(reason="three real peers of five processes, one of which is killed and comes back")
+@pytest.mark.slow(
+    reason="three real peers of five processes, one of which is killed and comes back"
+)
 def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, eventually):
     every, names = 12, ("single", "sharded", "copied")
     outer = {"method": "diloco", "every": every, "wait_s": 30.0}
@@ -122,22 +148,35 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     shoal.env["SHOAL_TEST_MARKS"] = str(shoal.home / "marks")
     often = ("--set", "node.checkpoint_every_rounds=1")
     always = ("--task", TASK, "--keep-rounds")
-    how = {name: (*flags, *always, "--shard", f"{n}/3") for n, (name, flags) in enumerate(LAYOUTS.items())}
+    how = {
+        name: (*flags, *always, "--shard", f"{n}/3")
+        for n, (name, flags) in enumerate(LAYOUTS.items())
+    }
     single = shoal.node("up", table, "single", *how["single"])
     link = single.line()
     sharded, copied = (shoal.node("join", link, name, *how[name], *often) for name in names[1:])
-    eventually(lambda: all(len(shoal.rounds(name)) >= 2 for name in names), 120, "two rounds of three")
+    eventually(
+        lambda: all(len(shoal.rounds(name)) >= 2 for name in names), 120, "two rounds of three"
+    )
 
     single.signal(signal.SIGSTOP)  # so that the exchange in which the other two are next cannot end
     both = [rank_of(copied, rank) for rank in (0, 1)]
     lost = both[1]
     last = (len(shoal.rounds("copied")) + 1) * every
-    eventually(lambda: min(steps_begun(shoal, pid) for pid in both) >= last, 60, "the last step before an exchange")
+    eventually(
+        lambda: min(steps_begun(shoal, pid) for pid in both) >= last,
+        60,
+        "the last step before an exchange",
+    )
     os.kill(lost, signal.SIGKILL)
     single.signal(signal.SIGCONT)
     eventually(lambda: rank_of(copied, 1) not in (None, lost), 60, "another start of the ranks")
     died = max(event["round"] for event in shoal.rounds("copied"))
-    eventually(lambda: len(together(shoal, names, died)) >= 3, 150, "three rounds of all with the same weights")
+    eventually(
+        lambda: len(together(shoal, names, died)) >= 3,
+        150,
+        "three rounds of all with the same weights",
+    )
     for node in (copied, sharded, single):
         node.signal(signal.SIGINT)
     assert [node.wait() for node in (copied, sharded, single)] == [130, 130, 130]
@@ -149,7 +188,13 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     until = next((n for n in range(alone, len(members)) if members[n] != 2), len(members))
     assert until > alone >= 2, members
     peers = [shoal.result(name)["peer"] for name in names]
-    expected = reference(shoal, OuterSettings(**outer), [until * every, until * every, alone * every], peers, optimizer="task")
+    expected = reference(
+        shoal,
+        OuterSettings(**outer),
+        [until * every, until * every, alone * every],
+        peers,
+        optimizer="task",
+    )
     for name, peer in zip(names[:2], peers, strict=False):
         real = kept(shoal, name)
         for here, there in zip(real[:until], expected[peer][:until], strict=True):
@@ -163,10 +208,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal
 @pytest.mark.slow(reason="a node by torchrun, beside another")
 def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
     table = shoal.toml(
-        options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2}
+        options=OPTIONS,
+        outer={"every": 3, "lag": 0},
+        train={"steps": 9, "seed": SEED},
+        swarm={"start_when": 2, "shards": 2},
     )
     one = shoal.node("up", table, "one", *HALVES)
-    two = shoal.node("join", one.line(), "two", "--device", "cpu", "--parallel", "fsdp", program=TORCHRUN)
+    two = shoal.node(
+        "join", one.line(), "two", "--device", "cpu", "--parallel", "fsdp", program=TORCHRUN
+    )
     assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
     assert [shoal.result(name)["exchanges"] for name in ("one", "two")] == [3, 3]
     unfit = shoal.node("up", table, "other", "--gpus", "3", "--device", "cpu", program=TORCHRUN)
@@ -177,12 +227,16 @@ def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
 @pytest.mark.slow(reason="five nodes one after another")
 def test_a_checkpoint_goes_on_in_every_layout(shoal):
     # The task's own schedule depends on the number of steps in all, which grows here.
-    table = shoal.toml(options=OPTIONS, outer={"every": 3, "lag": 0}, train={"seed": SEED, "schedule": "constant"})
+    table = shoal.toml(
+        options=OPTIONS, outer={"every": 3, "lag": 0}, train={"seed": SEED, "schedule": "constant"}
+    )
     for steps, flags in enumerate((HALVES, FSDP, DDP, HALVES), 1):
         more = () if steps == 1 else ("--resume",)
         node = shoal.node("up", table, "changing", *flags, "--steps", str(4 * steps), *more)
         assert node.wait() == 0, node.said()
-    same = shoal.node("up", table, "same", *HALVES, "--steps", "16", "--shard", shoal.result("changing")["shard"])
+    same = shoal.node(
+        "up", table, "same", *HALVES, "--steps", "16", "--shard", shoal.result("changing")["shard"]
+    )
     assert same.wait() == 0, same.said()
     (changed, one), (straight, other) = (load(shoal.home / name) for name in ("changing", "same"))
     assert changed == straight == 16
@@ -195,4 +249,6 @@ def test_a_checkpoint_goes_on_in_every_layout(shoal):
         torch.testing.assert_close(here, there, rtol=0, atol=1e-6)
     for index, moments in second["inner"]["state"].items():
         for name, value in moments.items():
-            torch.testing.assert_close(first["inner"]["state"][index][name], value, rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                first["inner"]["state"][index][name], value, rtol=0, atol=1e-6
+            )

@@ -44,12 +44,21 @@ def own(shoal, name, seconds=0.02):
 
 
 def up(shoal, name, *arguments, seconds=0.02):
-    settings = ("--every", EVERY, "--set", "outer.wait_s=2.0", "--set", "node.checkpoint_every_rounds=2")
+    settings = (
+        "--every",
+        EVERY,
+        "--set",
+        "outer.wait_s=2.0",
+        "--set",
+        "node.checkpoint_every_rounds=2",
+    )
     return shoal.start("up", *own(shoal, name, seconds), *settings, *arguments)
 
 
 def join(shoal, link, name, *arguments):
-    return shoal.start("join", link, *own(shoal, name), "--set", "node.checkpoint_every_rounds=2", *arguments)
+    return shoal.start(
+        "join", link, *own(shoal, name), "--set", "node.checkpoint_every_rounds=2", *arguments
+    )
 
 
 def starts(shoal, name):
@@ -57,7 +66,9 @@ def starts(shoal, name):
 
 
 def saved(shoal, name):
-    return sorted(int(path.name.removeprefix("step-")) for path in (shoal.home / name).glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (shoal.home / name).glob("step-*")
+    )
 
 
 def killed(node):
@@ -81,7 +92,11 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
     eventually(lambda: shoal.rounds("first")[-1]["round"] > left + 3, 60, "rounds without it")
     done = len(shoal.rounds("second"))
     again = join(shoal, link, "second", "--resume")
-    eventually(lambda: any(event["partner"] for event in shoal.rounds("second")[done:]), 60, "a round together")
+    eventually(
+        lambda: any(event["partner"] for event in shoal.rounds("second")[done:]),
+        60,
+        "a round together",
+    )
     assert "took over the swarm's weights at round" in again.said()
     new = shoal.rounds("second")[done:]
     assert new[0]["round"] > left
@@ -97,14 +112,20 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
     """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
     first = up(shoal, "first", "--set", f"outer.lag={lag}")
     second = join(shoal, first.line(), "second")
-    eventually(lambda: saved(shoal, "first") and shoal.rounds("second"), 60, "a checkpoint and a round of the other")
+    eventually(
+        lambda: saved(shoal, "first") and shoal.rounds("second"),
+        60,
+        "a checkpoint and a round of the other",
+    )
     killed(first)
     before = len(shoal.rounds("second"))
     eventually(lambda: len(shoal.rounds("second")) > before + 30, 120, "rounds without the first")
     shoal.interrupt(second)
     ahead = shoal.rounds("second")[-1]["round"]
 
-    first = up(shoal, "first", "--resume", seconds=1.0)  # so slow now that it does not make up for it
+    first = up(
+        shoal, "first", "--resume", seconds=1.0
+    )  # so slow now that it does not make up for it
     done = len(shoal.rounds("second"))
     again = join(shoal, first.line(), "second", "--resume")
     eventually(lambda: len(shoal.rounds("second")) > done, 60, "a round")
@@ -120,7 +141,18 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     assert "outer.method=diloco, and a swarm's settings are fixed" in said
     assert "--resume-from" in said
 
-    creator = up(shoal, "second", "--method", "noloco", "--codec", "int8", "--resume-from", shoal.home / "first", "--steps", 0)
+    creator = up(
+        shoal,
+        "second",
+        "--method",
+        "noloco",
+        "--codec",
+        "int8",
+        "--resume-from",
+        shoal.home / "first",
+        "--steps",
+        0,
+    )
     link = creator.line()
     eventually(lambda: shoal.rounds("second"), 60, "a round")
     assert "begins with the weights of the checkpoint" in creator.said()
@@ -146,7 +178,16 @@ def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventuall
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
 def test_a_late_node_begins_its_schedule_where_the_swarm_is(shoal, eventually):
-    settings = ("--steps", 2000, "--set", "train.optimizer=adamw", "--set", "train.schedule=cosine", "--set", "outer.lag=0")
+    settings = (
+        "--steps",
+        2000,
+        "--set",
+        "train.optimizer=adamw",
+        "--set",
+        "train.schedule=cosine",
+        "--set",
+        "outer.lag=0",
+    )
     first = up(shoal, "first", *settings)
     link = first.line()
     eventually(lambda: len(shoal.rounds("first")) >= 8, 60, "rounds")

@@ -23,7 +23,12 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
         "--set", "rl.external=2", "--keep", "kept", "--json",
     )  # fmt: skip
     report = demo.json(150)
-    assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (2, 40, "none", 100)
+    assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (
+        2,
+        40,
+        "none",
+        100,
+    )
     assert [node["policy"] for node in report["nodes"]] == ["tiny:copy:60", "tiny:first:60"]
     assert (report["sent"], report["unsent"]) == (2 * 2 * 40, 0)
     assert report["used"] > 0
@@ -34,7 +39,15 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
         assert 0 <= node["first_reward"] <= 1
         assert 0 <= node["final_reward"] <= 1
         assert node["received"] >= node["used"]
-        network = {"forged", "replayed", "foreign-env", "foreign-swarm", "malformed", "stale", "quota"}
+        network = {
+            "forged",
+            "replayed",
+            "foreign-env",
+            "foreign-swarm",
+            "malformed",
+            "stale",
+            "quota",
+        }
         assert not any(node["rejected"][reason] for reason in network)
     seen = [event for event in rounds(shoal, "kept/peer-0") if event["event"] == "rl"]
     assert [event["round"] for event in seen] == list(range(40))
@@ -61,16 +74,24 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     assert [joined.wait(), up.wait()] == [0, 0], joined.said() + up.said()
     results = [shoal.result("anna"), shoal.result("bert")]
     assert [result["steps"] for result in results] == [8, 8]
-    assert [result["exchanges"] for result in results] == [8, 8]  # two fragments in each of four rounds
+    assert [result["exchanges"] for result in results] == [
+        8,
+        8,
+    ]  # two fragments in each of four rounds
     assert all(result["rl"]["env"] == "add_env.py:Add" for result in results)
 
 
 def random_model(folder):
     """A language model of transformers, of a few thousand parameters, that was never trained."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
     words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
     raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(
+        folder
+    )
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=0,
         bos_token_id=None, max_position_embeddings=128,
@@ -83,7 +104,10 @@ def random_model(folder):
 def test_a_node_with_another_model_learns_from_text(shoal):
     model = random_model(shoal.home / "model")
     settings = shoal.toml(
-        task={"hooks": "rl"}, rl={"policy": "tiny:copy:150", "held_out": 50}, swarm={"start_when": 2}, options={"families": "last"}
+        task={"hooks": "rl"},
+        rl={"policy": "tiny:copy:150", "held_out": 50},
+        swarm={"start_when": 2},
+        options={"families": "last"},
     )
     up = shoal.node("up", settings, "anna")
     # Many steps, because for the first seconds all of anna's answers are wrong, and there is nothing to learn from.
@@ -104,15 +128,36 @@ def test_a_node_with_another_model_learns_from_text(shoal):
 @pytest.mark.timeout(600)
 def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
     settings = shoal.toml(
-        task={"hooks": "rl"}, rl={"policy": "tiny:copy:100"}, swarm={"start_when": 8}, options={"families": "last,largest"}
+        task={"hooks": "rl"},
+        rl={"policy": "tiny:copy:100"},
+        swarm={"start_when": 8},
+        options={"families": "last,largest"},
     )
-    own = ("--policy", "tiny:copy:100", "--set", "rl.held_out=100", "--set", "rl.local=4", "--set", "rl.external=4")
+    own = (
+        "--policy",
+        "tiny:copy:100",
+        "--set",
+        "rl.held_out=100",
+        "--set",
+        "rl.local=4",
+        "--set",
+        "rl.external=4",
+    )
     names = [f"peer{number}" for number in range(8)]
     nodes = {names[0]: shoal.node("up", settings, names[0], *own)}
     link = nodes[names[0]].line(0, 120)
     for number, name in enumerate(names[1:]):
-        nodes[name] = shoal.node("join", link, name, *own, "--policy", f"tiny:{['first', 'twice', 'drop', 'copy'][number % 4]}:100")
-    eventually(lambda: min(len(rounds(shoal, name)) for name in names) >= 20, 240, "20 rounds of all")
+        nodes[name] = shoal.node(
+            "join",
+            link,
+            name,
+            *own,
+            "--policy",
+            f"tiny:{['first', 'twice', 'drop', 'copy'][number % 4]}:100",
+        )
+    eventually(
+        lambda: min(len(rounds(shoal, name)) for name in names) >= 20, 240, "20 rounds of all"
+    )
     nodes["peer3"].popen.kill()
     nodes["late"] = shoal.node("join", link, "late", *own)
     eventually(lambda: len(rounds(shoal, "late")) >= 100, 240, "100 rounds of the late one")
@@ -125,10 +170,19 @@ def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
     for name in lived:
         seen = rounds(shoal, name)
         assert len(seen) >= 100
-        stalls[name] = max(after["time"] - before["time"] for before, after in itertools.pairwise(seen))
+        stalls[name] = max(
+            after["time"] - before["time"] for before, after in itertools.pairwise(seen)
+        )
         rewards = [event["reward"] for event in seen]
         assert statistics.fmean(rewards[-20:]) > statistics.fmean(rewards[:20]) + 0.05, name
         assert sum(event["foreign"] for event in seen) > 50, name
-    print(json.dumps({"rounds": {name: len(rounds(shoal, name)) for name in lived}, "longest_round_s": stalls}))
+    print(
+        json.dumps(
+            {
+                "rounds": {name: len(rounds(shoal, name)) for name in lived},
+                "longest_round_s": stalls,
+            }
+        )
+    )
     assert max(stalls.values()) < 10.0, stalls  # what a node waits for a partner that does not come
     assert shoal.left() == []

@@ -16,7 +16,11 @@ def test_each_of_two_nodes_keeps_what_the_other_signed(shoal, eventually):
     link = first.line()
     second = joiner(shoal, link, "second")
     watcher = shoal.start("watch", link, "--json")
-    eventually(lambda: len({event["peer"] for event in heard(watcher, "receipts")}) == 2, 120, "receipts of both")
+    eventually(
+        lambda: len({event["peer"] for event in heard(watcher, "receipts")}) == 2,
+        120,
+        "receipts of both",
+    )
     eventually(lambda: heard(watcher), 60, "a status")
     shoal.interrupt(second, first)
     watcher.signal(signal.SIGINT)
@@ -25,7 +29,10 @@ def test_each_of_two_nodes_keeps_what_the_other_signed(shoal, eventually):
     for name, other in (("first", "second"), ("second", "first")):
         asked = shoal.start("status", "--mine", "--folder", shoal.home / name, "--json")
         assert asked.wait() == 0
-        tally, met = json.loads(asked.lines[-1]), sum(event["members"] == 2 for event in shoal.rounds(name))
+        tally, met = (
+            json.loads(asked.lines[-1]),
+            sum(event["members"] == 2 for event in shoal.rounds(name)),
+        )
         assert [one["peer"] for one in tally["of"]] == [peers[other]]
         assert 1 <= tally["exchanges"] <= met
         assert tally["rounds"] == tally["exchanges"]

@@ -17,12 +17,18 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
     quick = shoal.node("up", table, "quick", "--task", TASK, "--shard", "0/2")
     link = quick.line()
     slow = shoal.node("join", link, "slow", "--task", TASK, "--shard", "1/2")
-    eventually(lambda: min(len(shoal.rounds(name)) for name in ("quick", "slow")) >= ROUNDS, 60, "five rounds")
+    eventually(
+        lambda: min(len(shoal.rounds(name)) for name in ("quick", "slow")) >= ROUNDS,
+        60,
+        "five rounds",
+    )
     slow.signal(signal.SIGINT)
     quick.signal(signal.SIGINT)
     assert (slow.wait(), quick.wait()) == (130, 130)
 
-    met = {name: {event["round"]: event for event in shoal.rounds(name)} for name in ("quick", "slow")}
+    met = {
+        name: {event["round"]: event for event in shoal.rounds(name)} for name in ("quick", "slow")
+    }
     # The very last one may be the round in which the other was told to stop.
     common = sorted(set(met["quick"]) & set(met["slow"]))[: ROUNDS - 1]
     assert common == list(range(common[0], common[0] + ROUNDS - 1))
@@ -30,17 +36,24 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
     assert {met["quick"][number]["partner"] for number in common} == {"slow"}
     assert {met["slow"][number]["partner"] for number in common} == {"quick"}
     steps = {name: [met[name][number]["step"] for number in common] for name in met}
-    made = {name: [later - earlier for earlier, later in itertools.pairwise(ends)] for name, ends in steps.items()}
+    made = {
+        name: [later - earlier for earlier, later in itertools.pairwise(ends)]
+        for name, ends in steps.items()
+    }
     assert all(q > s >= 1 for q, s in zip(made["quick"], made["slow"], strict=True))
     assert shoal.left() == []
 
 
 @pytest.mark.slow(reason="rounds are seconds of real time")
 def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, eventually):
-    table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0})
+    table = shoal.toml(
+        swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0}
+    )
     awake = shoal.node("up", table, "awake", "--task", TASK, "--shard", "0/2")
     sleeper = shoal.node("join", awake.line(), "sleeper", "--task", TASK, "--shard", "1/2")
-    eventually(lambda: any(event["partner"] for event in shoal.rounds("sleeper")), 60, "an exchange")
+    eventually(
+        lambda: any(event["partner"] for event in shoal.rounds("sleeper")), 60, "an exchange"
+    )
     sleeper.signal(signal.SIGSTOP)
     before = len(shoal.rounds("awake"))
     eventually(lambda: len(shoal.rounds("awake")) >= before + 4, 60, "four rounds alone")
@@ -49,7 +62,10 @@ def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, even
 
     def met():
         """The rounds since then in which both say that they exchanged."""
-        mine, theirs = ({e["round"] for e in shoal.rounds(name) if e["partner"]} for name in ("awake", "sleeper"))
+        mine, theirs = (
+            {e["round"] for e in shoal.rounds(name) if e["partner"]}
+            for name in ("awake", "sleeper")
+        )
         return sorted(number for number in mine & theirs if number > last + 1)
 
     eventually(lambda: len(met()) >= 3, 60, "three exchanges")
@@ -61,4 +77,7 @@ def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, even
 
 def test_a_round_that_is_none_is_said_before_anything_starts(shoal):
     error = shoal.start("up", "--round", "seconds:0").error()
-    assert error == "The setting outer.round='seconds:0' cannot be used: a round must take between 0.1 and 86400 seconds."
+    assert (
+        error
+        == "The setting outer.round='seconds:0' cannot be used: a round must take between 0.1 and 86400 seconds."
+    )

@@ -34,19 +34,35 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
         verify={"audit_rate": 1.0, "round_s": ROUND_S},
         options={"families": "last"},
     )  # fmt: skip
-    own = ("--set", "rl.local=1", "--set", "rl.external=1", "--policy", "tiny:copy:60", "--set", "rl.held_out=50")
+    own = (
+        "--set",
+        "rl.local=1",
+        "--set",
+        "rl.external=1",
+        "--policy",
+        "tiny:copy:60",
+        "--set",
+        "rl.held_out=50",
+    )
     nodes = {HONEST[0]: shoal.node("up", settings, HONEST[0], *own)}
     link = nodes[HONEST[0]].line(0, 120)
     for name in HONEST[1:]:
         nodes[name] = shoal.node("join", link, name, *own)
     for kind in ("quantised", "copier"):
         nodes[kind] = shoal.node("join", link, kind, *own, program=(CHEAT, kind))
-    peers = {name: eventually(lambda name=name: of(shoal, name, "start"), 240, f"the start of {name}")[0]["peer"] for name in nodes}
+    peers = {
+        name: eventually(lambda name=name: of(shoal, name, "start"), 240, f"the start of {name}")[
+            0
+        ]["peer"]
+        for name in nodes
+    }
     guilty = {peers["quantised"], peers["copier"]}
     trains = nodes[HONEST[0]].popen.pid
     rest = [thread for thread in map(int, os.listdir(f"/proc/{trains}/task")) if thread != trains]
     assert os.getpriority(os.PRIO_PROCESS, trains) >= LAST  # so that its votes are in time
-    assert os.getpriority(os.PRIO_PROCESS, 0) in {os.getpriority(os.PRIO_PROCESS, thread) for thread in rest}
+    assert os.getpriority(os.PRIO_PROCESS, 0) in {
+        os.getpriority(os.PRIO_PROCESS, thread) for thread in rest
+    }
     eventually(lambda: all(banned(shoal, name) >= guilty for name in HONEST), 500, "the bans")
     seen = shoal.start("peers", link, "--json").json(90)
     assert {one["peer"] for one in seen["peers"] if one["banned_until"] is not None} == guilty
@@ -58,18 +74,37 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     results = {name: shoal.result(name)["verify"] for name in HONEST}
     names = {peer: name for name, peer in peers.items()}
     stalls = {
-        name: max(after["time"] - before["time"] for before, after in itertools.pairwise(of(shoal, name, "rl"))) for name in HONEST
+        name: max(
+            after["time"] - before["time"]
+            for before, after in itertools.pairwise(of(shoal, name, "rl"))
+        )
+        for name in HONEST
     }
     standings = {names[peer]: found for peer, found in results[HONEST[0]]["standings"].items()}
     print(json.dumps({"standings": standings, "longest_round_s": stalls}))
-    print(json.dumps({name: {key: value for key, value in found.items() if key != "standings"} for name, found in results.items()}))
+    print(
+        json.dumps(
+            {
+                name: {key: value for key, value in found.items() if key != "standings"}
+                for name, found in results.items()
+            }
+        )
+    )
     for found in results.values():
-        assert {peer for peer, standing in found["standings"].items() if standing["banned_until"] is not None} == guilty
+        assert {
+            peer
+            for peer, standing in found["standings"].items()
+            if standing["banned_until"] is not None
+        } == guilty
     claims = {name: sum(standing["claims"].values()) for name, standing in standings.items()}
     assert claims["quantised"] <= 30
     assert sum(standings["copier"]["seats"].values()) <= 30
     assert max(stalls.values()) < 5.0, stalls
-    kept = [(name, load_claim(path).claim) for name in HONEST for path in (shoal.home / name / "claims").glob("*.claim")]
+    kept = [
+        (name, load_claim(path).claim)
+        for name in HONEST
+        for path in (shoal.home / name / "claims").glob("*.claim")
+    ]
     for peer, code in ((peers["quantised"], 4), (peers[HONEST[0]], 0)):
         name, claim = next((name, claim) for name, claim in kept if claim.peer == peer)
         check = shoal.start("verify", claim.id.hex()[:16], "--folder", shoal.home / name, "--json")

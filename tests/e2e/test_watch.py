@@ -36,7 +36,9 @@ def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, 
     assert [event["method"] for event in heard(watcher, "described")] == ["noloco"]
     peers = {event["status"]["name"]: event["peer"] for event in heard(watcher)}
     pair = {peers["first"][-8:], peers["second"][-8:]}
-    eventually(lambda: any(set(partners) < pair for _, partners in rounds_of("first")), 60, "an exchange")
+    eventually(
+        lambda: any(set(partners) < pair for _, partners in rounds_of("first")), 60, "an exchange"
+    )
 
     stranger = Host.start(Identity.ephemeral(), bootstrap=Link.parse(link).bootstrap, timeout=30)
     try:
@@ -44,16 +46,31 @@ def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, 
         for data in (b"", b"garbage", b"\xc1" * 1000):
             stranger.call(stranger.pubsub.publish(topic, data), 60)
         # Once the mesh knows it: what is published before goes to nobody.
-        eventually(lambda: stranger.call(stranger.pubsub.publish(topic, b"more"), 60) or heard(watcher, "refused"), 60, "refusal")
+        eventually(
+            lambda: (
+                stranger.call(stranger.pubsub.publish(topic, b"more"), 60)
+                or heard(watcher, "refused")
+            ),
+            60,
+            "refusal",
+        )
     finally:
         stranger.close()
 
-    eventually(lambda: peers["second"] in {event["peer"] for event in heard(watcher, "connected")}, 60, "another connection")
+    eventually(
+        lambda: peers["second"] in {event["peer"] for event in heard(watcher, "connected")},
+        60,
+        "another connection",
+    )
     first.signal(signal.SIGKILL)  # the only address of the link
     first.popen.wait(60)
     done = len(rounds_of("second"))
     eventually(lambda: len(rounds_of("second")) >= done + 2, 90, "further rounds of the other")
-    eventually(lambda: peers["first"] in {event["peer"] for event in heard(watcher, "disconnected")}, 60, "the loss")
+    eventually(
+        lambda: peers["first"] in {event["peer"] for event in heard(watcher, "disconnected")},
+        60,
+        "the loss",
+    )
 
     shoal.interrupt(watcher)
     assert watcher.said().strip() == ""

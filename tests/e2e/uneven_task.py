@@ -13,7 +13,10 @@ class Uneven(Task):
     """Least squares in 64 dimensions; a step takes ``quick_s`` or ``slow_s`` seconds, in which the processor is free."""
 
     def __init__(self, quick_s=0.02, slow_s=0.2, data=""):
-        self.quick_s, self.slow_s = quick_s, slow_s  # data: the fixture hands some to every node; it is not read
+        self.quick_s, self.slow_s = (
+            quick_s,
+            slow_s,
+        )  # data: the fixture hands some to every node; it is not read
 
     def model(self):
         return torch.nn.Linear(64, 1)

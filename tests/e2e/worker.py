@@ -54,10 +54,25 @@ def values(number, floats):
     return torch.empty(floats).uniform_(-1, 1, generator=torch.Generator().manual_seed(number))
 
 
-def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1, lag=0, codec="float32"):
+def train(
+    number,
+    floats,
+    exchange,
+    on_step=lambda step, opt: None,
+    steps=EVERY + 1,
+    lag=0,
+    codec="float32",
+):
     """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step. Returns the slow weights."""
     weight = torch.nn.Parameter(torch.zeros(floats))
-    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM, lag=lag, codec=codec_named(codec))
+    opt = NoLoCo(
+        torch.optim.SGD([weight], lr=0.1),
+        exchange,
+        every=EVERY,
+        run=SWARM,
+        lag=lag,
+        codec=codec_named(codec),
+    )
     target = values(number, floats)
     for step in range(1, steps + 1):
         weight.grad = weight.detach() - target
@@ -91,7 +106,9 @@ class Worker:
 
     def say(self, event, **fields):
         with self.lock:
-            self.socket.sendall(json.dumps({"event": event, "at": time.monotonic(), **fields}).encode() + b"\n")
+            self.socket.sendall(
+                json.dumps({"event": event, "at": time.monotonic(), **fields}).encode() + b"\n"
+            )
 
     def run(self):
         for line in self.socket.makefile():
@@ -110,7 +127,10 @@ class Worker:
         self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])
-        members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
+        members = {
+            other["peer"]: member(**other),
+            self.host.peer_id: member(self.host.peer_id, self.host.addresses()),
+        }
         hold = HeldCalls.hold
 
         async def held(calls, stream, offer):
@@ -138,22 +158,34 @@ class Worker:
         exchange_module.encode_contribution = lying
 
     def do_suspicions(self):
-        self.say("suspicions", found=[[found.key.round, str(found)] for found in self.screen.rejections()])
+        self.say(
+            "suspicions",
+            found=[[found.key.round, str(found)] for found in self.screen.rejections()],
+        )
 
     def do_group(self, places, **timeouts):
         members = {network["peer"]: member(**network) for network in places}
         self.exchange = GroupExchange(
-            PeerContext(self.host, self.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(**timeouts)
+            PeerContext(self.host, self.identity, SWARM, MODEL, 0, lambda: members),
+            ExchangeTimeouts(**timeouts),
         )
         self.say("met")
 
     def do_mean(self, number, floats, round):
-        mean = self.exchange.start(Contribution(RoundKey(SWARM, round), [values(number, floats)])).result()
+        mean = self.exchange.start(
+            Contribution(RoundKey(SWARM, round), [values(number, floats)])
+        ).result()
         got = {} if mean is None else {"members": mean.members, "sha256": sha256(mean.tensors[0])}
         self.say("mean", round=round, **got)
 
     def do_train(self, number, floats, **options):
-        train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])), **options)
+        train(
+            number,
+            floats,
+            self.exchange,
+            lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])),
+            **options,
+        )
         self.say("trained")
 
     def do_measure(self, number, floats, round):
@@ -163,7 +195,9 @@ class Worker:
         mean = self.exchange.start(Contribution(RoundKey(SWARM, round), own)).result()
         peak = memory()[1]
         theirs = values(1 - number, floats).tensor_split(7)
-        right = mean is not None and all(torch.equal(m, (a + b) / 2) for m, a, b in zip(mean.tensors, own, theirs, strict=True))
+        right = mean is not None and all(
+            torch.equal(m, (a + b) / 2) for m, a, b in zip(mean.tensors, own, theirs, strict=True)
+        )
         self.say("measured", right=right, grown=peak - before)
 
     def do_serve(self, floats):
@@ -181,19 +215,29 @@ class Worker:
 
     def do_fetch(self, sources, floats):
         query = StateQuery(StateRequest(swarm=SWARM, model=MODEL), [(floats,)], equal=True)
-        state = begin_fetch(self.host, query, [(source["peer"], source["addresses"]) for source in sources]).result(60)
+        state = begin_fetch(
+            self.host, query, [(source["peer"], source["addresses"]) for source in sources]
+        ).result(60)
         self.say("fetched", round=state.round, sha256=sha256(state.slow[0]))
 
     def do_save(self, folder, step, floats, number=0):
         """Write a checkpoint, and send myself the signal ``number`` in the middle of it."""
 
-        once = iter([True])  # there are more blocks than one, and who was let go on goes on to the end
+        once = iter(
+            [True]
+        )  # there are more blocks than one, and who was let go on goes on to the end
 
         def at(reached):
             if number and reached == "block" and next(once, False):
                 self.die(number)
 
-        saver = CheckpointWriter(Path(folder), keep=3, state=lambda: {"weights": [values(0, floats)]}, notify=print, at=at)
+        saver = CheckpointWriter(
+            Path(folder),
+            keep=3,
+            state=lambda: {"weights": [values(0, floats)]},
+            notify=print,
+            at=at,
+        )
         assert saver.last(step, patience_s=600.0) is None  # of which it may be stopped for minutes
         self.say("saved", step=step)
 

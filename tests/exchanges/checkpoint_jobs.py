@@ -29,17 +29,25 @@ class Echo(Alone):
     def start(self, mine):
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
         mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), 1.0, ("a",))
-        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        return type(
+            "Ready",
+            (Handle,),
+            {"done": lambda self: True, "result": lambda self, deadline=None: mean},
+        )()
 
 
 def make(layout, method, seed, dtype=torch.float32):
     """Return a model in that layout and its optimizer."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5)).to(dtype)  # shards of 6 / 2 and of 5 rows are uneven
+    model = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5)).to(
+        dtype
+    )  # shards of 6 / 2 and of 5 rows are uneven
     if layout == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     elif layout == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        )
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
         parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -54,7 +62,9 @@ def make(layout, method, seed, dtype=torch.float32):
 def learn(model, opt, steps, first=0):
     for step in range(first, first + steps):
         opt.zero_grad()
-        rows = torch.randn(8, 7, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).dtype)
+        rows = torch.randn(8, 7, generator=torch.Generator().manual_seed(step)).to(
+            next(model.parameters()).dtype
+        )
         (model(rows) - 1.0).square().mean().backward()
         opt.count(8)
         opt.step()
@@ -63,7 +73,11 @@ def learn(model, opt, steps, first=0):
 def flat(value):
     """Return all leaves by path; of DTensors the local part."""
     if isinstance(value, dict):
-        return {f"{key}/{path}": leaf for key, part in value.items() for path, leaf in flat(part).items()}
+        return {
+            f"{key}/{path}": leaf
+            for key, part in value.items()
+            for path, leaf in flat(part).items()
+        }
     if isinstance(value, list | tuple):
         return flat(dict(enumerate(value)))
     return {"": value.to_local() if hasattr(value, "to_local") else value}
@@ -72,7 +86,10 @@ def flat(value):
 def equal(first, second):
     one, two = flat(first), flat(second)
     return one.keys() == two.keys() and all(
-        torch.equal(one[path], two[path]) if isinstance(one[path], torch.Tensor) else one[path] == two[path] for path in one
+        torch.equal(one[path], two[path])
+        if isinstance(one[path], torch.Tensor)
+        else one[path] == two[path]
+        for path in one
     )
 
 
@@ -104,11 +121,20 @@ def saved_and_loaded(folder, layout, method, dtype="float32", full=False):
         dcp.save({"model": weights, "opt": state}, checkpoint_id=folder)
         weights, state = get_state_dict(other, fresh)
         dcp.load({"model": weights, "opt": state}, checkpoint_id=folder)
-    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=copy.deepcopy(state), options=options)
+    set_state_dict(
+        other,
+        fresh,
+        model_state_dict=weights,
+        optim_state_dict=copy.deepcopy(state),
+        options=options,
+    )
     found = [equal(fresh.whole_state(), opt.whole_state())]
     for one, its in ((model, opt), (other, fresh)):
         learn(one, its, 7, first=9)
-    found.append(equal(fresh.whole_state(), opt.whole_state()) and equal(model.state_dict(), other.state_dict()))
+    found.append(
+        equal(fresh.whole_state(), opt.whole_state())
+        and equal(model.state_dict(), other.state_dict())
+    )
     return {"equal": found, "alike": alike, "fresh": fresh.steps}
 
 
@@ -141,7 +167,9 @@ def peers(folder):
         fully_shard(model, mesh=mesh["shard"])
         exchange = Distributed.for_shards(mesh, wait=20.0)
         inner = torch.optim.AdamW(model.parameters(), lr=0.05)
-        opt = method_named("noloco").make(inner, exchange, every=EVERY, momentum=0.3, pull=0.2, lag=0, model=model)
+        opt = method_named("noloco").make(
+            inner, exchange, every=EVERY, momentum=0.3, pull=0.2, lag=0, model=model
+        )
         return model, opt, exchange
 
     model, opt, exchange = one(peer)

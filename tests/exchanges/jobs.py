@@ -55,11 +55,16 @@ def read_by_own_weights(shards=1, fails_in=None):
     """Exchange 3 rounds in pairs; the first block of peer 0 is far from all others. Members and gains, and who learnt from it."""
     rank = dist.get_rank()
     exchange, codec, found = Distributed(size=2, seed=3, shards=shards), codec_named("mod4"), []
-    means, base = exchange._gloo.mean, torch.randn(300, generator=torch.Generator().manual_seed(rank % shards))
+    means, base = (
+        exchange._gloo.mean,
+        torch.randn(300, generator=torch.Generator().manual_seed(rank % shards)),
+    )
 
     def failing(ticket, *arguments):
         mean = means(ticket, *arguments)
-        return "it was to fail" if rank == 1 and ticket.name.startswith(f"round {fails_in},") else mean
+        return (
+            "it was to fail" if rank == 1 and ticket.name.startswith(f"round {fails_in},") else mean
+        )
 
     exchange._gloo.mean = failing
     for round in range(3):
@@ -69,9 +74,13 @@ def read_by_own_weights(shards=1, fails_in=None):
         handle = exchange.start(Contribution(RoundKey("run", round), [own], 1.0, codec))
         while not handle.done():
             time.sleep(0.001)
-        before = codec.state_dict()  # as a checkpoint would have it now: the outcome has not been asked for
+        before = (
+            codec.state_dict()
+        )  # as a checkpoint would have it now: the outcome has not been asked for
         mean = handle.result()
-        found.append({"learnt": codec.state_dict()["measured"] != before["measured"], "rho": before["rho"]})
+        found.append(
+            {"learnt": codec.state_dict()["measured"] != before["measured"], "rho": before["rho"]}
+        )
         if mean is None:
             codec.rejected()
         else:
@@ -85,9 +94,15 @@ def stalling(method, rounds=8):
     """Train; the last rank comes to round 2 when the others are through it, and they go on when it has come."""
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange, members = Distributed(wait=1.0), []
-    marks = dist.PrefixStore(f"stalling/{method}", dist.distributed_c10d._get_default_store())  # not the exchange's connection
+    marks = dist.PrefixStore(
+        f"stalling/{method}", dist.distributed_c10d._get_default_store()
+    )  # not the exchange's connection
     generator, model = torch.Generator().manual_seed(rank), linear()
-    options = {"fragments": [[model.weight], [model.bias]], "lag": 1} if method == "StreamingDiLoCo" else {}
+    options = (
+        {"fragments": [[model.weight], [model.bias]], "lag": 1}
+        if method == "StreamingDiLoCo"
+        else {}
+    )
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
 
     def note(info):
@@ -112,7 +127,10 @@ def stalling(method, rounds=8):
         opt.step()
     exchange.close()
     held = [opt.slow, *opt.shared.values()]
-    return {"held": [[tensor.tolist() for tensor in tensors] for tensors in held], "members": members}
+    return {
+        "held": [[tensor.tolist() for tensor in tensors] for tensors in held],
+        "members": members,
+    }
 
 
 def linear():
@@ -129,7 +147,12 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
     try:
         codec = codec_named(codecs[rank] if codecs else "float32")
         handle = exchange.start(
-            Contribution(RoundKey("run", 0), [torch.tensor(values[rank])], weights[rank] if weights else 1.0, codec)
+            Contribution(
+                RoundKey("run", 0),
+                [torch.tensor(values[rank])],
+                weights[rank] if weights else 1.0,
+                codec,
+            )
         )
         mean = handle.result()
         found = None if mean is None else [mean.tensors[0].tolist(), list(mean.members)]
@@ -138,7 +161,11 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
         return {"error": str(error)}
     finally:
         exchange.close()
-    return {"mean": found, "logged": logged.sentences, "next": None if more is None else list(more.members)}
+    return {
+        "mean": found,
+        "logged": logged.sentences,
+        "next": None if more is None else list(more.members),
+    }
 
 
 def dies_in_transfer(rank, exchange):
@@ -211,7 +238,9 @@ def same_key_again():
         value = torch.tensor([float(rank + len(found))])
         mean = exchange.start(Contribution(RoundKey("run", round), [value])).result()
         found.append(mean.tensors[0].item())
-    left = sum(exchange._consensus.store.check([f"{ticket.name}/0/0"]) for _, ticket in exchange._old)
+    left = sum(
+        exchange._consensus.store.check([f"{ticket.name}/0/0"]) for _, ticket in exchange._old
+    )
     exchange.close()
     return {"found": found, "left": left, "old": len(exchange._old), "uses": len(exchange._uses)}
 
@@ -221,7 +250,10 @@ def threads_at_the_end():
     exchange.start(Contribution(RoundKey("run", 0), [torch.ones(1)]))
     exchange.close()
     names = [thread.name for thread in threading.enumerate()]
-    return [names.count("shoal-distributed"), exchange.start(Contribution(RoundKey("run", 1), [torch.ones(1)])).result()]
+    return [
+        names.count("shoal-distributed"),
+        exchange.start(Contribution(RoundKey("run", 1), [torch.ones(1)])).result(),
+    ]
 
 
 def wrong_shards():

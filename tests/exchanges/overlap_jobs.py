@@ -14,7 +14,12 @@ class Driven(Exchange):
     """Exchange whose outcome is seen after a number of polls that depends on peer and round, and is there by then."""
 
     def __init__(self, real):
-        self.real, self.peer, self.compares, self.absent = real, real.peer, real.compares, real.absent
+        self.real, self.peer, self.compares, self.absent = (
+            real,
+            real.peer,
+            real.compares,
+            real.absent,
+        )
 
     def start(self, contribution):
         polls = [1, 5, 2, 3, 9, 1, 4][(contribution.key.round + 3 * int(self.peer)) % 7]
@@ -45,7 +50,10 @@ class Training:
     def __init__(self, peer, exchange, method, lag="auto", **options):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
-        self.batches = [torch.randn(5, 7, generator=torch.Generator().manual_seed(100 * peer + step)) for step in range(STEPS)]
+        self.batches = [
+            torch.randn(5, 7, generator=torch.Generator().manual_seed(100 * peer + step))
+            for step in range(STEPS)
+        ]
         inner = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.infos = []
         self.opt = getattr(optim, method)(
@@ -68,7 +76,10 @@ class Training:
         return {
             "slow": [tensor.flatten().tolist() for tensor in self.opt.slow],
             "fast": [tensor.flatten().tolist() for tensor in self.opt.parameters],
-            "rounds": [[info.key.round, info.step, info.lag, info.late, list(info.members)] for info in self.infos],
+            "rounds": [
+                [info.key.round, info.step, info.lag, info.late, list(info.members)]
+                for info in self.infos
+            ],
             "lag": self.opt.lag,
         }
 

@@ -37,9 +37,13 @@ def steps(kind, precision):
         model.set_requires_gradient_sync(True)
 
     parameters = list(model.parameters())
-    layout = SimpleNamespace(rank=torch.distributed.get_rank(), ranks=2, unsynchronised=unsynchronised)
+    layout = SimpleNamespace(
+        rank=torch.distributed.get_rank(), ranks=2, unsynchronised=unsynchronised
+    )
     own = OwnTraining(precision=precision, accumulate=2)
-    step = InnerStep(Rows(), wrapped, parameters, torch.device("cpu"), clip=0.5, own=own, layout=layout)
+    step = InnerStep(
+        Rows(), wrapped, parameters, torch.device("cpu"), clip=0.5, own=own, layout=layout
+    )
     inner, taken = torch.optim.AdamW(parameters, lr=0.01), []
     generator = torch.Generator().manual_seed(3)
     for number in range(STEPS):

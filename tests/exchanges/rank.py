@@ -29,8 +29,12 @@ from shoal.optim import Distributed
 
 def serve(connection, order):
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", order["port"], is_master=False, timeout=timedelta(seconds=240))
-    dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=order["rank"], world_size=order["world"])
+    store = dist.TCPStore(
+        "127.0.0.1", order["port"], is_master=False, timeout=timedelta(seconds=240)
+    )
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("job", store), rank=order["rank"], world_size=order["world"]
+    )
     with connection.makefile("rw") as stream:
         for line in stream:
             try:
@@ -44,7 +48,9 @@ def serve(connection, order):
 def answer_to(order, store):
     if "file" in order:
         sys.path.insert(0, str(Path(order["file"]).parent))
-        return getattr(__import__(Path(order["file"]).stem), order["function"])(**order["arguments"])
+        return getattr(__import__(Path(order["file"]).stem), order["function"])(
+            **order["arguments"]
+        )
     exchange = Distributed(**order["options"])
     marks = dist.PrefixStore(order["marks"], store)
 

@@ -22,7 +22,9 @@ def play(exchange, run, steps, mark, after, die):
             values = torch.tensor(options["values"], dtype=torch.float32)
             key = RoundKey(run, options.get("round", 0), options.get("fragment", 0))
             codec = codec_named(options.get("codec", "float32"))
-            handles[name] = exchange.start(Contribution(key, [values, values[:1].clone()], options.get("weight", 1.0), codec))
+            handles[name] = exchange.start(
+                Contribution(key, [values, values[:1].clone()], options.get("weight", 1.0), codec)
+            )
             if options.get("spoil"):
                 values.fill_(99.0)
         elif what == "result":
@@ -40,4 +42,8 @@ def outcome(mean):
         return None
     assert all(tensor.dtype == torch.float32 for tensor in mean.tensors)
     assert torch.allclose(mean.tensors[0][:1], mean.tensors[1], rtol=1e-6, atol=0)
-    return {"values": mean.tensors[0].tolist(), "weight": mean.weight, "members": list(mean.members)}
+    return {
+        "values": mean.tensors[0].tolist(),
+        "weight": mean.weight,
+        "members": list(mean.members),
+    }

@@ -20,7 +20,9 @@ METHODS = {"DiLoCo": DiLoCo, "NoLoCo": partial(NoLoCo, lag=0)}
 
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))  # 5 and 3 rows: the shards are uneven
+    return nn.Sequential(
+        nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)
+    )  # 5 and 3 rows: the shards are uneven
 
 
 def batches(peer):
@@ -31,7 +33,9 @@ def batches(peer):
 
 def train(peer, model, exchange, method, part=slice(None), evaluate=None):
     """Train on the rows ``part`` of the peer's batches; return the optimizer and the members of each round."""
-    warnings.filterwarnings("error", message=".*changed outside")  # what FSDP2 does between steps changes no weight
+    warnings.filterwarnings(
+        "error", message=".*changed outside"
+    )  # what FSDP2 does between steps changes no weight
     members = []
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     note = lambda info: members.append(list(info.members))  # noqa: E731
@@ -46,7 +50,10 @@ def train(peer, model, exchange, method, part=slice(None), evaluate=None):
 
 
 def whole(model):
-    return [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().tolist() for p in model.parameters()]
+    return [
+        getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().tolist()
+        for p in model.parameters()
+    ]
 
 
 def reference(exchange, method="DiLoCo"):
@@ -63,7 +70,9 @@ def sharded(kind, method="DiLoCo", fails_in=None, evaluates=False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("peer", "shard"))
     model = trained = make_model()
     if kind == "fsdp":
-        for layer in () if evaluates else (model[0], model[2]):  # FSDP2 keeps the root's own parameters whole after a forward
+        for layer in (
+            () if evaluates else (model[0], model[2])
+        ):  # FSDP2 keeps the root's own parameters whole after a forward
             fully_shard(layer, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
     else:
@@ -103,7 +112,9 @@ def pairs(shards, rounds):
     exchange, found = Distributed(size=2, seed=3, shards=shards), []
     rank = dist.get_rank()
     for round in range(rounds):
-        mean = exchange.start(Contribution(RoundKey("run", round), [torch.tensor([float(rank)])])).result()
+        mean = exchange.start(
+            Contribution(RoundKey("run", round), [torch.tensor([float(rank)])])
+        ).result()
         found.append(None if mean is None else [list(mean.members), mean.tensors[0].item()])
     exchange.close()
     return found

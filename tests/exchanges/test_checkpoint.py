@@ -5,14 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 
-JOBS = Path(__file__).with_name("checkpoint_jobs.py")  # not imported here: what it imports takes a second
+JOBS = Path(__file__).with_name(
+    "checkpoint_jobs.py"
+)  # not imported here: what it imports takes a second
 LAYOUTS, METHODS = ["fsdp", "hsdp", "tp"], ["diloco", "noloco", "co2", "sparseloco", "decoupled"]
 
 
 EACH = [
     # Not co2 with tensor parallelism: its penalty is of the local parts, so what is replicated differs from rank to rank.
-    *((layout, method, {}) for layout in LAYOUTS for method in METHODS if (layout, method) != ("tp", "co2")),
-    *((layout, "diloco", {"dtype": "bfloat16"}) for layout in LAYOUTS),  # with the rounding errors of a coarse model
+    *(
+        (layout, method, {})
+        for layout in LAYOUTS
+        for method in METHODS
+        if (layout, method) != ("tp", "co2")
+    ),
+    *(
+        (layout, "diloco", {"dtype": "bfloat16"}) for layout in LAYOUTS
+    ),  # with the rounding errors of a coarse model
     # Gathered whole. Torch does not cut a whole tensor into uneven parts for FSDP over tensor parallelism.
     *((layout, "co2", {"full": True}) for layout in ("fsdp", "hsdp")),
 ]
@@ -20,13 +29,19 @@ EACH = [
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(("layout", "method", "options"), EACH)
-def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(ranks, layout, method, options, tmp_path):
-    found = ranks(4).call(JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method=method, **options)
+def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(
+    ranks, layout, method, options, tmp_path
+):
+    found = ranks(4).call(
+        JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method=method, **options
+    )
     assert found == [{"equal": [True, True], "alike": "full" not in options, "fresh": 16}] * 4
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(("one", "other"), [("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "whole"), ("whole", "fsdp")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "whole"), ("whole", "fsdp")]
+)
 def test_a_checkpoint_of_one_layout_loads_in_another(ranks, one, other, tmp_path):
     saved = ranks(4).call(JOBS, "save", folder=str(tmp_path), layout=one)
     loaded = ranks(4).call(JOBS, "load", folder=str(tmp_path), layout=other)

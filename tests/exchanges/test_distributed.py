@@ -16,7 +16,9 @@ JOBS = Path(jobs.__file__)
 @pytest.mark.parametrize("codec", ["float32", "int8", "mod4"])
 def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks, codec):
     names = ["0", "1", "2", "3"]
-    expected = Simulation(names, seed=5).run(lambda exchange: jobs.train(int(exchange.peer), exchange, "NoLoCo", codec=codec))
+    expected = Simulation(names, seed=5).run(
+        lambda exchange: jobs.train(int(exchange.peer), exchange, "NoLoCo", codec=codec)
+    )
     found = ranks(4).call(JOBS, "training", method="NoLoCo", size=2, codec=codec)
     assert found == [expected[name] for name in names]
     assert len({tuple(members) for rank in found for members in rank["members"]}) > 2
@@ -33,7 +35,9 @@ def test_pairs_that_read_each_other_by_their_own_weights_move_by_opposite_amount
             assert theirs["learnt"]
             gains = torch.tensor([mine["gain"], theirs["gain"]])
             assert gains[0].abs().max() > 1e-3
-            torch.testing.assert_close(gains[0], -gains[1], rtol=0, atol=1e-6)  # the rounding of a sum of float32
+            torch.testing.assert_close(
+                gains[0], -gains[1], rtol=0, atol=1e-6
+            )  # the rounding of a sum of float32
             assert not gains[:, :64].any()
 
 
@@ -46,7 +50,9 @@ def test_a_round_that_does_not_count_teaches_the_codec_nothing(ranks):
 
 def test_training_with_everybody_equals_the_simulation(ranks):
     names = ["0", "1", "2", "3"]
-    expected = Simulation(names, size=4).run(lambda exchange: jobs.train(int(exchange.peer), exchange, "DiLoCo"))
+    expected = Simulation(names, size=4).run(
+        lambda exchange: jobs.train(int(exchange.peer), exchange, "DiLoCo")
+    )
     found = ranks(4).call(JOBS, "training", method="DiLoCo", size=0)
     for rank, one in enumerate(found):
         assert one["members"] == [names] * 4
@@ -86,7 +92,9 @@ def test_a_contribution_that_is_no_number_leaves_out_its_rank_alone_with_one_sen
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["DiLoCo", "StreamingDiLoCo", "CO2", "SparseLoCo"])
-def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_the_others(ranks, method):
+def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_the_others(
+    ranks, method
+):
     """One rank stalls in round 2 until the others have given it up; its progress alone must not last."""
     found = ranks(4).call(JOBS, "stalling", method=method)
     stalled = found[3]["members"]
@@ -98,7 +106,9 @@ def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_th
 
 def test_a_codec_for_pairs_is_refused_where_everybody_averages(ranks):
     for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, codecs=["mod4"] * 3):
-        assert rank["error"].startswith("mod4 is for pairs that read each other by their own weights, not for groups")
+        assert rank["error"].startswith(
+            "mod4 is for pairs that read each other by their own weights, not for groups"
+        )
 
 
 def test_a_weight_of_nothing_is_refused(ranks):
@@ -109,14 +119,18 @@ def test_a_weight_of_nothing_is_refused(ranks):
 def test_a_peer_without_weight_is_not_waited_for(ranks):
     for number, rank in enumerate(ranks(3).call(JOBS, "weightless")):
         others = [[str(peer) for peer in range(3) if peer != round] for round in range(3)]
-        assert rank["members"] == [[] if round == number else members for round, members in enumerate(others)]
+        assert rank["members"] == [
+            [] if round == number else members for round, members in enumerate(others)
+        ]
         assert rank["seconds"] < 60  # what one wait would take
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("when", ["dies in transfer", "dies before its vote"])
 def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
-    *others, dead = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when)
+    *others, dead = ranks(3).call(
+        JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when
+    )
     assert dead is None
     for rank in others:
         assert (rank["mean"], rank["next"]) == (None, ["0", "1"])
@@ -129,13 +143,22 @@ def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
 
 def test_a_rank_whose_bytes_do_not_move_costs_the_round_for_all(ranks):
     codecs = ["float16"] * 3
-    found = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, codecs=codecs, exchange_timeout=1.0, spoil="stalls in transfer")
+    found = ranks(3).call(
+        JOBS,
+        "one_round",
+        values=[[1.0]] * 3,
+        codecs=codecs,
+        exchange_timeout=1.0,
+        spoil="stalls in transfer",
+    )
     assert [rank["mean"] for rank in found] == [None] * 3
     assert [rank["next"] for rank in found] == [["0", "1", "2"]] * 3
 
 
 def test_a_rank_that_has_left_is_not_waited_for(ranks):
-    *others, gone = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, wait=30.0, spoil="leaves before")
+    *others, gone = ranks(3).call(
+        JOBS, "one_round", values=[[1.0]] * 3, wait=30.0, spoil="leaves before"
+    )
     assert (gone["mean"], gone["next"]) == (None, None)
     assert [rank["mean"] for rank in others] == [[[1.0], ["0", "1"]]] * 2
 
@@ -144,7 +167,9 @@ def test_without_the_store_no_round_has_a_partner_and_one_warning_is_logged(rank
     for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, spoil="store"):
         assert (rank["mean"], rank["next"]) == (None, None)
         (sentence,) = rank["logged"]
-        assert sentence.startswith("the store of torch.distributed is gone (connection reset): later rounds have no partner.")
+        assert sentence.startswith(
+            "the store of torch.distributed is gone (connection reset): later rounds have no partner."
+        )
 
 
 def test_a_key_that_comes_again_is_another_round_and_the_store_does_not_grow(ranks):
@@ -166,4 +191,7 @@ def test_it_needs_an_initialised_job():
 
 
 def test_ranks_that_are_no_peers_are_refused(ranks):
-    assert all("2 ranks cannot be cut into peers of 3 shards" in error for error in ranks(2).call(JOBS, "wrong_shards"))
+    assert all(
+        "2 ranks cannot be cut into peers of 3 shards" in error
+        for error in ranks(2).call(JOBS, "wrong_shards")
+    )

@@ -12,7 +12,10 @@ def start(name="x", peer=0, **options):
 
 def average(*peers, weights=None):
     weights = weights or [1.0] * len(peers)
-    weighted = [weight * torch.tensor(VALUES[peer], dtype=torch.float64) for peer, weight in zip(peers, weights, strict=True)]
+    weighted = [
+        weight * torch.tensor(VALUES[peer], dtype=torch.float64)
+        for peer, weight in zip(peers, weights, strict=True)
+    ]
     return (sum(weighted) / sum(weights)).tolist()
 
 
@@ -21,7 +24,9 @@ def whole(note, weights=None):
     members = note["members"]
     expected = average(*members, weights=weights and [weights[member] for member in members])
     assert note["values"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert note["weight"] == (sum(weights[member] for member in members) if weights else len(members))
+    assert note["weight"] == (
+        sum(weights[member] for member in members) if weights else len(members)
+    )
     return True
 
 
@@ -43,7 +48,9 @@ def test_the_mean_is_exact_and_the_same_bits_on_all_sides(world):
 
 def test_weights_count(world):
     weights = [3.0, 1.0, 2.5]
-    notes = world.play(each(world, lambda peer: [start(peer=peer, weight=weights[peer]), ["result", "x"]]))
+    notes = world.play(
+        each(world, lambda peer: [start(peer=peer, weight=weights[peer]), ["result", "x"]])
+    )
     assert whole(notes[0][0], weights)
     assert all(note == notes[0] for note in notes)
 
@@ -63,16 +70,31 @@ def test_a_codec_that_averages_by_sender_does_so_everywhere(world):
     def script(peer):
         values = [largest[peer]] + [0.001] * 127
         values[1 + peer] = largest[peer] / 4
-        return [["start", "x", {"values": values, "codec": "topk2-senders+ef:0.95"}], ["result", "x"]]
+        return [
+            ["start", "x", {"values": values, "codec": "topk2-senders+ef:0.95"}],
+            ["result", "x"],
+        ]
 
     notes = world.play(each(world, script))
     expected = {2: [(8 + 8) / 2, 2.0, 2.0], 3: [(8 + 8 + 4) / 3, 2.0, 2.0, 1.0]}[world.size]
-    assert notes[0][0]["values"] == pytest.approx(expected + [0.0] * (128 - len(expected)), rel=1e-6)
+    assert notes[0][0]["values"] == pytest.approx(
+        expected + [0.0] * (128 - len(expected)), rel=1e-6
+    )
     assert all(note == notes[0] for note in notes)
 
 
 def test_the_result_is_the_same_however_often_it_is_asked_for(world):
-    notes = world.play(each(world, lambda peer: [start(peer=peer), *[["result", "x"]] * 2, ["done", "x"], ["result", "x", 0.0]]))
+    notes = world.play(
+        each(
+            world,
+            lambda peer: [
+                start(peer=peer),
+                *[["result", "x"]] * 2,
+                ["done", "x"],
+                ["result", "x", 0.0],
+            ],
+        )
+    )
     for first, second, done, third in notes:
         assert whole(first)
         assert first == second == third
@@ -102,8 +124,17 @@ def test_a_contribution_that_is_no_number_leaves_out_its_peer_alone_and_for_that
 
     def script(peer):
         wrong = {"values": [float("nan"), 1.0, 1.0, 1.0]} if peer == last else {}
-        together = [["mark", f"{peer} through"], *[["after", f"{other} through"] for other in range(world.size)]]
-        return [start("0", peer=peer, **wrong), ["result", "0"], *together, start("1", peer=peer, round=1), ["result", "1"]]
+        together = [
+            ["mark", f"{peer} through"],
+            *[["after", f"{other} through"] for other in range(world.size)],
+        ]
+        return [
+            start("0", peer=peer, **wrong),
+            ["result", "0"],
+            *together,
+            start("1", peer=peer, round=1),
+            ["result", "1"],
+        ]
 
     notes = world.play(each(world, script))
     for peer, (first, second) in enumerate(notes):
@@ -145,13 +176,17 @@ def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_
         later = [step for r in (2, 3) for step in (["after", f"in {r}"], *play(r))]
         return [*play(0), ["mark", "gave up"], *play(1), ["after", "came back"], *later]
 
-    notes = world.play(each(world, script), wait=5.0)  # on a loaded machine peers that begin together are seconds apart
+    notes = world.play(
+        each(world, script), wait=5.0
+    )  # on a loaded machine peers that begin together are seconds apart
     for peer in range(last):
         without = notes[peer].pop(0)
         assert without is None or last not in without["members"]
     for note in notes:
         assert note[-1]["members"] == list(range(world.size))
-        assert all(each is None or each["values"] == pytest.approx(VALUES[0], rel=1e-6) for each in note)
+        assert all(
+            each is None or each["values"] == pytest.approx(VALUES[0], rel=1e-6) for each in note
+        )
 
 
 @pytest.mark.thinned(3)
@@ -160,7 +195,13 @@ def test_after_a_deadline_the_exchange_is_over_for_all(world):
 
     def script(peer):
         if peer == 0:
-            return [start(peer=0), ["result", "x", 0.3], ["mark", "over"], ["done", "x"], ["result", "x"]]
+            return [
+                start(peer=0),
+                ["result", "x", 0.3],
+                ["mark", "over"],
+                ["done", "x"],
+                ["result", "x"],
+            ]
         return [["after", "over"], start(peer=peer), ["result", "x"]]
 
     first, *others = world.play(each(world, script), wait=2.0)
@@ -176,7 +217,11 @@ def test_a_killed_peer_leaves_whole_means_or_none_and_the_others_go_on(world):
     def script(peer):
         steps = []
         for r in range(rounds):
-            together = [["mark", f"{peer} in {r}"], ["after", f"{1 - peer} in {r}"]] if r > 1 and peer < 2 else []
+            together = (
+                [["mark", f"{peer} in {r}"], ["after", f"{1 - peer} in {r}"]]
+                if r > 1 and peer < 2
+                else []
+            )
             death = [["die"]] if peer == 2 and r == 1 else []
             steps += [*together, start(str(r), peer=peer, round=r), *death, ["result", str(r)]]
         return steps

@@ -13,7 +13,9 @@ JOBS = Path(jobs.__file__)
 
 def expected(method, size, count=4, codec="float32"):
     names = [str(rank) for rank in range(count)]
-    return Simulation(names, seed=5, size=size).run(lambda exchange: jobs.driven(int(exchange.peer), exchange, method, codec))
+    return Simulation(names, seed=5, size=size).run(
+        lambda exchange: jobs.driven(int(exchange.peer), exchange, method, codec)
+    )
 
 
 @pytest.mark.parametrize("codec", ["float32", "mod4"])
@@ -23,7 +25,10 @@ def test_pairs_that_find_their_lags_end_with_the_bits_of_the_simulation(ranks, c
     for rank, one in enumerate(found):
         assert one == wanted[str(rank)]
         assert all(len(members) == 2 for *_, members in one["rounds"])
-    assert len({(rank, lag) for rank, one in enumerate(found) for _, _, lag, _, _ in one["rounds"]}) > 8
+    assert (
+        len({(rank, lag) for rank, one in enumerate(found) for _, _, lag, _, _ in one["rounds"]})
+        > 8
+    )
 
 
 def test_groups_that_find_their_lags_equal_the_simulation(ranks):
@@ -46,13 +51,19 @@ def test_a_rank_that_is_ahead_goes_on_until_it_sends_a_fragment_again(ranks, met
 
 
 @pytest.mark.parametrize(("method", "size"), [("NoLoCo", 2), ("StreamingDiLoCo", 0)])
-def test_a_job_starts_again_though_its_ranks_have_not_the_same_exchanges_in_flight(ranks, method, size):
+def test_a_job_starts_again_though_its_ranks_have_not_the_same_exchanges_in_flight(
+    ranks, method, size
+):
     found = ranks(2).call(JOBS, "resumed", method=method, size=size, at=18)
     first, second = (set(one["under way"]) for one in found)
     assert first ^ second
     for one in found:
         rounds = {round: members for round, _, _, _, members in one["rounds"]}
-        assert {round for round, members in rounds.items() if not members} == {*one["under way"]} - (first & second)
+        assert {round for round, members in rounds.items() if not members} == {
+            *one["under way"]
+        } - (first & second)
         assert all(members in ([], ["0", "1"]) for members in rounds.values())
     if method == "StreamingDiLoCo":
-        assert found[0]["slow"] == found[1]["slow"]  # what one took and the other did not is equalised
+        assert (
+            found[0]["slow"] == found[1]["slow"]
+        )  # what one took and the other did not is equalised

@@ -28,7 +28,9 @@ def test_two_peers_of_two_shards_equal_two_processes(ranks, kind, method):
     found = ranks(4).call(JOBS, "sharded", kind=kind, method=method)
     check(found, Simulation(["0", "1"]).run(lambda exchange: jobs.reference(exchange, method)))
     assert found[0]["members"] == [["0", "1"]] * 5
-    assert found[0]["shapes"] == ([[3, 7], [3], [2, 5], [2]] if kind == "fsdp" else [[5, 7], [5], [3, 5], [3]])
+    assert found[0]["shapes"] == (
+        [[3, 7], [3], [2, 5], [2]] if kind == "fsdp" else [[5, 7], [5], [3, 5], [3]]
+    )
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
@@ -37,7 +39,9 @@ def test_a_round_that_failed_for_one_shard_failed_for_all(ranks, kind):
     faults = Faults(drop=lambda peer, key: key.round == 2)
     check(found, Simulation(["0", "1"], faults=faults).run(jobs.reference))
     assert [len(members) for members in found[0]["members"]] == [2, 2, 0, 2, 2]
-    assert all(one["slow"] == found[0]["slow"] for one in found)  # though each peer went on alone in round 2
+    assert all(
+        one["slow"] == found[0]["slow"] for one in found
+    )  # though each peer went on alone in round 2
 
 
 def test_looking_at_the_slow_weights_of_shards_changes_nothing(ranks):
@@ -56,7 +60,9 @@ def test_all_shards_of_a_peer_have_the_same_partner(ranks):
 
 
 def test_another_mesh_is_refused(ranks):
-    assert all("two dimensions, peers and shards" in error for error in ranks(4).call(JOBS, "wrong_mesh"))
+    assert all(
+        "two dimensions, peers and shards" in error for error in ranks(4).call(JOBS, "wrong_mesh")
+    )
 
 
 def test_shards_without_the_model_are_refused(ranks):

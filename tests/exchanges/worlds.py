@@ -63,7 +63,10 @@ class OnSimulation:
                 kill[exchange.peer] = simulation.now
                 exchange.sleep(0.0)
 
-            return numbered(script.play(exchange, "run", scripts[int(exchange.peer)], marks.add, after, die), names)
+            return numbered(
+                script.play(exchange, "run", scripts[int(exchange.peer)], marks.add, after, die),
+                names,
+            )
 
         notes = simulation.run(peer)
         return [notes.get(name) for name in names]
@@ -77,7 +80,13 @@ class Ranks:
 
     def __init__(self, nursery, count):
         self.count, self.whole = count, True
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S))
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=LIMIT_S),
+        )
         self.streams = []
         with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
             path = str(Path(folder) / "socket")
@@ -94,7 +103,9 @@ class Ranks:
 
     def do(self, orders):
         """Send one order to each rank, all at once; return their answers, None for a dead one."""
-        self.whole = False  # without all answers the next order would get what is left of this one's
+        self.whole = (
+            False  # without all answers the next order would get what is left of this one's
+        )
         for stream, wanted in zip(self.streams, orders, strict=True):
             stream.write(json.dumps(wanted) + "\n")
             stream.flush()
@@ -114,7 +125,9 @@ class Ranks:
         return answer["value"]
 
     def call(self, file, function, **arguments):
-        return self.do([{"file": str(file), "function": function, "arguments": arguments}] * self.count)
+        return self.do(
+            [{"file": str(file), "function": function, "arguments": arguments}] * self.count
+        )
 
     def close(self):
         for stream in self.streams:
@@ -124,7 +137,9 @@ class Ranks:
 
 def start_nursery():
     environment = {**os.environ, "PYTHONPATH": str(RANK.parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(RANK)], stdin=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, str(RANK)], stdin=subprocess.PIPE, text=True, env=environment
+    )
 
 
 class OnTorchDistributed:
@@ -141,8 +156,13 @@ class OnTorchDistributed:
             self._ranks[count] = Ranks(self._nursery, count)
         options = {"size": self._option, "wait": wait, "exchange_timeout": 4.0}
         marks = f"marks/{next(self._tests)}"
-        notes = self._ranks[count].do([{"steps": steps, "options": options, "marks": marks} for steps in scripts])
-        return [None if note is None else numbered(note, [str(rank) for rank in range(count)]) for note in notes]
+        notes = self._ranks[count].do(
+            [{"steps": steps, "options": options, "marks": marks} for steps in scripts]
+        )
+        return [
+            None if note is None else numbered(note, [str(rank) for rank in range(count)])
+            for note in notes
+        ]
 
     def close(self):
         for ranks in self._ranks.values():
@@ -164,17 +184,29 @@ class OnSwarm:
             known = self._hosts[0][0].addresses() if self._hosts else ()
             self._hosts.append((Host.start(identity, bootstrap=known, timeout=30), identity))
         hosts = self._hosts[: len(scripts)]
-        swarm = "".join("abcdefghij"[int(digit)] for digit in f"{next(self._tests):052d}")  # of its own: no late call from before
+        swarm = "".join(
+            "abcdefghij"[int(digit)] for digit in f"{next(self._tests):052d}"
+        )  # of its own: no late call from before
         ids = [host.peer_id for host, _ in hosts]
-        seed = next(seed for seed in itertools.count() if self.suits(seed, ids))  # the ids are new each time
+        seed = next(
+            seed for seed in itertools.count() if self.suits(seed, ids)
+        )  # the ids are new each time
         members = {
-            host.peer_id: member_of(host.peer_id, swarm=swarm, addresses=host.addresses(), issued=time.time()) for host, _ in hosts
+            host.peer_id: member_of(
+                host.peer_id, swarm=swarm, addresses=host.addresses(), issued=time.time()
+            )
+            for host, _ in hosts
         }
         exchanges = [
-            self.exchange(PeerContext(host, identity, swarm, "0" * 64, seed, lambda: members), ExchangeTimeouts(wait, 1.0, 20.0))
+            self.exchange(
+                PeerContext(host, identity, swarm, "0" * 64, seed, lambda: members),
+                ExchangeTimeouts(wait, 1.0, 20.0),
+            )
             for host, identity in hosts
         ]
-        marks = {step[1]: threading.Event() for steps in scripts for step in steps if step[0] == "mark"}
+        marks = {
+            step[1]: threading.Event() for steps in scripts for step in steps if step[0] == "mark"
+        }
 
         def after(what):
             assert marks[what].wait(LIMIT_S)
@@ -189,13 +221,21 @@ class OnSwarm:
 
             try:
                 mark = lambda what: marks[what].set()  # noqa: E731
-                return numbered(script.play(exchanges[number], swarm, scripts[number], mark, after, die), ids)
+                return numbered(
+                    script.play(exchanges[number], swarm, scripts[number], mark, after, die), ids
+                )
             except Dead:
                 self._hosts.remove(hosts[number])
 
         # What others are waited for follows from the time of a round, and rounds of real nodes take minutes.
-        with mock.patch.object(TrainingTime, "period", return_value=4 * wait), ThreadPoolExecutor(len(scripts)) as pool:
-            return [played.result(LIMIT_S) for played in [pool.submit(peer, number) for number in range(len(scripts))]]
+        with (
+            mock.patch.object(TrainingTime, "period", return_value=4 * wait),
+            ThreadPoolExecutor(len(scripts)) as pool,
+        ):
+            return [
+                played.result(LIMIT_S)
+                for played in [pool.submit(peer, number) for number in range(len(scripts))]
+            ]
 
     def suits(self, seed, ids):
         """Return True if, of three, the last has a partner in round 1, and the others are partners from round 4 on."""

@@ -47,14 +47,18 @@ lighthouse: the link is enough. The plain script is not run here, since it needs
 def diff(plain: str, swarm: str) -> str:
     """Return the changed lines between two files, whatever their indentation, with a line of context."""
     old, new = plain.splitlines(), swarm.splitlines()
-    matcher = difflib.SequenceMatcher(None, [line.strip() for line in old], [line.strip() for line in new], autojunk=False)
+    matcher = difflib.SequenceMatcher(
+        None, [line.strip() for line in old], [line.strip() for line in new], autojunk=False
+    )
     lines: list[str] = []
     for group in matcher.get_grouped_opcodes(1):
         for tag, a, b, c, d in group:
             if tag == "equal":
                 lines += [f"  {line}".rstrip() for line in new[c:d]]
             else:
-                lines += [f"- {line}".rstrip() for line in old[a:b]] + [f"+ {line}".rstrip() for line in new[c:d]]
+                lines += [f"- {line}".rstrip() for line in old[a:b]] + [
+                    f"+ {line}".rstrip() for line in new[c:d]
+                ]
         lines.append("  ...")
     return "\n".join(lines[:-1])
 
@@ -64,7 +68,9 @@ def page() -> str:
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     parts = [head, BEGIN]
     for name, (title, text) in TEXTS.items():
-        changes = diff(*((SCRIPTS / f"{name}{kind}.py").read_text(encoding="utf-8") for kind in ("", "_shoal")))
+        changes = diff(
+            *((SCRIPTS / f"{name}{kind}.py").read_text(encoding="utf-8") for kind in ("", "_shoal"))
+        )
         parts.append(f"\n### {title}\n\n```diff\n{changes}\n```\n\n{text}\n")
     return "".join([*parts, "\n", END, rest.split(END)[1]])
 

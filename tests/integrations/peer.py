@@ -19,7 +19,9 @@ made, members = shoal.create, []
 
 def create(*, state, **settings):
     if link == "-":
-        session = made(state=state, network=HERE, start_when=2, wait_s=60.0, **{**settings, **changed})
+        session = made(
+            state=state, network=HERE, start_when=2, wait_s=60.0, **{**settings, **changed}
+        )
         print("link", session.link, flush=True)
     else:
         session = shoal.join(link, state=state, network=HERE)

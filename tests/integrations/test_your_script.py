@@ -29,7 +29,14 @@ class Script:
 
     def __init__(self, folder, *command, seed=0, **env):
         folder.mkdir(parents=True, exist_ok=True)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SEED": str(seed), **env}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "SEED": str(seed),
+            **env,
+        }
         self.process = subprocess.Popen(
             [sys.executable, *map(str, command)], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
@@ -48,12 +55,16 @@ class Script:
             self.process.kill()
         assert self.process.returncode == 0, err
         met = re.search(r"^met (\d+) of (\d+)$", out, re.M)
-        return float(re.search(r"^loss (\S+)$", out, re.M)[1]), met and tuple(map(int, met.groups()))
+        return float(re.search(r"^loss (\S+)$", out, re.M)[1]), met and tuple(
+            map(int, met.groups())
+        )
 
 
 def two_peers(tmp_path, name, settings=None, **env):
     script = SCRIPTS / f"{name}_shoal.py"
-    first = Script(tmp_path / "0", HERE / "peer.py", script, "-", json.dumps(settings or {}), seed=0, **env)
+    first = Script(
+        tmp_path / "0", HERE / "peer.py", script, "-", json.dumps(settings or {}), seed=0, **env
+    )
     second = Script(tmp_path / "1", HERE / "peer.py", script, first.link(), seed=1, **env)
     return [first.said(), second.said()]
 
@@ -89,7 +100,9 @@ def test_a_loop_in_torchfts_form_meets_with_the_fragments_that_it_names(tmp_path
 def test_nanogpt_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
     """Bit for bit: weights, both optimizers' state and the place in the data; by what the script itself saves and loads."""
     whole = two_peers(tmp_path / "whole", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40")
-    two_peers(tmp_path / "halves", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40", UNTIL="20")
+    two_peers(
+        tmp_path / "halves", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40", UNTIL="20"
+    )
     halves = two_peers(tmp_path / "halves", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40")
     assert [loss for loss, _ in halves] == [loss for loss, _ in whole]
     assert [met for _, met in whole] == [(4, 4)] * 2

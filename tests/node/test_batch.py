@@ -113,7 +113,9 @@ def test_its_tensors_come_to_the_device_in_the_same_container(kind):
     assert type(moved) is (dict if kind == "proxy" else type(batch))
     assert all(tensor.device == META for tensor in tensors(moved))
     assert len(tensors(moved)) == len(tensors(batch))
-    assert all(tensor.device == CPU for tensor in tensors(batch)), "the data set's own batch was moved"
+    assert all(tensor.device == CPU for tensor in tensors(batch)), (
+        "the data set's own batch was moved"
+    )
     assert to_device(batch, CPU) is batch
 
 
@@ -177,7 +179,12 @@ def test_training_counts_and_learns_as_from_a_dict(kind, accumulate):
     weights = []
     for name in ("dict", kind):
         task = Guarded(Drawing(name), "Drawing")
-        trainer = Trainer(task, blocking(method="none"), TrainSettings(steps=3, seed=1), own=OwnTraining(accumulate=accumulate))
+        trainer = Trainer(
+            task,
+            blocking(method="none"),
+            TrainSettings(steps=3, seed=1),
+            own=OwnTraining(accumulate=accumulate),
+        )
         trainer.connect(Alone(), "run", Shard(0, 1, 0))
         trainer.run()
         trainer.close()
@@ -209,9 +216,15 @@ def test_an_object_that_fails_to_move_and_one_that_cannot_be_copied_are_one_sent
         def __setitem__(self, key, value):
             raise TypeError("read only")
 
-    with pytest.raises(UserCodeError, match=r"The object of type Stuck in a batch failed in to\(device\): ValueError: no"):
+    with pytest.raises(
+        UserCodeError,
+        match=r"The object of type Stuck in a batch failed in to\(device\): ValueError: no",
+    ):
         to_device([Stuck()], META)
-    with pytest.raises(UserCodeError, match=r"object of type Fixed, which cannot be copied .*TypeError: read only.*: yield dicts"):
+    with pytest.raises(
+        UserCodeError,
+        match=r"object of type Fixed, which cannot be copied .*TypeError: read only.*: yield dicts",
+    ):
         to_device(Fixed(x=torch.zeros(2)), META)
 
 

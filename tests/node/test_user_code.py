@@ -191,9 +191,13 @@ def assert_own(code, err, path, words, inside):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_node_says_in_which_function_of_the_task_it_failed_and_shows_its_traceback(task, fault, tmp_path, capsys, monkeypatch):
+def test_a_node_says_in_which_function_of_the_task_it_failed_and_shows_its_traceback(
+    task, fault, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(NodeRun, "run", lambda run: live(run.settings))
-    code, err = said(["up", "--task", f"{task}:{fault}", "--folder", tmp_path / "run"], capsys, monkeypatch)
+    code, err = said(
+        ["up", "--task", f"{task}:{fault}", "--folder", tmp_path / "run"], capsys, monkeypatch
+    )
     assert_own(code, err, task, *FAULTS[fault])
 
 
@@ -211,14 +215,22 @@ def test_an_error_of_shoals_own_is_still_called_a_bug(task, tmp_path, capsys, mo
 
 
 def test_an_error_of_shoals_own_after_the_users_step_is_still_called_a_bug(task):
-    made = Trainer(load_task(f"{task}:Good"), OuterSettings(every=1), TrainSettings(steps=3), on_round=lambda info: 1 / 0)
+    made = Trainer(
+        load_task(f"{task}:Good"),
+        OuterSettings(every=1),
+        TrainSettings(steps=3),
+        on_round=lambda info: 1 / 0,
+    )
     made.connect(Alone(), "run", Shard(0, 1, 0))
     with pytest.raises(ZeroDivisionError):
         made.run()
 
 
 OF_DEVICES = [
-    ("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later", "CUDA_LAUNCH_BLOCKING=1"),
+    (
+        "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later",
+        "CUDA_LAUNCH_BLOCKING=1",
+    ),
     ("CUDA driver error: invalid argument", "CUDA_LAUNCH_BLOCKING=1"),
     ("HIP error: an illegal memory access was encountered", "AMD_SERIALIZE_KERNEL=3"),
     ("Native API failed. Native API returns: 20 (UR_RESULT_ERROR_DEVICE_LOST)", None),
@@ -228,7 +240,9 @@ OF_DEVICES = [
 
 @pytest.mark.parametrize(("text", "variable"), OF_DEVICES)
 @pytest.mark.parametrize("users", [False, True])
-def test_what_a_device_reports_is_nobodys_bug_wherever_it_comes_up(task, text, variable, users, capsys, monkeypatch):
+def test_what_a_device_reports_is_nobodys_bug_wherever_it_comes_up(
+    task, text, variable, users, capsys, monkeypatch
+):
     task.write_text(TASK.replace("raise SystemExit(7)", f"raise RuntimeError({text!r})"))
 
     def run(node):
@@ -268,7 +282,9 @@ OF_MEMORY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("run", [lambda node: torch.empty(2**60), *(raising(RuntimeError(text)) for text in OF_MEMORY)])
+@pytest.mark.parametrize(
+    "run", [lambda node: torch.empty(2**60), *(raising(RuntimeError(text)) for text in OF_MEMORY)]
+)
 def test_memory_that_runs_out_is_no_bug_and_no_failure_of_a_device(run, capsys, monkeypatch):
     monkeypatch.setattr(NodeRun, "run", run)
     code, err = said(["up"], capsys, monkeypatch)
@@ -278,7 +294,9 @@ def test_memory_that_runs_out_is_no_bug_and_no_failure_of_a_device(run, capsys, 
 
 @pytest.mark.parametrize("fault", ["Model", "Frozen", "Constructor"])
 @pytest.mark.parametrize("command", ["up", "demo", "join", "pull", "doctor"])
-def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, tmp_path, capsys, monkeypatch):
+def test_every_command_that_makes_a_task_names_its_fault(
+    task, fault, command, tmp_path, capsys, monkeypatch
+):
     spec = f"{task}:{fault}"
     settings = load(None, {"task.hooks": f"{task}:Good"})
     manifest = open_manifest(new_manifest(settings, Identity.ephemeral(), "0" * 64))
@@ -291,7 +309,9 @@ def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, t
         def start(nodes, arguments, name, **how):
             with pytest.raises(UserCodeError) as caught:
                 live(load(None, {"task.hooks": spec}))
-            (nodes.folder / f"{name}.log").write_text(f"some log\n{caught.value.trace}Error: {caught.value}\n")
+            (nodes.folder / f"{name}.log").write_text(
+                f"some log\n{caught.value.trace}Error: {caught.value}\n"
+            )
             process = SimpleNamespace(
                 poll=lambda: 2, wait=lambda seconds=None: 2, returncode=2, stdout=SimpleNamespace(readline=str, close=str), pid=1,
             )  # fmt: skip
@@ -300,11 +320,15 @@ def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, t
 
         monkeypatch.setattr(Nodes, "start", start)
     if command == "pull":
-        monkeypatch.setattr(pulling, "pull", lambda link, out, hooks, **how: pulling.build_model(renamed, hooks))
+        monkeypatch.setattr(
+            pulling, "pull", lambda link, out, hooks, **how: pulling.build_model(renamed, hooks)
+        )
     if command == "doctor":
         visit = SimpleNamespace(agreed=lambda: renamed, hooks=spec)
         checks = [Check("model", ExitCode.DIFFERS, lambda tell: swarm_checks.model(visit, tell))]
-        monkeypatch.setattr("shoal.node.doctor.checks.diagnose", lambda link, tell, **options: examine(checks, tell))
+        monkeypatch.setattr(
+            "shoal.node.doctor.checks.diagnose", lambda link, tell, **options: examine(checks, tell)
+        )
     arguments = {
         "up": [], "demo": ["--peers", 2], "join": [link],
         "pull": [link, "--out", tmp_path / "out"], "doctor": [link],
@@ -344,15 +368,25 @@ class NoQuestion(Good):
     ("fault", "words", "inside"),
     [
         ("Made", "cannot be made, with ValueError: no luck (env.py, line", "no luck"),
-        ("Asked", "Your environment 'Asked' failed in question(): ValueError: no luck (env.py, line", "no luck"),
-        ("Judged", "Your environment 'Judged' failed in reward(): ValueError: no luck (env.py, line", "no luck"),
+        (
+            "Asked",
+            "Your environment 'Asked' failed in question(): ValueError: no luck (env.py, line",
+            "no luck",
+        ),
+        (
+            "Judged",
+            "Your environment 'Judged' failed in reward(): ValueError: no luck (env.py, line",
+            "no luck",
+        ),
         ("Later", "Your environment 'Later' failed in question(): KeyError", "no luck"),
         ("NoReward", "reward() must return a number from 0 to 1, not None", None),
         ("NoQuestion", "question() must return a Question", None),
     ],
 )
 @pytest.mark.parametrize("command", ["up", "join", "demo", "verify"])
-def test_an_environment_that_fails_is_the_users(tmp_path, fault, words, inside, command, capsys, monkeypatch):
+def test_an_environment_that_fails_is_the_users(
+    tmp_path, fault, words, inside, command, capsys, monkeypatch
+):
     path = tmp_path / "env.py"
     path.write_text(ENVIRONMENT)
     spec = f"{path}:{fault}"

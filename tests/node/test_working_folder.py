@@ -53,7 +53,11 @@ def move(tmp_path, monkeypatch):
 
 
 def here(tmp_path):
-    return {path.relative_to(tmp_path / "before").as_posix() for path in (tmp_path / "before").rglob("*") if path.is_file()}
+    return {
+        path.relative_to(tmp_path / "before").as_posix()
+        for path in (tmp_path / "before").rglob("*")
+        if path.is_file()
+    }
 
 
 def test_a_key_is_locked_where_it_is(tmp_path, move):
@@ -72,7 +76,11 @@ def test_a_daemon_reads_its_key_again(move):
 
 
 def test_locks_known_peers_and_evidence_are_written_where_they_were(tmp_path, move):
-    lock, known, history = FileLock(Path("a.lock"), "It", "stop it"), Peerstore("", Path("peers.json")), EvidenceFile(Path("h.db"))
+    lock, known, history = (
+        FileLock(Path("a.lock"), "It", "stop it"),
+        Peerstore("", Path("peers.json")),
+        EvidenceFile(Path("h.db")),
+    )
     move()
     with lock:
         assert here(tmp_path) == {"a.lock"}
@@ -83,7 +91,9 @@ def test_locks_known_peers_and_evidence_are_written_where_they_were(tmp_path, mo
 
 
 def test_checkpoints_are_written_where_they_were(tmp_path, move):
-    writer = CheckpointWriter(Path("run"), keep=2, state=lambda: {"x": torch.ones(2)}, notify=logging.warning)
+    writer = CheckpointWriter(
+        Path("run"), keep=2, state=lambda: {"x": torch.ones(2)}, notify=logging.warning
+    )
     move()
     assert writer.last(3) is None
     assert load(tmp_path / "before" / "run")[0] == 3
@@ -102,7 +112,13 @@ def test_a_run_of_ones_own_loop_saves_where_it_was(tmp_path, move):
 def test_slow_weights_on_disk_stay_in_their_folder(tmp_path, move):
     Path("slow").mkdir()
     model = torch.nn.Linear(2, 1)
-    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=1, lag=0, slow_device=Path("slow"))
+    opt = NoLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Alone(),
+        every=1,
+        lag=0,
+        slow_device=Path("slow"),
+    )
     move()
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
@@ -116,13 +132,21 @@ def test_paths_of_settings_are_whole(tmp_path, move):
     given = NodeSettings.model_validate({name: f"x/{name}" for name in names})
     default = NodeSettings.model_validate({"name": "anna"})
     move()
-    assert [getattr(given, name) for name in names] == [tmp_path / "before" / "x" / name for name in names]
-    assert (given.run_folder, default.run_folder) == (tmp_path / "before/x/folder", tmp_path / "before/runs/anna")
+    assert [getattr(given, name) for name in names] == [
+        tmp_path / "before" / "x" / name for name in names
+    ]
+    assert (given.run_folder, default.run_folder) == (
+        tmp_path / "before/x/folder",
+        tmp_path / "before/runs/anna",
+    )
 
 
 def test_the_folder_of_a_policy_is_whole_and_a_name_stays_one(tmp_path, move):
     (tmp_path / "before" / "smol").mkdir(parents=True, exist_ok=True)
-    given = [RLSettings(policy=spec).policy for spec in ("hf:smol", "hf:owner/name", "tiny", "tiny:habit")]
+    given = [
+        RLSettings(policy=spec).policy
+        for spec in ("hf:smol", "hf:owner/name", "tiny", "tiny:habit")
+    ]
     move()
     assert given == [f"hf:{tmp_path / 'before' / 'smol'}", "hf:owner/name", "tiny", "tiny:habit"]
 
@@ -140,9 +164,14 @@ def test_a_task_file_that_changes_the_folder_is_loaded_again(tmp_path, move, mon
     """A node loads it once more to verify, or for its baseline."""
     monkeypatch.setenv("ELSEWHERE", str(tmp_path / "after"))
     (tmp_path / "before" / "task.py").write_text(TASK)
-    settings = Settings.model_validate({"task": {"hooks": "task.py:Mine"}, "rl": {"env": "task.py:Mine"}})
+    settings = Settings.model_validate(
+        {"task": {"hooks": "task.py:Mine"}, "rl": {"env": "task.py:Mine"}}
+    )
     move()
-    assert [type(load_task(settings.task.hooks)._task).__name__ for _ in range(2)] == ["Mine", "Mine"]
+    assert [type(load_task(settings.task.hooks)._task).__name__ for _ in range(2)] == [
+        "Mine",
+        "Mine",
+    ]
     assert task_label(settings.task.hooks) == "task.py:Mine"
     assert settings.rl.env == settings.task.hooks
 
@@ -196,28 +225,63 @@ def test_what_is_not_finite_is_null():
     ],
 )  # fmt: skip
 def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):
-    monkeypatch.setattr(where, lambda *args, **kwargs: {**REPORT, "troubles": [], "values": 1, "tensors": 1})
-    shown = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False, catch_exceptions=False)
+    monkeypatch.setattr(
+        where, lambda *args, **kwargs: {**REPORT, "troubles": [], "values": 1, "tensors": 1}
+    )
+    shown = CliRunner().invoke(
+        cli, [*arguments, "--json"], standalone_mode=False, catch_exceptions=False
+    )
     assert strict(shown.stdout)["loss"] is None
 
 
 def test_no_command_encodes_json_by_itself():
     for folder in PRINTING:
         for file in (NODE / folder).rglob("*.py"):
-            calls = [item.func for item in ast.walk(ast.parse(file.read_text())) if isinstance(item, ast.Call)]
-            own = [call for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call) in ("json.dumps", "json.dump")]
+            calls = [
+                item.func
+                for item in ast.walk(ast.parse(file.read_text()))
+                if isinstance(item, ast.Call)
+            ]
+            own = [
+                call
+                for call in calls
+                if isinstance(call, ast.Attribute)
+                and ast.unparse(call) in ("json.dumps", "json.dump")
+            ]
             assert not own, f"{file}: write dumps of shoal.node.console"
 
 
 def test_a_demo_whose_evaluations_are_not_known_still_has_a_report():
-    one = dict.fromkeys(("exchanges", "pairs_none", "bytes_sent", "bytes_received", "rounds", "fragments", "steps", "params"), 1)
-    one |= {"method": "noloco", "loss_first": None, "loss_last": 2.0, "loss_local": 4.0, "wait_s": 0.0, "wall_s": 1.0, "odd": 0}
+    one = dict.fromkeys(
+        (
+            "exchanges",
+            "pairs_none",
+            "bytes_sent",
+            "bytes_received",
+            "rounds",
+            "fragments",
+            "steps",
+            "params",
+        ),
+        1,
+    )
+    one |= {
+        "method": "noloco",
+        "loss_first": None,
+        "loss_last": 2.0,
+        "loss_local": 4.0,
+        "wait_s": 0.0,
+        "wall_s": 1.0,
+        "odd": 0,
+    }
     report = demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
     assert "held-out loss: not known" in demo.summary(report)
     alone_unknown = demo.report([{**one, "loss_first": 3.0, "loss_local": None}], [], 0.5, 1.0)
     assert "3.000 at first, 2.000 together; not compared" in demo.summary(alone_unknown)
-    assert "50.0 % better together" in demo.summary(demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0))
+    assert "50.0 % better together" in demo.summary(
+        demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0)
+    )
 
 
 WRITES = """
@@ -257,17 +321,28 @@ def without_a_reader(kind):
 
 def run(arguments, out, err, **how):
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=120, **how
+        [sys.executable, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        timeout=120,
+        **how,
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "unbuffered", "which"), [("pipe", "", "both"), ("terminal", "1", "both"), ("pipe", "1", "stdout")]
+    ("kind", "unbuffered", "which"),
+    [("pipe", "", "both"), ("terminal", "1", "both"), ("pipe", "1", "stdout")],
 )
 def test_every_kind_of_writing_goes_on(tmp_path, kind, unbuffered, which):
     lost = without_a_reader(kind)
     err = lost if which == "both" else subprocess.PIPE
-    ended = run(["-c", WRITES, tmp_path / "done"], lost, err, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    ended = run(
+        ["-c", WRITES, tmp_path / "done"],
+        lost,
+        err,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
     os.close(lost)
     assert ended.returncode == 5
     assert (tmp_path / "done").read_text() == ("True True" if which == "both" else "True False")
@@ -289,7 +364,10 @@ def test_messages_for_a_full_disk_are_dropped_and_results_are_not():
 
 def test_a_short_command_is_quiet():
     lost = without_a_reader("pipe")
-    for command in (["--help"], ["plan", "--json", "--params", "1e6", "--step", "0.5", "--mbit", "20", "--rtt", "0.1"]):
+    for command in (
+        ["--help"],
+        ["plan", "--json", "--params", "1e6", "--step", "0.5", "--mbit", "20", "--rtt", "0.1"],
+    ):
         ended = run(["-m", "shoal", *command], lost, subprocess.PIPE)
         assert (ended.returncode, ended.stderr) == (0, b"")
     os.close(lost)
@@ -298,13 +376,25 @@ def test_a_short_command_is_quiet():
 @pytest.mark.slow(reason="starts a node and its daemon")
 def test_a_node_trains_to_its_end_and_saves(tmp_path):
     lost = without_a_reader("pipe")
-    own = ["--name", "n", "--folder", tmp_path / "n", "--identity", tmp_path / "n.key", "--listen", "/ip4/127.0.0.1/tcp/0"]
+    own = [
+        "--name",
+        "n",
+        "--folder",
+        tmp_path / "n",
+        "--identity",
+        tmp_path / "n.key",
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+    ]
     few = ["--steps", "6", "--every", "3", "--threads", "1", "--set", "outer.wait_s=1", "--json"]
     ended = run(["-m", "shoal", "up", *own, *few], lost, lost)
     os.close(lost)
     assert ended.returncode == 0
     assert steps(tmp_path / "n") == [6]
-    assert json.loads((tmp_path / "n" / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "end"
+    assert (
+        json.loads((tmp_path / "n" / "metrics.jsonl").read_text().splitlines()[-1])["event"]
+        == "end"
+    )
 
 
 WATCHES = """
@@ -362,5 +452,8 @@ def test_what_is_missing_is_named_with_its_extra(call, error, words, monkeypatch
 
 def test_what_is_there_is_not_missing():
     require(ShoalError, "x", "json", extra="x")
-    with pytest.raises(ShoalError, match=r"x needs the package no_such_package_at_all\.below, which is not installed"):
+    with pytest.raises(
+        ShoalError,
+        match=r"x needs the package no_such_package_at_all\.below, which is not installed",
+    ):
         require(ShoalError, "x", "json", "no_such_package_at_all.below", extra="x")

@@ -50,7 +50,18 @@ def linear(peer, weights):
 
 
 def run(
-    method, steps, peers=PEERS, *, size=None, seed=0, begin=start, loss=least_squares, faults=None, inner=None, finish=False, **o
+    method,
+    steps,
+    peers=PEERS,
+    *,
+    size=None,
+    seed=0,
+    begin=start,
+    loss=least_squares,
+    faults=None,
+    inner=None,
+    finish=False,
+    **o,
 ):
     """Return {peer: slow and fast weights after each step (steps, 5), members of each exchange, virtual seconds, optimizer}.
 
@@ -63,7 +74,10 @@ def run(
         weights = [torch.nn.Parameter(first[:3].clone()), torch.nn.Parameter(first[3:].clone())]
         model = torch.nn.ParameterDict({"0": weights[0], "1": weights[1]})
         infos, slow, fast = [], [], []
-        options = {name: value(exchange.peer, weights) if callable(value) else value for name, value in o.items()}
+        options = {
+            name: value(exchange.peer, weights) if callable(value) else value
+            for name, value in o.items()
+        }
         if isinstance(options.get("fragments"), int):
             options["model"] = model
         opt = method(make(weights), exchange, on_round=infos.append, **options)
@@ -78,7 +92,9 @@ def run(
             fast.append(torch.cat(weights).detach().double().numpy())
         members = [info.members for info in infos]
         now = exchange.simulation.now
-        return SimpleNamespace(slow=np.array(slow), fast=np.array(fast), members=members, infos=infos, now=now, opt=opt)
+        return SimpleNamespace(
+            slow=np.array(slow), fast=np.array(fast), members=members, infos=infos, now=now, opt=opt
+        )
 
     simulation = Simulation(peers, seed=seed, size=size or len(peers), faults=faults)
     return simulation.run(peer)

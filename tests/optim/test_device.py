@@ -26,7 +26,9 @@ def forgotten():
 @pytest.mark.parametrize(
     "error",
     [
-        TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."),
+        TypeError(
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+        ),
         RuntimeError("Required aspect fp64 is not supported on the device"),
     ],
     ids=["mps", "xpu"],
@@ -39,13 +41,19 @@ def test_a_device_without_float64_is_known_by_a_trial(error, forgotten, monkeypa
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_float64(forgotten, monkeypatch):
-    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
+    monkeypatch.setattr(
+        torch,
+        "ones",
+        Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")),
+    )
     with pytest.raises(RuntimeError, match="illegal memory"):
         wide(torch.device("cuda", 0))
 
 
 def test_kinds_whose_copies_can_be_awaited():
-    assert [kind for kind in ("cpu", "cuda", "xpu", "mps", "meta") if copies_beside(torch.device(kind))] == ["cuda", "xpu"]
+    assert [
+        kind for kind in ("cpu", "cuda", "xpu", "mps", "meta") if copies_beside(torch.device(kind))
+    ] == ["cuda", "xpu"]
 
 
 def test_tensors_on_the_cpu_are_returned_as_they_are():
@@ -82,12 +90,18 @@ def test_sketches_are_the_sums_of_every_fourth_value():
     for tensor, row in zip(tensors, sketches(tensors), strict=True):
         torch.testing.assert_close(row.tolist(), by_definition(tensor), rtol=1e-4, atol=1e-3)
     wanted = torch.tensor([by_definition(tensor) for tensor in tensors], dtype=torch.float64).sum(0)
-    torch.testing.assert_close(torch.tensor(sketch(tensors), dtype=torch.float64), wanted, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        torch.tensor(sketch(tensors), dtype=torch.float64), wanted, rtol=1e-4, atol=1e-3
+    )
 
 
 @pytest.mark.gpu
 def test_several_tensors_of_a_device_come_in_one_copy():
-    tensors = [torch.arange(6.0, device="cuda").view(2, 3), torch.ones(3), torch.tensor(2.0, device="cuda")]
+    tensors = [
+        torch.arange(6.0, device="cuda").view(2, 3),
+        torch.ones(3),
+        torch.tensor(2.0, device="cuda"),
+    ]
     found = to_host(tensors)
     assert found[1] is tensors[1]
     assert [tensor.tolist() for tensor in found] == [[[0, 1, 2], [3, 4, 5]], [1, 1, 1], 2]
@@ -150,7 +164,9 @@ for method in METHODS:
 @pytest.mark.gpu(standin=True)
 def test_every_method_runs_with_slow_weights_on_a_device_without_float64(monkeypatch):
     monkeypatch.setenv("STANDIN_NO_FLOAT64", "1")
-    ended = subprocess.run([sys.executable, "-c", WITHOUT_FLOAT64], capture_output=True, text=True, timeout=240)
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FLOAT64], capture_output=True, text=True, timeout=240
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
@@ -180,7 +196,9 @@ assert found == [1, 0], found
 @pytest.mark.gpu(standin=True)
 def test_the_chosen_device_is_the_current_one_and_other_threads_can_be_given_it(monkeypatch):
     monkeypatch.setenv("STANDIN_DEVICES", "2")
-    ended = subprocess.run([sys.executable, "-c", OTHER_THREADS], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", OTHER_THREADS], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
@@ -188,5 +206,11 @@ def test_without_an_accelerator_there_is_nothing_to_make_current():
     if not torch.accelerator.is_available():
         assert current_device()() is None
     source = Path(__file__).resolve().parents[2]
-    kinds = [file.name for file in (source / "optim").rglob("*.py") if '"mps"' in file.read_text(encoding="utf-8")]
-    assert kinds == [] or kinds == ["device.py"], "what a kind of device cannot is known in one place"
+    kinds = [
+        file.name
+        for file in (source / "optim").rglob("*.py")
+        if '"mps"' in file.read_text(encoding="utf-8")
+    ]
+    assert kinds == [] or kinds == ["device.py"], (
+        "what a kind of device cannot is known in one place"
+    )

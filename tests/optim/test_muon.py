@@ -30,7 +30,9 @@ def gradients(net, steps=STEPS, first=0):
     for step in range(first, first + steps):
         tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(step))
         net.zero_grad()
-        nn.functional.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        nn.functional.cross_entropy(
+            net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        ).backward()
         yield
 
 
@@ -53,7 +55,9 @@ def step_of_muon(weight, gradient, momentum, scale, *, lr, decay, beta):
     """Return weight and momentum after a step: heavy ball, Nesterov's look ahead, decoupled decay."""
     momentum = beta * momentum + gradient
     ahead = gradient + beta * momentum
-    return weight - lr * decay * weight - lr * scale(*weight.shape) * orthogonalised(ahead), momentum
+    return weight - lr * decay * weight - lr * scale(*weight.shape) * orthogonalised(
+        ahead
+    ), momentum
 
 
 def step_of_adamw(weight, gradient, moments, step, *, lr, decay):
@@ -79,13 +83,23 @@ def test_a_step_of_the_pair_is_that_of_the_papers(monkeypatch):
         for name, p in net.named_parameters():
             if name.startswith("blocks.") and p.ndim == 2:
                 weights[name], memory[name] = step_of_muon(
-                    weights[name], p.grad, memory[name], SCALES["original"], lr=0.03, decay=0.2, beta=0.9
+                    weights[name],
+                    p.grad,
+                    memory[name],
+                    SCALES["original"],
+                    lr=0.03,
+                    decay=0.2,
+                    beta=0.9,
                 )
             else:
-                weights[name], moments[name] = step_of_adamw(weights[name], p.grad, moments[name], step, lr=0.004, decay=0.2)
+                weights[name], moments[name] = step_of_adamw(
+                    weights[name], p.grad, moments[name], step, lr=0.004, decay=0.2
+                )
         inner.step()
         for name, p in net.named_parameters():
-            torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                p.detach(), weights[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
             p.data.copy_(weights[name])  # each step is compared by itself
 
 
@@ -95,12 +109,20 @@ def test_torchs_muon_is_that_of_the_papers_with_either_scale(monkeypatch, adjust
     in_float32(monkeypatch)
     generator = torch.Generator().manual_seed(3)
     weight = nn.Parameter(torch.randn(shape, generator=generator))
-    inner = torch.optim.Muon([weight], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust)
+    inner = torch.optim.Muon(
+        [weight], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust
+    )
     momentum = torch.zeros(shape)
     for _ in range(STEPS):
         weight.grad = torch.randn(shape, generator=generator)
         wanted, momentum = step_of_muon(
-            weight.detach().clone(), weight.grad, momentum, SCALES[adjust], lr=0.02, decay=0.1, beta=0.95
+            weight.detach().clone(),
+            weight.grad,
+            momentum,
+            SCALES[adjust],
+            lr=0.02,
+            decay=0.1,
+            beta=0.95,
         )
         inner.step()
         torch.testing.assert_close(weight.detach(), wanted, rtol=0, atol=1e-6)
@@ -108,7 +130,12 @@ def test_torchs_muon_is_that_of_the_papers_with_either_scale(monkeypatch, adjust
 
 def test_what_is_not_given_is_what_was_measured():
     matrices, rest = muon(model()).param_groups
-    assert (matrices["lr"], matrices["momentum"], matrices["weight_decay"], matrices["nesterov"]) == (0.02, 0.9, 0.0, True)
+    assert (
+        matrices["lr"],
+        matrices["momentum"],
+        matrices["weight_decay"],
+        matrices["nesterov"],
+    ) == (0.02, 0.9, 0.0, True)
     assert (rest["lr"], rest["betas"], rest["weight_decay"]) == (0.02, (0.9, 0.95), 0.0)
     assert muon(model(), lr=0.1).param_groups[1]["lr"] == 0.1
 
@@ -131,7 +158,9 @@ def test_an_outer_optimizer_has_the_models_order_and_a_schedule_changes_both_rat
 def test_a_saved_pair_goes_on_bit_by_bit(dtype, form):
     def made():
         net = model().to(dtype)
-        return net, NoLoCo(muon(net, weight_decay=0.1), Alone(), every=3, fragments=2, lag=1, model=net)
+        return net, NoLoCo(
+            muon(net, weight_decay=0.1), Alone(), every=3, fragments=2, lag=1, model=net
+        )
 
     net, opt = made()
     for _ in gradients(net):
@@ -148,7 +177,9 @@ def test_a_saved_pair_goes_on_bit_by_bit(dtype, form):
 
 def test_a_torch_without_muon_is_named_and_has_all_else():
     code = "import torch; del torch.optim.Muon; from shoal.optim import NoLoCo, muon; muon(torch.nn.Linear(2, 2))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert "has no Muon: install 2.9 or newer, or choose AdamW" in done.stderr.splitlines()[-1]
 
 
@@ -157,11 +188,18 @@ BLOCK = ("attention.qkv", "attention.out", "up", "down")
 
 def test_the_matrices_of_repeated_blocks_are_muons_and_embeddings_head_and_norms_are_not():
     gpt = GPT(layers=2, width=64, heads=4, context=64)
-    assert hidden_matrices(gpt) == [f"blocks.{number}.{name}.weight" for number in (0, 1) for name in BLOCK]
+    assert hidden_matrices(gpt) == [
+        f"blocks.{number}.{name}.weight" for number in (0, 1) for name in BLOCK
+    ]
     found = split(gpt)
     assert sum(found.muon.values()) == 2 * 12 * 64**2
-    assert list(found.adamw) == [name for name, _ in gpt.named_parameters() if name not in found.muon]
-    assert str(found) == "Muon trains 98,304 parameters (8 matrices), AdamW 37,504 parameters (13 tensors)"
+    assert list(found.adamw) == [
+        name for name, _ in gpt.named_parameters() if name not in found.muon
+    ]
+    assert (
+        str(found)
+        == "Muon trains 98,304 parameters (8 matrices), AdamW 37,504 parameters (13 tensors)"
+    )
 
 
 def test_a_model_of_one_block_gives_muon_all_but_its_last_linear_layer():
@@ -194,7 +232,9 @@ class Mixed(nn.Module):
 def test_kernels_tables_frozen_bare_and_recurrent_weights_in_a_block_are_not_muons():
     model = nn.ModuleList(Mixed() for _ in range(2))
     assert hidden_matrices(model) == [
-        f"{number}.attention.{name}" for number in (0, 1) for name in ("in_proj_weight", "out_proj.weight")
+        f"{number}.attention.{name}"
+        for number in (0, 1)
+        for name in ("in_proj_weight", "out_proj.weight")
     ]
 
 
@@ -204,12 +244,17 @@ class Adapted(nn.Module):
     def __init__(self):
         super().__init__()
         self.base_layer = nn.Linear(8, 8).requires_grad_(False)
-        self.lora_A, self.lora_B = nn.ModuleDict({"default": nn.Linear(8, 2)}), nn.ModuleDict({"default": nn.Linear(2, 8)})
+        self.lora_A, self.lora_B = (
+            nn.ModuleDict({"default": nn.Linear(8, 2)}),
+            nn.ModuleDict({"default": nn.Linear(2, 8)}),
+        )
 
 
 def test_the_two_matrices_of_an_adapter_are_muons():
     model = nn.Sequential(Adapted(), Adapted())
-    assert hidden_matrices(model) == [f"{n}.lora_{which}.default.weight" for n in (0, 1) for which in "AB"]
+    assert hidden_matrices(model) == [
+        f"{n}.lora_{which}.default.weight" for n in (0, 1) for which in "AB"
+    ]
 
 
 class WithOutput(nn.Module):
@@ -236,8 +281,14 @@ def test_names_of_ones_own_are_checked():
     gpt.blocks[0].up.requires_grad_(False)
     for names, words in [
         (["nothing"], "no parameter 'nothing', which Muon"),
-        (["norm.bias"], r"'norm.bias', which Muon is to train, is not a matrix \(16\): leave it to AdamW"),
-        (["blocks.0.up.weight"], "'blocks.0.up.weight', which Muon is to train, is frozen: leave it to AdamW"),
+        (
+            ["norm.bias"],
+            r"'norm.bias', which Muon is to train, is not a matrix \(16\): leave it to AdamW",
+        ),
+        (
+            ["blocks.0.up.weight"],
+            "'blocks.0.up.weight', which Muon is to train, is frozen: leave it to AdamW",
+        ),
         ([], "no matrix for Muon"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -252,8 +303,15 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 def test_the_template_of_pretraining():
     task = load_task(f"{TEMPLATES}/pretrain/task.py:Pretrain", {})
-    own = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
-    assert hidden_matrices(task.model()) == [f"blocks.layers.{number}.{name}" for number in (0, 1) for name in own]
+    own = (
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    )
+    assert hidden_matrices(task.model()) == [
+        f"blocks.layers.{number}.{name}" for number in (0, 1) for name in own
+    ]
 
 
 @pytest.mark.parametrize("lora", [0, 4])
@@ -268,4 +326,6 @@ def test_the_template_of_finetuning_whole_or_an_adapter(lora):
 
 def test_the_policy_that_reinforcement_learning_makes_itself():
     own = ("qkv", "out", "up", "down")
-    assert hidden_matrices(TinyModel(2, 8, 2)) == [f"blocks.{number}.{name}.weight" for number in (0, 1) for name in own]
+    assert hidden_matrices(TinyModel(2, 8, 2)) == [
+        f"blocks.{number}.{name}.weight" for number in (0, 1) for name in own
+    ]

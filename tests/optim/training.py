@@ -15,7 +15,9 @@ class Recording(Alone):
         self.sent = []
 
     def start(self, contribution):
-        self.sent.append(replace(contribution, tensors=[tensor.clone() for tensor in contribution.tensors]))
+        self.sent.append(
+            replace(contribution, tensors=[tensor.clone() for tensor in contribution.tensors])
+        )
         return super().start(contribution)
 
 
@@ -26,14 +28,18 @@ def model(seed=0, dtype=torch.float32):
 
 def split(net, lr=0.05):
     """Return Muon for the matrices and AdamW for the biases."""
-    matrices, rest = ([p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    matrices, rest = (
+        [p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False)
+    )
     return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr)]
 
 
 def train(net, opt, steps, *, first=0, target=0.0, after=lambda: None):
     """Take steps, each on the six rows that follow from its number."""
     for step in range(first, first + steps):
-        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(
+            next(net.parameters()).dtype
+        )
         opt.zero_grad()
         (net(rows) - target).square().mean().backward()
         if isinstance(opt, OuterOptimizer):
@@ -56,13 +62,21 @@ def by_path(value):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
         return {"": value}
-    keyed = {number if isinstance(key, torch.Tensor) else key: part for number, (key, part) in enumerate(value.items())}
-    return {f"{key}/{path}": leaf for key, part in keyed.items() for path, leaf in by_path(part).items()}
+    keyed = {
+        number if isinstance(key, torch.Tensor) else key: part
+        for number, (key, part) in enumerate(value.items())
+    }
+    return {
+        f"{key}/{path}": leaf for key, part in keyed.items() for path, leaf in by_path(part).items()
+    }
 
 
 def equal(first, second):
     """Compare nested states."""
     one, two = by_path(first), by_path(second)
     return one.keys() == two.keys() and all(
-        same([one[path]], [two[path]]) if isinstance(one[path], torch.Tensor) else one[path] == two[path] for path in one
+        same([one[path]], [two[path]])
+        if isinstance(one[path], torch.Tensor)
+        else one[path] == two[path]
+        for path in one
     )

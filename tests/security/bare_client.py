@@ -34,7 +34,10 @@ class Key(Identity):
 
     def shown(self, static):
         """Noise's proof that ``static`` is this peer's: protobuf of the public key and of its signature."""
-        public, signed = b"\x08\x01\x12\x20" + self.public_key, self._key.sign(b"noise-libp2p-static-key:" + static)
+        public, signed = (
+            b"\x08\x01\x12\x20" + self.public_key,
+            self._key.sign(b"noise-libp2p-static-key:" + static),
+        )
         return b"\x0a" + varint(len(public)) + public + b"\x12" + varint(len(signed)) + signed
 
 
@@ -59,12 +62,20 @@ class _Secret:
         self.count = 0
 
     def encrypt(self, data):
-        sent = data if self.key is None else ChaCha20Poly1305(self.key).encrypt(self._nonce(), data, self.hash)
+        sent = (
+            data
+            if self.key is None
+            else ChaCha20Poly1305(self.key).encrypt(self._nonce(), data, self.hash)
+        )
         self.mix_hash(sent)
         return sent
 
     def decrypt(self, data):
-        found = data if self.key is None else ChaCha20Poly1305(self.key).decrypt(self._nonce(), data, self.hash)
+        found = (
+            data
+            if self.key is None
+            else ChaCha20Poly1305(self.key).decrypt(self._nonce(), data, self.hash)
+        )
         self.mix_hash(data)
         return found
 
@@ -79,7 +90,9 @@ class Connection:
     @classmethod
     async def to(cls, host, port, key, source=None):
         self = cls()
-        self.reader, self.writer = await asyncio.open_connection(host, port, local_addr=source and (source, 0))
+        self.reader, self.writer = await asyncio.open_connection(
+            host, port, local_addr=source and (source, 0)
+        )
         self.streams, self.next, self.task = {}, 1, None
         try:
             await self._secure(key)
@@ -119,12 +132,16 @@ class Connection:
         self.writer.write(struct.pack(">H", len(data)) + data)
 
     async def _framed(self):
-        return await self.reader.readexactly(struct.unpack(">H", await self.reader.readexactly(2))[0])
+        return await self.reader.readexactly(
+            struct.unpack(">H", await self.reader.readexactly(2))[0]
+        )
 
     def _sealed(self, data):
         for at in range(0, len(data), 65_000):
             cipher, count = self.out
-            self._frame(cipher.encrypt(bytes(4) + count.to_bytes(8, "little"), data[at : at + 65_000], None))
+            self._frame(
+                cipher.encrypt(bytes(4) + count.to_bytes(8, "little"), data[at : at + 65_000], None)
+            )
             self.out = cipher, count + 1
 
     async def _opened(self):
@@ -140,7 +157,10 @@ class Connection:
         return data
 
     def _send(self, kind, flags, stream, data=b"", length=None):
-        self._sealed(struct.pack(">BBHII", 0, kind, flags, stream, len(data) if length is None else length) + data)
+        self._sealed(
+            struct.pack(">BBHII", 0, kind, flags, stream, len(data) if length is None else length)
+            + data
+        )
 
     async def _read(self):
         """Take in frames: answer pings, reset what the node opens, hand on what answers a stream of ours."""
@@ -198,7 +218,9 @@ class Connection:
             if size > 127:
                 (more,) = await answers.readexactly(1)
                 size += (more - 1) << 7
-            return (await answers.readexactly(size)).endswith(b"\x28\x64")  # the status is the last field: OK
+            return (await answers.readexactly(size)).endswith(
+                b"\x28\x64"
+            )  # the status is the last field: OK
         except EOFError:
             return False
 

@@ -46,7 +46,15 @@ from shoal.swarm.errors import AdmissionError, LinkError, MessageError
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.gossip import envelope
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, is_public, open_manifest, swarm_id, title_of
+from shoal.swarm.manifest import (
+    Manifest,
+    OuterSettings,
+    TrainSettings,
+    is_public,
+    open_manifest,
+    swarm_id,
+    title_of,
+)
 from shoal.swarm.membership.dht import MemberValidator, make_record, open_record
 from shoal.swarm.membership.swarm_list import read_listed
 from shoal.swarm.p2p import addresses as multiaddr
@@ -54,7 +62,14 @@ from shoal.swarm.topics.attestation import sign_record
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import Message, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
-from shoal.verification.calibration import Calibration, CalibrationError, Honest, Pair, load_calibration, save_calibration
+from shoal.verification.calibration import (
+    Calibration,
+    CalibrationError,
+    Honest,
+    Pair,
+    load_calibration,
+    save_calibration,
+)
 from shoal.verification.consensus.participant import Log, decode_log
 from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.records import Claim, Electorate, Signed, VoteRecord
@@ -62,7 +77,17 @@ from shoal.verification.consensus.records import decode as decode_record
 from shoal.verification.consensus.rulings import Standing, Table
 from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
-from tests.security.hostile import DIGESTED, INVITE, JSON, MSGPACK, PARTS, SAFETENSORS, SIGNERS, Form, frames
+from tests.security.hostile import (
+    DIGESTED,
+    INVITE,
+    JSON,
+    MSGPACK,
+    PARTS,
+    SAFETENSORS,
+    SIGNERS,
+    Form,
+    frames,
+)
 from tests.security.message_kinds import good, kinds
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -100,8 +125,15 @@ def one(name, covers, read, sample, form=None, *refuses, **more):
 
 @functools.cache
 def manifest(**changes):
-    plain = open_manifest(new_manifest(load_settings(None, {"task.options": {**TINY, "batch": 1}}), ME, "0" * 64))
-    return seal(Manifest.model_validate({**{name: getattr(plain, name) for name in Manifest.model_fields}, **changes}), ME)
+    plain = open_manifest(
+        new_manifest(load_settings(None, {"task.options": {**TINY, "batch": 1}}), ME, "0" * 64)
+    )
+    return seal(
+        Manifest.model_validate(
+            {**{name: getattr(plain, name) for name in Manifest.model_fields}, **changes}
+        ),
+        ME,
+    )
 
 
 def member(identity=ME):
@@ -141,7 +173,9 @@ def log():
     voters = Electorate(8, bytes(32), {ME.peer_id: "o"}, frozenset([bytes(32)]))
     everybody = Electorate(9, bytes(32), {OTHER.peer_id: "o"}, None)
     table = Table(7, {ME.peer_id: Standing(score=-5, until=9, bans=1)}, {})
-    return encode_log(Log(table, (voters, everybody), tuple(Signed(record, bytes(64)) for record in records)))
+    return encode_log(
+        Log(table, (voters, everybody), tuple(Signed(record, bytes(64)) for record in records))
+    )
 
 
 @functools.cache
@@ -158,7 +192,10 @@ def roster(data):
 def dht(data):
     """Judge what a stranger asks this node to store, as a value and as its subkey."""
     found = False
-    for value, subkey in ((data, msgpack.packb(ME.peer_id)), (msgpack.packb(make_record("", member(), ME)), data)):
+    for value, subkey in (
+        (data, msgpack.packb(ME.peer_id)),
+        (msgpack.packb(make_record("", member(), ME)), data),
+    ):
         found |= MemberValidator(SWARM).validate(
             types.SimpleNamespace(value=value, subkey=subkey, key=bytes(20), expiration_time=1.0)
         )
@@ -209,9 +246,18 @@ def codecs():
 
         def read(data, codec=codec, size=size):
             # A payload of another size is refused before it is received; the rest is filled as it comes.
-            whole = data if len(data) >= size // 2 else (data * (size // max(len(data), 1) + 1))[:size] if data else b""
+            whole = (
+                data
+                if len(data) >= size // 2
+                else (data * (size // max(len(data), 1) + 1))[:size]
+                if data
+                else b""
+            )
             return codec.decode(
-                torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.zeros(0, dtype=torch.uint8), shapes
+                torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+                if whole
+                else torch.zeros(0, dtype=torch.uint8),
+                shapes,
             )
 
         yield one(
@@ -262,7 +308,9 @@ class Folder:
 
 @functools.cache
 def trainer(seed=0, steps=2):
-    made = Trainer(TextTask(**TINY, batch=1), OuterSettings(method="noloco"), TrainSettings(seed=seed))
+    made = Trainer(
+        TextTask(**TINY, batch=1), OuterSettings(method="noloco"), TrainSettings(seed=seed)
+    )
     made.connect(Alone(), "x", Shard(0, 2, 0))
     for _ in range(steps):
         made.step()
@@ -272,7 +320,11 @@ def trainer(seed=0, steps=2):
 @functools.cache
 def checkpoint():
     folder = HERE / "checkpoint"
-    state = {"swarm": swarm_id(manifest()), "manifest": manifest().hex(), "trainer": trainer().state()}
+    state = {
+        "swarm": swarm_id(manifest()),
+        "manifest": manifest().hex(),
+        "trainer": trainer().state(),
+    }
     path = store.save(folder, 1, state)
     return path, (path / store.STATE).read_bytes(), (path / store.TENSORS).read_bytes()
 
@@ -301,7 +353,9 @@ def read_tensors(data):
     aside.mkdir(exist_ok=True)
     (aside / store.TENSORS).write_bytes(data)
     tree = DIGESTED.open(state)
-    (aside / store.STATE).write_bytes(DIGESTED.make({**tree, "tensors_sha256": hashlib.sha256(data).hexdigest()}))
+    (aside / store.STATE).write_bytes(
+        DIGESTED.make({**tree, "tensors_sha256": hashlib.sha256(data).hexdigest()})
+    )
     return resumed(aside)
 
 
@@ -322,7 +376,15 @@ def merged_state(data):
 @functools.cache
 def pulled():
     torch.manual_seed(3)
-    about = {"swarm": "s", "name": "n", "round": 7, "task": "text", "task_options": {}, "model": TINY, "named": True}
+    about = {
+        "swarm": "s",
+        "name": "n",
+        "round": 7,
+        "task": "text",
+        "task_options": {},
+        "model": TINY,
+        "named": True,
+    }
     return save(GPT(**TINY).state_dict()), json.dumps(about).encode()
 
 
@@ -331,14 +393,19 @@ def pulled_weights(data):
 
 
 def pulled_about(data):
-    return Folder("about", **{"model__safetensors": pulled()[0]}).reader("shoal.json", load_pulled)(data)
+    return Folder("about", **{"model__safetensors": pulled()[0]}).reader("shoal.json", load_pulled)(
+        data
+    )
 
 
 @functools.cache
 def calibration():
     features = (Feature("error", 0.1),)
     evidence = [Evidence(features, ((0.1,), (0.2,)), (1.0, 0.5))] * 20
-    save_calibration(Calibration({Pair("f", "m", "float32", "float32"): Honest.of(evidence)}), HERE / "calibration")
+    save_calibration(
+        Calibration({Pair("f", "m", "float32", "float32"): Honest.of(evidence)}),
+        HERE / "calibration",
+    )
     return (HERE / "calibration").read_bytes()
 
 
@@ -366,7 +433,9 @@ MATERIAL = pack(material())
 def stored():
     claim = good(Claim).model_copy(update={"peer": ME.peer_id})
     signed = Signed(claim, sign_record(ME, claim.encoded))
-    return claims.save_claim(HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None).read_bytes()
+    return claims.save_claim(
+        HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None
+    ).read_bytes()
 
 
 def inspected(data):

@@ -46,9 +46,16 @@ class Lie:
                 stored = 0
                 for number, identity in enumerate(self.free):
                     prefix = bits_of(identity.peer_id)[: number // A_KEY]
-                    update = {"peer": identity.peer_id, "round": FAR, "issued": time.time(), "addresses": ()}
+                    update = {
+                        "peer": identity.peer_id,
+                        "round": FAR,
+                        "issued": time.time(),
+                        "addresses": (),
+                    }
                     record = make_record(prefix, mine.model_copy(update=update), identity)
-                    stored += await directory._host.store(key_of(mine.swarm, prefix), identity.peer_id, record, TTL)
+                    stored += await directory._host.store(
+                        key_of(mine.swarm, prefix), identity.peer_id, record, TTL
+                    )
                 if not told:
                     print(f"stored {stored}", flush=True)
                     told = True
@@ -57,7 +64,12 @@ class Lie:
 
 def hostile(seconds, free):
     """Patch the node that is about to be started."""
-    lie, judge, member, init = Lie(seconds, free), CallAnswerer._judge, Directory._member, Directory.__init__
+    lie, judge, member, init = (
+        Lie(seconds, free),
+        CallAnswerer._judge,
+        Directory._member,
+        Directory.__init__,
+    )
 
     async def answer(self, stream, offer):
         if not lie.lies:

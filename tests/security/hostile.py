@@ -19,7 +19,12 @@ from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
 
-RAW = {"<deep>": "[" * 5000 + "]" * 5000, "<long>": "9" * 400, "<longer>": "9" * 5000, "<beyond>": "1e999"}
+RAW = {
+    "<deep>": "[" * 5000 + "]" * 5000,
+    "<long>": "9" * 400,
+    "<longer>": "9" * 5000,
+    "<beyond>": "1e999",
+}
 """What JSON can say, and Python's writer of it cannot."""
 DEEP: Any = ()
 for _ in range(200):
@@ -80,9 +85,18 @@ def _made(tree):
         signer, payload, _ = (_made(part) for part in tree)
         key = SIGNERS.get(signer) if isinstance(signer, str) else None
         found = tree[1][0] if isinstance(tree[1], Inner) and tree[1] else None
-        if key is None or not isinstance(found, list) or len(found) < 2 or not isinstance(payload, bytes):
+        if (
+            key is None
+            or not isinstance(found, list)
+            or len(found) < 2
+            or not isinstance(payload, bytes)
+        ):
             return [signer, payload, _made(tree[2])]
-        return [signer, payload, key.sign(f"shoal/{found[0]}/{found[1]}".encode("ascii", "replace").decode(), payload)]
+        return [
+            signer,
+            payload,
+            key.sign(f"shoal/{found[0]}/{found[1]}".encode("ascii", "replace").decode(), payload),
+        ]
     if isinstance(tree, (list, tuple)):
         return [_made(part) for part in tree]
     if isinstance(tree, dict):
@@ -149,7 +163,9 @@ def frames(width):
 
 PARTS = Form(
     lambda data: re.split(r"([/?&=:\s])", data.decode()),
-    lambda tree: "".join(part if isinstance(part, str) else str(part) for part in tree).encode("utf-8", "surrogatepass"),
+    lambda tree: "".join(part if isinstance(part, str) else str(part) for part in tree).encode(
+        "utf-8", "surrogatepass"
+    ),
 )
 """A text in parts, between slashes and the like."""
 INVITE = Form(
@@ -170,7 +186,13 @@ DIGESTED = Form(lambda data: json.loads(data.partition(b"\n")[2]), _digested)
 def places(tree, path=()):
     """Yield the path to each part of a tree, itself included."""
     yield path
-    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    parts = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for name, part in parts:
         yield from places(part, (*path, name))
 
@@ -187,12 +209,20 @@ def put(tree, path, value):
         return value
     first, *rest = path
     if isinstance(tree, dict):
-        changed = {name: put(part, rest, value) if name == first else part for name, part in tree.items()}
+        changed = {
+            name: put(part, rest, value) if name == first else part for name, part in tree.items()
+        }
         return {name: part for name, part in changed.items() if part is not ...}
     parts = []
     for place, part in enumerate(tree):
         new = put(part, rest, value) if place == first else part
-        parts += [] if new is ... else [new, new] if value is Twice and place == first and not rest else [new]
+        parts += (
+            []
+            if new is ...
+            else [new, new]
+            if value is Twice and place == first and not rest
+            else [new]
+        )
     made = type(tree)(parts)
     return type(tree)([part if part is not Twice else at(tree, (first,)) for part in made])
 
@@ -214,14 +244,25 @@ def near(value):
     return ()
 
 
-CANNOT = (ValueError, TypeError, OverflowError, LookupError, AttributeError, msgpack.exceptions.PackException)
+CANNOT = (
+    ValueError,
+    TypeError,
+    OverflowError,
+    LookupError,
+    AttributeError,
+    msgpack.exceptions.PackException,
+)
 """What the maker of a form raises for a value that the form cannot hold."""
 
 
 def changes(form, data, most=500):
     """Yield what comes of one other value in one place of ``data``: all, or so many drawn ones, always the same."""
     tree = form.open(data)
-    every = [(path, value) for path in places(tree) for value in (*ODD, *near(at(tree, path)), *((..., Twice) if path else ()))]
+    every = [
+        (path, value)
+        for path in places(tree)
+        for value in (*ODD, *near(at(tree, path)), *((..., Twice) if path else ()))
+    ]
     for path, value in every if len(every) <= most else random.Random(7).sample(every, most):
         with contextlib.suppress(*CANNOT):
             yield form.make(put(tree, path, value))
@@ -278,5 +319,10 @@ def hostile(form, samples):
     ways = [st.binary(max_size=300)]
     for data in samples:
         cuts = st.integers(0, max(len(data) - 1, 0)).map(lambda size, data=data: data[:size])
-        ways += [damaged(data), flipped(data), cuts, *([mixed(form, data)] if form is not None else [])]
+        ways += [
+            damaged(data),
+            flipped(data),
+            cuts,
+            *([mixed(form, data)] if form is not None else []),
+        ]
     return st.one_of(ways)

@@ -19,7 +19,11 @@ from shoal.swarm.wire.envelope import Message
 from shoal.verification.consensus.records import VoteRecord
 
 ME, OTHER = (Identity.ephemeral().peer_id for _ in range(2))
-SKIPPED = ("shoal.node.templates", "shoal.node.cli", "shoal.node.integrations")  # whose modules need what may not be installed
+SKIPPED = (
+    "shoal.node.templates",
+    "shoal.node.cli",
+    "shoal.node.integrations",
+)  # whose modules need what may not be installed
 
 
 class Leaf(NamedTuple):
@@ -31,13 +35,18 @@ class Leaf(NamedTuple):
 
     def bound(self, *names):
         """Return the first bound of one of these names."""
-        return next((getattr(rule, name) for rule in self.rules for name in names if hasattr(rule, name)), None)
+        return next(
+            (getattr(rule, name) for rule in self.rules for name in names if hasattr(rule, name)),
+            None,
+        )
 
     @property
     def states(self):
         """True where it states a number or a size; what has one length alone, as a hash, or one of a few words does not."""
         least, most = self.bound("min_length"), self.bound("max_length")
-        return self.type in (int, float, tuple) or (self.type is bytes and (most is None or least != most))
+        return self.type in (int, float, tuple) or (
+            self.type is bytes and (most is None or least != most)
+        )
 
 
 def kinds():
@@ -47,7 +56,9 @@ def kinds():
             if not module.name.startswith(SKIPPED) and not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
     found = [*_below(Message), *_below(VoteRecord)]
-    return sorted((kind for kind in found if kind.__module__.startswith("shoal.")), key=lambda kind: kind.KIND)
+    return sorted(
+        (kind for kind in found if kind.__module__.startswith("shoal.")), key=lambda kind: kind.KIND
+    )
 
 
 def _below(kind):
@@ -56,13 +67,19 @@ def _below(kind):
 
 def leaves(kind):
     """Return the parts of all fields of a class."""
-    return [leaf for name, field in kind.model_fields.items() for leaf in _leaves(field.annotation, field.metadata, (name,))]
+    return [
+        leaf
+        for name, field in kind.model_fields.items()
+        for leaf in _leaves(field.annotation, field.metadata, (name,))
+    ]
 
 
 def _leaves(annotation, rules, path):
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        more = itertools.chain.from_iterable(rule.metadata if isinstance(rule, FieldInfo) else [rule] for rule in parts[1:])
+        more = itertools.chain.from_iterable(
+            rule.metadata if isinstance(rule, FieldInfo) else [rule] for rule in parts[1:]
+        )
         yield from _leaves(parts[0], [*rules, *more], path)
     elif origin in (typing.Union, types.UnionType):
         for part in parts:
@@ -154,14 +171,21 @@ def largest(kind):
     """Return a message of that class in which each field is as long as it may be."""
     given = LARGEST.get(kind.KIND, {})
     fields = {name: field for name, field in kind.model_fields.items() if name not in given}
-    return kind(**given, **{name: _longest(field.annotation, field.metadata, name) for name, field in fields.items()})
+    return kind(
+        **given,
+        **{
+            name: _longest(field.annotation, field.metadata, name) for name, field in fields.items()
+        },
+    )
 
 
 def _longest(annotation, rules, name):
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     leaf = Leaf((name,), annotation, tuple(rules))
     if origin is typing.Annotated:
-        more = itertools.chain.from_iterable(rule.metadata if isinstance(rule, FieldInfo) else [rule] for rule in parts[1:])
+        more = itertools.chain.from_iterable(
+            rule.metadata if isinstance(rule, FieldInfo) else [rule] for rule in parts[1:]
+        )
         return _longest(parts[0], [*rules, *more], name)
     if origin in (typing.Union, types.UnionType):
         return _longest(parts[0], rules, name)
@@ -180,7 +204,14 @@ def _longest(annotation, rules, name):
     if annotation is bytes:
         return bytes(leaf.bound("max_length"))
     if annotation is str:
-        return OTHER if name in PEERS else LONGEST.get(leaf.bound("pattern")) or WIDE * leaf.bound("max_length")
+        return (
+            OTHER
+            if name in PEERS
+            else LONGEST.get(leaf.bound("pattern")) or WIDE * leaf.bound("max_length")
+        )
     return annotation(
-        **{inside: _longest(field.annotation, field.metadata, inside) for inside, field in annotation.model_fields.items()}
+        **{
+            inside: _longest(field.annotation, field.metadata, inside)
+            for inside, field in annotation.model_fields.items()
+        }
     )

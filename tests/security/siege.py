@@ -46,7 +46,10 @@ class Attacker:
             name=f"m{number}", created=0.0, creator=self.key.peer_id, task="text", model="0" * 64, public=True
         )  # fmt: skip
         sealed, draw = seal(manifest, self.key), random.Random(number)
-        self.swarms = [swarm_id(sealed), *("".join(draw.choices(LETTERS, k=51)) + "a" for _ in range(PLACES - 1))]
+        self.swarms = [
+            swarm_id(sealed),
+            *("".join(draw.choices(LETTERS, k=51)) + "a" for _ in range(PLACES - 1)),
+        ]
         self.silent = number % 8 == 0
         if self.silent:
             self.swarms[-1] = honest
@@ -61,14 +64,20 @@ class Attacker:
         try:
             if self.open is None or not self.open.open:
                 self.counts["dials"] += 1
-                self.open = await asyncio.wait_for(Connection.to(host, port, self.key, self.source), STEP_S)
+                self.open = await asyncio.wait_for(
+                    Connection.to(host, port, self.key, self.source), STEP_S
+                )
                 self.counts["connected"] += 1
                 self.counts["slots"] += await asyncio.wait_for(self.open.reserve(), STEP_S)
             for swarm in self.swarms:
-                asked = self.open.ask(SEED_PROTOCOL, pack(SeedRequest(swarm=swarm, record=member(self.key, swarm))))
+                asked = self.open.ask(
+                    SEED_PROTOCOL, pack(SeedRequest(swarm=swarm, record=member(self.key, swarm)))
+                )
                 reason = unpack(await asyncio.wait_for(asked, STEP_S), SeedReply).reason
                 self.counts[f"record {reason or 'noted'}"] += 1
-            asked = self.open.ask(SWARMS_PROTOCOL, pack(SwarmsRequest(announcement=self.announcement)))
+            asked = self.open.ask(
+                SWARMS_PROTOCOL, pack(SwarmsRequest(announcement=self.announcement))
+            )
             reason = unpack(await asyncio.wait_for(asked, STEP_S), SwarmsReply).reason
             self.counts[f"announcement {reason or 'listed'}"] += 1
             if self.silent:
@@ -91,10 +100,15 @@ async def main(address, honest, keys, period):
             await attacker.turn(host, port)
             await asyncio.sleep(max(due - loop.time(), 0.0))
 
-    attacks = [asyncio.ensure_future(attack(number, attacker)) for number, attacker in enumerate(attackers)]
+    attacks = [
+        asyncio.ensure_future(attack(number, attacker)) for number, attacker in enumerate(attackers)
+    ]
     while attacks:
         await asyncio.sleep(period)
-        print(json.dumps({**counts, "open": sum(bool(a.open and a.open.open) for a in attackers)}), flush=True)
+        print(
+            json.dumps({**counts, "open": sum(bool(a.open and a.open.open) for a in attackers)}),
+            flush=True,
+        )
         counts.clear()
 
 

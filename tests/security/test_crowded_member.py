@@ -22,7 +22,10 @@ def test_silent_streams_of_one_range_do_not_keep_a_stranger_of_another_out():
         _, _, host, _, port, *_ = member.addresses()[0].split("/")
 
         async def attack():
-            crowd = [await Connection.to(host, int(port), Key(b"%d" % number), "127.1.0.1") for number in range(MAX_STRANGERS)]
+            crowd = [
+                await Connection.to(host, int(port), Key(b"%d" % number), "127.1.0.1")
+                for number in range(MAX_STRANGERS)
+            ]
             try:
                 for each in crowd:
                     each.stream(ECHO, b"\x00")

@@ -18,9 +18,27 @@ pytestmark = pytest.mark.slow(reason="three nodes train for a minute, and two")
 
 PROGRAM = Path(__file__).with_name("dragging_member.py")
 FREE, HONEST_S = 100, 10  # records; seconds for which it is an honest member
-MOVED, DRIFT = 2, 0.1  # rounds of every fragment by lies; part of all rounds that honest peers of unlike speed make of themselves
+MOVED, DRIFT = (
+    2,
+    0.1,
+)  # rounds of every fragment by lies; part of all rounds that honest peers of unlike speed make of themselves
 LOSS = 1.01
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wise", "owls", "read")
+WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wise",
+    "owls",
+    "read",
+)
 SETTINGS = {
     "outer": {"every": 20}, "options": {"layers": 1, "width": 32, "heads": 2, "context": 32},
 }  # fmt: skip
@@ -28,23 +46,43 @@ SETTINGS = {
 
 def swarm(shoal, steps, hostile_at):
     """Train for so many steps, with a third that turns hostile after others, if any; return what came of the two honest nodes."""
-    seed = shoal.start("seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key")
+    seed = shoal.start(
+        "seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key"
+    )
     (address,) = json.loads(seed.line())["addresses"]
-    chance = random.Random(0)  # text whose loss has a floor: what is left is the choice of the next word
+    chance = random.Random(
+        0
+    )  # text whose loss has a floor: what is left is the choice of the next word
     for number in range(300):
-        (shoal.text / f"{number}.txt").write_text(" ".join(chance.choice(WORDS) for _ in range(200)))
+        (shoal.text / f"{number}.txt").write_text(
+            " ".join(chance.choice(WORDS) for _ in range(200))
+        )
     settings = shoal.toml(swarm={"name": "common"}, train={"steps": steps}, **SETTINGS)
     lies = {name: shoal.home / f"lies-{name}" for name in ("anna", "bert")}
-    anna = shoal.node("up", settings, "anna", "--public", "--bootstrap", address, program=(PROGRAM, lies["anna"]))
+    anna = shoal.node(
+        "up", settings, "anna", "--public", "--bootstrap", address, program=(PROGRAM, lies["anna"])
+    )
     link = anna.line()
     bert = shoal.node("join", link, "bert", "--yes", program=(PROGRAM, lies["bert"]))
     bert.line()
     others = ("anna", "bert")
     if hostile_at is not None:
         others = ("third",)
-        third = shoal.node("join", link, "third", "--yes", "--steps", 100 * steps, program=(PROGRAM, hostile_at, FREE))
+        third = shoal.node(
+            "join",
+            link,
+            "third",
+            "--yes",
+            "--steps",
+            100 * steps,
+            program=(PROGRAM, hostile_at, FREE),
+        )
         third.line()
-    until(lambda: all(any(e.get("partner") in others for e in shoal.metrics(name)) for name in lies), 120, "meetings")
+    until(
+        lambda: all(any(e.get("partner") in others for e in shoal.metrics(name)) for name in lies),
+        120,
+        "meetings",
+    )
     if hostile_at == HONEST_S:
         assert int(third.line(1, 120).removeprefix("stored ")) > FREE / 2
     rows = {}

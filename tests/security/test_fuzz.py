@@ -79,7 +79,11 @@ LARGE = [decoder for decoder in DECODERS if decoder.tree]
 def test_what_is_large_or_deep_costs_little(decoder):
     """A small multiple of its bytes in memory, and in calls, of which as many are made on any machine."""
     judged(decoder, WHOLE[0])  # what is made once is made
-    large = (millions(decoder.form, data) for data in decoder.samples()[:1]) if decoder.form is not None else ()
+    large = (
+        (millions(decoder.form, data) for data in decoder.samples()[:1])
+        if decoder.form is not None
+        else ()
+    )
     for data in (*WHOLE, *itertools.chain.from_iterable(large)):
         peak, calls = measured(decoder, data)
         assert peak < decoder.times * len(data) + 8 * 2**20
@@ -90,7 +94,9 @@ def test_a_tensor_of_a_checkpoint_has_a_text_for_a_name():
     tree = DIGESTED.open(checkpoint()[1])
     model = dict(dict(tree["state"]["dict"])["trainer"]["dict"])["model"]["dict"]
     model[0][0] = 7
-    assert judged(next(one for one in DECODERS if one.name == "checkpoint to merge"), DIGESTED.make(tree))
+    assert judged(
+        next(one for one in DECODERS if one.name == "checkpoint to merge"), DIGESTED.make(tree)
+    )
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------------
@@ -152,20 +158,33 @@ def openers():
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 visit(child, path, [*names, child.name])
                 continue
-            if isinstance(child, ast.Call) and getattr(child.func, "attr", getattr(child.func, "id", "")) in OPENERS:
+            if (
+                isinstance(child, ast.Call)
+                and getattr(child.func, "attr", getattr(child.func, "id", "")) in OPENERS
+            ):
                 found.add(f"{path}:{'.'.join(names)}")
             visit(child, path, names)
 
     for top in ("node", "optim", "swarm", "verification"):
         for file in (ROOT / top).rglob("*.py"):
-            visit(ast.parse(file.read_text(encoding="utf-8")), file.relative_to(ROOT).as_posix(), [])
+            visit(
+                ast.parse(file.read_text(encoding="utf-8")), file.relative_to(ROOT).as_posix(), []
+            )
     return found
 
 
 def test_no_decoder_is_missing():
     covered = {place for decoder in DECODERS for place in decoder.covers}
     found = openers()
-    assert found - covered - DIGESTS - OWN - ELSEWHERE.keys() == set(), "give it a line in decoders.py"
+    assert found - covered - DIGESTS - OWN - ELSEWHERE.keys() == set(), (
+        "give it a line in decoders.py"
+    )
     assert (DIGESTS | OWN | ELSEWHERE.keys()) - found == set(), "it opens no bytes any more"
-    sources = {path: (ROOT / path.partition(":")[0]).read_text(encoding="utf-8") for path in covered}
-    assert [path for path, text in sources.items() if f"def {path.rpartition('.')[2].rpartition(':')[2]}(" not in text] == []
+    sources = {
+        path: (ROOT / path.partition(":")[0]).read_text(encoding="utf-8") for path in covered
+    }
+    assert [
+        path
+        for path, text in sources.items()
+        if f"def {path.rpartition('.')[2].rpartition(':')[2]}(" not in text
+    ] == []

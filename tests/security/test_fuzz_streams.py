@@ -33,7 +33,12 @@ from shoal.swarm.membership import admission, peer_exchange
 from shoal.swarm.membership.peer_exchange import Shuffle
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import Punch, Puncher
-from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe, SpeedRequest, ThroughputProbe
+from shoal.swarm.p2p.reachability import (
+    DialRequest,
+    ReachabilityProbe,
+    SpeedRequest,
+    ThroughputProbe,
+)
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.seed import Seed
@@ -69,11 +74,16 @@ def changed(data, chance):
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
-    ("method", "more"), [("noloco", {}), ("noloco", {"outer.fragments": 2}), ("diloco", {}), ("sparseloco", {})]
+    ("method", "more"),
+    [("noloco", {}), ("noloco", {"outer.fragments": 2}), ("diloco", {}), ("sparseloco", {})],
 )
 def test_a_third_of_a_swarm_sends_other_values(method, more):
     settings = load(None, {"outer.method": method, "outer.every": 10, **more})
-    world = World(SimPlan(6, Links(), settings.outer.resolved(), churn=2.0, minutes=1.5, seed=1, parameters=64))
+    world = World(
+        SimPlan(
+            6, Links(), settings.outer.resolved(), churn=2.0, minutes=1.5, seed=1, parameters=64
+        )
+    )
     chance, bent, liars = random.Random(method), [], set()
     hosts, usual = world.network.host, world.network.stream
 
@@ -118,7 +128,12 @@ class Host:
 def served(host):
     """Return each handler, with a good question."""
     directory = SimpleNamespace(
-        own=lambda: None, everyone=dict, members=dict, departed=dict, is_barred=lambda peer: False, hear=print
+        own=lambda: None,
+        everyone=dict,
+        members=dict,
+        departed=dict,
+        is_barred=lambda peer: False,
+        hear=print,
     )
     admission.serve_manifest(host, SWARM, b"x")
     admission.AdmissionHandshake(host, AccessPolicy())
@@ -128,7 +143,9 @@ def served(host):
 
     async def punch(stream):
         stream.origin = ""  # relayed
-        await Puncher(SimpleNamespace(), ME.peer_id, ResourceManager(), TrafficMeter()).answer(stream)
+        await Puncher(SimpleNamespace(), ME.peer_id, ResourceManager(), TrafficMeter()).answer(
+            stream
+        )
 
     reachability, speed, seed = ReachabilityProbe(), ThroughputProbe(), Seed(ME, listen=())
     others = {
@@ -140,7 +157,9 @@ def served(host):
         "dial": DialRequest, "speed": SpeedRequest, "seed": SeedRequest, "swarms": SwarmsRequest, "dial at a seed": DialRequest,
         "punch": Punch,
     }  # fmt: skip
-    names = {protocol.split("/")[2]: handler for protocol, handler in host.handlers.items()} | others
+    names = {
+        protocol.split("/")[2]: handler for protocol, handler in host.handlers.items()
+    } | others
     assert names.keys() == questions.keys()
     for name, handler in names.items():
         yield name, handler, b"x" * 40 if questions[name] is None else pack(good(questions[name]))
@@ -149,7 +168,9 @@ def served(host):
 HANDLERS = list(served(Host()))
 
 
-@pytest.mark.parametrize(("name", "handler", "question"), HANDLERS, ids=[name for name, _, _ in HANDLERS])
+@pytest.mark.parametrize(
+    ("name", "handler", "question"), HANDLERS, ids=[name for name, _, _ in HANDLERS]
+)
 def test_a_handler_answers_or_refuses_whatever_is_asked(name, handler, question, monkeypatch):
     async def no_dial(*arguments):
         return "silent"
@@ -201,7 +222,11 @@ def test_every_protocol_is_asked():
     for top in ("node", "swarm"):
         for file in (ROOT / top).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "serve" and len(node.args) == 2:
+                if (
+                    isinstance(node, ast.Call)
+                    and getattr(node.func, "attr", "") == "serve"
+                    and len(node.args) == 2
+                ):
                     found.add(getattr(node.args[0], "id", ""))
     swarms = {
         "EXCHANGE_PROTOCOL", "OUTCOME_PROTOCOL", "LEADER_PROTOCOL", "PAYLOAD_PROTOCOL", "DECISION_PROTOCOL", "CHUNKS_PROTOCOL",
@@ -211,7 +236,9 @@ def test_every_protocol_is_asked():
         "MANIFEST_PROTOCOL", "ADMISSION_PROTOCOL", "SHUFFLE_PROTOCOL", "LOG_PROTOCOL", "DIAL_PROTOCOL", "SPEED_PROTOCOL",
         "SEEN_PROTOCOL", "PUNCH_PROTOCOL", "SEED_PROTOCOL", "SWARMS_PROTOCOL",
     }  # fmt: skip
-    assert found == swarms | asked | {"protocol"}, "protocol: of a store of bodies, and of the host itself"
+    assert found == swarms | asked | {"protocol"}, (
+        "protocol: of a store of bodies, and of the host itself"
+    )
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------------
@@ -247,7 +274,10 @@ def requests():
         yield GET.format(path="/metrics", host=host, more="").encode("latin-1")
     for more in MORE:
         yield GET.format(path="/", host="127.0.0.1", more=more).encode("latin-1")
-    good, chance = GET.format(path="/at?time=1", host="127.0.0.1", more="").encode(), random.Random(3)
+    good, chance = (
+        GET.format(path="/at?time=1", host="127.0.0.1", more="").encode(),
+        random.Random(3),
+    )
     for _ in range(60):
         bad = bytearray(good)
         for _ in range(chance.randint(1, 4)):
@@ -270,7 +300,9 @@ def status(port, data):
 def judge(port, log):
     codes = [status(port, data) for data in requests()]
     assert {code for code in codes if code is not None and code >= 500} <= {501, 505}
-    assert [record.getMessage() for record in log.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in log.records if record.levelno >= logging.WARNING
+    ] == []
     assert 200 in codes
 
 
@@ -280,7 +312,9 @@ def test_the_page_of_watch_answers_whatever_is_asked(caplog, monkeypatch):
     said = queue.Queue()
     timeline = SimpleNamespace(span=(0.0, 2.0), view_at=lambda time_s: (web.SwarmView(), False))
     page = web.Page(queue.Queue(), source, live=True, timeline=timeline)
-    thread = threading.Thread(target=web.serve, args=(page, web.Address(web.HERE, 0), 120, said.put), daemon=True)
+    thread = threading.Thread(
+        target=web.serve, args=(page, web.Address(web.HERE, 0), 120, said.put), daemon=True
+    )
     thread.start()
     judge(int(said.get(timeout=60).rstrip("/").rpartition(":")[2]), caplog)
     source.ended.set()
@@ -291,7 +325,8 @@ def test_the_page_of_watch_answers_whatever_is_asked(caplog, monkeypatch):
 def test_the_page_of_metrics_answers_whatever_is_asked(caplog, monkeypatch):
     failed = []
     monkeypatch.setattr(
-        "shoal.node.metrics.prometheus._Server.handle_error", lambda *arguments: failed.append(repr(sys.exc_info()[1]))
+        "shoal.node.metrics.prometheus._Server.handle_error",
+        lambda *arguments: failed.append(repr(sys.exc_info()[1])),
     )
     page = Endpoint(Address("127.0.0.1", 0))
     try:
@@ -301,5 +336,7 @@ def test_the_page_of_metrics_answers_whatever_is_asked(caplog, monkeypatch):
     assert [
         text
         for text in failed
-        if not text.startswith(("ConnectionResetError", "BrokenPipeError", "ValueError('Invalid IPv6 URL')"))
+        if not text.startswith(
+            ("ConnectionResetError", "BrokenPipeError", "ValueError('Invalid IPv6 URL')")
+        )
     ] == []

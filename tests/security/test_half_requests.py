@@ -76,8 +76,12 @@ def test_event_streams_that_nobody_reads_shut_no_viewer_out():
     with served(PAGE) as (port, process), contextlib.ExitStack() as held:
         for number in range(300):
             source = f"127.{1 + number % 3}.0.{1 + number // 3 % 5}"
-            held.enter_context(opened(port, source, b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"))
-        with opened(port, "127.9.0.1", b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") as viewer:
+            held.enter_context(
+                opened(port, source, b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            )
+        with opened(
+            port, "127.9.0.1", b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        ) as viewer:
             lines = viewer.makefile("rb")
             assert lines.readline().split()[1] == b"200"
             pictures = (line for line in lines if line.startswith(b"data: "))

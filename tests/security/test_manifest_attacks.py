@@ -49,7 +49,9 @@ class Home:
     def refused(self, *arguments):
         """Run ``shoal``; return the one sentence with which it must refuse, and its peak memory in bytes."""
         command = [sys.executable, "-c", ONLY, sys.executable, "-m", "shoal", *map(str, arguments)]
-        done = subprocess.run(command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(
+            command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=180
+        )
         code, peak = json.loads(done.stdout.splitlines()[-1])
         said = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
         assert (code, len(said), "Traceback" in done.stderr) == (2, 1, False), done.stderr
@@ -65,7 +67,12 @@ def home():
 def signed(identity, **fields):
     """A manifest as the stranger likes it, but for what every node checks as it opens it."""
     plain = open_manifest(new_manifest(load(), identity, "0" * 64))
-    return seal(Manifest.model_validate({**{name: getattr(plain, name) for name in Manifest.model_fields}, **fields}), identity)
+    return seal(
+        Manifest.model_validate(
+            {**{name: getattr(plain, name) for name in Manifest.model_fields}, **fields}
+        ),
+        identity,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +81,9 @@ def huge(tmp_path_factory):
     identity, folder = Identity.ephemeral(), tmp_path_factory.mktemp("node")
     settings = load(None, {"node.folder": folder, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
     digest = model_digest(list(sized(**HUGE, heads=4, context=64).parameters()))
-    membership = create(identity, signed(identity, task_options=HUGE, model=digest), network(settings))
+    membership = create(
+        identity, signed(identity, task_options=HUGE, model=digest), network(settings)
+    )
     yield str(membership.link())
     membership.close()
 
@@ -85,10 +94,15 @@ def huge(tmp_path_factory):
     ("join", ("--ram", "1"), "and this node may have 0."),
     ("pull", ("--out", "out"), "and this node may have "),
 ])  # fmt: skip
-def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(huge, home, verb, more, sentence):
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(
+    huge, home, verb, more, sentence
+):
     """The fault: layers and width of a manifest became tensors before anything was compared; 6 GB in 12 s."""
     said, peak = home.refused(verb, huge, *more)
-    assert f"The swarm's model has {COUNT:,} parameters or more, which take 824.69 GB of memory, {sentence}" in said
+    assert (
+        f"The swarm's model has {COUNT:,} parameters or more, which take 824.69 GB of memory, {sentence}"
+        in said
+    )
     assert peak < MOST, f"{peak / 2**20:.0f} MB"
 
 
@@ -108,7 +122,9 @@ def checkpoint(folder, identity, **fields):
     trainer = Trainer(task, OuterSettings(method="none"), TrainSettings())
     trainer.connect(Alone(), "x", Shard(0, 2, 0))
     sealed = signed(identity, **fields)
-    store.save(folder, 1, {"swarm": swarm_id(sealed), "manifest": sealed.hex(), "trainer": trainer.state()})
+    store.save(
+        folder, 1, {"swarm": swarm_id(sealed), "manifest": sealed.hex(), "trainer": trainer.state()}
+    )
 
 
 @pytest.mark.thinned(2)
@@ -132,7 +148,17 @@ def test_a_strangers_checkpoint_names_neither_code_nor_paths(home, task, options
     (home.folder / "secret" / "diary.txt").write_text("dear diary " * 1000)
     checkpoint(weights, Identity.ephemeral(), task=task, task_options=options)
     said, peak = home.refused(
-        "up", "--resume-from", weights, "--folder", "run", "--steps", "1", "--listen", "/ip4/127.0.0.1/tcp/0", "--device", "cpu"
+        "up",
+        "--resume-from",
+        weights,
+        "--folder",
+        "run",
+        "--steps",
+        "1",
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+        "--device",
+        "cpu",
     )
     assert sentence in said
     assert peak < MOST

@@ -22,16 +22,41 @@ from shoal.node.training.trainer import Trainer
 from shoal.swarm.errors import MessageError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, OuterSettings, Terms, TrainSettings, VerifySettings, is_public, open_manifest, title_of
+from shoal.swarm.manifest import (
+    Manifest,
+    OuterSettings,
+    Terms,
+    TrainSettings,
+    VerifySettings,
+    is_public,
+    open_manifest,
+    title_of,
+)
 
 CREATOR = Identity.ephemeral()
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}
-DIGEST = model_digest(list(sized(**{key: TINY[key] for key in ("layers", "width", "heads", "context")}).parameters()))
+DIGEST = model_digest(
+    list(sized(**{key: TINY[key] for key in ("layers", "width", "heads", "context")}).parameters())
+)
 TERMS = {"policy": "tiny", "base": "0" * 64, "group": 2, "temperature": 1.0, "max_tokens": 8}
 TABLES = {
     (): Manifest, ("outer",): OuterSettings, ("train",): TrainSettings, ("verify",): VerifySettings, ("terms",): Terms,
 }  # fmt: skip
-OPTIONS = (*TINY, "max_bytes", "shuffle", "lr", "warmup", "data", "field", "tokenizer", "tokenizer_digest", "order", "env", "x", "")
+OPTIONS = (
+    *TINY,
+    "max_bytes",
+    "shuffle",
+    "lr",
+    "warmup",
+    "data",
+    "field",
+    "tokenizer",
+    "tokenizer_digest",
+    "order",
+    "env",
+    "x",
+    "",
+)
 NUMBERS = (
     None, True, -1, 0, 1, 2, 0.5, math.nan, math.inf, -math.inf, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     5e-324, 1.7e308,
@@ -42,10 +67,18 @@ TEXTS = (
     f"./{CANARY}.py:Env", "os:system", "text", "rl", "own-loop", "seconds:auto", "tokens:0", "int8+ef", "auto:99",
     "topk2:nan", b"", b"x",
 )  # fmt: skip
-LARGE = ([0] * 10**6, dict.fromkeys(range(10**6), 0), "x" * 10**6, [[[[[[[[[[]]]]]]]]]], {"a": {"b": {}}})
+LARGE = (
+    [0] * 10**6,
+    dict.fromkeys(range(10**6), 0),
+    "x" * 10**6,
+    [[[[[[[[[[]]]]]]]]]],
+    {"a": {"b": {}}},
+)
 
 
-PLAIN = open_manifest(new_manifest(load(None, {"task.options": TINY, "train.optimizer": "task"}), CREATOR, DIGEST)).model_dump()
+PLAIN = open_manifest(
+    new_manifest(load(None, {"task.options": TINY, "train.optimizer": "task"}), CREATOR, DIGEST)
+).model_dump()
 
 
 def base(**changes):
@@ -55,17 +88,35 @@ def base(**changes):
 def sealed(fields):
     """Sign ``fields`` as they are."""
     payload = msgpack.packb([Manifest.KIND, Manifest.VERSION, fields])
-    return msgpack.packb([CREATOR.peer_id, payload, CREATOR.sign(f"shoal/{Manifest.KIND}/{Manifest.VERSION}", payload)])
+    return msgpack.packb(
+        [
+            CREATOR.peer_id,
+            payload,
+            CREATOR.sign(f"shoal/{Manifest.KIND}/{Manifest.VERSION}", payload),
+        ]
+    )
 
 
 def bounds(model, name):
     """Return the values at the bounds of a field, and one beyond each."""
     found = []
     for rule in model.model_fields[name].metadata:
-        for kind in (annotated_types.Ge, annotated_types.Le, annotated_types.Gt, annotated_types.Lt):
+        for kind in (
+            annotated_types.Ge,
+            annotated_types.Le,
+            annotated_types.Gt,
+            annotated_types.Lt,
+        ):
             if isinstance(rule, kind):
                 at = getattr(rule, kind.__name__.lower())
-                found += [at - 1, at, at + 1, float(at), math.nextafter(at, math.inf), math.nextafter(at, -math.inf)]
+                found += [
+                    at - 1,
+                    at,
+                    at + 1,
+                    float(at),
+                    math.nextafter(at, math.inf),
+                    math.nextafter(at, -math.inf),
+                ]
         if isinstance(rule, annotated_types.MaxLen):
             found += ["x" * rule.max_length, "x" * (rule.max_length + 1)]
     return found
@@ -79,9 +130,21 @@ class Watch:
         sys.addaudithook(self._event)
 
     def _event(self, event, arguments):
-        if self.on and event in ("open", "import", "exec", "subprocess.Popen", "os.system", "socket.connect", "socket.getaddrinfo"):
+        if self.on and event in (
+            "open",
+            "import",
+            "exec",
+            "subprocess.Popen",
+            "os.system",
+            "socket.connect",
+            "socket.getaddrinfo",
+        ):
             said = str(arguments[0])
-            if event not in ("open", "import", "exec") or CANARY in said or said in ("/etc/passwd", "/etc", "../x"):
+            if (
+                event not in ("open", "import", "exec")
+                or CANARY in said
+                or said in ("/etc/passwd", "/etc", "../x")
+            ):
                 self.seen.append((event, said))
 
 
@@ -93,7 +156,9 @@ def canary(tmp_path, monkeypatch):
     (tmp_path / f"{CANARY}.py").write_text("raise SystemExit('ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    constants = importlib.util.find_spec("huggingface_hub") and importlib.import_module("huggingface_hub.constants")
+    constants = importlib.util.find_spec("huggingface_hub") and importlib.import_module(
+        "huggingface_hub.constants"
+    )
     if constants:  # it looks at HF_HUB_OFFLINE once, when it is imported
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
@@ -123,7 +188,9 @@ def judged(fields):
         WATCH.on = False
         assert WATCH.seen == []
         assert CANARY not in sys.modules
-        assert not [name for name in sys.modules.keys() - modules if name.startswith("_shoal_hooks_")]
+        assert not [
+            name for name in sys.modules.keys() - modules if name.startswith("_shoal_hooks_")
+        ]
         assert held() - before < 300 * 2**20
 
 
@@ -158,8 +225,13 @@ def changed(path, name, value):
     return fields
 
 
-@pytest.mark.slow(reason="some 4,000 manifests are signed and judged, and trainers made of those that are taken")
-@pytest.mark.parametrize(("path", "name"), [(path, name) for path, model in TABLES.items() for name in model.model_fields])
+@pytest.mark.slow(
+    reason="some 4,000 manifests are signed and judged, and trainers made of those that are taken"
+)
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(path, name) for path, model in TABLES.items() for name in model.model_fields],
+)
 def test_every_field_at_its_bounds_and_beyond(path, name):
     values = [*NUMBERS, *TEXTS, *bounds(TABLES[path], name)]
     for value in values:
@@ -180,7 +252,12 @@ def test_every_option_of_the_task(name):
     judged(base(task_options={str(number): number for number in range(33)}))
 
 
-values = st.one_of(st.sampled_from([*NUMBERS, *TEXTS]), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=40))
+values = st.one_of(
+    st.sampled_from([*NUMBERS, *TEXTS]),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=40),
+)
 
 
 @settings(max_examples=60)

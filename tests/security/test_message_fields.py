@@ -21,15 +21,36 @@ NUMBERS = (
     math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 5e-324, 1.7e308,
     -1.7e308, True, None,
 )  # fmt: skip
-OTHERS = ("", "x" * 70, "\x1b[2J", b"", b"x" * 70, b"\xff" * 70, (), (0,), ((0,),), {}, {"x": 0}, (((((((((),),),),),),),),))
-MILLION = {"numbers": [0] * 10**6, "pairs": dict.fromkeys(range(10**6), 0), "text": "x" * 10**6, "bytes": bytes(10**6)}
+OTHERS = (
+    "",
+    "x" * 70,
+    "\x1b[2J",
+    b"",
+    b"x" * 70,
+    b"\xff" * 70,
+    (),
+    (0,),
+    ((0,),),
+    {},
+    {"x": 0},
+    (((((((((),),),),),),),),),
+)
+MILLION = {
+    "numbers": [0] * 10**6,
+    "pairs": dict.fromkeys(range(10**6), 0),
+    "text": "x" * 10**6,
+    "bytes": bytes(10**6),
+}
 PACKED = {name: msgpack.packb(value) for name, value in MILLION.items()}
 REASONS = ("malformed", "oversized", "truncated", "nested")
 BY_HAND = {"shapes", "tokens", "logps", "completions", "finish"}
 """Fields that travel as one byte string, which is read by hand (`test_what_is_read_by_hand_has_its_bounds`)."""
 BY_LIMIT = {"parcel": {"body"}}
 """Bounded by the size of the message alone."""
-TOGETHER = {("member", "shard"): {"shards": 2**53}, ("invitation", "uses"): {"peer": None, "key": ME}}
+TOGETHER = {
+    ("member", "shard"): {"shards": 2**53},
+    ("invitation", "uses"): {"peer": None, "key": ME},
+}
 """What else has to change for a field to be at its bounds."""
 
 
@@ -38,13 +59,22 @@ each = pytest.mark.parametrize("kind", KINDS, ids=[kind.KIND for kind in KINDS])
 
 def bounded(kind):
     """Return the parts of its fields that have bounds of their own."""
-    return [leaf for leaf in leaves(kind) if leaf.states and leaf.path[0] not in BY_HAND | BY_LIMIT.get(kind.KIND, set())]
+    return [
+        leaf
+        for leaf in leaves(kind)
+        if leaf.states and leaf.path[0] not in BY_HAND | BY_LIMIT.get(kind.KIND, set())
+    ]
 
 
 def raw(kind, packed):
     """Return the bytes of a message whose fields are packed already."""
     if issubclass(kind, Message):
-        head = b"\x93" + msgpack.packb(kind.KIND) + msgpack.packb(kind.VERSION) + msgpack.Packer().pack_map_header(len(packed))
+        head = (
+            b"\x93"
+            + msgpack.packb(kind.KIND)
+            + msgpack.packb(kind.VERSION)
+            + msgpack.Packer().pack_map_header(len(packed))
+        )
         return head + b"".join(msgpack.packb(name) + value for name, value in packed.items())
     head = msgpack.Packer().pack_array_header(1 + len(packed))
     return head + msgpack.packb(f"shoal/verification/1/{kind.KIND}") + b"".join(packed.values())
@@ -60,7 +90,10 @@ def changed(value, path, new):
         return new
     if isinstance(value, dict):
         return {**value, path[0]: changed(value[path[0]], path[1:], new)}
-    return tuple(changed(part, path[1:], new) if place == path[0] else part for place, part in enumerate(value))
+    return tuple(
+        changed(part, path[1:], new) if place == path[0] else part
+        for place, part in enumerate(value)
+    )
 
 
 def with_value(kind, leaf, new, **others):
@@ -101,14 +134,20 @@ def test_every_number_and_size_has_two_bounds(kind):
         if leaf.type in (int, float):
             least, most = leaf.bound("ge"), leaf.bound("le", "lt")
             assert None not in (least, most), leaf
-            assert max(abs(least), abs(most)) <= (2**64 if leaf.type is int else 1e30), f"squares of {leaf} may not be finite"
+            assert max(abs(least), abs(most)) <= (2**64 if leaf.type is int else 1e30), (
+                f"squares of {leaf} may not be finite"
+            )
         elif leaf.type is bytes or not fixed(kind, leaf):
             assert leaf.bound("max_length") is not None, leaf
 
 
 def fixed(kind, leaf):
     """Return whether a tuple has a number of parts that its type says."""
-    inside = {other.path[len(leaf.path)] for other in leaves(kind) if other.path[: len(leaf.path)] == leaf.path and other != leaf}
+    inside = {
+        other.path[len(leaf.path)]
+        for other in leaves(kind)
+        if other.path[: len(leaf.path)] == leaf.path and other != leaf
+    }
     return len(inside) > 1
 
 
@@ -141,10 +180,17 @@ def beyond(kind, leaf):
         if most < 2**64:  # msgpack holds no larger one
             yield most
     elif leaf.type is float:
-        yield from (math.nextafter(leaf.bound("ge"), -math.inf), math.nextafter(leaf.bound("le"), math.inf))
+        yield from (
+            math.nextafter(leaf.bound("ge"), -math.inf),
+            math.nextafter(leaf.bound("le"), math.inf),
+        )
     else:
         least, most = leaf.bound("min_length"), leaf.bound("max_length")
-        yield from (filled(kind, leaf, size) for size in (least and least - 1, most and most + 1) if size is not None)
+        yield from (
+            filled(kind, leaf, size)
+            for size in (least and least - 1, most and most + 1)
+            if size is not None
+        )
 
 
 def filled(kind, leaf, size):
@@ -208,5 +254,10 @@ def parts(count, size=4):
 def test_what_is_read_by_hand_has_its_bounds(kind, name, good_ones, bad_ones):
     kind = next(one for one in KINDS if kind == one.KIND)
     fields = fields_of(kind)
-    assert all(taken(kind, raw(kind, {**fields, name: msgpack.packb(value)})) is not None for value in good_ones)
-    assert all(taken(kind, raw(kind, {**fields, name: msgpack.packb(value)})) is None for value in bad_ones)
+    assert all(
+        taken(kind, raw(kind, {**fields, name: msgpack.packb(value)})) is not None
+        for value in good_ones
+    )
+    assert all(
+        taken(kind, raw(kind, {**fields, name: msgpack.packb(value)})) is None for value in bad_ones
+    )

@@ -34,12 +34,35 @@ from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.messages import Abort, Answer, GroupReady, GroupReceipt, Member, Offer, SwarmsReply
+from shoal.swarm.wire.messages import (
+    Abort,
+    Answer,
+    GroupReady,
+    GroupReceipt,
+    Member,
+    Offer,
+    SwarmsReply,
+)
 from shoal.verification.consensus.participant import Log, decode_log
 from shoal.verification.consensus.participant import encode as encode_log
-from shoal.verification.consensus.records import ATTEMPTS, MAX_ROUND, Commitment, Reveal, Verdict, View, hide
+from shoal.verification.consensus.records import (
+    ATTEMPTS,
+    MAX_ROUND,
+    Commitment,
+    Reveal,
+    Verdict,
+    View,
+    hide,
+)
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.rulings import MOST_ABSENCE, MOST_SCORE, MOST_UNTIL, ROW, Standing, Table
+from shoal.verification.consensus.rulings import (
+    MOST_ABSENCE,
+    MOST_SCORE,
+    MOST_UNTIL,
+    ROW,
+    Standing,
+    Table,
+)
 from tests.security.message_kinds import good, kinds, largest
 from tests.swarm.topics.test_status_reporter import membership as watched
 
@@ -59,7 +82,9 @@ def recorded(fields, **more):
     return made
 
 
-@given(anything | st.none(), anything, anything, anything | st.none(), rounds, rounds, st.booleans())
+@given(
+    anything | st.none(), anything, anything, anything | st.none(), rounds, rounds, st.booleans()
+)
 def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, round, step, leaving):
     opt = SimpleNamespace(round=round, steps=step, lag=3, lag_auto=True)
     said = []
@@ -71,7 +96,15 @@ def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, rou
     traffic = SimpleNamespace(rate=lambda: None, sent=0, received=0)
     place = SimpleNamespace(host=SimpleNamespace(traffic=traffic), directory=directory)
     screen = SimpleNamespace(newcomers=Newcomers())
-    member = TrainingMember(place, opt, SimpleNamespace(waited=0.0), screen, model="0" * 64, name="x", shard=Shard(0, 1, 0))
+    member = TrainingMember(
+        place,
+        opt,
+        SimpleNamespace(waited=0.0),
+        screen,
+        model="0" * 64,
+        name="x",
+        shard=Shard(0, 1, 0),
+    )
     status = member.reporter = StatusReporter(watched(), "anna")
     if leaving:
         member.leave(loss, Rates(speed, tokens, mfu))
@@ -87,7 +120,9 @@ def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, rou
         assert one.mfu in (mfu, None)
 
 
-exchanges = st.lists(st.tuples(st.sampled_from(FAILURES), st.integers(0, 5)) | st.floats(0, 1e6), max_size=2 * WINDOW)
+exchanges = st.lists(
+    st.tuples(st.sampled_from(FAILURES), st.integers(0, 5)) | st.floats(0, 1e6), max_size=2 * WINDOW
+)
 
 
 @given(exchanges, st.floats(0, 1e6))
@@ -102,11 +137,26 @@ def test_a_record_holds_whatever_exchanges_come_to(events, waited):
             stats.done(key, event)
         else:
             stats.failed(key, peers[event[1]], event[0])
-    found = recorded({name: value for name, value in good(Member).model_dump().items() if name not in HELD}, **report.details())
+    found = recorded(
+        {name: value for name, value in good(Member).model_dump().items() if name not in HELD},
+        **report.details(),
+    )
     assert found.exchanges == min(len(events), WINDOW)
 
 
-HELD = {"swarm", "peer", "addresses", "issued", "exchange_s", "exchanges", "failures", "blamed", "wait_s", "sketch", "partnerless"}
+HELD = {
+    "swarm",
+    "peer",
+    "addresses",
+    "issued",
+    "exchange_s",
+    "exchanges",
+    "failures",
+    "blamed",
+    "wait_s",
+    "sketch",
+    "partnerless",
+}
 
 
 @given(bytes_moved, bytes_moved, st.floats(0, 1e9), anything, st.lists(anything, max_size=20))
@@ -132,16 +182,23 @@ weights = st.floats(min_value=0, allow_infinity=False)
 
 
 @given(st.integers(0, 3), rounds, weights, anything, st.lists(anything, min_size=4, max_size=4))
-def test_an_offer_and_a_ready_message_hold_whatever_is_contributed(fragment, round, weight, patience, numbers):
+def test_an_offer_and_a_ready_message_hold_whatever_is_contributed(
+    fragment, round, weight, patience, numbers
+):
     drift = DriftDetector(ME.peer_id, "0" * 64, 16)
     drift.finished(round, fragment, tuple(numbers))
     tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(())]
-    mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, round, fragment), tensors, weight, FLOAT32))
+    mine = encode_contribution(
+        SWARM, Contribution(RoundKey(SWARM, round, fragment), tensors, weight, FLOAT32)
+    )
     context = SimpleNamespace(swarm=SWARM, model="0" * 64, identity=ME)
     assert unseal(make_offer(context, mine, bytes(16)), Offer)[1].round == round
     mine = type(mine)(**{**vars(mine), "sketch": drift.newest})
     if patience == patience:  # a time is a number
-        assert unseal(seal(ready_message(mine, SWARM, "0" * 64, patience), ME), GroupReady)[1].sketch == drift.newest
+        assert (
+            unseal(seal(ready_message(mine, SWARM, "0" * 64, patience), ME), GroupReady)[1].sketch
+            == drift.newest
+        )
 
 
 @given(st.text(max_size=2000), rounds)
@@ -154,7 +211,11 @@ def test_a_refusal_holds_whatever_went_wrong(text, round):
             assert unpack(pack(made), type(made)) == made
 
 
-@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False), moments, st.integers(1, MAX_USES))
+@given(
+    st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    moments,
+    st.integers(1, MAX_USES),
+)
 def test_an_invitation_for_however_long_can_be_shown(lives, now, uses):
     text = issue(OTHER, SWARM, lives=lives, uses=uses, now=now)
     shown = admission(text, ME, now=now)
@@ -208,10 +269,16 @@ def test_a_log_holds_whatever_standings_come_to(rows, round, more):
     View(peer=ME.peer_id, run=SWARM, round=round, root=bytes(32), table=table.digest)
 
 
-@given(st.booleans(), sentences, st.dictionaries(sentences, st.floats() | st.floats(1e-300, 1e-290), max_size=30))
+@given(
+    st.booleans(),
+    sentences,
+    st.dictionaries(sentences, st.floats() | st.floats(1e-300, 1e-290), max_size=30),
+)
 def test_a_vote_holds_whatever_was_measured(accepted, reason, figures):
     evidence = Finding(accepted, reason, figures).evidence
-    vote = Reveal(peer=ME.peer_id, case=bytes(32), attempt=0, vote="valid", evidence=evidence, salt=bytes(32))
+    vote = Reveal(
+        peer=ME.peer_id, case=bytes(32), attempt=0, vote="valid", evidence=evidence, salt=bytes(32)
+    )
     assert decode_record(vote.encoded) == vote
     hidden = Commitment(peer=ME.peer_id, case=bytes(32), attempt=0, digest=hide(vote))
     assert decode_record(hidden.encoded) == hidden
@@ -220,13 +287,17 @@ def test_a_vote_holds_whatever_was_measured(accepted, reason, figures):
 def test_a_verdict_holds_whomever_a_swarm_draws():
     rules = rules_of(VerifySettings())
     for seats in (rules.verifiers, rules.appeal):
-        verdict = Verdict(peer=ME.peer_id, case=bytes(32), attempt=ATTEMPTS - 1, marks=("withheld",) * seats)
+        verdict = Verdict(
+            peer=ME.peer_id, case=bytes(32), attempt=ATTEMPTS - 1, marks=("withheld",) * seats
+        )
         assert decode_record(verdict.encoded) == verdict
 
 
 def test_a_log_that_is_too_large_is_refused_with_the_reason():
     table = Table(0, {f"{number:064}": Standing(score=1) for number in range(120_000)}, {})
-    made = LogServer(SimpleNamespace(serve=lambda *given: None), SWARM, lambda since: encode_log(Log(table)))
+    made = LogServer(
+        SimpleNamespace(serve=lambda *given: None), SWARM, lambda since: encode_log(Log(table))
+    )
     log, reason = asyncio.run(made._log(0))
     assert log == b""
     assert "above 8388608" in reason
@@ -256,4 +327,7 @@ def test_what_never_comes_together_fits_one_by_one():
     for left_out in ({"reason": ""}, {"addresses": ()}):
         assert len(pack(longest.model_copy(update=left_out))) <= GroupReceipt.LIMIT
     assert len(pack(SpeedReply(reason="x" * 512))) <= SpeedReply.LIMIT
-    assert len(pack(largest(SwarmsReply).model_copy(update={"reason": "oversized"}))) <= SwarmsReply.LIMIT
+    assert (
+        len(pack(largest(SwarmsReply).model_copy(update={"reason": "oversized"})))
+        <= SwarmsReply.LIMIT
+    )

@@ -27,15 +27,27 @@ LEAST = {
 def several(kind):
     """Three at the upper bounds, and three at the lower ones, each of another peer."""
     most, least = largest(kind), good(kind).model_copy(update=LEAST[kind])
-    most = most.model_copy(update={"steps_per_s": MAX_RATE, "tokens_per_s": MAX_RATE, "loss": 1e30, "state": "training"})
+    most = most.model_copy(
+        update={
+            "steps_per_s": MAX_RATE,
+            "tokens_per_s": MAX_RATE,
+            "loss": 1e30,
+            "state": "training",
+        }
+    )
     peers = [Identity.ephemeral().peer_id for _ in range(6)]
-    return {peer: one.model_copy(update={"peer": peer}) for peer, one in zip(peers, [most, least] * 3, strict=True)}
+    return {
+        peer: one.model_copy(update={"peer": peer})
+        for peer, one in zip(peers, [most, least] * 3, strict=True)
+    }
 
 
 def test_status_shows_whatever_records_say():
     """The fault: the mean of two speeds of 1.7e308 ended `shoal status` with an error, and so did that of two free records."""
     members = several(Member)
-    manifest = Manifest(name="m", created=0.0, creator=Identity.ephemeral().peer_id, task="text", model="0" * 64)
+    manifest = Manifest(
+        name="m", created=0.0, creator=Identity.ephemeral().peer_id, task="text", model="0" * 64
+    )
     for size in (None, 2**53):
         found = overview("a" * 52, manifest, members, NOW, size)
         assert json.dumps(found, allow_nan=False)

@@ -44,12 +44,23 @@ class Siege:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT)),
         )  # fmt: skip
         (self.address,) = json.loads(self.seed.stdout.readline())["addresses"]
-        self.processes = [psutil.Process(self.seed.pid), *psutil.Process(self.seed.pid).children(recursive=True)]
+        self.processes = [
+            psutil.Process(self.seed.pid),
+            *psutil.Process(self.seed.pid).children(recursive=True),
+        ]
         self.attackers, self.most = None, {"descriptors": 0, "bytes": 0}
 
     def begin(self, honest):
         """Let the attackers come; return when each has had its turn."""
-        command = [sys.executable, "-m", "tests.security.siege", self.address, honest, str(KEYS), str(PERIOD_S)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.security.siege",
+            self.address,
+            honest,
+            str(KEYS),
+            str(PERIOD_S),
+        ]
         self.attackers = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         return self.counts()
 
@@ -60,8 +71,12 @@ class Siege:
     def look(self):
         """Note what the bootstrap node's processes hold; all of them must be there."""
         assert all(process.is_running() for process in self.processes)
-        self.most["descriptors"] = max(self.most["descriptors"], *(process.num_fds() for process in self.processes))
-        self.most["bytes"] = max(self.most["bytes"], sum(process.memory_info().rss for process in self.processes))
+        self.most["descriptors"] = max(
+            self.most["descriptors"], *(process.num_fds() for process in self.processes)
+        )
+        self.most["bytes"] = max(
+            self.most["bytes"], sum(process.memory_info().rss for process in self.processes)
+        )
 
     def end(self):
         if self.attackers is not None:
@@ -78,14 +93,30 @@ class Node:
     def __init__(self, address, identity, manifest, *, first):
         swarm = swarm_id(seal(manifest, identity)) if first else manifest
         self.host = Host.start(
-            identity, bootstrap=[address], validator=MemberValidator(swarm), swarm=swarm, must_join=not first, timeout=WITHIN_S
+            identity,
+            bootstrap=[address],
+            validator=MemberValidator(swarm),
+            swarm=swarm,
+            must_join=not first,
+            timeout=WITHIN_S,
         )
         self.directory = Directory(self.host, identity, swarm, ttl=10, period=1)
         self.announcer = SeedAnnouncer(self.host, self.directory, identity, swarm)
         if first and manifest.public:
-            self.announcer.announce(seal(manifest, identity), params=1, round_bytes=1, memory=0, device="cpu")
+            self.announcer.announce(
+                seal(manifest, identity), params=1, round_bytes=1, memory=0, device="cpu"
+            )
         self.directory.announce(
-            name="x", round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="waiting", version="0"
+            name="x",
+            round=0,
+            step=0,
+            loss=None,
+            steps_per_s=0.0,
+            shard=0,
+            shards=1,
+            model="0" * 64,
+            state="waiting",
+            version="0",
         )
 
     def close(self):
@@ -114,7 +145,10 @@ def besieged(seconds, say=lambda row: None):
             made = {"name": "x", "created": 0.0, "task": "text", "model": "0" * 64}
             public = Manifest(creator=ada.peer_id, public=True, **made)
             private = Manifest(creator=bob.peer_id, **made)
-            swarms = {who: swarm_id(seal(manifest, who)) for who, manifest in ((ada, public), (bob, private))}
+            swarms = {
+                who: swarm_id(seal(manifest, who))
+                for who, manifest in ((ada, public), (bob, private))
+            }
             say(siege.begin(swarms[ada]))
             begun, later = time.monotonic(), []
 
@@ -122,19 +156,30 @@ def besieged(seconds, say=lambda row: None):
                 siege.look()
                 return swarms[ada] in [one.swarm for one in asyncio.run(look([siege.address]))[0]]
 
-            nodes += [Node(siege.address, who, manifest, first=True) for who, manifest in ((ada, public), (bob, private))]
+            nodes += [
+                Node(siege.address, who, manifest, first=True)
+                for who, manifest in ((ada, public), (bob, private))
+            ]
             while not later or time.monotonic() < begun + seconds:
                 took["listed"].append(seconds_until(is_listed))
                 for what, who in (("join public", ada), ("join private", bob)):
                     start = time.monotonic()
                     newcomer = Node(siege.address, Identity.ephemeral(), swarms[who], first=False)
                     try:
-                        seconds_until(lambda one=newcomer, who=who: who.peer_id in one.directory.members())
+                        seconds_until(
+                            lambda one=newcomer, who=who: who.peer_id in one.directory.members()
+                        )
                         took[what].append(time.monotonic() - start)
                     finally:
                         newcomer.close()
                 later.append(siege.counts())
-                say({**later[-1], **siege.most, **{what: round(found[-1], 2) for what, found in took.items()}})
+                say(
+                    {
+                        **later[-1],
+                        **siege.most,
+                        **{what: round(found[-1], 2) for what, found in took.items()},
+                    }
+                )
             return took, siege.most, later
         finally:
             for node in nodes:
@@ -145,13 +190,19 @@ def besieged(seconds, say=lambda row: None):
 def test_an_honest_swarm_is_listed_and_joined_during_a_siege():
     took, most, later = besieged(40.0)
     assert max(max(found) for found in took.values()) < WITHIN_S
-    assert most["descriptors"] < 3 * LIMIT / 4  # all of them where crowded ranges keep their connections
+    assert (
+        most["descriptors"] < 3 * LIMIT / 4
+    )  # all of them where crowded ranges keep their connections
     assert most["bytes"] < MUCH
     assert all(counts["record full"] > KEYS for counts in later), "the attackers are at work"
 
 
 if __name__ == "__main__":
-    found, held, _ = besieged(float(sys.argv[1]), say=lambda row: print(json.dumps(row), flush=True))
+    found, held, _ = besieged(
+        float(sys.argv[1]), say=lambda row: print(json.dumps(row), flush=True)
+    )
     for what, seconds in found.items():
-        print(f"{what}: {len(seconds)} times, median {sorted(seconds)[len(seconds) // 2]:.2f} s, at most {max(seconds):.2f} s")
+        print(
+            f"{what}: {len(seconds)} times, median {sorted(seconds)[len(seconds) // 2]:.2f} s, at most {max(seconds):.2f} s"
+        )
     print(f"at most {held['descriptors']} of {LIMIT} descriptors, {held['bytes'] / 1e6:.0f} MB")

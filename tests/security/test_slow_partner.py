@@ -27,13 +27,19 @@ HONEST = ("anna", "bert")
 
 def swarm(shoal, seconds, lag, slow):
     """Train for so many seconds; return the honest nodes' inner steps a second, exchanges and memory."""
-    seed = shoal.start("seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key")
+    seed = shoal.start(
+        "seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key"
+    )
     (address,) = json.loads(seed.line())["addresses"]
     settings = shoal.toml(
         swarm={"name": "common", "start_when": 2 + slow}, outer={"every": 20, "lag": lag}, train={"steps": 0},
         options={"quick_s": STEP_S, "slow_s": STEP_S},
     )  # fmt: skip
-    nodes = {"anna": shoal.node("up", settings, "anna", "--task", TASK, "--public", "--bootstrap", address)}
+    nodes = {
+        "anna": shoal.node(
+            "up", settings, "anna", "--task", TASK, "--public", "--bootstrap", address
+        )
+    }
     link = nodes["anna"].line()
     nodes["bert"] = shoal.node("join", link, "bert", "--task", TASK, "--yes")
     nodes["bert"].line()
@@ -41,7 +47,11 @@ def swarm(shoal, seconds, lag, slow):
         third = shoal.node("join", link, "third", "--task", TASK, "--yes", program=(PROGRAM,))
         third.line()
 
-    until(lambda: all(any(event["partner"] for event in shoal.rounds(name)) for name in HONEST), 120, "meetings")
+    until(
+        lambda: all(any(event["partner"] for event in shoal.rounds(name)) for name in HONEST),
+        120,
+        "meetings",
+    )
     began = time.time()
     until(lambda: time.time() > began + seconds, seconds + 60)
     rows = {}
@@ -71,7 +81,10 @@ def compare(seconds, lag):
             finally:
                 shoal.stop()
                 forks.close()
-    found["kept"] = {name: found["slow"][name]["steps_per_s"] / found["without"][name]["steps_per_s"] for name in HONEST}
+    found["kept"] = {
+        name: found["slow"][name]["steps_per_s"] / found["without"][name]["steps_per_s"]
+        for name in HONEST
+    }
     return found
 
 

@@ -54,12 +54,22 @@ def rows_of(kind, name, others=False):
 
 
 def test_every_number_that_a_message_states_has_one_row():
-    stated = {(kind.KIND, leaf.path[0]) for kind in kinds() if kind is not Manifest for leaf in leaves(kind) if leaf.states}
+    stated = {
+        (kind.KIND, leaf.path[0])
+        for kind in kinds()
+        if kind is not Manifest
+        for leaf in leaves(kind)
+        if leaf.states
+    }
     assert len(stated) > 150
     assert {field: rows_of(*field) for field in stated if len(rows_of(*field)) != 1} == {}
     assert {row for row in ROWS if not any(rows_of(*field) == [row] for field in stated)} == set()
 
 
 def test_the_page_has_these_rows():
-    section = PAGE.read_text(encoding="utf-8").partition("## What a stranger's numbers may change")[2].partition("\n## ")[0]
+    section = (
+        PAGE.read_text(encoding="utf-8")
+        .partition("## What a stranger's numbers may change")[2]
+        .partition("\n## ")[0]
+    )
     assert re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE)[1:] == list(ROWS)

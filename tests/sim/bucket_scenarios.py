@@ -45,7 +45,9 @@ def merges(swarm: BucketSwarm, chance: random.Random) -> None:
     swarm.run(chance.uniform(12.0, FIRST + EPOCH_S - 1.0))
     left = chance.randint(2, swarm.bucket // 4)
     for host, _ in chance.sample(swarm.all, count - left):
-        swarm.loop.call_later(chance.uniform(0.0, 15.0), swarm.network.kill, host.peer_id, context=NOTHING)
+        swarm.loop.call_later(
+            chance.uniform(0.0, 15.0), swarm.network.kill, host.peer_id, context=NOTHING
+        )
     swarm.run(15.0 + TTL)
     _rest(swarm, 4)
     _one_bucket(swarm)
@@ -73,7 +75,9 @@ def epoch_change(swarm: BucketSwarm, chance: random.Random) -> None:
         there = swarm.there()
         for one, other in partners.items():
             if partners.get(other) == one and other not in there[one].everyone():
-                raise BucketBroken(f"a peer has forgotten the partner of its round at {swarm.loop.time():.3f} s")
+                raise BucketBroken(
+                    f"a peer has forgotten the partner of its round at {swarm.loop.time():.3f} s"
+                )
         swarm.run(chance.uniform(0.0, 8.0))
         agree(swarm, "seconds after it began")
     if max(swarm.depths()) == 0:
@@ -95,7 +99,9 @@ def partition(swarm: BucketSwarm, chance: random.Random) -> None:
     apart = swarm.add(many, size=many, board=1)
     swarm.run(chance.uniform(12.0, FIRST + EPOCH_S))
     here = {host.peer_id for host, _ in swarm.all[:few]}
-    if any((peer in here) != (other in here) for peer, view in swarm.views().items() for other in view):
+    if any(
+        (peer in here) != (other in here) for peer, view in swarm.views().items() for other in view
+    ):
         raise BucketBroken("peers of two parts see each other")
     for _, directory in apart:
         directory._board = swarm.boards[0]
@@ -109,26 +115,42 @@ def eclipse(swarm: BucketSwarm, chance: random.Random) -> None:
     swarm.until(FIRST + 2 * PERIOD)
     victim = chance.choice(sorted(swarm.there()))
     directory = swarm.there()[victim]
-    epoch, depth, before = int((EPOCH + swarm.loop.time()) / EPOCH_S), directory.index.depth, swarm.views()[victim]
+    epoch, depth, before = (
+        int((EPOCH + swarm.loop.time()) / EPOCH_S),
+        directory.index.depth,
+        swarm.views()[victim],
+    )
     way = bits_in(SWARM, epoch, victim)
     fill = chance.random() < 0.5
-    forged = _made_up(epoch, way[: depth + fill], swarm.bucket if fill else max(swarm.bucket - len(before) - 1, 0), chance)
+    forged = _made_up(
+        epoch,
+        way[: depth + fill],
+        swarm.bucket if fill else max(swarm.bucket - len(before) - 1, 0),
+        chance,
+    )
     ends = FIRST + EPOCH_S
     for peer in forged:
         for bits in range(max(depth, 1), depth + 1 + fill):
             swarm.forge(peer, bucket_prefix(epoch, way[:bits]), ends)
     swarm.run(2 * PERIOD)
     if not fill and not before <= swarm.views()[victim]:
-        raise BucketBroken(f"{len(forged)} made-up peers hide {len(before - swarm.views()[victim])} of {len(before)} members")
+        raise BucketBroken(
+            f"{len(forged)} made-up peers hide {len(before - swarm.views()[victim])} of {len(before)} members"
+        )
     swarm.until(ends + 0.001)
     agree(swarm, "an epoch after the made-up peers")
     seen = len(set(directory.members()) & set(forged))
-    if len(forged) >= 8 and 4 * seen > 3 * len(forged):  # of a few, chance may deal most to the victim again
-        raise BucketBroken(f"{seen} of {len(forged)} made-up peers of the epoch before are in the victim's bucket")
+    if len(forged) >= 8 and 4 * seen > 3 * len(
+        forged
+    ):  # of a few, chance may deal most to the victim again
+        raise BucketBroken(
+            f"{seen} of {len(forged)} made-up peers of the epoch before are in the victim's bucket"
+        )
 
 
 SCENARIOS: dict[str, Callable[[BucketSwarm, random.Random], None]] = {
-    scenario.__name__: scenario for scenario in (splits, merges, epoch_change, disagreement, partition, eclipse)
+    scenario.__name__: scenario
+    for scenario in (splits, merges, epoch_change, disagreement, partition, eclipse)
 }
 
 
@@ -154,7 +176,12 @@ def agree(swarm: BucketSwarm, when: str) -> None:
         raise BucketBroken(f"{large} of {len(views)} peers see more than {swarm.bucket} {when}")
     if swarm.one_sided() > FEW:
         raise BucketBroken(f"{swarm.one_sided():.0%} of the sights are not returned {when}")
-    belong = [(peer, other) for peer, directory in swarm.there().items() for other in views if directory.belongs(other)]
+    belong = [
+        (peer, other)
+        for peer, directory in swarm.there().items()
+        for other in views
+        if directory.belongs(other)
+    ]
     missed = sum(other not in views[peer] for peer, other in belong)
     if missed > MISSED * len(belong):
         raise BucketBroken(f"{missed} of {len(belong)} sights within buckets are missing {when}")
@@ -173,7 +200,9 @@ def _rest(swarm: BucketSwarm, epochs: int) -> None:
 def _one_bucket(swarm: BucketSwarm) -> None:
     views = swarm.views()
     if any(view != views.keys() for view in views.values()):
-        raise BucketBroken(f"{len(views)} peers that fit into one bucket of {swarm.bucket} do not all see each other")
+        raise BucketBroken(
+            f"{len(views)} peers that fit into one bucket of {swarm.bucket} do not all see each other"
+        )
 
 
 def _made_up(epoch: int, way: str, count: int, chance: random.Random) -> list[str]:

@@ -21,7 +21,9 @@ FIRST = EPOCH_S - EPOCH % EPOCH_S  # virtual second at which the second epoch be
 class BucketSwarm:
     """Directories of peers that come and go; ``boards``: tables that know nothing of each other, as in a partition."""
 
-    def __init__(self, boards: int = 1, bucket: int = BUCKET, seed: int = 0, limit: int = ROOM) -> None:
+    def __init__(
+        self, boards: int = 1, bucket: int = BUCKET, seed: int = 0, limit: int = ROOM
+    ) -> None:
         self.loop, self.bucket, self.seed, self.limit = VirtualLoop(), bucket, seed, limit
         self.rounds: dict[str, int] = {}
         """The rounds that peers are in, where it is not 0."""
@@ -29,15 +31,25 @@ class BucketSwarm:
         self.boards = [Board(self.network, SWARM) for _ in range(boards)]
         self.all: list[tuple[SimHost, SimDirectory]] = []
 
-    def add(self, count: int, size: int = 0, board: int = 0, over: float = PERIOD) -> list[tuple[SimHost, SimDirectory]]:
+    def add(
+        self, count: int, size: int = 0, board: int = 0, over: float = PERIOD
+    ) -> list[tuple[SimHost, SimDirectory]]:
         """Let so many peers begin within some seconds; with ``size`` they know that the swarm has so many."""
         added = []
         for number in range(len(self.all), len(self.all) + count):
             name = f"p{number}"
-            host = self.network.host(name, self.network.identity(name if not self.seed else f"{self.seed} {name}"))
+            host = self.network.host(
+                name, self.network.identity(name if not self.seed else f"{self.seed} {name}")
+            )
             chance = random.Random(number if not self.seed else f"{self.seed} {number}")
             directory = SimDirectory(
-                self.boards[board], host, self._record(host), chance, self.limit, bucket=self.bucket, epoch_s=EPOCH_S
+                self.boards[board],
+                host,
+                self._record(host),
+                chance,
+                self.limit,
+                bucket=self.bucket,
+                epoch_s=EPOCH_S,
             )
             if size:
                 directory.settle(size)
@@ -56,7 +68,9 @@ class BucketSwarm:
         return lambda: self.member(host.peer_id, host.name)
 
     def member(self, peer: str, name: str) -> Member:
-        return member_of(peer, name=name, round=self.rounds.get(peer, 0), issued=EPOCH + self.loop.time())
+        return member_of(
+            peer, name=name, round=self.rounds.get(peer, 0), issued=EPOCH + self.loop.time()
+        )
 
     def forge(self, peer: str, prefix: str, until: float) -> None:
         """Put the record of a made-up peer under a key of the first table, and again every few seconds up to a virtual time."""
@@ -80,7 +94,9 @@ class BucketSwarm:
 
     def there(self) -> dict[str, SimDirectory]:
         """Return the directories of those that live, by peer."""
-        return {host.peer_id: directory for host, directory in self.all if host.process.state == "awake"}
+        return {
+            host.peer_id: directory for host, directory in self.all if host.process.state == "awake"
+        }
 
     def views(self) -> dict[str, set[str]]:
         """Return the living peers that each sees."""

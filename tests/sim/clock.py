@@ -86,7 +86,9 @@ class _Task(asyncio.Task[Any]):
 
     number: int
 
-    def __new__(cls, coroutine: Coroutine[Any, Any, Any], *, loop: VirtualLoop, **options: Any) -> _Task:
+    def __new__(
+        cls, coroutine: Coroutine[Any, Any, Any], *, loop: VirtualLoop, **options: Any
+    ) -> _Task:
         task: _Task = super().__new__(cls)
         task.number = loop.counted()  # before __init__, which hashes it
         return task
@@ -148,7 +150,11 @@ class VirtualLoop(BaseEventLoop):
         return handle
 
     def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """Schedule a callback of the current process at a set time."""
         timer = _Later(when, callback, args, self, context)
@@ -183,7 +189,9 @@ class VirtualLoop(BaseEventLoop):
         """Do nothing: there are no sockets."""
 
 
-def _begin(loop: VirtualLoop, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _begin(
+    loop: VirtualLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+) -> asyncio.Task[Any]:
     """Make a task of the process in whose context it begins."""
     process = _process.get()
     if process is None:

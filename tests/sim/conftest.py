@@ -26,7 +26,9 @@ class Seeds:
         seed, failure = self.first(seeds, hostile=hostile)
         if failure is not None:
             replay = f"python -m tests.sim.run {'hostile ' * hostile}{seed}"
-            pytest.fail(f"seed {seed}: {failure!r}\nreplay it, with its trace: {replay}", pytrace=False)
+            pytest.fail(
+                f"seed {seed}: {failure!r}\nreplay it, with its trace: {replay}", pytrace=False
+            )
 
 
 @pytest.fixture

@@ -50,7 +50,9 @@ class Board:
         """Return the live records under a key."""
         names, now = self._keys.get(prefix, {}), self.network.loop.time()
         if names and now >= self._due[prefix]:
-            names = self._keys[prefix] = {peer: posted for peer, posted in names.items() if posted.until > now}
+            names = self._keys[prefix] = {
+                peer: posted for peer, posted in names.items() if posted.until > now
+            }
             self._due[prefix] = min((posted.until for posted in names.values()), default=0.0)
         return names
 
@@ -170,7 +172,10 @@ class SimDirectory:
                 for prefix in self.index.places(self._prefix, self._keys, self._chance.random()):
                     self._store(prefix)
             try:
-                await asyncio.wait_for(self._wake.wait(), HASTE if self._curious else PERIOD * self._chance.uniform(0.8, 1.0))
+                await asyncio.wait_for(
+                    self._wake.wait(),
+                    HASTE if self._curious else PERIOD * self._chance.uniform(0.8, 1.0),
+                )
             except TimeoutError:
                 continue
             if self._pressing and (since := self._now() - published) < GAP:
@@ -180,14 +185,23 @@ class SimDirectory:
         """Read the trie, or as much of it as a node reads."""
         keys = await self.index.read(self._board.read, now=self._prefix)
         self._keys = keys
-        self._curious, self._pressing = self._curious or self.index.moved, self._pressing or self.index.moved
+        self._curious, self._pressing = (
+            self._curious or self.index.moved,
+            self._pressing or self.index.moved,
+        )
         self.calls += len(keys)
         read: dict[str, Posted] = {}
         for names in cast(dict[str, Mapping[str, Posted]], keys).values():
             if read.keys().isdisjoint(names):
                 read.update(names)
             else:  # a record that moved stands in two places until the older one expires
-                read.update({p: new for p, new in names.items() if p not in read or read[p].until < new.until})
+                read.update(
+                    {
+                        p: new
+                        for p, new in names.items()
+                        if p not in read or read[p].until < new.until
+                    }
+                )
             self.nbytes += sum(posted.nbytes for posted in names.values())
         mine = self._seen.get(self._host.peer_id)
         self._seen.update({peer: posted.member for peer, posted in read.items()})
@@ -206,10 +220,20 @@ class SimDirectory:
 
     def _sort(self) -> None:
         oldest = self._unix() - TTL
-        self._seen = live = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
-        shown = {peer: member for peer, member in live.items() if self.index.shows(peer)} if self.index.depth else live
+        self._seen = live = {
+            peer: member for peer, member in self._seen.items() if member.issued >= oldest
+        }
+        shown = (
+            {peer: member for peer, member in live.items() if self.index.shows(peer)}
+            if self.index.depth
+            else live
+        )
         self._left = {peer: member for peer, member in shown.items() if member.state not in HERE}
-        self._here = {peer: member for peer, member in shown.items() if peer not in self._left} if self._left else dict(shown)
+        self._here = (
+            {peer: member for peer, member in shown.items() if peer not in self._left}
+            if self._left
+            else dict(shown)
+        )
         first = min([member.issued for member in live.values()], default=math.inf)
         self._stale = min(first + TTL + 1e-6, self.index.changes()) - EPOCH
 

@@ -41,7 +41,15 @@ class FaultPlan:
     until: float
 
 
-def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind] = KINDS, *, hostile: bool = False) -> list[Fault]:
+def plan(
+    seed: int,
+    peers: int,
+    events: int,
+    most: int = 4,
+    kinds: Sequence[Kind] = KINDS,
+    *,
+    hostile: bool = False,
+) -> list[Fault]:
     """Return at most ``most`` faults within the first ``events`` events. ``hostile``: and one member that drags the others."""
     chance = random.Random(f"faults {seed}")
     found = []
@@ -51,7 +59,11 @@ def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind
         seconds = chance.choice([0.3, 1.5, 4.0]) * chance.uniform(0.5, 1.5)
         found.append(Fault(chance.randint(10, events), kind, victim, seconds, chance.random()))
     if hostile:
-        found.append(Fault(chance.randint(10, events), "drag", chance.randrange(peers), 10.0, chance.random()))
+        found.append(
+            Fault(
+                chance.randint(10, events), "drag", chance.randrange(peers), 10.0, chance.random()
+            )
+        )
     return sorted(found, key=lambda fault: fault.after)
 
 
@@ -75,8 +87,14 @@ class FaultInjector:
         left = swarm.setting.calm - loop.time()
         if left <= 0:
             return
-        there = [peer for peer in swarm.peers if not peer.gone and peer.host.process.state == "awake"]
-        chosen = [peer for peer in there if (peer.name == name if fault.victim < 0 else peer.number == fault.victim)]
+        there = [
+            peer for peer in swarm.peers if not peer.gone and peer.host.process.state == "awake"
+        ]
+        chosen = [
+            peer
+            for peer in there
+            if (peer.name == name if fault.victim < 0 else peer.number == fault.victim)
+        ]
         if fault.kind in ("kill", "sleep", "slow", "drag") and not chosen:
             return
         seconds, since = min(fault.seconds, left), loop.time()

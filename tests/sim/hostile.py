@@ -32,7 +32,10 @@ class Liar:
         self._host = swarm.network.host(victim.name, victim.identity)
         self._farther = FARTHER[int(dice * 1000) % len(FARTHER)]
         free = FREE[int(dice * 100) % len(FREE)]
-        self._names = [victim.id, *(swarm.network.identity(f"free {victim.name} {n}").peer_id for n in range(free))]
+        self._names = [
+            victim.id,
+            *(swarm.network.identity(f"free {victim.name} {n}").peer_id for n in range(free)),
+        ]
         self._back = dice * 10 % 1 < 0.5
         """Whether it calls for the first round rather than for the one that it says it is in."""
         self._host.serve(EXCHANGE_PROTOCOL, self._answer_call)

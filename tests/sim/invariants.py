@@ -80,7 +80,9 @@ class Checks:
             if self._mischief.hostile and not peer.gone:
                 self._dragged(peer, now > most)
             if (peer.round - peer.turn) % swarm.setting.fragments:
-                self._fail(f"{peer.name} sends fragment {peer.turn} in round {peer.round}, where nobody else does")
+                self._fail(
+                    f"{peer.name} sends fragment {peer.turn} in round {peer.round}, where nobody else does"
+                )
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
                     mine.leaders.update(peer.exchange.rounds._elsewhere.values())
@@ -129,32 +131,54 @@ class Checks:
         return EQUAL if whole else max(before * (4 if self._swarm.setting.mod4 else 0.5), EQUAL)
 
     def _mean(self, peer: SimPeer, mine: SimContribution, mean: Mean) -> None:
-        parts = [self._named(number, float(value), mean) for number, value in enumerate(mean.tensors[1]) if value != 0]
+        parts = [
+            self._named(number, float(value), mean)
+            for number, value in enumerate(mean.tensors[1])
+            if value != 0
+        ]
         if mine not in parts or {part.peer for part in parts} != set(mean.members):
             self._fail(f"the mean of {peer.name} is not of its members")
-        expected = weighted_mean([(part.peer, part.weight, [t.clone() for t in part.tensors]) for part in parts])
+        expected = weighted_mean(
+            [(part.peer, part.weight, [t.clone() for t in part.tensors]) for part in parts]
+        )
         if self._swarm.setting.mod4:
             self._opposite(peer, mine, next(part for part in parts if part is not mine), mean)
             expected.tensors[0] = mean.tensors[0]
-        if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(mean.tensors, expected.tensors, strict=True)):
-            self._fail(f"the mean of {peer.name} is not that of {[(self._swarm.named[p.peer], p.serial) for p in parts]}")
+        if not all(
+            torch.allclose(a, b, rtol=1e-6, atol=1e-6)
+            for a, b in zip(mean.tensors, expected.tensors, strict=True)
+        ):
+            self._fail(
+                f"the mean of {peer.name} is not that of {[(self._swarm.named[p.peer], p.serial) for p in parts]}"
+            )
         bits = b"".join(tensor.numpy().tobytes() for tensor in mean.tensors)
         if self._swarm.setting.mod4:
             bits = repr(sorted((part.peer, part.serial) for part in parts)).encode()
         for part in parts:
             key = (self._number(part.peer), part.serial)
             if self._means.setdefault(key, (bits, mine))[0] != bits:
-                self._fail(f"contribution {part.serial} of {self._swarm.named[part.peer]} is in two means")
+                self._fail(
+                    f"contribution {part.serial} of {self._swarm.named[part.peer]} is in two means"
+                )
             if part.ended is not None and part.mean is None:
                 self._apart(part, mine)
 
-    def _opposite(self, peer: SimPeer, mine: SimContribution, other: SimContribution, mean: Mean) -> None:
+    def _opposite(
+        self, peer: SimPeer, mine: SimContribution, other: SimContribution, mean: Mean
+    ) -> None:
         """Check that a peer moves its share of the way to its partner, but for two roundings, or not at all; and its partner as far
         the other way.
         """
         moved = (mean.tensors[0] - mine.tensors[0]) * (mean.weight / other.weight)
         attempt = next(handle._attempt for one, handle in peer.in_flight.values() if one is mine)
-        steps = 9 / 16 * (2.0 ** (attempt.contribution.payload.message.exponents / 4) + attempt.commit.received.values.expected)
+        steps = (
+            9
+            / 16
+            * (
+                2.0 ** (attempt.contribution.payload.message.exponents / 4)
+                + attempt.commit.received.values.expected
+            )
+        )
         wrong = moved - (other.tensors[0] - mine.tensors[0])
         if moved.count_nonzero() and wrong.abs().max() > float(steps) / 2 + 1e-5:
             self._fail(f"{peer.name} moved by {moved.tolist()}, which is wrong by {wrong.tolist()}")
@@ -183,10 +207,16 @@ class Checks:
         if self._swarm.setting.kind == "group" and taker.mean is not None:
             touched.update(taker.mean.members)
         for trouble in self._mischief.troubles:
-            if trouble.peers & touched and trouble.since <= ends and trouble.until + 3.0 >= min(alone.begun, taker.begun):
+            if (
+                trouble.peers & touched
+                and trouble.since <= ends
+                and trouble.until + 3.0 >= min(alone.begun, taker.begun)
+            ):
                 return
         names = self._swarm.named
-        self._fail(f"{names[taker.peer]} took a mean with contribution {alone.serial} of {names[alone.peer]}, who went on alone")
+        self._fail(
+            f"{names[taker.peer]} took a mean with contribution {alone.serial} of {names[alone.peer]}, who went on alone"
+        )
 
     def _bounded(self, peer: SimPeer, most: int) -> None:
         for path, size in tables(peer.exchange, ""):
@@ -198,7 +228,9 @@ class Checks:
     def end(self) -> None:
         self.look()
         swarm = self._swarm
-        if not swarm.over:  # first, for then nobody has left, and there are tasks, streams and entries too
+        if (
+            not swarm.over
+        ):  # first, for then nobody has left, and there are tasks, streams and entries too
             self._fail(f"the spread is still {swarm.spread()}, and was {self._apart_at_calm}")
         for peer in swarm.peers:
             if peer.gone:
@@ -208,9 +240,13 @@ class Checks:
                 self._fail(f"{peer.name} still has {tasks or peer.host.busy}")
             self._bounded(peer, 0)
         wires = swarm.network.wires.values()
-        open_now = [wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)]
+        open_now = [
+            wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)
+        ]
         if open_now:
-            self._fail(f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}")
+            self._fail(
+                f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}"
+            )
 
 
 def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
@@ -223,5 +259,7 @@ def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tupl
         where = f"{path}.{name}" if path else name
         if isinstance(value, dict | set | list | frozenset) or type(value).__name__ == "deque":
             yield where, len(value)
-        elif type(value).__module__.startswith("shoal.swarm.") and not type(value).__module__.startswith("tests.sim."):
+        elif type(value).__module__.startswith("shoal.swarm.") and not type(
+            value
+        ).__module__.startswith("tests.sim."):
             yield from tables(value, where, seen)

@@ -37,7 +37,9 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
     errors, logger, collecting = ErrorCollector(), logging.getLogger("shoal"), gc.isenabled()
     level, propagate = logger.level, logger.propagate
     logger.addHandler(errors)
-    logger.setLevel(logging.WARNING)  # below that the protocols report the very faults that are injected
+    logger.setLevel(
+        logging.WARNING
+    )  # below that the protocols report the very faults that are injected
     logger.propagate = False
     gc.disable()
     try:

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 CHUNK = 1 << 16  # bytes that travel together
-WINDOW = 1 << 18  # bytes on their way or not read yet, at most: as many as the buffers of a socket hold
+WINDOW = (
+    1 << 18
+)  # bytes on their way or not read yet, at most: as many as the buffers of a socket hold
 NOTHING = contextvars.Context()  # for callbacks that belong to no node
 
 
@@ -32,7 +34,9 @@ class MemoryLink:
 class MemoryTransport(_FlowControlMixin):
     """One end of a stream. ``link`` carries what it sends; ``owner``: the context of the callbacks into its protocol."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, link: MemoryLink, owner: contextvars.Context) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, link: MemoryLink, owner: contextvars.Context
+    ) -> None:
         super().__init__(None, loop)
         self._loop, self._link, self._owner = loop, link, owner
         self._protocol: Any = None
@@ -208,6 +212,9 @@ def stream_pair() -> tuple[Ends, Ends]:
     """Return both ends of a stream on the running loop; callbacks have the caller's context."""
     loop = asyncio.get_running_loop()
     here = contextvars.copy_context()
-    one, two = MemoryTransport(loop, MemoryLink(loop), here), MemoryTransport(loop, MemoryLink(loop), here)
+    one, two = (
+        MemoryTransport(loop, MemoryLink(loop), here),
+        MemoryTransport(loop, MemoryLink(loop), here),
+    )
     one.other, two.other = two, one
     return streams_of(one, loop), streams_of(two, loop)

@@ -96,7 +96,11 @@ class SimNetwork:
 
     def identity(self, name: str) -> Identity:
         """Return the key of that name, always the same."""
-        return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"shoal sim {name}".encode()).digest()))
+        return Identity(
+            Ed25519PrivateKey.from_private_bytes(
+                hashlib.sha256(f"shoal sim {name}".encode()).digest()
+            )
+        )
 
     def note(self, name: str, event: str) -> None:
         self.trace.note(self.loop.time(), name, event)
@@ -126,12 +130,23 @@ class SimNetwork:
         wire = self.wires[number] = Wire(self, number, one, two)
         return wire.ends
 
-    def datagram(self, one: SimHost, two: SimHost, deliver: Callable[[], None], lose: float = 0.0, again: float = 0.0) -> None:
+    def datagram(
+        self,
+        one: SimHost,
+        two: SimHost,
+        deliver: Callable[[], None],
+        lose: float = 0.0,
+        again: float = 0.0,
+    ) -> None:
         """Call ``deliver`` in the other's process after a while; never with the chance ``lose``, twice with ``again``."""
         for _ in range(2 if self.chance.random() < again else 1):
             if self.chance.random() >= lose and not self.apart(one.peer_id, two.peer_id):
-                late = 100 * self.links.jitter * self.chance.random() ** 4  # so that some overtake others
-                self.loop.call_later(self.latency(one, two) + late, deliver, context=two.process.context)
+                late = (
+                    100 * self.links.jitter * self.chance.random() ** 4
+                )  # so that some overtake others
+                self.loop.call_later(
+                    self.latency(one, two) + late, deliver, context=two.process.context
+                )
 
     # -- faults ----------------------------------------------------------------------------------------------------------
 
@@ -254,7 +269,9 @@ class _Delayed(MemoryLink):
         link.free = max(link.free, now) + nbytes / network.links.bandwidth
         self._last = max(self._last, link.free + network.latency(self._source, self._target))
         self._moving.append((nbytes, deliver))
-        self._loop.call_at(self._last, self._arrive, context=NOTHING)  # of two at one time the loop may call either first
+        self._loop.call_at(
+            self._last, self._arrive, context=NOTHING
+        )  # of two at one time the loop may call either first
 
     def _arrive(self) -> None:
         self._arrived += 1
@@ -263,10 +280,16 @@ class _Delayed(MemoryLink):
     def release(self) -> None:
         """Deliver what has arrived, unless a partition separates the two."""
         wire = self._wire
-        while self._arrived and not wire.stalled and not wire.network.apart(self._source.peer_id, self._target.peer_id):
+        while (
+            self._arrived
+            and not wire.stalled
+            and not wire.network.apart(self._source.peer_id, self._target.peer_id)
+        ):
             self._arrived -= 1
             nbytes, deliver = self._moving.popleft()
-            wire.network.note(self._target.name, f"got {nbytes} on {wire.number} from {self._source.name}")
+            wire.network.note(
+                self._target.name, f"got {nbytes} on {wire.number} from {self._source.name}"
+            )
             deliver()
             if not nbytes:
                 wire.over()
@@ -276,9 +299,16 @@ class SimHost:
     """The part of a `shoal.swarm.p2p.host.Host` that exchanges use, in a process of its own on a `SimNetwork`."""
 
     def __init__(self, network: SimNetwork, name: str, identity: Identity) -> None:
-        self.network, self.name, self.identity, self.peer_id = network, name, identity, identity.peer_id
+        self.network, self.name, self.identity, self.peer_id = (
+            network,
+            name,
+            identity,
+            identity.peer_id,
+        )
         self.process = Process(name)
-        self.process.context.run(NONCES.set, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes)
+        self.process.context.run(
+            NONCES.set, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes
+        )
         self.traffic = TrafficMeter()
         self.resource_manager = ResourceManager(clock=network.loop.time)
         """Refuses no peer: it only counts."""
@@ -306,7 +336,9 @@ class SimHost:
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine, like ``Host.submit``; do not block on the result, because the caller is on the loop too."""
-        return self.process.context.copy().run(asyncio.run_coroutine_threadsafe, coroutine, self.network.loop)
+        return self.process.context.copy().run(
+            asyncio.run_coroutine_threadsafe, coroutine, self.network.loop
+        )
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine that need not wait, like ``Host.call``: the caller is on the loop too. Raises RuntimeError if it would
@@ -320,17 +352,23 @@ class SimHost:
         coroutine.close()
         raise RuntimeError("a simulated host's call would have to wait")
 
-    async def open(self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float) -> Stream:
+    async def open(
+        self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float
+    ) -> Stream:
         """Open a stream, like ``Host.open``. Raises NetworkError."""
         try:
             return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
         except TimeoutError:
-            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
+            raise NetworkError(
+                f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout"
+            ) from None
 
     async def _dial(self, peer_id: str, protocol: str) -> Stream:
         network = self.network
         other = network.hosts.get(peer_id)
-        network.note(self.name, f"calls {other.name if other is not None else 'nobody'} for {protocol}")
+        network.note(
+            self.name, f"calls {other.name if other is not None else 'nobody'} for {protocol}"
+        )
         if other is None:
             raise NetworkError("there is no such peer.")
         await asyncio.sleep(network.latency(self, other))
@@ -349,7 +387,9 @@ class SimHost:
     def usable(self, stream: Stream) -> bool:
         return stream.idle
 
-    def _incoming(self, peer_id: str, end: MemoryTransport, handler: Callable[[Stream], Awaitable[None]]) -> None:
+    def _incoming(
+        self, peer_id: str, end: MemoryTransport, handler: Callable[[Stream], Awaitable[None]]
+    ) -> None:
         stream = self.network.stream(peer_id, *streams_of(end, self.network.loop), self.traffic)
         self.network.loop.create_task(self._answer(handler, stream))
 

@@ -117,7 +117,9 @@ class SimPeer:
         """Seconds that it has slept."""
         self.slow = self.weights
         """Its weights as the newest round of each fragment left them."""
-        self.codecs = [Mod4Codec() for _ in range(swarm.setting.fragments)] if swarm.setting.mod4 else []
+        self.codecs = (
+            [Mod4Codec() for _ in range(swarm.setting.fragments)] if swarm.setting.mod4 else []
+        )
         """Those of the fragments, which a process that was killed has from its checkpoint."""
         self.gone = False
         self.begin()
@@ -142,7 +144,9 @@ class SimPeer:
             options["screen"] = GATHERS
         if setting.kind == "pair":
             options |= {"departed": self.departed, "overlap": setting.fragments > 1}
-        context = PeerContext(cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members)
+        context = PeerContext(
+            cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members
+        )
         timeouts = ExchangeTimeouts(setting.wait, setting.chunk_timeout, setting.exchange_timeout)
         self.exchange: PairExchange | GroupExchange = way(context, timeouts, **options)
         self.exchange.next_round = self.round
@@ -155,7 +159,9 @@ class SimPeer:
         return EPOCH + self.swarm.network.loop.time() + self.skew
 
     def record(self) -> Member:
-        return member_of(self.id, name=self.name, round=self.round, state=self.state, issued=self.wall())
+        return member_of(
+            self.id, name=self.name, round=self.round, state=self.state, issued=self.wall()
+        )
 
     def receive(self, member: Member) -> None:
         """Take another peer's record, unless a newer one is known."""
@@ -165,10 +171,16 @@ class SimPeer:
 
     def _live(self, *states: str) -> dict[str, Member]:
         oldest = self.wall() - TTL
-        return {peer: member for peer, member in self.seen.items() if member.issued >= oldest and member.state in states}
+        return {
+            peer: member
+            for peer, member in self.seen.items()
+            if member.issued >= oldest and member.state in states
+        }
 
     def members(self) -> dict[str, Member]:
-        return self._live("training") | ({self.id: self.record()} if self.state == "training" else {})
+        return self._live("training") | (
+            {self.id: self.record()} if self.state == "training" else {}
+        )
 
     def departed(self) -> dict[str, Member]:
         return self._live("leaving")
@@ -178,7 +190,13 @@ class SimPeer:
         for other in self.swarm.peers:
             if other is not self and not other.gone:
                 network = self.swarm.network
-                network.datagram(self.host, other.host, partial(other.receive, record), setting.lose, setting.again)
+                network.datagram(
+                    self.host,
+                    other.host,
+                    partial(other.receive, record),
+                    setting.lose,
+                    setting.again,
+                )
 
     async def _announce(self) -> None:
         while self.state == "training":
@@ -198,7 +216,10 @@ class SimPeer:
             if fragment in self.rounds:  # it is in one exchange at a time
                 if self._lasts(fragment):
                     self.left_out.append((fragment, swarm.network.loop.time()))
-                    self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
+                    self.round, self.turn = (
+                        self.round + 1,
+                        (self.turn + 1) % swarm.setting.fragments,
+                    )
                     continue
                 self.due[fragment].set()
                 await self.rounds[fragment]
@@ -223,11 +244,22 @@ class SimPeer:
         return since < LASTS - 1 and handle.leave_out()
 
     async def _round(self, fragment: int) -> None:
-        swarm, loop, part = self.swarm, self.swarm.network.loop, slice(fragment, None, self.swarm.setting.fragments)
+        swarm, loop, part = (
+            self.swarm,
+            self.swarm.network.loop,
+            slice(fragment, None, self.swarm.setting.fragments),
+        )
         self.serial += 1
         named = torch.zeros(swarm.setting.peers)
         named[self.number] = self.serial
-        mine = SimContribution(self.id, self.serial, self.weight, [self.weights[part].clone(), named], loop.time(), self.slept)
+        mine = SimContribution(
+            self.id,
+            self.serial,
+            self.weight,
+            [self.weights[part].clone(), named],
+            loop.time(),
+            self.slept,
+        )
         swarm.contributions[self.number, self.serial] = mine
         key = RoundKey(SWARM, self.round, fragment)
         codec = self.codecs[fragment] if self.codecs else None
@@ -235,11 +267,16 @@ class SimPeer:
             handle = self.exchange.start(Contribution(key, mine.tensors, self.weight))
         else:
             codec.expect(f"{SWARM}:{key.round}:{fragment}", [self.weights[part] - self.slow[part]])
-            handle = self.exchange.start(Contribution(key, mine.tensors, self.weight, BufferTailCodec(codec, 1)))
+            handle = self.exchange.start(
+                Contribution(key, mine.tensors, self.weight, BufferTailCodec(codec, 1))
+            )
         self.in_flight[fragment] = mine, handle
         self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
         swarm.network.note(self.name, f"round {key.round} begins")
-        arrived, due = asyncio.wrap_future(handle._future), asyncio.ensure_future(self.due[fragment].wait())
+        arrived, due = (
+            asyncio.wrap_future(handle._future),
+            asyncio.ensure_future(self.due[fragment].wait()),
+        )
         await asyncio.wait({arrived, due}, return_when=asyncio.FIRST_COMPLETED)
         due.cancel()
         mine.needed, mine.slept, mine.limit = loop.time(), self.slept, handle.limit
@@ -257,8 +294,16 @@ class SimPeer:
             self.slow = self.slow.clone()
             self.slow[part] = mine.tensors[0] if mean is None else mean.tensors[0]
             codec.rejected() if mean is None else codec.accepted()
-        with_whom = "alone" if mean is None else " ".join(sorted(swarm.named[peer] for peer in mean.members))
-        last = f"round {self.round - 1}" if swarm.setting.fragments == 1 else f"round {key.round} of fragment {fragment}"
+        with_whom = (
+            "alone"
+            if mean is None
+            else " ".join(sorted(swarm.named[peer] for peer in mean.members))
+        )
+        last = (
+            f"round {self.round - 1}"
+            if swarm.setting.fragments == 1
+            else f"round {key.round} of fragment {fragment}"
+        )
         swarm.network.note(self.name, f"{last} ends: {with_whom}")
         swarm.outcome(self, mine)
         del self.in_flight[fragment]

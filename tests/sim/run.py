@@ -45,8 +45,12 @@ def setting_of(seed: int, hostile: bool = False) -> Setting:
     if kind == "group":
         ways: list[dict[str, Any]] = [{}, {}, {}, {"max_group": 2}, {"gather": True}]
         options = chance.choice(ways)
-    if kind == "pair" and seed % 3 == 0:  # a third: with fragments in flight a simulation has many more events
-        options["fragments"] = random.Random(f"fragments {seed}").choice((1, 1, 2, 4))  # from dice of its own: the others stay
+    if (
+        kind == "pair" and seed % 3 == 0
+    ):  # a third: with fragments in flight a simulation has many more events
+        options["fragments"] = random.Random(f"fragments {seed}").choice(
+            (1, 1, 2, 4)
+        )  # from dice of its own: the others stay
     return Setting(
         kind,  # type: ignore[arg-type]
         chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)), calm=15.0 if hostile else 6.0,
@@ -68,9 +72,17 @@ def simulate(
     keep the trace's lines too. ``prepare``: called with the swarm before it begins.
     """
     setting = setting or setting_of(seed, hostile)
-    faults = plan(seed, setting.peers, 350 if setting.kind == "pair" else 700, hostile=hostile) if faults is None else faults
+    faults = (
+        plan(seed, setting.peers, 350 if setting.kind == "pair" else 700, hostile=hostile)
+        if faults is None
+        else faults
+    )
     chance = random.Random(f"links {seed}")
-    links = Links(chance.choice((0.005, 0.03, 0.15)), chance.choice((0.0, 0.01, 0.05)), chance.choice((1e4, 1e6)))
+    links = Links(
+        chance.choice((0.005, 0.03, 0.15)),
+        chance.choice((0.0, 0.01, 0.05)),
+        chance.choice((1e4, 1e6)),
+    )
     loop, trace = VirtualLoop(), Trace(keep)
     network = SimNetwork(loop, seed, links, trace)
     failure: BaseException | None = None
@@ -99,7 +111,11 @@ def simulate(
                 network.keep_alive()
 
         network.watch = watch
-        loop.set_exception_handler(lambda _, context: broken.append(context.get("exception") or RuntimeError(context["message"])))
+        loop.set_exception_handler(
+            lambda _, context: broken.append(
+                context.get("exception") or RuntimeError(context["message"])
+            )
+        )
         try:
             loop.call_at(setting.calm + setting.patience, rest)
             loop.run_forever()

@@ -28,7 +28,9 @@ OPTIONS: dict[Kind, dict[str, Any]] = {"overlapped": {"fragments": 4}, "gather":
 class InPieces(Stream):
     """A stream on which a payload leaves in pieces, each before its receiver takes the silence for a broken link."""
 
-    async def _pump(self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]) -> None:
+    async def _pump(
+        self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
+    ) -> None:
         while left := out.block():
             await asyncio.sleep(SECONDS["pieces"])
             await can_write()
@@ -45,13 +47,22 @@ class Rounds:
     report: Report
 
 
-def rounds_of(kind: Kind, seed: int, way: Way | None, honest: int = 4, trained: float = TRAINED, keep: bool = False) -> Rounds:
+def rounds_of(
+    kind: Kind,
+    seed: int,
+    way: Way | None,
+    honest: int = 4,
+    trained: float = TRAINED,
+    keep: bool = False,
+) -> Rounds:
     """Run a swarm of ``honest`` peers and one that is slow in a ``way``; None: without it."""
     last, found = honest, list[SimSwarm]()
 
     def prepare(swarm: SimSwarm) -> None:
         found.append(swarm)
-        swarm.network.loop.call_at(trained, setattr, swarm, "over", True, context=NOTHING)  # all leave, near to each other or not
+        swarm.network.loop.call_at(
+            trained, setattr, swarm, "over", True, context=NOTHING
+        )  # all leave, near to each other or not
         slow, network = swarm.peers[last].host, swarm.network
         if way == "pieces":
             network.stream = lambda peer, reader, writer, traffic: (  # type: ignore[assignment, misc]
@@ -64,7 +75,11 @@ def rounds_of(kind: Kind, seed: int, way: Way | None, honest: int = 4, trained: 
     dice = (SECONDS["latency"] - 0.1) / 1.5 if way == "latency" else -0.1 / 1.5
     faults = [Fault(1, "slow", last, trained, dice) if way else Fault(1, "kill", last, 0.0, 0.0)]
     report = simulate(seed, setting=setting, faults=faults, keep=keep, prepare=prepare)
-    mine = [one for (number, _), one in found[0].contributions.items() if number < honest and one.begun < trained]
+    mine = [
+        one
+        for (number, _), one in found[0].contributions.items()
+        if number < honest and one.begun < trained
+    ]
     left_out = sum(when < trained for peer in found[0].peers[:honest] for _, when in peer.left_out)
     return Rounds(len(mine) + left_out, sum(one.mean is not None for one in mine), report)
 

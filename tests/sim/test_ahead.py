@@ -7,12 +7,16 @@ from tests.sim.peers import Setting
 from tests.sim.run import simulate
 
 WAIT = 10.0
-SIX = Setting("group", 6, calm=100.0, wait=WAIT, chunk_timeout=5.0, exchange_timeout=20.0, pace=(6.0, 6.0))
+SIX = Setting(
+    "group", 6, calm=100.0, wait=WAIT, chunk_timeout=5.0, exchange_timeout=20.0, pace=(6.0, 6.0)
+)
 
 
 def rounds_after_waking(lines):
     """By peer: (seconds, members) of the rounds that began when all were awake again."""
-    events = [(float(time), who, what) for time, who, what in (line.split(" ", 2) for line in lines)]
+    events = [
+        (float(time), who, what) for time, who, what in (line.split(" ", 2) for line in lines)
+    ]
     awake = max(time for time, _, what in events if what == "woke")
     begun, rounds = {}, defaultdict(list)
     for time, who, what in events:
@@ -26,7 +30,12 @@ def rounds_after_waking(lines):
 def test_five_that_slept_wait_in_no_round_for_the_sixth_that_went_on(seeds):
     """They waited for all of ``wait`` in two rounds. Besides, an all-reduce in which they fell asleep left a stream open."""
     # When the first of them has called the others with its share.
-    report = simulate(1, setting=SIX, faults=[Fault(320 + n, "sleep", n, 18.0, 0.5) for n in range(1, 6)], keep=True)
+    report = simulate(
+        1,
+        setting=SIX,
+        faults=[Fault(320 + n, "sleep", n, 18.0, 0.5) for n in range(1, 6)],
+        keep=True,
+    )
     assert report.failure is None
     rounds = rounds_after_waking(report.lines)
     ahead = rounds.pop("p0")

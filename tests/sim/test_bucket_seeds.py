@@ -45,7 +45,10 @@ def test_one_seed_is_one_trace(monkeypatch):
     end = run_scenario.__globals__["BucketSwarm"].end
     monkeypatch.setattr(
         "tests.sim.bucket_scenarios.BucketSwarm.end",
-        lambda swarm: (traces.append([swarm.loop.time(), *(d.nbytes for _, d in swarm.all)]), end(swarm)),
+        lambda swarm: (
+            traces.append([swarm.loop.time(), *(d.nbytes for _, d in swarm.all)]),
+            end(swarm),
+        ),
     )
     for seed in (1, 1, 2):
         run_scenario("eclipse", seed)
@@ -59,14 +62,22 @@ def never_deeper(patch):
     """No epoch begins deeper, and no full bucket is split."""
     patch.setattr(dht, "depth_for", lambda size, depth, most: depth)
     agreed = dht.agreed
-    patch.setattr(dht, "agreed", lambda depth, bits, there, at, most: min(agreed(depth, bits, there, at, most), depth))
+    patch.setattr(
+        dht,
+        "agreed",
+        lambda depth, bits, there, at, most: min(agreed(depth, bits, there, at, most), depth),
+    )
 
 
 def never_higher(patch):
     """Who is deep stays deep, however few are left."""
     deeper, agreed = dht.depth_for, dht.agreed
     patch.setattr(dht, "depth_for", lambda size, depth, most: max(deeper(size, depth, most), depth))
-    patch.setattr(dht, "agreed", lambda depth, bits, there, at, most: max(agreed(depth, bits, there, at, most), depth))
+    patch.setattr(
+        dht,
+        "agreed",
+        lambda depth, bits, there, at, most: max(agreed(depth, bits, there, at, most), depth),
+    )
 
 
 def no_handover(patch):
@@ -92,7 +103,11 @@ def own_level_alone(patch):
 
 def beside_alone(patch):
     """A peer that is new in an epoch does not read all levels on its way, and an estimate is never thrown away."""
-    patch.setattr(Index, "_levels", lambda self, draw: {draw.depth - 1, draw.depth, draw.depth + 1} & set(range(DEEPEST + 1)))
+    patch.setattr(
+        Index,
+        "_levels",
+        lambda self, draw: {draw.depth - 1, draw.depth, draw.depth + 1} & set(range(DEEPEST + 1)),
+    )
     patch.setattr(Index, "_learn", lambda self, draw: None)
 
 
@@ -107,7 +122,9 @@ def first_records_alone(patch):
     decide = Index._decide
 
     def some(self, draw, levels, found):
-        cut = {key: dict(sorted(names.items())[: self._bucket // 2]) for key, names in found.items()}
+        cut = {
+            key: dict(sorted(names.items())[: self._bucket // 2]) for key, names in found.items()
+        }
         found.clear()
         found.update(cut)
         return decide(self, draw, levels, found)
@@ -120,7 +137,10 @@ MUTANTS = {
     never_higher: ("merges", "do not all see each other|are alone"),
     no_handover: ("epoch_change", "after it began|has forgotten the partner"),
     changes_when_it_has_read: ("epoch_change", "ahead of an epoch"),
-    own_level_alone: ("disagreement", "are not returned|see more than|does not see itself|are missing"),
+    own_level_alone: (
+        "disagreement",
+        "are not returned|see more than|does not see itself|are missing",
+    ),
     beside_alone: ("partition", "are missing|are not returned"),
     same_buckets_for_ever: ("eclipse", "of the epoch before"),
     first_records_alone: ("eclipse", "hide|are not returned|are missing"),
@@ -133,6 +153,8 @@ MUTANTS = {
 def test_a_seed_finds_it(mutant, monkeypatch):
     scenario, says = MUTANTS[mutant]
     mutant(monkeypatch)
-    found = next((broken for seed in range(5) if (broken := run_scenario(scenario, seed)) is not None), None)
+    found = next(
+        (broken for seed in range(5) if (broken := run_scenario(scenario, seed)) is not None), None
+    )
     assert found is not None
     assert re.search(says, str(found)), found

@@ -37,7 +37,9 @@ def test_all_are_dealt_anew_at_one_moment_and_see_each_other_before_and_after(ma
     swarm.run(0.02)
     after = swarm.views()
     assert swarm.one_sided() == 0
-    stayed = sum(len(before[peer] & after[peer]) - 1 for peer in before) / sum(len(view) - 1 for view in before.values())
+    stayed = sum(len(before[peer] & after[peer]) - 1 for peer in before) / sum(
+        len(view) - 1 for view in before.values()
+    )
     assert stayed < 0.3  # of eight buckets an eighth, by chance
 
 
@@ -91,10 +93,21 @@ def test_parts_that_were_separate_are_one_swarm_an_epoch_after_they_meet(make):
 def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
     options = {"peers": 6, "minutes": 0.7, "parameters": 64}
     plain, in_one = (
-        run_sim(None, **options, overrides={"outer.every": 10, "outer.lag": 0, "outer.codec": "float32", **more})
+        run_sim(
+            None,
+            **options,
+            overrides={"outer.every": 10, "outer.lag": 0, "outer.codec": "float32", **more},
+        )
         for more in ({"swarm.bucket": 0}, {"swarm.bucket": 8, "swarm.epoch_s": 30.0})
     )
-    other = {"wall_s", "cpu_s", "bucket", "epoch_s", "directory_calls_per_peer_minute", "directory_requests_per_peer_minute"}
+    other = {
+        "wall_s",
+        "cpu_s",
+        "bucket",
+        "epoch_s",
+        "directory_calls_per_peer_minute",
+        "directory_requests_per_peer_minute",
+    }
     assert plain.keys() - other == in_one.keys() - other
     assert {name for name in plain if plain[name] != in_one[name]} <= other
 
@@ -103,7 +116,11 @@ def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
 def test_rounds_go_on_while_buckets_change():
     """Few are alone, mostly the odd ones of four buckets, though two epochs begin in the middle of rounds."""
     options = {"peers": 36, "minutes": 1.2, "parameters": 64, "uneven": 0.0}
-    report = run_sim(None, **options, overrides={"outer.every": 75, "outer.lag": 0, "swarm.bucket": 16, "swarm.epoch_s": 30.0})
+    report = run_sim(
+        None,
+        **options,
+        overrides={"outer.every": 75, "outer.lag": 0, "swarm.bucket": 16, "swarm.epoch_s": 30.0},
+    )
     assert report["exchanges"] == 36 * 9
     assert report["alone"] < 0.15
     assert report["failures"] == {}

@@ -80,7 +80,9 @@ def test_one_link_carries_all_that_a_host_sends(full):
 
         async def swallow(stream):
             room = bytearray(1_000_000)
-            await stream.swap(memoryview(b""), memoryview(room), chunk_timeout=9, deadline=swarm.loop.time() + 9)
+            await stream.swap(
+                memoryview(b""), memoryview(room), chunk_timeout=9, deadline=swarm.loop.time() + 9
+            )
             ends.append(swarm.loop.time())
 
         for host in receivers:
@@ -88,7 +90,10 @@ def test_one_link_carries_all_that_a_host_sends(full):
         began = swarm.loop.time()
         streams = [await sender.open(host.peer_id, "/x", timeout=1.0) for host in receivers]
         data = memoryview(bytes(1_000_000))
-        swaps = (s.swap(data, memoryview(bytearray()), chunk_timeout=9, deadline=swarm.loop.time() + 9) for s in streams)
+        swaps = (
+            s.swap(data, memoryview(bytearray()), chunk_timeout=9, deadline=swarm.loop.time() + 9)
+            for s in streams
+        )
         await asyncio.gather(*swaps)
         await asyncio.sleep(1.0)
         for stream in streams:

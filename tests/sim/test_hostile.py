@@ -6,12 +6,18 @@ import pytest
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence
 
 SEEDS, BLOCK, QUICK = 2000, 50, 50
-LATER = pytest.mark.slow(reason="ten minutes of a processor; the first fifty have swarms of every kind")
+LATER = pytest.mark.slow(
+    reason="ten minutes of a processor; the first fifty have swarms of every kind"
+)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first)) for first in range(0, SEEDS, BLOCK)]
+    "first",
+    [
+        pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first))
+        for first in range(0, SEEDS, BLOCK)
+    ],
 )
 def test_a_hostile_member_drags_nobody(seeds, first):
     seeds.check(range(first, first + BLOCK), hostile=True)
@@ -38,13 +44,24 @@ def records_count(patch):
 
 def a_stranger_chooses_the_fragment(patch):
     """A node moves to a round of another fragment, if a peer answers one."""
-    patch.setattr(PairRounds, "within", lambda self, wanted, fragment, mine, limit: max(mine, min(wanted, limit)))
+    patch.setattr(
+        PairRounds,
+        "within",
+        lambda self, wanted, fragment, mine, limit: max(mine, min(wanted, limit)),
+    )
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("mutant", [one_word_is_enough, records_count, a_stranger_chooses_the_fragment], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "mutant",
+    [one_word_is_enough, records_count, a_stranger_chooses_the_fragment],
+    ids=lambda f: f.__name__,
+)
 def test_a_seed_finds_it(seeds, monkeypatch, mutant):
     mutant(monkeypatch)
     seed, failure = seeds.first(range(2 * QUICK), hostile=True)
     assert seed is not None
-    assert any(what in repr(failure) for what in ("is dragged to", "the spread is still", "where nobody else does"))
+    assert any(
+        what in repr(failure)
+        for what in ("is dragged to", "the spread is still", "where nobody else does")
+    )

@@ -15,7 +15,10 @@ def run(work):
 
 
 def streams():
-    return [Stream(name, *ends, TrafficMeter()) for name, ends in zip(("a", "b"), stream_pair(), strict=True)]
+    return [
+        Stream(name, *ends, TrafficMeter())
+        for name, ends in zip(("a", "b"), stream_pair(), strict=True)
+    ]
 
 
 def test_who_does_not_read_stops_the_writer():

@@ -50,7 +50,11 @@ def two_decisions(patch):
     tell = GroupCommit._send
 
     async def lying(self, member, message):
-        if isinstance(message, GroupReply) and member is next(iter(self._members.values())) and len(self._members) > 2:
+        if (
+            isinstance(message, GroupReply)
+            and member is next(iter(self._members.values()))
+            and len(self._members) > 2
+        ):
             _, said = unseal(message.decision, GroupDecision)
             other = GroupDecision(swarm=said.swarm, nonce=said.nonce, mean=said.mean & 3)
             message = GroupReply(decision=seal(other, self._decisions._identity))
@@ -170,7 +174,9 @@ FOUND_LATE = {no_deadline: 550, takes_what_it_does_not_hold: 50}
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize(("mutant", "says"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("mutant", "says"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
     mutant(monkeypatch)
     first = FOUND_LATE.get(mutant, 0)
@@ -185,8 +191,15 @@ def test_an_all_reduce_that_failed_ends_its_streams(seeds, monkeypatch):
 
     def failures():
         plans = itertools.product(range(30, 48, 3), (0.1, 0.3))
-        faults = ([Fault(after, "sleep", 2, 0.4, 0.5), Fault(after + 20, "sever", 0, 1.0, dice)] for after, dice in plans)
-        return [failure for plan in faults if (failure := seeds.failure(1, setting=Setting("group", 4, calm=4.0), faults=plan))]
+        faults = (
+            [Fault(after, "sleep", 2, 0.4, 0.5), Fault(after + 20, "sever", 0, 1.0, dice)]
+            for after, dice in plans
+        )
+        return [
+            failure
+            for plan in faults
+            if (failure := seeds.failure(1, setting=Setting("group", 4, calm=4.0), faults=plan))
+        ]
 
     assert failures() == []
     streams_of_a_failed_all_reduce_left_open(monkeypatch)

@@ -16,11 +16,17 @@ from tests.sim.run import setting_of, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS, BLOCK, QUICK = 500, 50, 50
-LATER = pytest.mark.slow(reason="a minute of a processor; the first fifty have swarms of every kind")
+LATER = pytest.mark.slow(
+    reason="a minute of a processor; the first fifty have swarms of every kind"
+)
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first)) for first in range(0, SEEDS, BLOCK)]
+    "first",
+    [
+        pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first))
+        for first in range(0, SEEDS, BLOCK)
+    ],
 )
 def test_seeds(seeds, first):
     seeds.check(range(first, first + BLOCK))
@@ -55,7 +61,9 @@ def test_a_simulation_in_which_time_stands_still_is_reported(seeds, monkeypatch)
 
 def test_the_first_seeds_are_of_every_kind():
     settings = [setting_of(seed) for seed in range(QUICK)]
-    assert {(s.kind, s.peers) for s in settings} >= {("pair", n) for n in (3, 4, 5, 6)} | {("group", n) for n in (3, 4, 5)}
+    assert {(s.kind, s.peers) for s in settings} >= {("pair", n) for n in (3, 4, 5, 6)} | {
+        ("group", n) for n in (3, 4, 5)
+    }
 
 
 @pytest.mark.ci
@@ -70,7 +78,9 @@ def test_one_seed_is_one_trace(seeds):
     )  # fmt: skip
     assert again.returncode == 0, f"{again.stdout[-3000:]}\n{again.stderr[-3000:]}"
     said = [line for line in again.stdout.splitlines() if line.startswith("seed ")]
-    assert said == [f"seed {report.seed}: held, {report.events} events, trace {report.trace}" for report in one]
+    assert said == [
+        f"seed {report.seed}: held, {report.events} events, trace {report.trace}" for report in one
+    ]
 
 
 def test_another_seed_is_another_trace(seeds):
@@ -91,7 +101,9 @@ def test_a_killed_peer_returns_and_is_averaged_with(seeds, kind):
     fault = Fault(after=100, kind="kill", victim=1, seconds=1.0, dice=0.9)
     report = simulate(1, setting=Setting(kind, 4), faults=[fault], keep=True)
     assert report.failure is None
-    came_back = next(number for number, line in enumerate(report.lines) if line.endswith("p1 came back"))
+    came_back = next(
+        number for number, line in enumerate(report.lines) if line.endswith("p1 came back")
+    )
     assert any(" p1 round " in line and "ends: p" in line for line in report.lines[came_back:])
 
 

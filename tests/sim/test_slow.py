@@ -12,9 +12,19 @@ from tests.sim.slow import rounds_of
 KEPT = 0.87  # 0.90 in the mean of more seeds than there is time for here
 SEEDS = {"waiting": (0, 1, 2, 3), "overlapped": (0, 1), "group": (1, 2), "gather": (0, 1)}
 SECONDS = {"waiting": 120.0, "overlapped": 60.0, "group": 120.0, "gather": 120.0}
-LONG = {("overlapped", "latency"), ("overlapped", "pieces"), ("gather", "latency"), ("waiting", "pieces"), ("group", "pieces")}
+LONG = {
+    ("overlapped", "latency"),
+    ("overlapped", "pieces"),
+    ("gather", "latency"),
+    ("waiting", "pieces"),
+    ("group", "pieces"),
+}
 LATER = pytest.mark.slow(reason="a minute of a processor in all; the others are of every kind")
-CASES = [pytest.param(kind, way, marks=[LATER] * ((kind, way) in LONG)) for kind in SEEDS for way in ("latency", "pieces")]
+CASES = [
+    pytest.param(kind, way, marks=[LATER] * ((kind, way) in LONG))
+    for kind in SEEDS
+    for way in ("latency", "pieces")
+]
 
 
 @cache

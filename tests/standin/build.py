@@ -27,7 +27,10 @@ ENTRY = {
 
 def refusal() -> str | None:
     """Return why the stand-in cannot be built here."""
-    found, wanted = version("torch"), re.search(r"^torch==(\S+)", (HERE.parents[1] / "constraints.txt").read_text(), re.M)[1]
+    found, wanted = (
+        version("torch"),
+        re.search(r"^torch==(\S+)", (HERE.parents[1] / "constraints.txt").read_text(), re.M)[1],
+    )
     if found.split("+")[0] != wanted:
         return f"the stand-in GPU is written for PyTorch {wanted}, and this is {found}"
     if list((_torch() / "lib").glob("libtorch_cuda*")):
@@ -43,7 +46,10 @@ def _torch() -> Path:
 
 def built() -> Path:
     """Return the folder with the stand-in of this source, compiled if it is not there yet (half a minute, 3 GB of memory)."""
-    library = CACHE / f"{version('torch')}-{sys.implementation.cache_tag}-{_digest(*HERE.glob('*.cpp'), HERE / 'standin.h')}.so"
+    library = (
+        CACHE
+        / f"{version('torch')}-{sys.implementation.cache_tag}-{_digest(*HERE.glob('*.cpp'), HERE / 'standin.h')}.so"
+    )
     folder = library.with_name(f"{library.stem}-{_digest(HERE / 'standin.py', Path(__file__))}")
     if folder.is_dir():
         return folder
@@ -73,9 +79,29 @@ def _digest(*files: Path) -> str:
 
 def _compile(library: Path) -> None:
     torch = _torch()
-    folders = [HERE, torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    flags = ["-O1", "-fPIC", "-shared", "-std=c++20", "-w", "-DTORCH_EXTENSION_NAME=_standin", *(f"-I{it}" for it in folders)]
-    libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
+    folders = [
+        HERE,
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        sysconfig.get_paths()["include"],
+    ]
+    flags = [
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-std=c++20",
+        "-w",
+        "-DTORCH_EXTENSION_NAME=_standin",
+        *(f"-I{it}" for it in folders),
+    ]
+    libraries = [
+        f"-L{torch / 'lib'}",
+        f"-Wl,-rpath,{torch / 'lib'}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-ltorch_python",
+        "-lc10",
+    ]
     # As one source: most of the time goes into PyTorch's headers.
     source = "".join(f'#include "{part.name}"\n' for part in sorted(HERE.glob("*.cpp")))
     command = ["g++", *flags, "-x", "c++", "-", "-x", "none", "-o", library, *libraries]

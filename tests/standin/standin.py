@@ -72,7 +72,11 @@ def _devices(torch, lib):
         return exchange(index)
 
     core._cuda_getDeviceCount, core._cuda_init, core._cuda_isInBadFork = count, init, lib.bad_fork
-    core._cuda_getDevice, core._cuda_setDevice, core._cuda_synchronize = lib.current, lib.set_current, lib.synchronize
+    core._cuda_getDevice, core._cuda_setDevice, core._cuda_synchronize = (
+        lib.current,
+        lib.set_current,
+        lib.synchronize,
+    )
     core._cuda_exchangeDevice, core._cuda_maybeExchangeDevice = exchange, maybe_exchange
     core._cuda_getArchFlags = lambda: None
     cuda._is_in_bad_fork, cuda._cudart = lib.bad_fork, object()
@@ -89,18 +93,30 @@ def _memory(torch, lib):
 
     for module in (cuda, cuda.memory):
         module.mem_get_info = lambda device=None: memory.get_memory_info(index(device))
-        module.memory_allocated = module.memory_reserved = lambda device=None: memory.memory_allocated(index(device))
-        module.max_memory_allocated = module.max_memory_reserved = lambda device=None: memory.max_memory_allocated(index(device))
+        module.memory_allocated = module.memory_reserved = lambda device=None: (
+            memory.memory_allocated(index(device))
+        )
+        module.max_memory_allocated = module.max_memory_reserved = lambda device=None: (
+            memory.max_memory_allocated(index(device))
+        )
         module.memory_stats = lambda device=None: memory.memory_stats(index(device))
-        module.reset_peak_memory_stats = lambda device=None: memory.reset_peak_memory_stats(index(device))
+        module.reset_peak_memory_stats = lambda device=None: memory.reset_peak_memory_stats(
+            index(device)
+        )
         module.empty_cache = memory.empty_cache
 
     made, resized = torch.UntypedStorage.__new__, torch.UntypedStorage.resize_
 
     def new_storage(cls, *arguments, device=None, **options):
         if device is not None and torch.device(device).type == "cuda":
-            return torch.empty(*arguments or (0,), dtype=torch.uint8, device=device).untyped_storage()
-        return made(cls, *arguments, **options) if device is None else made(cls, *arguments, device=device, **options)
+            return torch.empty(
+                *arguments or (0,), dtype=torch.uint8, device=device
+            ).untyped_storage()
+        return (
+            made(cls, *arguments, **options)
+            if device is None
+            else made(cls, *arguments, device=device, **options)
+        )
 
     def resize(storage, size):
         if storage.device.type != "cuda":
@@ -132,7 +148,13 @@ def _streams(torch):
 
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-            return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+            return super().__new__(
+                cls,
+                "cuda",
+                enable_timing=enable_timing,
+                blocking=blocking,
+                interprocess=interprocess,
+            )
 
         def record(self, stream=None):
             super().record(stream or current())
@@ -141,10 +163,16 @@ def _streams(torch):
             super().wait(stream or current())
 
     def wrapped(stream):
-        return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        return Stream(
+            stream_id=stream.stream_id,
+            device_index=stream.device_index,
+            device_type=stream.device_type,
+        )
 
     def current(device=None):
-        return wrapped(accelerator.current_stream(cuda._utils._get_device_index(device, optional=True)))
+        return wrapped(
+            accelerator.current_stream(cuda._utils._get_device_index(device, optional=True))
+        )
 
     def default(device=None):
         found = current(device)
@@ -165,7 +193,12 @@ def _streams(torch):
 
     for module in (cuda, cuda.streams):
         module.Stream, module.Event = Stream, Event
-    cuda.current_stream, cuda.default_stream, cuda.stream, cuda.set_stream = current, default, using, accelerator.set_stream
+    cuda.current_stream, cuda.default_stream, cuda.stream, cuda.set_stream = (
+        current,
+        default,
+        using,
+        accelerator.set_stream,
+    )
     torch._C._cuda_getCurrentRawStream = lambda index: current(index).stream_id
 
 
@@ -179,11 +212,17 @@ def _collectives(lib):
             is_high_priority_stream = False
 
         def __init__(self, store, rank, size, options):
-            super().__init__(rank, size, dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout))
+            super().__init__(
+                rank, size, dist.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+            )
 
         def _set_sequence_number_for_group(self): ...
 
-    c10d._NCCL_AVAILABLE, c10d.ProcessGroupNCCL, dist.ProcessGroupNCCL = True, ProcessGroupNCCL, ProcessGroupNCCL
+    c10d._NCCL_AVAILABLE, c10d.ProcessGroupNCCL, dist.ProcessGroupNCCL = (
+        True,
+        ProcessGroupNCCL,
+        ProcessGroupNCCL,
+    )
 
 
 def _trace_to(file):
@@ -198,8 +237,12 @@ def _trace_to(file):
         tracing.__exit__(None, None, None)
         with open(file, "a") as out:
             for device in range(torch.accelerator.device_count()):
-                out.write(f"{os.getpid()} {torch.accelerator.max_memory_allocated(device)} bytes, the peak of device {device}\n")
-            out.writelines(f"{os.getpid()} {number} {what}\n" for what, number in found.most_common())
+                out.write(
+                    f"{os.getpid()} {torch.accelerator.max_memory_allocated(device)} bytes, the peak of device {device}\n"
+                )
+            out.writelines(
+                f"{os.getpid()} {number} {what}\n" for what, number in found.most_common()
+            )
 
     atexit.register(write)
 
@@ -228,7 +271,9 @@ def waits(depth=4, only="shoal"):
         frame, frames = sys._getframe(1), []
         while frame is not None and len(frames) < depth:
             if only in frame.f_code.co_filename:
-                frames.append(f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}")
+                frames.append(
+                    f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
+                )
             frame = frame.f_back
         found[f"{threading.current_thread().name} | {why} | {' < '.join(frames)}"] += 1
 

@@ -21,7 +21,11 @@ def standin():
 
 def test_tensors_of_two_devices_do_not_mix(standin):
     x = torch.ones(3, device="cuda")
-    for mixed in (lambda: x + torch.ones(3), lambda: torch.ones(3) + x, lambda: torch.cat([x, torch.ones(3)])):
+    for mixed in (
+        lambda: x + torch.ones(3),
+        lambda: torch.ones(3) + x,
+        lambda: torch.cat([x, torch.ones(3)]),
+    ):
         with pytest.raises(RuntimeError, match="same device"):
             mixed()
     assert (x + torch.tensor(1.0)).sum().item() == 6  # a single number may be anywhere
@@ -50,7 +54,10 @@ def test_pinned_memory_must_not_change_while_it_is_read(standin):
 def test_a_stream_has_to_wait_for_what_it_reads_and_overwrites(standin):
     side, x = torch.cuda.Stream(), torch.ones(1000, device="cuda")
     x.add_(1)
-    with torch.cuda.stream(side), pytest.raises(RuntimeError, match=r"reads memory that stream 0 .* may still be writing"):
+    with (
+        torch.cuda.stream(side),
+        pytest.raises(RuntimeError, match=r"reads memory that stream 0 .* may still be writing"),
+    ):
         x.sum()
     side.wait_stream(torch.cuda.current_stream())
     pinned = torch.empty(1000, pin_memory=True)
@@ -58,7 +65,9 @@ def test_a_stream_has_to_wait_for_what_it_reads_and_overwrites(standin):
         pinned.copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-    with pytest.raises(RuntimeError, match=r"writes memory that stream \d+ of device 0 may still be reading"):
+    with pytest.raises(
+        RuntimeError, match=r"writes memory that stream \d+ of device 0 may still be reading"
+    ):
         x.add_(1)
     torch.ones((), device="cuda").item()  # to wait for one stream lands nothing of another
     assert pinned.isnan().all()
@@ -106,7 +115,9 @@ def test_every_wait_of_the_host_is_counted_with_its_reason(standin):
     reasons = [what.split(" | ")[1] for what in found.elements()]
     unpinned = "copy to the device from memory that is not pinned"
     expected = ["copy from the device", "item", "synchronize", unpinned, unpinned]
-    assert sorted(reasons) == sorted([*expected, "aten::_index_put_impl_ by a mask", "aten::nonzero", "aten::nonzero"])
+    assert sorted(reasons) == sorted(
+        [*expected, "aten::_index_put_impl_ by a mask", "aten::nonzero", "aten::nonzero"]
+    )
 
 
 def test_memory_is_counted(standin):
@@ -162,18 +173,32 @@ def test_a_fork_of_a_process_that_used_it_cannot(standin):
 @pytest.mark.parametrize(
     ("settings", "program", "error"),
     [
-        ({"STANDIN_MEMORY": "1000"}, "torch.ones(251, device='cuda')", "CUDA out of memory. Tried to allocate 1004 bytes"),
-        ({"STANDIN_NO_FLOAT64": "1"}, "torch.ones(1, device='cuda').double()", "Cannot convert a MPS Tensor to float64"),
+        (
+            {"STANDIN_MEMORY": "1000"},
+            "torch.ones(251, device='cuda')",
+            "CUDA out of memory. Tried to allocate 1004 bytes",
+        ),
+        (
+            {"STANDIN_NO_FLOAT64": "1"},
+            "torch.ones(1, device='cuda').double()",
+            "Cannot convert a MPS Tensor to float64",
+        ),
         (
             {"STANDIN_BREAKS": "1"},
             "x = torch.ones(1, device='cuda')\nwith __import__('contextlib').suppress(RuntimeError): x.item()\nx + 1",
             "torch.AcceleratorError: CUDA error: device-side assert triggered",
         ),
-        ({"STANDIN_DEVICES": "2"}, "torch.ones(1, device='cuda:2')", "CUDA error: invalid device ordinal"),
+        (
+            {"STANDIN_DEVICES": "2"},
+            "torch.ones(1, device='cuda:2')",
+            "CUDA error: invalid device ordinal",
+        ),
     ],
     ids=["memory", "float64", "an error that sticks", "devices"],
 )
 def test_it_plays_a_device_of_that_kind(standin, settings, program, error):
     command = [sys.executable, "-c", f"import torch\n{program}"]
-    ended = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=False
+    )
     assert error in ended.stderr

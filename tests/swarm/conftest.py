@@ -57,7 +57,9 @@ class FakeHost:
         mine, theirs = await self.network.wire()
         stream = Stream(peer_id, *mine, self.traffic)
         self.streams.append(stream)
-        task = asyncio.ensure_future(other.answer(protocol, Stream(self.peer_id, *theirs, other.traffic)))
+        task = asyncio.ensure_future(
+            other.answer(protocol, Stream(self.peer_id, *theirs, other.traffic))
+        )
         self.network.tasks.add(task)
         task.add_done_callback(self.network.tasks.discard)
         return stream
@@ -111,7 +113,12 @@ def paired(network, count, timeouts, seed=0):
     """Return so many exchanges in pairs, each on a fake host of its own, that all see each other."""
     hosts = [network.host() for _ in range(count)]
     members = {host.peer_id: network.member(host.peer_id) for host in hosts}
-    return [PairExchange(PeerContext(host, host.identity, SWARM, MODEL, seed, lambda: members), timeouts) for host in hosts]
+    return [
+        PairExchange(
+            PeerContext(host, host.identity, SWARM, MODEL, seed, lambda: members), timeouts
+        )
+        for host in hosts
+    ]
 
 
 class GroupPeer:
@@ -122,19 +129,41 @@ class GroupPeer:
         self.id = self.host.peer_id
         self.sees, self.rounds, self.looked, self.issued, self.banned = None, {}, 0, {}, set()
         barred = lambda peer: peer in self.banned  # noqa: E731
-        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members, lambda: self.look(), barred)
-        self.exchange = GroupExchange(context, ExchangeTimeouts(wait, chunk_timeout, 20.0), **options)
+        context = PeerContext(
+            self.host,
+            self.host.identity,
+            SWARM,
+            MODEL,
+            0,
+            self.members,
+            lambda: self.look(),
+            barred,
+        )
+        self.exchange = GroupExchange(
+            context, ExchangeTimeouts(wait, chunk_timeout, 20.0), **options
+        )
 
     def look(self):
         self.looked += 1
 
     def members(self):
         ids = list(self.network.hosts) if self.sees is None else self.sees
-        records = {peer: self.network.member(peer, self.rounds.get(peer, 0)) for peer in ids if peer not in self.banned}
-        return {peer: record.model_copy(update={"issued": self.issued.get(peer, 1.0)}) for peer, record in records.items()}
+        records = {
+            peer: self.network.member(peer, self.rounds.get(peer, 0))
+            for peer in ids
+            if peer not in self.banned
+        }
+        return {
+            peer: record.model_copy(update={"issued": self.issued.get(peer, 1.0)})
+            for peer, record in records.items()
+        }
 
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), fragment=0, weight=1.0):
-        return self.exchange.start(Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec))
+        return self.exchange.start(
+            Contribution(
+                RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec
+            )
+        )
 
     def waiting(self, round=0, fragment=0):
         """Return the number of members that wait at this peer for the group of a round."""

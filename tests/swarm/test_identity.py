@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from shoal.swarm.errors import IdentityError, MessageError, printable
 from shoal.swarm.file_lock import FileLock, InUseError
-from shoal.swarm.identity import ID_HEADER, KEY_HEADER, Identity, b58decode, b58encode, is_peer_id, public_key_of, verify
+from shoal.swarm.identity import (
+    ID_HEADER,
+    KEY_HEADER,
+    Identity,
+    b58decode,
+    b58encode,
+    is_peer_id,
+    public_key_of,
+    verify,
+)
 
 # RFC 8032, section 7.1, test 1: seed and public key.
 SEED = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
@@ -172,7 +181,15 @@ def test_peer_ids():
     assert is_peer_id(good)
     assert public_key_of(good) == PUBLIC
     rsa = b58encode(b"\x12\x20" + PUBLIC)
-    shapes = ("", good[:-1], good + "1", "1" + good[:-1], good.replace("K", "0"), "1" * 52, "z" * 52)
+    shapes = (
+        "",
+        good[:-1],
+        good + "1",
+        "1" + good[:-1],
+        good.replace("K", "0"),
+        "1" * 52,
+        "z" * 52,
+    )
     for bad in (*shapes, rsa, None, 7, good.encode()):
         assert not is_peer_id(bad)
     # Any 32 bytes form an id, but a key that is no point on the curve signs nothing.
@@ -199,7 +216,10 @@ sys.stdin.readline()
 def holder(path, kind="alone"):
     """A process that holds the lock, and the id of what it started, or its own."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(path), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(path), kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     return process, int(process.stdout.readline().split()[1])
 
@@ -237,12 +257,16 @@ def test_a_fork_that_ends_leaves_the_lock_to_its_parent(tmp_path):
     take(path).release()
 
 
-def test_a_lock_taken_between_the_release_of_another_and_its_removal_is_on_the_file_that_all_see(tmp_path, monkeypatch):
+def test_a_lock_taken_between_the_release_of_another_and_its_removal_is_on_the_file_that_all_see(
+    tmp_path, monkeypatch
+):
     path, real, calls = tmp_path / "lock", fcntl.flock, []
     first = take(path)
 
     def late(fd, how):
-        if not calls:  # the second has opened the file, and only now the first lets go and removes it
+        if (
+            not calls
+        ):  # the second has opened the file, and only now the first lets go and removes it
             calls.append(fd)
             first.release()
         real(fd, how)
@@ -267,7 +291,10 @@ def test_what_the_file_says_is_not_believed_blindly(tmp_path, content, shown):
 
 def test_where_nothing_can_be_locked_a_warning_says_so(tmp_path, caplog):
     take(tmp_path / "missing" / "lock").release()
-    assert "The key cannot be locked (No such file or directory): make sure that no second node" in caplog.text
+    assert (
+        "The key cannot be locked (No such file or directory): make sure that no second node"
+        in caplog.text
+    )
 
 
 def test_no_sentence_drives_the_terminal():

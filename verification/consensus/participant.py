@@ -72,7 +72,9 @@ from shoal.verification.consensus.rulings import (
 
 MOST_BYTES = 8 << 20
 MOST_FRAMES = 1 << 18
-MOST_PAIRS = 1 << 24  # voters times claims of their round: each pair costs a hash at the draw, all of them about a minute
+MOST_PAIRS = (
+    1 << 24
+)  # voters times claims of their round: each pair costs a hash at the draw, all of them about a minute
 MOST_FRAME = LIMIT + 512
 MOST_SIGNATURE = 256
 IDS = 64  # claims in a frame
@@ -118,11 +120,18 @@ def decode_log(data: bytes) -> Log:
                 (stated,) = parts
                 base = -1 if stated == -1 else _round.validate_python(stated)
             elif kind == "standing":
-                standings[_peer.validate_python(parts[0])] = Standing.of(_numbers.validate_python(tuple(parts[1:])))
+                standings[_peer.validate_python(parts[0])] = Standing.of(
+                    _numbers.validate_python(tuple(parts[1:]))
+                )
             elif kind == "electorate":
                 round, beacon, everything = parts
                 electorates.append(
-                    (_round.validate_python(round), _hash.validate_python(beacon), {}, None if everything else set())
+                    (
+                        _round.validate_python(round),
+                        _hash.validate_python(beacon),
+                        {},
+                        None if everything else set(),
+                    )
                 )
             elif kind == "voter":
                 peer, operator = map(_peer.validate_python, parts)
@@ -135,17 +144,32 @@ def decode_log(data: bytes) -> Log:
                     claims.update(ids[at : at + 32] for at in range(0, len(ids), 32))
             elif kind == "record":
                 encoded, signature = parts
-                if not isinstance(encoded, bytes) or not isinstance(signature, bytes) or len(signature) > MOST_SIGNATURE:
+                if (
+                    not isinstance(encoded, bytes)
+                    or not isinstance(signature, bytes)
+                    or len(signature) > MOST_SIGNATURE
+                ):
                     raise ValueError("a record is bytes and a signature")
                 records.append(Signed(decode(encoded), signature))
             else:
                 raise ValueError("not a known kind of frame")
-    except (ValidationError, ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise ValueError(f"A log is malformed: {str(error).splitlines()[0] if str(error) else 'a frame is damaged'}.") from error
+    except (
+        ValidationError,
+        ValueError,
+        TypeError,
+        IndexError,
+        msgpack.exceptions.UnpackException,
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            f"A log is malformed: {str(error).splitlines()[0] if str(error) else 'a frame is damaged'}."
+        ) from error
     made_in = Counter(signed.record.round for signed in records if isinstance(signed.record, Claim))
     pairs = sum(len(voters) * made_in[round] for round, _, voters, _ in electorates)
     if pairs > MOST_PAIRS or any(len(voters) > Limits.peers for _, _, voters, _ in electorates):
-        raise ValueError("A log is malformed: it has more voters, or claims for them, than could be drawn.")
+        raise ValueError(
+            "A log is malformed: it has more voters, or claims for them, than could be drawn."
+        )
     made = (
         Electorate(round, beacon, voters, None if claims is None else frozenset(claims))
         for round, beacon, voters, claims in electorates
@@ -182,7 +206,9 @@ def _frames(data: bytes) -> Iterator[list[object]]:
         (size,) = struct.unpack_from(">I", data, at)
         if not 0 < size <= MOST_FRAME or at + 4 + size > len(data):
             raise ValueError("a frame has a wrong size")
-        frame = msgpack.unpackb(data[at + 4 : at + 4 + size], max_array_len=64, max_map_len=0, max_ext_len=0)
+        frame = msgpack.unpackb(
+            data[at + 4 : at + 4 + size], max_array_len=64, max_map_len=0, max_ext_len=0
+        )
         if not isinstance(frame, list) or not frame:
             raise ValueError("a frame is not a list")
         yield frame
@@ -196,7 +222,9 @@ def _frames(data: bytes) -> Iterator[list[object]]:
 # Absent peers (`Table.is_absent`) do not, unless no more than sit in a draw are left.
 
 
-def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table) -> Electorate:
+def electorate(
+    run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table
+) -> Electorate:
     """Compute the electorate of ``round``. Verifiers are drawn for claims of voters, and by lot for `Rules.strangers` of others,
     if the audit picks them, unless their author used the slot twice, had not entered in time, or is banned.
     """
@@ -208,7 +236,9 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
             entered[peer] = entry.operator
     there = {peer: operator for peer, operator in entered.items() if not table.is_absent(peer)}
     entered = there if len(there) > rules.verifiers else entered
-    proven = {peer: operator for peer, operator in entered.items() if table.valid(peer) >= rules.proven}
+    proven = {
+        peer: operator for peer, operator in entered.items() if table.valid(peer) >= rules.proven
+    }
     voters = proven if len(proven) > rules.verifiers else entered
     seed = beacon(run, round, salts(round - 1, ledger, electorates, rules))
     claims = [
@@ -221,7 +251,10 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
         and is_audited(seed, claim.id, rules.audit)
     ]
     admitted = {claim.id for claim in claims if claim.peer in voters}
-    strange = sorted((claim.id for claim in claims if claim.peer not in voters), key=lambda case: rank(seed, case, ""))
+    strange = sorted(
+        (claim.id for claim in claims if claim.peer not in voters),
+        key=lambda case: rank(seed, case, ""),
+    )
     return Electorate(round, seed, voters, frozenset(admitted.union(strange[: rules.strangers])))
 
 
@@ -234,7 +267,9 @@ def root(electorate: Electorate) -> bytes:
     """Return the SHA-256 of the encoding of ``electorate``."""
     claims = None if electorate.claims is None else sorted(electorate.claims)
     parts = [electorate.round, electorate.beacon, sorted(electorate.operators.items()), claims]
-    return hashlib.sha256(b"shoal/verification/1/electorate\x00" + bytes(msgpack.packb(parts))).digest()
+    return hashlib.sha256(
+        b"shoal/verification/1/electorate\x00" + bytes(msgpack.packb(parts))
+    ).digest()
 
 
 # Agreement on the electorate of a round, without a leader: each peer states a digest of what it computed (`records.View`).
@@ -325,7 +360,9 @@ class ViewQuorum:
         for peer in self._views.keys() - self._twice:
             if self._voters is None or peer in self._voters:
                 stating[getattr(self._views[peer], field)].add(peer)
-        return min(stating.items(), key=lambda item: (-len(item[1]), item[0]), default=(None, set()))
+        return min(
+            stating.items(), key=lambda item: (-len(item[1]), item[0]), default=(None, set())
+        )
 
 
 SPARE = 4  # rounds that records are kept beyond the last in which something about them can change
@@ -396,7 +433,12 @@ class Participant:
     def slots(self) -> list[Slot]:
         """Return the claims to make in this round: none while banned, or until the own entry is old enough and draws are agreed."""
         before, link = self.consensus.electorates.get(self.round - BEHIND), self._link(self.round)
-        if before is None or not before.operators or link is None or self.table.is_banned(self.peer, self.round):
+        if (
+            before is None
+            or not before.operators
+            or link is None
+            or self.table.is_banned(self.peer, self.round)
+        ):
             return []
         used = {claim.slot for claim in self.consensus.ledger.claims_of(self.peer, self.round)}
         return [
@@ -410,7 +452,9 @@ class Participant:
         if claim.peer != self.peer or claim.run != self.run:
             raise ValueError("a participant publishes its own claims only")
         if (claim.round, claim.slot) not in {(slot.round, slot.slot) for slot in self.slots()}:
-            raise Refused("A claim was not made: its round is over, or its slot is not free.", "late")
+            raise Refused(
+                "A claim was not made: its round is over, or its slot is not free.", "late"
+            )
         self.member.publish(claim)
 
     @property
@@ -439,15 +483,27 @@ class Participant:
             for other in log.electorates:
                 agreement.learned(other)
             self._adopt(log, agreement)
-        if self.table.is_banned(self.peer, self.round):  # the others refused the entry that was made before this was known
-            refused = [entry for entry in self.consensus.ledger.entries_of(self.peer) if entry.round >= self.round - 1]
-            self.consensus.keep(Ledger(record for record in self.consensus.ledger if record not in refused))
+        if self.table.is_banned(
+            self.peer, self.round
+        ):  # the others refused the entry that was made before this was known
+            refused = [
+                entry
+                for entry in self.consensus.ledger.entries_of(self.peer)
+                if entry.round >= self.round - 1
+            ]
+            self.consensus.keep(
+                Ledger(record for record in self.consensus.ledger if record not in refused)
+            )
         return new
 
     def log(self, since: int) -> Log:
         """Return the log to hand out: base, electorates, and the records since round ``since``, newest first."""
         ledger = self.consensus.ledger
-        kept = [record for record in ledger if isinstance(record, Entry) or ledger.stamp(record) >= max(since, 0)]
+        kept = [
+            record
+            for record in ledger
+            if isinstance(record, Entry) or ledger.stamp(record) >= max(since, 0)
+        ]
         kept.sort(key=lambda record: (-ledger.stamp(record), _ORDER[record.KIND], record.id))
         known = dict(self.consensus.electorates)
         agreement = self._agreements.get(self.round - OPENS)
@@ -482,7 +538,15 @@ class Participant:
         if fresh or self.table.is_banned(self.peer, self.round):
             return
         anchor = self._chain(self.round).anchor
-        self.member.try_publish(Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=anchor))
+        self.member.try_publish(
+            Entry(
+                peer=self.peer,
+                run=self.run,
+                round=self.round,
+                operator=self.operator,
+                anchor=anchor,
+            )
+        )
 
     def _chain(self, round: int) -> Chain:
         """Return the chain of the entry of ``round``: always the same, so that a node that was started again can open what it
@@ -510,14 +574,30 @@ class Participant:
                 continue
             for claim in known.ledger.claims_of(self.peer, round):
                 ruling = known.ruling(claim.id)
-                appealed = any(appeal.peer == self.peer for appeal in known.ledger.appeals(claim.id))
+                appealed = any(
+                    appeal.peer == self.peer for appeal in known.ledger.appeals(claim.id)
+                )
                 if appealed or ruling is None or ruling.outcome == "unverified":
                     continue
                 attempt = len(ruling.trials) - 1 - (ruling.appeal is not None)
                 if must_plant(link, before.beacon, claim.slot, self.rules.planted):
-                    self.member.try_publish(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
-                elif ruling.outcome == "invalid" and ruling.appeal is None and round + OPENS > self._came:
-                    self.member.try_publish(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt))
+                    self.member.try_publish(
+                        Opening(
+                            peer=self.peer,
+                            round=self.round,
+                            claim=claim.id,
+                            attempt=attempt,
+                            link=link,
+                        )
+                    )
+                elif (
+                    ruling.outcome == "invalid"
+                    and ruling.appeal is None
+                    and round + OPENS > self._came
+                ):
+                    self.member.try_publish(
+                        Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt)
+                    )
 
     def _state(self) -> None:
         """Compute the scores, and publish this peer's view of the electorate that is due."""
@@ -528,17 +608,27 @@ class Participant:
         self._forget()
         self.table = self._reckon(known.ledger, self.base, known.electorates)
         own = electorate(self.run, round, known.ledger, known.electorates, self.rules, self.table)
-        view = View(peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest)
+        view = View(
+            peer=self.peer, run=self.run, round=round, root=root(own), table=self.table.digest
+        )
         agreement = self._agreements.setdefault(round, ViewQuorum(round))
-        recent = [at for at in range(round - self.rules.life, round) if at in known.electorates and known.electorates[at].operators]
-        voters = set(known.electorates[recent[-1]].operators) & set(own.operators) if recent else None
+        recent = [
+            at
+            for at in range(round - self.rules.life, round)
+            if at in known.electorates and known.electorates[at].operators
+        ]
+        voters = (
+            set(known.electorates[recent[-1]].operators) & set(own.operators) if recent else None
+        )
         agreement.propose(view, own, voters or None)
         self.member.try_publish(view)
 
     def _forget(self) -> None:
         known, before = self.consensus, self.round - self._kept
         if before > 0 and self.base.round < before - 1:
-            self.base = compute_scores(known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base).base()
+            self.base = compute_scores(
+                known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base
+            ).base()
             known.forget(before)
 
     def _reckon(self, ledger: Ledger, base: Table, electorates: dict[int, Electorate]) -> Table:
@@ -572,9 +662,17 @@ class Participant:
             self.table = mine
             return
         before = self._oldest() - BEHIND - 1
-        history = {other.round: other for other in log.electorates if before <= other.round < agreement.round}
+        history = {
+            other.round: other
+            for other in log.electorates
+            if before <= other.round < agreement.round
+        }
         theirs = {signed.record.id for signed in log.records}
-        late = {id(record) for record in known.ledger if record.id not in theirs and known.ledger.stamp(record) <= settled}
+        late = {
+            id(record)
+            for record in known.ledger
+            if record.id not in theirs and known.ledger.stamp(record) <= settled
+        }
         without = Ledger(record for record in known.ledger if id(record) not in late)
         bases = [self.base]
         if log.base.round == self.base.round or not self.base.standings:
@@ -590,4 +688,9 @@ class Participant:
                     return
 
 
-_ORDER = {kind: at for at, kind in enumerate(("entry", "claim", "dispute", "opening", "commitment", "reveal", "verdict"))}
+_ORDER = {
+    kind: at
+    for at, kind in enumerate(
+        ("entry", "claim", "dispute", "opening", "commitment", "reveal", "verdict")
+    )
+}

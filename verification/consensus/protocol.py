@@ -41,7 +41,15 @@ from shoal.verification.consensus.records import (
     VoteRecord,
     hide,
 )
-from shoal.verification.consensus.rulings import Rules, Ruling, decide, first_draws, is_plant, rule, second_draw
+from shoal.verification.consensus.rulings import (
+    Rules,
+    Ruling,
+    decide,
+    first_draws,
+    is_plant,
+    rule,
+    second_draw,
+)
 
 # Timing of a case: the draws of verifiers for a claim or an appeal, and the state of each.
 #
@@ -94,11 +102,15 @@ class Draw:
 
     def is_revealing(self, now: float) -> bool:
         all_in = len(self.commitments) == len(self.verifiers)
-        return self.takes_reveals(now) and (all_in or now >= self.starts + self.times.commit_s + self.times.skew_s)
+        return self.takes_reveals(now) and (
+            all_in or now >= self.starts + self.times.commit_s + self.times.skew_s
+        )
 
     def is_over(self, now: float) -> bool:
         """Return whether the marks are final: time is up, or all votes are there."""
-        return not self.takes_reveals(now) or all(mark in ("valid", "invalid") for mark in self.marks())
+        return not self.takes_reveals(now) or all(
+            mark in ("valid", "invalid") for mark in self.marks()
+        )
 
     def marks(self) -> tuple[Mark, ...]:
         return tuple(map(self._mark, self.verifiers))
@@ -126,7 +138,11 @@ class Case:
         if self._last is not None:
             return self._last
         number = 0
-        while number + 1 < len(self.draws) and self.draws[number].is_over(now) and decide(self.draws[number].marks()) is None:
+        while (
+            number + 1 < len(self.draws)
+            and self.draws[number].is_over(now)
+            and decide(self.draws[number].marks()) is None
+        ):
             number += 1
         if self.draws[number].is_over(now):  # and it decided something, or is the last
             self._last = number
@@ -171,7 +187,9 @@ class Consensus:
         self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
         self._strange: set[bytes] = set()  # the waiting ones whose authors are strangers
         self._cases: dict[bytes, Case] = {}
-        self._drawn: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)  # verifiers with something to do
+        self._drawn: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(
+            dict
+        )  # verifiers with something to do
 
     def advance(self, round: int, since: float | None = None) -> None:
         """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can appeal any more. Raises
@@ -181,7 +199,9 @@ class Consensus:
             raise ValueError(f"round {round} is before {self.round}")
         self.round, self._since = round, self.now() if since is None else since
         for key, case in list(self._cases.items()):
-            if (case.appeal or case.claim).round < round - self.rules.appeal_rounds and case.is_over(self.now()):
+            if (
+                case.appeal or case.claim
+            ).round < round - self.rules.appeal_rounds and case.is_over(self.now()):
                 del self._cases[key]
         self._drop_duties()
 
@@ -191,7 +211,9 @@ class Consensus:
         make. Raises ValueError if that is too early, or was done.
         """
         if electorate.round > self.round - OPENS or electorate.round in self.electorates:
-            raise ValueError(f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done")
+            raise ValueError(
+                f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done"
+            )
         self.electorates[electorate.round] = electorate
         for item in [item for item in self._waiting.values() if item.round <= electorate.round]:
             del self._waiting[item.id]
@@ -239,14 +261,19 @@ class Consensus:
     def keep(self, ledger: Ledger) -> None:
         """Continue with ``ledger``, a part of the present one."""
         self.ledger = ledger
-        self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
+        self._signatures = {
+            key: value for key, value in self._signatures.items() if key in self.ledger
+        }
         for key in [key for key in self._cases if key not in self.ledger]:
             del self._cases[key]
         self._drop_duties()
 
     def _drop_duties(self) -> None:
         """Drop those of cases that are gone: only a peer's own are asked for, and dropped by `duties`."""
-        left = {peer: {key: due for key, due in cases.items() if key in self._cases} for peer, cases in self._drawn.items()}
+        left = {
+            peer: {key: due for key, due in cases.items() if key in self._cases}
+            for peer, cases in self._drawn.items()
+        }
         self._drawn = defaultdict(dict, {peer: cases for peer, cases in left.items() if cases})
 
     def duties(self, peer: str) -> list[Duty]:
@@ -273,7 +300,11 @@ class Consensus:
     def ruling(self, claim: bytes) -> Ruling | None:
         """Return the ruling on the claim with this id, bans apart (`Table.rulings` heeds them); None if it is not known."""
         record = self.ledger.get(claim)
-        return rule(record, self.ledger, self.electorates, self.rules) if isinstance(record, Claim) else None
+        return (
+            rule(record, self.ledger, self.electorates, self.rules)
+            if isinstance(record, Claim)
+            else None
+        )
 
     # -- records ---------------------------------------------------------------------------------------------------------
 
@@ -282,7 +313,9 @@ class Consensus:
         if record.id in self.ledger:
             raise Refused("A record was refused: it was there before.", "replayed")
         if isinstance(record, Claim):
-            self._check_number(record)  # before the signature, which costs most: only floods are refused here
+            self._check_number(
+                record
+            )  # before the signature, which costs most: only floods are refused here
         if not self._is_signed(signed):
             raise Refused("A record was refused: its signature is not its author's.", "forged")
         # A banned peer may still finish what it was drawn for and open what it planted before.
@@ -308,9 +341,14 @@ class Consensus:
         """Refuse a record that is one too many of its author in its round, or the entry of one peer too many."""
         if isinstance(record, Claim):
             others = self.ledger.claims_of(record.peer, record.round)
-            same, most = sum(other.slot == record.slot for other in others), len(others) >= self.limits.claims
+            same, most = (
+                sum(other.slot == record.slot for other in others),
+                len(others) >= self.limits.claims,
+            )
             if record.slot >= self.rules.claims or most or same >= TWICE:
-                raise Refused("A claim was refused: its author made too many in this round.", "quota")
+                raise Refused(
+                    "A claim was refused: its author made too many in this round.", "quota"
+                )
             return
         entries = self.ledger.entries_of(record.peer)
         if sum(entry.round == record.round for entry in entries) >= TWICE:
@@ -336,7 +374,11 @@ class Consensus:
         if record.round < self.round - OPENS:
             raise Refused("A view was refused: its round is over.", "late")
         voters = self._voters()
-        if voters is not None and record.peer not in voters and not self.ledger.entries_of(record.peer):
+        if (
+            voters is not None
+            and record.peer not in voters
+            and not self.ledger.entries_of(record.peer)
+        ):
             raise Refused("A view was refused: its author has not entered.", "unknown")
         try:
             self.views(record)
@@ -353,7 +395,9 @@ class Consensus:
             return record.run == self._run and record.round <= self.round + 1
         if isinstance(record, Dispute | Opening):
             claim = self.ledger.get(record.claim)
-            appealed = any(appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim))
+            appealed = any(
+                appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim)
+            )
             return isinstance(claim, Claim) and record.round <= self.round + 1 and not appealed
         if isinstance(record, Commitment | Reveal | Verdict):
             ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
@@ -364,17 +408,27 @@ class Consensus:
         self._check_round(record.KIND, record.round)
         claim = self.ledger.get(record.claim)
         if not isinstance(claim, Claim) or claim.round not in self.electorates:
-            raise Refused(f"A {record.KIND} was refused: no verifiers are drawn for its claim.", "unknown")
+            raise Refused(
+                f"A {record.KIND} was refused: no verifiers are drawn for its claim.", "unknown"
+            )
         if not 0 <= record.round - claim.round <= self.rules.appeal_rounds:
-            raise Refused(f"A {record.KIND} was refused: it comes too late after its claim.", "stale")
+            raise Refused(
+                f"A {record.KIND} was refused: it comes too late after its claim.", "stale"
+            )
         if any(other.peer == record.peer for other in self.ledger.appeals(claim.id)):
             raise Refused(f"A {record.KIND} was refused: its author appealed before.", "quota")
-        if isinstance(record, Opening) and not is_plant(record, claim, self.ledger, self.electorates, self.rules):
+        if isinstance(record, Opening) and not is_plant(
+            record, claim, self.ledger, self.electorates, self.rules
+        ):
             raise Refused("An opening was refused: its claim was not to be planted.", "unfit")
         if rule(claim, self.ledger, self.electorates, self.rules).outcome == "unverified":
-            raise Refused(f"A {record.KIND} was refused: nothing is decided about its claim.", "unknown")
+            raise Refused(
+                f"A {record.KIND} was refused: nothing is decided about its claim.", "unknown"
+            )
         if record.peer != claim.peer and record.peer not in (self._voters() or ()):
-            raise Refused("A dispute was refused: its author could not be drawn itself.", "not-drawn")
+            raise Refused(
+                "A dispute was refused: its author could not be drawn itself.", "not-drawn"
+            )
         self._wait(record)
         self.ledger.add(record)
 
@@ -382,7 +436,10 @@ class Consensus:
         case = self._cases.get(record.case)
         if case is None:
             raise Refused(f"A {record.KIND} for an unknown case was refused.", "unknown")
-        if record.attempt >= len(case.draws) or record.peer not in case.draws[record.attempt].verifiers:
+        if (
+            record.attempt >= len(case.draws)
+            or record.peer not in case.draws[record.attempt].verifiers
+        ):
             raise Refused(f"A {record.KIND} was refused: its author was not drawn.", "not-drawn")
         if len(self.ledger.ballots(type(record), record.case, record.attempt, record.peer)) >= MOST:
             raise Refused(f"A {record.KIND} was refused: its author sent too many.", "quota")
@@ -393,7 +450,10 @@ class Consensus:
         self.ledger.add(record)
         if earlier:
             draw.contradicted.add(record.peer)
-            raise Refused(f"A second {record.KIND} was refused and kept as a proof against its author.", "contradiction")
+            raise Refused(
+                f"A second {record.KIND} was refused and kept as a proof against its author.",
+                "contradiction",
+            )
         if isinstance(record, Commitment | Reveal):
             self._note(draw, record)
 
@@ -410,13 +470,19 @@ class Consensus:
             draw.reveals[record.peer] = record
             commitment = draw.commitments.get(record.peer)
             if commitment is not None and not record.fits(commitment):
-                raise Refused("A reveal was refused: it is not the vote that was committed to.", "unfit")
+                raise Refused(
+                    "A reveal was refused: it is not the vote that was committed to.", "unfit"
+                )
 
     def _check_round(self, kind: str, round: int) -> None:
         """Refuse a claim, an entry or an appeal of another round, but for those that a neighbour's clock explains."""
         if round > self.round + 1:
             raise Refused(f"A {kind} was refused: its round has not begun.", "future")
-        if round == self.round - 1 and self.now() < self._since + self.times.skew_s and round not in self.electorates:
+        if (
+            round == self.round - 1
+            and self.now() < self._since + self.times.skew_s
+            and round not in self.electorates
+        ):
             return
         if round < self.round:
             raise Refused(f"A {kind} was refused: its round is over.", "late")
@@ -426,7 +492,9 @@ class Consensus:
     def _wait(self, item: Claim | Dispute | Opening) -> None:
         known = self._voters()
         strange = known is not None and item.peer not in known
-        if len(self._waiting) >= self.limits.waiting or (strange and len(self._strange) >= self.limits.strangers):
+        if len(self._waiting) >= self.limits.waiting or (
+            strange and len(self._strange) >= self.limits.strangers
+        ):
             raise Refused(f"A {item.KIND} was refused: too many wait for their draw.", "overflow")
         self._waiting[item.id] = item
         if strange:
@@ -444,7 +512,11 @@ class Consensus:
             found = self.ledger.get(item.claim)
             if not isinstance(found, Claim):
                 return
-            claim, appeal, settled = found, item, rule(found, self.ledger, self.electorates, self.rules)
+            claim, appeal, settled = (
+                found,
+                item,
+                rule(found, self.ledger, self.electorates, self.rules),
+            )
             # One appeal is final; and an opening that agrees with the ruling asks for no draw.
             agrees = settled.outcome == "invalid" and isinstance(item, Opening)
             if settled.appeal is not None or agrees or self._is_appealed(claim):
@@ -456,8 +528,14 @@ class Consensus:
                 len(self._cases) >= self.limits.cases
             ):  # of the oldest no vote is taken any more; the ledger keeps the earlier ones
                 del self._cases[next(iter(self._cases))]
-            now, starts = self.now(), [begin + self.times.total_s * number for number in range(len(drawn))]
-            draws = tuple(Draw(seats, at, self.times, watched=now <= at) for seats, at in zip(drawn, starts, strict=True))
+            now, starts = (
+                self.now(),
+                [begin + self.times.total_s * number for number in range(len(drawn))],
+            )
+            draws = tuple(
+                Draw(seats, at, self.times, watched=now <= at)
+                for seats, at in zip(drawn, starts, strict=True)
+            )
             case = self._cases[item.id] = Case(claim, appeal, draws)
             for attempt, draw in enumerate(draws):
                 for peer in draw.verifiers if draw.watched else ():
@@ -465,7 +543,10 @@ class Consensus:
 
     def _is_appealed(self, claim: Claim) -> bool:
         now = self.now()
-        return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
+        return any(
+            case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now)
+            for case in self._cases.values()
+        )
 
 
 MAX_VOTES = 4096  # hidden votes that wait to be revealed
@@ -536,7 +617,9 @@ class Voter:
             if checked >= most:
                 break
             if self.consensus.now() + self._takes >= duty.until:
-                self._left.add(key)  # it would end too late, and keep this peer from revealing other votes in time
+                self._left.add(
+                    key
+                )  # it would end too late, and keep this peer from revealing other votes in time
                 self._takes *= 0.75  # one slow check must not keep it from trying again
                 continue
             checked += 1
@@ -553,19 +636,30 @@ class Voter:
             elif duty.what == "state":
                 self._hidden.pop(key, None)
                 self._left.discard(key)
-                self.try_publish(Verdict(peer=self.peer, case=duty.case, attempt=duty.attempt, marks=duty.marks))
+                self.try_publish(
+                    Verdict(peer=self.peer, case=duty.case, attempt=duty.attempt, marks=duty.marks)
+                )
 
     def _commit(self, key: tuple[bytes, int], claim: Claim) -> None:
         before = self.consensus.now()
         checked = self._check(claim)
-        self._takes = min(self.consensus.now() - before, self.consensus.times.commit_s)  # more is sleep, or a clock set forward
+        self._takes = min(
+            self.consensus.now() - before, self.consensus.times.commit_s
+        )  # more is sleep, or a clock set forward
         if checked is None or len(self._hidden) >= MAX_VOTES:
             self._left.add(key)
             return
         reveal = Reveal(
-            peer=self.peer, case=key[0], attempt=key[1], vote=checked.vote, evidence=checked.evidence, salt=self._salt()
+            peer=self.peer,
+            case=key[0],
+            attempt=key[1],
+            vote=checked.vote,
+            evidence=checked.evidence,
+            salt=self._salt(),
         )
-        if self.try_publish(Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))):
+        if self.try_publish(
+            Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))
+        ):
             self._hidden[key] = reveal
         else:
             self._left.add(key)

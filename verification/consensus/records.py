@@ -123,7 +123,11 @@ class Reveal(VoteRecord):
     salt: Hash
 
     def fits(self, commitment: Commitment) -> bool:
-        same = (self.peer, self.case, self.attempt) == (commitment.peer, commitment.case, commitment.attempt)
+        same = (self.peer, self.case, self.attempt) == (
+            commitment.peer,
+            commitment.case,
+            commitment.attempt,
+        )
         return same and commitment.digest == hide(self)
 
 
@@ -166,7 +170,8 @@ class View(VoteRecord):
 
 
 KINDS: dict[str, type[VoteRecord]] = {
-    f"shoal/verification/1/{kind.KIND}": kind for kind in (Entry, Claim, Commitment, Reveal, Verdict, Dispute, Opening, View)
+    f"shoal/verification/1/{kind.KIND}": kind
+    for kind in (Entry, Claim, Commitment, Reveal, Verdict, Dispute, Opening, View)
 }
 
 
@@ -192,10 +197,21 @@ def decode(data: bytes) -> VoteRecord:
     if len(data) > LIMIT:
         raise ValueError(f"a record of {len(data)} bytes is above {LIMIT}")
     try:
-        parts = msgpack.unpackb(data, use_list=False, max_array_len=64, max_map_len=0, max_ext_len=0, strict_map_key=True)
+        parts = msgpack.unpackb(
+            data,
+            use_list=False,
+            max_array_len=64,
+            max_map_len=0,
+            max_ext_len=0,
+            strict_map_key=True,
+        )
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise ValueError("not a record") from error
-    kind = KINDS.get(parts[0]) if isinstance(parts, tuple) and parts and isinstance(parts[0], str) else None
+    kind = (
+        KINDS.get(parts[0])
+        if isinstance(parts, tuple) and parts and isinstance(parts[0], str)
+        else None
+    )
     if kind is None:
         raise ValueError("not a known kind of record")
     if len(parts) - 1 != len(kind.model_fields):
@@ -291,13 +307,20 @@ class Ledger:
 
     def ballots(self, kind: type[R], case: bytes, attempt: int, peer: str) -> list[R]:
         """Return the commitments, reveals or verdicts of ``peer`` in one draw; more than one is a contradiction."""
-        return [record for record in self._ballots.get((kind.KIND, case, attempt, peer), ()) if isinstance(record, kind)]
+        return [
+            record
+            for record in self._ballots.get((kind.KIND, case, attempt, peer), ())
+            if isinstance(record, kind)
+        ]
 
     def appeals(self, claim: bytes) -> list[Dispute | Opening]:
         return sorted(self._appeals.get(claim, ()), key=lambda appeal: (appeal.round, appeal.id))
 
     def claims(self) -> list[Claim]:
-        return sorted((claim for group in self._claims.values() for claim in group), key=lambda claim: (claim.round, claim.id))
+        return sorted(
+            (claim for group in self._claims.values() for claim in group),
+            key=lambda claim: (claim.round, claim.id),
+        )
 
     def claims_of(self, peer: str, round: int) -> list[Claim]:
         return self._claims.get((peer, round), [])
@@ -317,8 +340,12 @@ class Ledger:
         return self._entries.keys()
 
     def published(self, round: int) -> list[Claim | Dispute | Opening]:
-        found: list[Claim | Dispute | Opening] = [claim for claim in self.claims() if claim.round == round]
-        found += [appeal for group in self._appeals.values() for appeal in group if appeal.round == round]
+        found: list[Claim | Dispute | Opening] = [
+            claim for claim in self.claims() if claim.round == round
+        ]
+        found += [
+            appeal for group in self._appeals.values() for appeal in group if appeal.round == round
+        ]
         return sorted(found, key=lambda item: item.id)
 
     def stamp(self, record: VoteRecord) -> int:
@@ -338,7 +365,9 @@ class Ledger:
 
         Their consequences have to live on in a base (`compute_scores`).
         """
-        return Ledger(r for r in self if self.stamp(r) >= (before - life if isinstance(r, Entry) else before))
+        return Ledger(
+            r for r in self if self.stamp(r) >= (before - life if isinstance(r, Entry) else before)
+        )
 
 
 # Lottery of planted claims: known wrong ones that look like others, so that voting without checking does not pay.
@@ -376,7 +405,9 @@ class Chain:
     def link(self, round: int) -> bytes:
         """Return the link of ``round``; showing it reveals those of all earlier rounds. Raises ValueError outside the chain."""
         if not self.start < round < self.start + len(self._links):
-            raise ValueError(f"the chain covers rounds {self.start + 1} to {self.start + len(self._links) - 1}, not {round}")
+            raise ValueError(
+                f"the chain covers rounds {self.start + 1} to {self.start + len(self._links) - 1}, not {round}"
+            )
         return self._links[-1 - (round - self.start)]
 
 
@@ -439,7 +470,9 @@ def is_audited(beacon: bytes, claim: bytes, rate: float) -> bool:
     return int.from_bytes(drawn[:8], "big") < rate * 2**64
 
 
-def draw_verifiers(electorate: Electorate, case: bytes, size: int, without: Collection[str] = ()) -> tuple[tuple[str, ...], ...]:
+def draw_verifiers(
+    electorate: Electorate, case: bytes, size: int, without: Collection[str] = ()
+) -> tuple[tuple[str, ...], ...]:
     """Draw the verifiers of each attempt at ``case``: disjoint, ``size`` peers of different operators, none of ``without``'s.
 
     ``without``: operators. If there are too few peers an attempt has the largest odd number there is, if that is at least
@@ -447,7 +480,9 @@ def draw_verifiers(electorate: Electorate, case: bytes, size: int, without: Coll
     beyond 31.
     """
     if size % 2 == 0 or not LEAST <= size <= MAX_SEATS:
-        raise ValueError(f"a draw has an odd number of verifiers from {LEAST} to {MAX_SEATS}, got {size}")
+        raise ValueError(
+            f"a draw has an odd number of verifiers from {LEAST} to {MAX_SEATS}, got {size}"
+        )
     used, drawn = set(without), []
     for peer in sorted(electorate.operators, key=lambda peer: rank(electorate.beacon, case, peer)):
         if (operator := electorate.operators[peer]) not in used:
@@ -458,4 +493,6 @@ def draw_verifiers(electorate: Electorate, case: bytes, size: int, without: Coll
     size = min(size, len(drawn) - (len(drawn) % 2 == 0))
     if size < LEAST:
         return ()
-    return tuple(tuple(drawn[start : start + size]) for start in range(0, len(drawn) - size + 1, size))[:ATTEMPTS]
+    return tuple(
+        tuple(drawn[start : start + size]) for start in range(0, len(drawn) - size + 1, size)
+    )[:ATTEMPTS]

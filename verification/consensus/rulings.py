@@ -57,7 +57,12 @@ from shoal.verification.consensus.records import (
 Outcome = Literal["valid", "invalid", "unverified"]
 VOTES = get_args(Vote)
 Electorates = Mapping[int, Electorate]
-PREFERRED: tuple[Mark, ...] = ("invalid", "valid", "withheld", "absent")  # if signers of two verdicts give two marks a quorum
+PREFERRED: tuple[Mark, ...] = (
+    "invalid",
+    "valid",
+    "withheld",
+    "absent",
+)  # if signers of two verdicts give two marks a quorum
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,15 @@ def decide(marks: Collection[Mark | None]) -> Vote | None:
 
 def is_backed(ledger: Ledger, case: bytes, attempt: int, peer: str, vote: str) -> bool:
     commitments = ledger.ballots(Commitment, case, attempt, peer)
-    reveals = [reveal for reveal in ledger.ballots(Reveal, case, attempt, peer) if reveal.vote == vote]
+    reveals = [
+        reveal for reveal in ledger.ballots(Reveal, case, attempt, peer) if reveal.vote == vote
+    ]
     return any(reveal.fits(commitment) for reveal in reveals for commitment in commitments)
 
 
-def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ignored: Collection[str] = ()) -> Trial:
+def trial(
+    ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ignored: Collection[str] = ()
+) -> Trial:
     """Return the marks of one draw that count. A later contradiction takes nothing back: what was signed first still counts."""
     stated: list[set[tuple[str, Mark]]] = [set() for _ in drawn]
     for peer in drawn:
@@ -149,29 +158,50 @@ def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ign
     for peer, statements in zip(drawn, stated, strict=True):
         count = Counter(mark for _, mark in statements)
         enough = [mark for mark in PREFERRED if count[mark] >= quorum(len(drawn))]
-        backed = [] if peer in ignored else [vote for vote in VOTES if is_backed(ledger, case, attempt, peer, vote)]
+        backed = (
+            []
+            if peer in ignored
+            else [vote for vote in VOTES if is_backed(ledger, case, attempt, peer, vote)]
+        )
         marks.append(next((mark for mark in enough if mark not in VOTES or mark in backed), None))
-    twice = (p for p in drawn for kind in (Commitment, Reveal, Verdict) if len(ledger.ballots(kind, case, attempt, p)) > 1)
+    twice = (
+        p
+        for p in drawn
+        for kind in (Commitment, Reveal, Verdict)
+        if len(ledger.ballots(kind, case, attempt, p)) > 1
+    )
     return Trial(drawn, tuple(marks), frozenset(twice))
 
 
-def first_draws(claim: Claim, electorates: Electorates, rules: Rules) -> tuple[tuple[str, ...], ...]:
+def first_draws(
+    claim: Claim, electorates: Electorates, rules: Rules
+) -> tuple[tuple[str, ...], ...]:
     """Return the verifiers of each attempt; none if the electorate is unknown, the claim is not audited, or peers are too few."""
     electorate = electorates.get(claim.round)
     if electorate is None:
         return ()
     drawn_for = electorate.claims
-    if claim.id not in drawn_for if drawn_for is not None else not is_audited(electorate.beacon, claim.id, rules.audit):
+    if (
+        claim.id not in drawn_for
+        if drawn_for is not None
+        else not is_audited(electorate.beacon, claim.id, rules.audit)
+    ):
         return ()
     return draw_verifiers(electorate, claim.id, rules.verifiers, {operator(electorate, claim.peer)})
 
 
-def second_draw(appeal: Dispute | Opening, claim: Claim, electorates: Electorates, rules: Rules) -> tuple[str, ...]:
+def second_draw(
+    appeal: Dispute | Opening, claim: Claim, electorates: Electorates, rules: Rules
+) -> tuple[str, ...]:
     """Return the verifiers after ``appeal``: nobody of the author's, the appellant's, or an earlier verifier's operator. Empty if
     they are fewer than the first, or if the appellant is neither the author nor a voter: strangers cannot make others work.
     """
     electorate, first = electorates.get(appeal.round), first_draws(claim, electorates, rules)
-    if electorate is None or len(first) <= appeal.attempt or not 0 <= appeal.round - claim.round <= rules.appeal_rounds:
+    if (
+        electorate is None
+        or len(first) <= appeal.attempt
+        or not 0 <= appeal.round - claim.round <= rules.appeal_rounds
+    ):
         return ()
     if appeal.peer != claim.peer and appeal.peer not in electorate.operators:
         return ()
@@ -197,9 +227,14 @@ def is_single(claim: Claim, ledger: Ledger) -> bool:
     return sum(other.slot == claim.slot for other in ledger.claims_of(claim.peer, claim.round)) == 1
 
 
-def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules) -> bool:
+def is_plant(
+    opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules
+) -> bool:
     """Return whether the lottery told the author of ``claim`` to plant it: chain anchored before, and slot used once."""
-    entry, before = anchored(ledger, claim.peer, claim.round, rules), electorates.get(claim.round - BEHIND)
+    entry, before = (
+        anchored(ledger, claim.peer, claim.round, rules),
+        electorates.get(claim.round - BEHIND),
+    )
     if opening.peer != claim.peer or entry is None or before is None or not before.operators:
         return False  # also without an agreed electorate (`electorate.void`): its beacon could be known when the chain was made
     # An agreed electorate leaves out claims that share a slot.
@@ -210,7 +245,13 @@ def is_plant(opening: Opening, claim: Claim, ledger: Ledger, electorates: Electo
     return drawn and belongs(opening.link, entry.anchor, claim.round - entry.round)
 
 
-def rule(claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules, ignored: Collection[str] = ()) -> Ruling:
+def rule(
+    claim: Claim,
+    ledger: Ledger,
+    electorates: Electorates,
+    rules: Rules,
+    ignored: Collection[str] = (),
+) -> Ruling:
     """Rule on ``claim`` by the records in ``ledger``; ``ignored``: banned peers."""
     trials: list[Trial] = []
     for attempt, drawn in enumerate(first_draws(claim, electorates, rules)):
@@ -220,7 +261,11 @@ def rule(claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules, i
     first = trials[-1].decision if trials else None
     if first is None:
         return Ruling(claim, "unverified", tuple(trials))
-    appeals = [appeal for appeal in ledger.appeals(claim.id) if appeal.peer not in ignored and appeal.attempt == len(trials) - 1]
+    appeals = [
+        appeal
+        for appeal in ledger.appeals(claim.id)
+        if appeal.peer not in ignored and appeal.attempt == len(trials) - 1
+    ]
     plants = [
         appeal
         for appeal in appeals
@@ -233,7 +278,14 @@ def rule(claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules, i
             continue
         final = trial(ledger, appeal.id, 0, second_draw(appeal, claim, electorates, rules), ignored)
         if final.decision is not None:
-            return Ruling(claim, final.decision, (*trials, final), appeal, bool(plants), final.decision != first)
+            return Ruling(
+                claim,
+                final.decision,
+                (*trials, final),
+                appeal,
+                bool(plants),
+                final.decision != first,
+            )
     return Ruling(claim, first, tuple(trials), None, bool(plants))
 
 
@@ -243,8 +295,12 @@ def salts(round: int, ledger: Ledger, electorates: Electorates, rules: Rules) ->
     for claim in ledger.claims():
         if claim.round == round:
             for attempt, drawn in enumerate(first_draws(claim, electorates, rules)):
-                for peer, mark in zip(drawn, trial(ledger, claim.id, attempt, drawn).marks, strict=True):
-                    reveals = ledger.ballots(Reveal, claim.id, attempt, peer) if mark in VOTES else []
+                for peer, mark in zip(
+                    drawn, trial(ledger, claim.id, attempt, drawn).marks, strict=True
+                ):
+                    reveals = (
+                        ledger.ballots(Reveal, claim.id, attempt, peer) if mark in VOTES else []
+                    )
                     # An author who revealed two salts could choose between them.
                     found += [reveals[0].salt] if len(reveals) == 1 else []
     return sorted(found)
@@ -270,22 +326,34 @@ def drawn(n: int, share: float, population: int | None = None) -> list[float]:
     With a population the group has ``round(share * population)`` peers. Raises ValueError for an impossible draw.
     """
     if n < 1 or not 0 <= share <= 1:
-        raise ValueError(f"a draw needs at least one verifier and a share from 0 to 1, got {n} and {share}")
+        raise ValueError(
+            f"a draw needs at least one verifier and a share from 0 to 1, got {n} and {share}"
+        )
     if population is None:
         return [comb(n, c) * share**c * (1 - share) ** (n - c) for c in range(n + 1)]
     if population < n:
         raise ValueError(f"{n} verifiers cannot be drawn from {population}: take a smaller n")
     group = round(share * population)
-    return [comb(group, c) * comb(population - group, n - c) / comb(population, n) for c in range(n + 1)]
+    return [
+        comb(group, c) * comb(population - group, n - c) / comb(population, n) for c in range(n + 1)
+    ]
 
 
 def _at_least(need: int, of: int, chance: float) -> float:
     """Return P(``need`` or more of ``of`` independent events happen)."""
-    return sum(comb(of, k) * chance**k * (1 - chance) ** (of - k) for k in range(max(0, need), of + 1))
+    return sum(
+        comb(of, k) * chance**k * (1 - chance) ** (of - k) for k in range(max(0, need), of + 1)
+    )
 
 
 def vote(
-    n: int, collude: float = 0.0, *, lazy: float = 0.0, miss: float = 0.01, alarm: float = 0.01, population: int | None = None
+    n: int,
+    collude: float = 0.0,
+    *,
+    lazy: float = 0.0,
+    miss: float = 0.01,
+    alarm: float = 0.01,
+    population: int | None = None,
 ) -> Odds:
     """Return the odds of a claim before ``n`` (odd) drawn verifiers, of a population with these shares of colluding and lazy peers.
 
@@ -295,9 +363,14 @@ def vote(
     if n % 2 == 0:
         raise ValueError(f"a vote needs an odd number of verifiers, got {n}")
     if not (lazy >= 0 and collude + lazy <= 1 and 0 <= miss <= 1 and 0 <= alarm <= 1):
-        raise ValueError("shares and probabilities are from 0 to 1, and colluding and lazy peers together at most 1")
+        raise ValueError(
+            "shares and probabilities are from 0 to 1, and colluding and lazy peers together at most 1"
+        )
     need = n // 2 + 1
-    accepted = sum(chance * _at_least(need - c, n - c, miss) for c, chance in enumerate(drawn(n, collude + lazy, population)))
+    accepted = sum(
+        chance * _at_least(need - c, n - c, miss)
+        for c, chance in enumerate(drawn(n, collude + lazy, population))
+    )
     # A lazy verifier never rejects, so the colluders and those who work need the majority without it.
     among = min(1.0, lazy / (1 - collude)) if collude < 1 else 0.0
     others = None if population is None else population - round(collude * population)
@@ -317,13 +390,17 @@ def least_audit(gain: float, penalty: float, detected: float) -> float:
     ``gain``, ``penalty``: per cheat, in the same unit.
     """
     if gain < 0 or penalty <= 0 or not 0 < detected <= 1:
-        raise ValueError("gain must not be negative, penalty must be positive, and detected in (0, 1]")
+        raise ValueError(
+            "gain must not be negative, penalty must be positive, and detected in (0, 1]"
+        )
     return gain / (penalty * detected)
 
 
 ROW = 15  # numbers of a standing
 ABSENT = 2000  # absence from which a peer is not drawn
-MOST_ABSENCE = 2 * ABSENT  # absence of one that never votes: it is drawn again some twenty rounds after its last seat
+MOST_ABSENCE = (
+    2 * ABSENT
+)  # absence of one that never votes: it is drawn again some twenty rounds after its last seat
 MOST_UNTIL = 2**37  # rounds of a day up to it have dates
 MOST_SCORE = 2**15  # in a row, above and below 0: a score fades one part after the other
 RETURN = 32  # each round absence loses this part of itself
@@ -373,14 +450,22 @@ class Standing:
     bans: int = 0
     absence: int = 0
     """From 0 to `MOST_ABSENCE`, in thousandths: more with each seat left empty, less with each vote and round."""
-    claims: dict[str, int] = field(default_factory=lambda: {"valid": 0, "invalid": 0, "unverified": 0, "planted": 0})
-    votes: dict[str, int] = field(default_factory=lambda: {"agreed": 0, "against": 0, "absent": 0, "withheld": 0, "missed": 0})
+    claims: dict[str, int] = field(
+        default_factory=lambda: {"valid": 0, "invalid": 0, "unverified": 0, "planted": 0}
+    )
+    votes: dict[str, int] = field(
+        default_factory=lambda: {"agreed": 0, "against": 0, "absent": 0, "withheld": 0, "missed": 0}
+    )
     appeals: dict[str, int] = field(default_factory=lambda: {"won": 0, "lost": 0})
 
     @property
     def row(self) -> tuple[int | None, ...]:
         """All fields as `ROW` numbers; counts end at `MAX_ROUND`."""
-        counts = (min(count, MAX_ROUND) for group in (self.claims, self.votes, self.appeals) for count in group.values())
+        counts = (
+            min(count, MAX_ROUND)
+            for group in (self.claims, self.votes, self.appeals)
+            for count in group.values()
+        )
         return (self.score, self.until, self.bans, self.absence, *counts)
 
     @classmethod
@@ -388,9 +473,15 @@ class Standing:
         """Make a standing from its ``row``. ValueError unless it has `ROW` integers, all but the score >= 0 or None."""
         score, until, bans, absence, *counts = row
         numbers = (score, bans, absence, *counts, *([] if until is None else [until]))
-        if len(row) != ROW or any(type(number) is not int or abs(number) > MAX_ROUND for number in numbers):
+        if len(row) != ROW or any(
+            type(number) is not int or abs(number) > MAX_ROUND for number in numbers
+        ):
             raise ValueError("not a standing")
-        most = abs(score or 0) > MOST_SCORE or (absence or 0) > MOST_ABSENCE or (until or 0) > MOST_UNTIL
+        most = (
+            abs(score or 0) > MOST_SCORE
+            or (absence or 0) > MOST_ABSENCE
+            or (until or 0) > MOST_UNTIL
+        )
         if most or any(number < 0 for number in numbers[1:] if number is not None):
             raise ValueError("not a standing")
         standing = cls(int(score or 0), until, int(bans or 0), int(absence or 0))
@@ -417,7 +508,11 @@ class Table:
     def banned_until(self, peer: str) -> int | None:
         """Return the last round of a ban that lasts beyond the table's round, or None."""
         standing = self.standings.get(peer)
-        return standing.until if standing and standing.until is not None and standing.until > self.round else None
+        return (
+            standing.until
+            if standing and standing.until is not None and standing.until > self.round
+            else None
+        )
 
     def is_banned(self, peer: str, round: int | None = None) -> bool:
         """Return whether ``peer`` is banned in ``round``, by default the one after the table's."""
@@ -436,15 +531,26 @@ class Table:
     def digest(self) -> bytes:
         """SHA-256 of the encoding of round and standings, sorted by peer."""
         rows = [[peer, *standing.row] for peer, standing in sorted(self.standings.items())]
-        return hashlib.sha256(b"shoal/verification/1/table\x00" + bytes(msgpack.packb([self.round, rows]))).digest()
+        return hashlib.sha256(
+            b"shoal/verification/1/table\x00" + bytes(msgpack.packb([self.round, rows]))
+        ).digest()
 
     def base(self) -> Table:
         """Copy the standings without the rulings, to keep them when the records of their rounds are forgotten."""
-        return Table(self.round, {peer: Standing.of(standing.row) for peer, standing in self.standings.items()}, {})
+        return Table(
+            self.round,
+            {peer: Standing.of(standing.row) for peer, standing in self.standings.items()},
+            {},
+        )
 
 
 def compute_scores(
-    ledger: Ledger, electorates: Electorates, rules: Rules, prices: ScoreRules, round: int, base: Table | None = None
+    ledger: Ledger,
+    electorates: Electorates,
+    rules: Rules,
+    prices: ScoreRules,
+    round: int,
+    base: Table | None = None,
 ) -> Table:
     """Compute the table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier
     round, claims up to that round count through it, and their records are not needed any more.
@@ -457,7 +563,11 @@ def compute_scores(
     for now, published in itertools.groupby(claims, key=lambda claim: claim.round):
         for standing in standings.values():
             _fade(standing, now - last, prices)
-        banned = {peer for peer, standing in standings.items() if standing.until is not None and standing.until >= now}
+        banned = {
+            peer
+            for peer, standing in standings.items()
+            if standing.until is not None and standing.until >= now
+        }
         changes: defaultdict[str, int] = defaultdict(int)
         absences: defaultdict[str, int] = defaultdict(int)
         for claim in published:
@@ -478,14 +588,20 @@ def compute_scores(
     return Table(round, dict(sorted(standings.items())), rulings)
 
 
-def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules) -> Iterator[tuple[str, int, int]]:
+def _consequences(
+    ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules
+) -> Iterator[tuple[str, int, int]]:
     """Count the events of ``ruling`` into ``standings`` and yield (peer, change of its score, change of its absence)."""
     if not ruling.trials:  # nobody was drawn: strangers' claims leave no trace
         return
     author = ruling.claim.peer
     standings[author].claims["planted" if ruling.planted else ruling.outcome] += 1
     if ruling.outcome == "valid":
-        yield author, 0 if ruling.opened else prices.upheld, 0  # it was to be wrong: it earns nothing
+        yield (
+            author,
+            0 if ruling.opened else prices.upheld,
+            0,
+        )  # it was to be wrong: it earns nothing
     elif ruling.outcome == "invalid":
         yield author, prices.upheld if ruling.planted else prices.rejected, 0
     for trial in ruling.trials:
@@ -493,7 +609,9 @@ def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices:
             if mark is None or (mark != "withheld" and ruling.outcome == "unverified"):
                 continue
             kind = _kind(mark, ruling)
-            absence = prices.absent if mark == "absent" else 0 if mark == "withheld" else -prices.present
+            absence = (
+                prices.absent if mark == "absent" else 0 if mark == "withheld" else -prices.present
+            )
             change = 0 if kind == "absent" else int(getattr(prices, kind))
             if peer in trial.contradicted and change > prices.withheld:
                 kind, change = "withheld", prices.withheld

@@ -64,8 +64,13 @@ def interpolate(x: Tensor, y: Tensor) -> Tensor:
     master = np.zeros((len(places), count + 1))  # highest first
     master[:, 0] = 1
     for root in range(count):
-        master[:, 1 : root + 2] = _reduced(master[:, 1 : root + 2] + (PRIME - places[:, root : root + 1]) * master[:, : root + 1])
-    quotients, slope = np.ones((count, *places.shape)), np.ones_like(places)  # (power from the highest, W, root); M' at each root
+        master[:, 1 : root + 2] = _reduced(
+            master[:, 1 : root + 2] + (PRIME - places[:, root : root + 1]) * master[:, : root + 1]
+        )
+    quotients, slope = (
+        np.ones((count, *places.shape)),
+        np.ones_like(places),
+    )  # (power from the highest, W, root); M' at each root
     for power in range(1, count):
         quotients[power] = _reduced(master[:, power : power + 1] + places * quotients[power - 1])
         slope = _reduced(slope * places + quotients[power])
@@ -87,7 +92,9 @@ def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
 
 
 def _check_range(values: Tensor, name: str) -> None:
-    if values.is_floating_point() or (values.numel() and not 0 <= int(values.min()) <= int(values.max()) < PRIME):
+    if values.is_floating_point() or (
+        values.numel() and not 0 <= int(values.min()) <= int(values.max()) < PRIME
+    ):
         raise ValueError(f"{name} must be whole numbers from 0 to {PRIME - 1}")
 
 
@@ -120,7 +127,9 @@ def output_head(model: nn.Module) -> nn.Module:
         return found
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linear:
-        raise ValueError("the model has no linear layer: let its get_output_embeddings() return the layer that makes the logits")
+        raise ValueError(
+            "the model has no linear layer: let its get_output_embeddings() return the layer that makes the logits"
+        )
     return linear[-1]
 
 
@@ -145,7 +154,12 @@ class LastHidden:
         self._hook = self._head.register_forward_pre_hook(self._keep)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -153,8 +167,12 @@ class LastHidden:
     def _keep(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         state = inputs[0].detach() if inputs and isinstance(inputs[0], Tensor) else None
         if state is None or state.dim() not in (2, 3):
-            raise ValueError("the layer that makes the logits was not given states of shape (batch, positions, width)")
-        state = state.unsqueeze(1) if state.dim() == 2 else state  # some models pass the last position alone
+            raise ValueError(
+                "the layer that makes the logits was not given states of shape (batch, positions, width)"
+            )
+        state = (
+            state.unsqueeze(1) if state.dim() == 2 else state
+        )  # some models pass the last position alone
         self._dtypes.add(state.dtype)
         kind = state.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -199,7 +217,9 @@ class ActivationProof:
 
     def __init__(self, window: int = WINDOW, top: int = TOP) -> None:
         if not 1 <= window <= 4096 or not window <= top <= MOST_POINTS or top % window:
-            raise ValueError(f"top must be a multiple of the window, and at most {MOST_POINTS}; not {top} and {window}")
+            raise ValueError(
+                f"top must be a multiple of the window, and at most {MOST_POINTS}; not {top} and {window}"
+            )
         self.window, self.top = window, top
 
     def make(self, states: Tensor) -> bytes:
@@ -213,7 +233,9 @@ class ActivationProof:
     def proof_bytes(self, tokens: int, width: int) -> int:
         """Return the only length that a proof of that many tokens can have."""
         whole, rest = divmod(tokens, self.window)
-        return whole * (2 + 2 * self._top(self.window, width)) + (2 + 2 * self._top(rest, width) if rest else 0)
+        return whole * (2 + 2 * self._top(self.window, width)) + (
+            2 + 2 * self._top(rest, width) if rest else 0
+        )
 
     def compare(self, proof: bytes, states: Tensor) -> Evidence:
         """Measure how far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
@@ -223,7 +245,11 @@ class ActivationProof:
             return Evidence(self.features, fault=str(error))
         width = states.shape[1]
         whole = self._top(self.window, width)
-        rows = [row for theirs, own, places in pairs for row in _measure(theirs, own, places % width, width).tolist()]
+        rows = [
+            row
+            for theirs, own, places in pairs
+            for row in _measure(theirs, own, places % width, width).tolist()
+        ]
         sizes = [own.shape[1] / whole for _, own, _ in pairs for _ in own]
         return Evidence(self.features, tuple(map(tuple, rows)), tuple(sizes))
 
@@ -233,7 +259,9 @@ class ActivationProof:
         tokens, width = states.shape
         expected = self.proof_bytes(tokens, width)
         if len(proof) != expected:
-            raise ProofError(f"the proof has {len(proof)} bytes, but one of {tokens} tokens has {expected}")
+            raise ProofError(
+                f"the proof has {len(proof)} bytes, but one of {tokens} tokens has {expected}"
+            )
         data = torch.frombuffer(bytearray(proof), dtype=torch.uint8)
         found, at = [], 0
         for group, top in groups:
@@ -254,14 +282,20 @@ class ActivationProof:
             raise ValueError("hidden states must be floating numbers of shape (tokens, width)")
         tokens, width = states.shape
         if not 1 <= tokens <= MOST_TOKENS or not 1 <= width <= MOST_WIDTH:
-            raise ValueError(f"hidden states must have 1 to {MOST_TOKENS} tokens and a width of 1 to {MOST_WIDTH}")
+            raise ValueError(
+                f"hidden states must have 1 to {MOST_TOKENS} tokens and a width of 1 to {MOST_WIDTH}"
+            )
         rounded = states.detach().to(torch.bfloat16)
         if not bool(torch.isfinite(rounded).all()):
-            raise ValueError("the hidden states are not all finite: the model computes nonsense for these tokens")
+            raise ValueError(
+                "the hidden states are not all finite: the model computes nonsense for these tokens"
+            )
         whole = tokens - tokens % self.window
         groups = []
         if whole:
-            groups.append((rounded[:whole].reshape(whole // self.window, -1), self._top(self.window, width)))
+            groups.append(
+                (rounded[:whole].reshape(whole // self.window, -1), self._top(self.window, width))
+            )
         if tokens > whole:
             groups.append((rounded[whole:].reshape(1, -1), self._top(tokens - whole, width)))
         return groups
@@ -282,7 +316,9 @@ def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 def encode(places: Tensor, bits: Tensor) -> Tensor:
     """Encode windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
-    moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64, device="cpu").unsqueeze(1)
+    moduli = torch.tensor(
+        [injective_modulus(row) for row in places], dtype=torch.int64, device="cpu"
+    ).unsqueeze(1)
     numbers = torch.cat((moduli, interpolate(places % moduli, bits)), dim=1)
     return torch.from_numpy(numbers.numpy().astype(">u2").view(np.uint8))
 
@@ -313,11 +349,15 @@ def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tenso
     missing = 1 - near.double().mean(dim=1)
     error = torch.where(near, error, 0.0)
     count = near.double().sum(dim=1).clamp_min(1)
-    sums = torch.zeros((len(own), width), dtype=torch.float64, device="cpu").scatter_add_(1, channels, error)
+    sums = torch.zeros((len(own), width), dtype=torch.float64, device="cpu").scatter_add_(
+        1, channels, error
+    )
     many = torch.zeros_like(sums).scatter_add_(1, channels, near.double())
     # Of n independent errors of variance s the squared sum is n s: what is over that is consistent. n = 1 tells nothing.
     squares = torch.zeros_like(sums).scatter_add_(1, channels, error.square())
     shared = many > 1
-    excess = torch.where(shared, (sums.square() - squares) / (many - 1).clamp_min(1), 0.0).sum(dim=1)
+    excess = torch.where(shared, (sums.square() - squares) / (many - 1).clamp_min(1), 0.0).sum(
+        dim=1
+    )
     channel = (excess / torch.where(shared, many, 0.0).sum(dim=1).clamp_min(1)).clamp_min(0).sqrt()
     return torch.stack((missing, error.abs().sum(dim=1) / count, channel), dim=1)

@@ -52,10 +52,19 @@ class Evidence:
     fault: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.fault) == bool(self.values) or len(self.values) != len(self.sizes) or len(self.sizes) > MOST_WINDOWS:
+        if (
+            bool(self.fault) == bool(self.values)
+            or len(self.values) != len(self.sizes)
+            or len(self.sizes) > MOST_WINDOWS
+        ):
             raise ValueError("evidence is either a fault or windows, each of them with its size")
-        if any(len(row) != len(self.features) or not all(map(math.isfinite, row)) for row in self.values):
-            raise ValueError(f"each window of evidence must have {len(self.features)} finite values")
+        if any(
+            len(row) != len(self.features) or not all(map(math.isfinite, row))
+            for row in self.values
+        ):
+            raise ValueError(
+                f"each window of evidence must have {len(self.features)} finite values"
+            )
         if not all(0 < size <= 1 for size in self.sizes):
             raise ValueError("a window's size must be above 0 and at most 1")
 
@@ -69,7 +78,8 @@ class Evidence:
             raise ValueError(f"there is nothing to measure: {self.fault}")
         total = self.size
         return tuple(
-            math.fsum(s * v for s, v in zip(self.sizes, column, strict=True)) / total for column in zip(*self.values, strict=True)
+            math.fsum(s * v for s, v in zip(self.sizes, column, strict=True)) / total
+            for column in zip(*self.values, strict=True)
         )
 
 
@@ -90,7 +100,9 @@ def mix(words: Tensor) -> Tensor:
 
 WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
-AT_ONCE = 1 << 18  # scores: 2 MB, which stay in the cache; with eight times as many the noise takes three times as long
+AT_ONCE = (
+    1 << 18
+)  # scores: 2 MB, which stay in the cache; with eight times as many the noise takes three times as long
 FARTHEST = 10.0  # nats; a token that is further from winning than this tells no more
 
 
@@ -110,19 +122,34 @@ class Drawn:
     first: int = 0
 
 
-def gumbel(seed: bytes, positions: range, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+def gumbel(
+    seed: bytes, positions: range, vocabulary: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Return Gumbel noise (positions, vocabulary) float64: the same bits everywhere, but for the last of two logarithms.
 
     SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with it by the finaliser of
     SplitMix64, twice. It need not keep a secret, as the seed has none: it must only be one function that all compute.
     """
-    if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
-        raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
-    digests = [hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions]
-    keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
+    if (
+        not 1 <= vocabulary <= MOST_VOCABULARY
+        or not 0 <= positions.start < 1 << 62
+        or len(seed) > MOST_SEED
+    ):
+        raise ValueError(
+            f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes"
+        )
+    digests = [
+        hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest()
+        for position in positions
+    ]
+    keys = torch.tensor(
+        [struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device
+    )
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
     mixed = mix(mix(numbers * signed(GOLDEN) + keys[:, :1]) ^ keys[:, 1:])
-    uniform = ((mixed >> 12 & (1 << 52) - 1).double() + 0.5) / 2**52  # in (0, 1), both ends excluded
+    uniform = (
+        (mixed >> 12 & (1 << 52) - 1).double() + 0.5
+    ) / 2**52  # in (0, 1), both ends excluded
     return -torch.log(-torch.log(uniform))
 
 
@@ -137,14 +164,34 @@ def margins(drawn: Drawn) -> Tensor:
     Raises ``ValueError`` if the parts of ``drawn`` do not fit together or a row of logits allows no token.
     """
     tokens, logits = drawn.tokens, drawn.logits
-    if logits.dim() != 2 or tokens.shape != logits.shape[:1] or tokens.is_floating_point() or not logits.is_floating_point():
-        raise ValueError("logits must be floating numbers of shape (tokens, vocabulary), one row for each token")
-    if not 1 <= len(tokens) <= MOST_TOKENS or int(tokens.min()) < 0 or int(tokens.max()) >= logits.shape[1]:
-        raise ValueError(f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}")
+    if (
+        logits.dim() != 2
+        or tokens.shape != logits.shape[:1]
+        or tokens.is_floating_point()
+        or not logits.is_floating_point()
+    ):
+        raise ValueError(
+            "logits must be floating numbers of shape (tokens, vocabulary), one row for each token"
+        )
+    if (
+        not 1 <= len(tokens) <= MOST_TOKENS
+        or int(tokens.min()) < 0
+        or int(tokens.max()) >= logits.shape[1]
+    ):
+        raise ValueError(
+            f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}"
+        )
     found, at, many = [], 0, max(1, AT_ONCE // logits.shape[1])
     for rows in torch.split(logits, many):
-        scores = _scores(rows, drawn.seed, range(drawn.first + at, drawn.first + at + len(rows)), drawn.temperature)
-        chosen = scores.gather(1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)).squeeze(1)
+        scores = _scores(
+            rows,
+            drawn.seed,
+            range(drawn.first + at, drawn.first + at + len(rows)),
+            drawn.temperature,
+        )
+        chosen = scores.gather(
+            1, tokens[at : at + many].to(logits.device).long().unsqueeze(1)
+        ).squeeze(1)
         found.append((scores.amax(dim=1) - chosen).clamp_max(FARTHEST))
         at += many
     return torch.cat(found).cpu()
@@ -153,7 +200,9 @@ def margins(drawn: Drawn) -> Tensor:
 def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -> Tensor:
     """Return the competing scores at each position, (n, V) float64: the noise has full weight, so all margins are in one unit."""
     if len(positions) != len(logits):
-        raise ValueError(f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}")
+        raise ValueError(
+            f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}"
+        )
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
     rows = logits.detach().double()
@@ -181,5 +230,7 @@ class SeededSampling:
     def measured(self, found: Tensor) -> Evidence:
         """Return the evidence in ``margins`` (n,) of several completions that were drawn apart."""
         windows, largest = torch.split(found, WINDOW), float(found.max())
-        values = tuple((float((part > 0).double().mean()), float(part.mean()), largest) for part in windows)
+        values = tuple(
+            (float((part > 0).double().mean()), float(part.mean()), largest) for part in windows
+        )
         return Evidence(self.features, values, tuple(len(part) / WINDOW for part in windows))

@@ -21,9 +21,19 @@ from shoal.node.tasks.text import DataError, Document, read_documents
 class Finetune(Task):
     """Task with ``base``: folder or name of a model; ``lora``: rank of an adapter, 0: none; ``data``: files or folders of text."""
 
-    def __init__(self, base: str = "", lora: int = 0, data: str = "", context: int = 64, batch: int = 8, lr: float = 0.0) -> None:
+    def __init__(
+        self,
+        base: str = "",
+        lora: int = 0,
+        data: str = "",
+        context: int = 64,
+        batch: int = 8,
+        lr: float = 0.0,
+    ) -> None:
         self.base, self.lora, self.context, self.batch = base, lora, context, batch
-        self.lr = lr or (1e-4 if base and not lora else 1e-3)  # a model that was trained before forgets at more
+        self.lr = lr or (
+            1e-4 if base and not lora else 1e-3
+        )  # a model that was trained before forgets at more
         self.data = data
 
     @cached_property
@@ -36,12 +46,21 @@ class Finetune(Task):
         if self.base:
             model: Any = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         else:
-            small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-            model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, max_position_embeddings=1024, **small))
+            small: dict[str, Any] = {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+            }
+            model = AutoModelForCausalLM.from_config(
+                LlamaConfig(vocab_size=256, max_position_embeddings=1024, **small)
+            )
         if self.lora:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+            model = get_peft_model(
+                model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+            )
         module: nn.Module = model
         return module
 
@@ -49,13 +68,19 @@ class Finetune(Task):
         """Return the tokens of a shard; None: of the held-out documents, one in 16, chosen by name and so equal on all nodes."""
         held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
         training = [document for document in self.documents if crc32(document.name.encode()) % 16]
-        text = b"\n".join(document.content for document in (training[shard.index :: shard.of] if shard else held))
+        text = b"\n".join(
+            document.content for document in (training[shard.index :: shard.of] if shard else held)
+        )
         if self.base:
-            found = torch.tensor(AutoTokenizer.from_pretrained(self.base)(text.decode(errors="replace"))["input_ids"])
+            found = torch.tensor(
+                AutoTokenizer.from_pretrained(self.base)(text.decode(errors="replace"))["input_ids"]
+            )
         else:
             found = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         if len(found) <= self.context:
-            raise DataError(f"Only {len(found)} tokens are in this part: name more text with --data, or use fewer shards.")
+            raise DataError(
+                f"Only {len(found)} tokens are in this part: name more text with --data, or use fewer shards."
+            )
         return found
 
     def draw(self, tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -65,7 +90,10 @@ class Finetune(Task):
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
         """Yield batches without end. They depend on the shard only, so that a resumed run goes on where it was."""
-        tokens, generator = self.tokens_of(shard), torch.Generator().manual_seed(1000 * shard.seed + shard.index)
+        tokens, generator = (
+            self.tokens_of(shard),
+            torch.Generator().manual_seed(1000 * shard.seed + shard.index),
+        )
         while True:
             yield self.draw(tokens, self.batch, generator)
 
@@ -83,7 +111,10 @@ class Finetune(Task):
     def evaluate(self, model: nn.Module) -> float:
         """Return the same loss on held-out text, a few windows at a time: the logits of all would take much memory."""
         device = next(model.parameters()).device
-        return sum(float(self.loss(model, part.to(device))) for part in torch.split(self.held_out, 8)) / 4
+        return (
+            sum(float(self.loss(model, part.to(device))) for part in torch.split(self.held_out, 8))
+            / 4
+        )
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return AdamW, for the steps between two exchanges."""

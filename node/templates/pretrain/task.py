@@ -21,7 +21,9 @@ class Model(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.places = nn.Embedding(context, width)
-        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, 256)
 
@@ -38,9 +40,21 @@ class Pretrain(Task):
     """Task with ``data``: files or folders of text; empty: the Python standard library. The other options size model and steps."""
 
     def __init__(
-        self, data: str = "", width: int = 64, layers: int = 2, context: int = 64, batch: int = 8, lr: float = 2e-3
+        self,
+        data: str = "",
+        width: int = 64,
+        layers: int = 2,
+        context: int = 64,
+        batch: int = 8,
+        lr: float = 2e-3,
     ) -> None:
-        self.width, self.layers, self.context, self.batch, self.lr = width, layers, context, batch, lr
+        self.width, self.layers, self.context, self.batch, self.lr = (
+            width,
+            layers,
+            context,
+            batch,
+            lr,
+        )
         self.data = data
 
     @cached_property
@@ -52,9 +66,13 @@ class Pretrain(Task):
         """Return the bytes of a shard; None: of the held-out documents, one in 16, chosen by name and so the same on every node."""
         held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
         training = [document for document in self.documents if crc32(document.name.encode()) % 16]
-        text = b"\n".join(document.content for document in (training[shard.index :: shard.of] if shard else held))
+        text = b"\n".join(
+            document.content for document in (training[shard.index :: shard.of] if shard else held)
+        )
         if len(text) <= self.context:
-            raise DataError(f"Only {len(text)} bytes of text are in this part: name more with --data, or use fewer shards.")
+            raise DataError(
+                f"Only {len(text)} bytes of text are in this part: name more with --data, or use fewer shards."
+            )
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def draw(self, text: Tensor, count: int, generator: torch.Generator) -> Tensor:
@@ -68,7 +86,10 @@ class Pretrain(Task):
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
         """Yield batches without end. They depend on the shard only, so that a resumed run goes on where it was."""
-        text, generator = self.text(shard), torch.Generator().manual_seed(1000 * shard.seed + shard.index)
+        text, generator = (
+            self.text(shard),
+            torch.Generator().manual_seed(1000 * shard.seed + shard.index),
+        )
         while True:
             yield self.draw(text, self.batch, generator)
 

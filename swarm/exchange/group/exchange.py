@@ -33,14 +33,45 @@ from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker, TrainingTime
-from shoal.swarm.exchange.contribution import ExchangeAttempt, ExchangeBase, ExchangeHandle, encode_contribution
-from shoal.swarm.exchange.group.leader import COSTLY, LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
-from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
-from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, Roster, open_roster, ready_message
+from shoal.swarm.exchange.contribution import (
+    ExchangeAttempt,
+    ExchangeBase,
+    ExchangeHandle,
+    encode_contribution,
+)
+from shoal.swarm.exchange.group.leader import (
+    COSTLY,
+    LEADER_PROTOCOL,
+    DecisionLog,
+    GroupLeader,
+    moved,
+)
+from shoal.swarm.exchange.group.reduction import (
+    AllGather,
+    AllReduce,
+    Attempt,
+    Outcome,
+    PeerStreams,
+    Reduction,
+)
+from shoal.swarm.exchange.group.roster import (
+    HeartbeatChannel,
+    LivenessView,
+    Roster,
+    open_roster,
+    ready_message,
+)
 from shoal.swarm.p2p.stream import Stream, first_of, short, stop
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import Message, seal, unpack
-from shoal.swarm.wire.messages import LARGEST_GROUP, GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
+from shoal.swarm.wire.messages import (
+    LARGEST_GROUP,
+    GroupFormed,
+    GroupLost,
+    GroupReceipt,
+    GroupReply,
+    GroupReport,
+)
 
 TRIED = 8  # leaders tried in one round
 LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
@@ -53,7 +84,9 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def connected() -> tuple[Ends, Ends]:
     """Return both ends of a stream within this process."""
     one, two = socket.socketpair()
-    return await asyncio.open_unix_connection(sock=one), await asyncio.open_unix_connection(sock=two)
+    return await asyncio.open_unix_connection(sock=one), await asyncio.open_unix_connection(
+        sock=two
+    )
 
 
 @dataclass
@@ -89,7 +122,9 @@ class _Hold:
     unheard: set[str] = field(default_factory=set)
     """Members that had still to send when the leader decided."""
 
-    async def limit(self, needed: asyncio.Event, reduction: Reduction, reducing: asyncio.Future[None]) -> None:
+    async def limit(
+        self, needed: asyncio.Event, reduction: Reduction, reducing: asyncio.Future[None]
+    ) -> None:
         """Return when the leader should have decided; at the end of the budget give up what is not here."""
         await needed.wait()
         self.since = asyncio.get_running_loop().time()
@@ -100,7 +135,10 @@ class _Hold:
 
     def slept(self) -> bool:
         """Return whether this node has been away for so long that it is no measure of others."""
-        return self.since is not None and asyncio.get_running_loop().time() - self.since > 4 * self.budget
+        return (
+            self.since is not None
+            and asyncio.get_running_loop().time() - self.since > 4 * self.budget
+        )
 
 
 class GroupExchange(ExchangeBase):
@@ -136,19 +174,27 @@ class GroupExchange(ExchangeBase):
             raise ValueError(f"max_group must be between 2 and {LARGEST_GROUP}, got {max_group}")
         if fragments < 1:
             raise ValueError(f"fragments must be positive, got {fragments}")
-        rounds, view, time = RoundTracker(fragments), LivenessView(context, fragments), TrainingTime(timeouts, fragments)
+        rounds, view, time = (
+            RoundTracker(fragments),
+            LivenessView(context, fragments),
+            TrainingTime(timeouts, fragments),
+        )
         super().__init__(context.host, rounds, view.evidence, time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._view, self._largest, self._follow = view, max_group + 1, follow
         self._decisions = DecisionLog(context.host, context.identity, context.swarm)
-        self._leader = GroupLeader(context, self._decisions, rounds, view, time, max_group, screen.gathers)
+        self._leader = GroupLeader(
+            context, self._decisions, rounds, view, time, max_group, screen.gathers
+        )
         self._streams = PeerStreams(context.host, view, timeouts.chunk)
         context.host.serve(LEADER_PROTOCOL, self._leader.serve)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
         """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
         check_no_pair(contribution.codec)
-        mine = replace(encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch())
+        mine = replace(
+            encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch()
+        )
         nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self.meet(attempt), lambda outcome: outcome(), nbytes)
@@ -165,7 +211,11 @@ class GroupExchange(ExchangeBase):
         try:
             await self._meet(pending)
         except Exception:  # an error that a peer provoked costs one round, never the training
-            log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
+            log.warning(
+                "round %d was given up because of an error in shoal; please report it",
+                attempt.key.round,
+                exc_info=True,
+            )
         finally:
             self.rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
             if attempt.commit.received is None:
@@ -180,7 +230,9 @@ class GroupExchange(ExchangeBase):
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 passed = self._view.here() - {self._context.me}
-                pending.attempt.stats.pass_over(key, passed, {peer for peer in passed if self._view.costly.at(peer, key.round)})
+                pending.attempt.stats.pass_over(
+                    key, passed, {peer for peer in passed if self._view.costly.at(peer, key.round)}
+                )
                 return
             pending.turned_away = False
             for peer in leaders[:TRIED]:
@@ -206,7 +258,9 @@ class GroupExchange(ExchangeBase):
         """Join the group of one leader; return early if it is not available."""
         loop = asyncio.get_running_loop()
         patience = pending.until - loop.time()
-        ready = ready_message(pending.attempt.contribution, self._context.swarm, self._context.model, patience)
+        ready = ready_message(
+            pending.attempt.contribution, self._context.swarm, self._context.model, patience
+        )
         sealed = seal(ready, self._context.identity)
         self._leader.expect(ready, pending.needed)
         probe = loop.time() + max(self._timeouts.probe(patience), 0.01)
@@ -232,18 +286,31 @@ class GroupExchange(ExchangeBase):
             self.rounds.join(ready.round, ready.fragment, leader)
             if leader != self._context.me:
                 await self._leader.leave(ready.round, ready.fragment, leader)
-            formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
+            formed: Message = await channel.receive(
+                pending.until + LINGER_S, GroupFormed, GroupReceipt
+            )
             began = loop.time()
             before: Roster | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
-                if before is not None and (before.reduction, group.reduction) != ("allreduce", "gather"):
-                    raise MessageError(f"a group from peer {short(leader)} was refused: it asks for attempts without end.")
+                if before is not None and (before.reduction, group.reduction) != (
+                    "allreduce",
+                    "gather",
+                ):
+                    raise MessageError(
+                        f"a group from peer {short(leader)} was refused: it asks for attempts without end."
+                    )
                 if leader != self._context.me and self._decisions.leads(group.nonce):
-                    raise MessageError(f"a group from peer {short(leader)} was refused: its nonce is that of a group led here.")
+                    raise MessageError(
+                        f"a group from peer {short(leader)} was refused: its nonce is that of a group led here."
+                    )
                 barred = self._view.barred(group.members) if before is None else ()
-                if barred:  # the next leader may know better; a member barred later ends what it has begun
-                    raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
+                if (
+                    barred
+                ):  # the next leader may know better; a member barred later ends what it has begun
+                    raise MessageError(
+                        f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned."
+                    )
                 pending.entered = True
                 self.rounds.end(ready.round, ready.fragment)
                 for peer in group.members:  # else this node, when it leads, would not wait for one that was away and is back
@@ -253,7 +320,10 @@ class GroupExchange(ExchangeBase):
                 elif group.alone:
                     for late in self._view.expected(ready.round) - set(group.members):
                         pending.attempt.failed(late, "timeout")
-                    if pending.needed.is_set() and began - pending.began > self.time.forming(ready.fragment) / 2:
+                    if (
+                        pending.needed.is_set()
+                        and began - pending.began > self.time.forming(ready.fragment) / 2
+                    ):
                         self._view.mark_late(set(group.members), ready.round)
                     self._view.mark_absent(self._view.here() - set(group.members))
                 again = await self._reduce(channel, group, pending, began)
@@ -264,14 +334,19 @@ class GroupExchange(ExchangeBase):
                 self._note(pending, leader, formed)
         except (NetworkError, MessageError) as error:
             # An honest leader lets its members go in time. If it is much later than that, this node slept.
-            if 0 <= loop.time() - pending.until - LINGER_S < self._timeouts.chunk and not pending.entered:
+            if (
+                0 <= loop.time() - pending.until - LINGER_S < self._timeouts.chunk
+                and not pending.entered
+            ):
                 self._view.mark_costly(leader, ready.round)
             self._view.mark_absent([leader])
             if leader != self._context.me:  # otherwise no peer failed: no other member came
                 self._context.look()  # it may have said that it leaves
                 pending.attempt.failed(leader, error)
             elif not pending.entered and not self._leader.sought:
-                self._view.doubted |= any(member.round > ready.round for member in self._view.members().values())
+                self._view.doubted |= any(
+                    member.round > ready.round for member in self._view.members().values()
+                )
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self.rounds.leave(ready.round, ready.fragment)
@@ -279,7 +354,9 @@ class GroupExchange(ExchangeBase):
 
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
         if leader != self._context.me:
-            return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
+            return await self._context.host.open(
+                leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds
+            )
         # The own daemon connects to others only. Bytes on this channel are no traffic.
         mine, theirs = await connected()
         self._leader.start(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
@@ -296,30 +373,50 @@ class GroupExchange(ExchangeBase):
 
     def _note(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
         key = pending.attempt.key
-        log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
+        log.debug(
+            "round %d: leader %s answered %s %s",
+            key.round,
+            short(leader),
+            receipt.verdict,
+            receipt.reason,
+        )
         self.evidence.heard(leader, receipt.round)
         if receipt.verdict == "passed":
             most = self.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
-            pending.moved_to = max(pending.moved_to, self.rounds.within(receipt.round, key.round, most))
+            pending.moved_to = max(
+                pending.moved_to, self.rounds.within(receipt.round, key.round, most)
+            )
         elif receipt.verdict == "busy" and receipt.reason == COSTLY:
             pending.turned_away = self._view.doubted = True
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             pending.elsewhere = receipt
         elif receipt.verdict == "refuse":
-            log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
+            log.warning(
+                "peer %s will not exchange with this node: %s", short(leader), receipt.reason
+            )
             pending.attempt.failed(leader, "refused")
 
-    async def _reduce(self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float) -> GroupFormed | None:
+    async def _reduce(
+        self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float
+    ) -> GroupFormed | None:
         """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt.
 
         ``formed``: the loop's time at which the first group was.
         """
         attempt = pending.attempt
         if group.reduction == "allreduce" and attempt.screen.gathers:
-            raise MessageError("the leader asks for an all-reduce, in which no contribution can be screened by itself.")
+            raise MessageError(
+                "the leader asks for an all-reduce, in which no contribution can be screened by itself."
+            )
         way = AllReduce if group.reduction == "allreduce" else AllGather
-        nbytes, loop = moved(attempt.contribution.payload.nbytes, len(group.members)), asyncio.get_running_loop()
-        until, longest = formed + self._timeouts.moving(nbytes), formed + self._timeouts.longest(nbytes)
+        nbytes, loop = (
+            moved(attempt.contribution.payload.nbytes, len(group.members)),
+            asyncio.get_running_loop(),
+        )
+        until, longest = (
+            formed + self._timeouts.moving(nbytes),
+            formed + self._timeouts.longest(nbytes),
+        )
         reduction: Reduction = way(self._streams, group, self._context.me, attempt, until, longest)
         began = loop.time()
         self._streams.begin(reduction)
@@ -342,7 +439,9 @@ class GroupExchange(ExchangeBase):
                 await first_of(listening, holding, timeout=left)
             try:
                 if not listening.done():
-                    raise NetworkError(f"peer {short(group.leader)} did not decide in time.", "timeout")
+                    raise NetworkError(
+                        f"peer {short(group.leader)} did not decide in time.", "timeout"
+                    )
                 message = await listening
                 if isinstance(message, GroupFormed):
                     return message
@@ -350,8 +449,15 @@ class GroupExchange(ExchangeBase):
             except NetworkError as error:
                 log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
                 self._view.mark_absent([group.leader])
-                if holding.done() and hold.since is not None and group.leader != self._context.me and not hold.slept():
-                    self._spent(group.leader, attempt.key, loop.time() - hold.since, nbytes, whole=False)
+                if (
+                    holding.done()
+                    and hold.since is not None
+                    and group.leader != self._context.me
+                    and not hold.slept()
+                ):
+                    self._spent(
+                        group.leader, attempt.key, loop.time() - hold.since, nbytes, whole=False
+                    )
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:
@@ -362,24 +468,38 @@ class GroupExchange(ExchangeBase):
             included = mean & group.places([self._context.me])
             # The weights of several groups differ by design; a node that shows none has none to compare.
             them = group.at(mean) if group.alone and attempt.contribution.sketch is not None else ()
-            self.sketches = {peer: group.readies[peer].sketch for peer in them if peer != self._context.me}
-            if included and not mean & ~reduction.places() and attempt.commit.commit(outcome := reduction.result(mean)):
+            self.sketches = {
+                peer: group.readies[peer].sketch for peer in them if peer != self._context.me
+            }
+            if (
+                included
+                and not mean & ~reduction.places()
+                and attempt.commit.commit(outcome := reduction.result(mean))
+            ):
                 attempt.stats.done(attempt.key, loop.time() - began)
                 self.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
-                await asyncio.to_thread(outcome)  # now, for until training asks for it all payloads would be held
+                await asyncio.to_thread(
+                    outcome
+                )  # now, for until training asks for it all payloads would be held
         return None
 
     def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
         """Note how long training has waited for each member of the group."""
         now = asyncio.get_running_loop().time()
-        if hold.since is None or now - hold.since > 2 * hold.budget:  # this node itself slept meanwhile
+        if (
+            hold.since is None or now - hold.since > 2 * hold.budget
+        ):  # this node itself slept meanwhile
             return
         came = dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)
         each = {peer: (max(at - hold.since, 0.0), at - hold.began) for peer, at in came.items()}
-        each |= dict.fromkeys(sorted(hold.late), (hold.budget, hold.since - hold.began + hold.budget))
+        each |= dict.fromkeys(
+            sorted(hold.late), (hold.budget, hold.since - hold.began + hold.budget)
+        )
         for peer, (held, took) in each.items():
             beside = [times for other, times in each.items() if other != peer]
-            self._spent(peer, key, held, hold.nbytes, whole=peer not in hold.late, took=took, beside=beside)
+            self._spent(
+                peer, key, held, hold.nbytes, whole=peer not in hold.late, took=took, beside=beside
+            )
 
     def _spent(self, peer: str, key: RoundKey, held: float, nbytes: int, **how: Any) -> None:
         for one in self.time.spent(peer, key.round, key.fragment, held, nbytes=nbytes, **how):
@@ -390,7 +510,9 @@ class GroupExchange(ExchangeBase):
         self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
     ) -> GroupFormed | GroupReply:
         while True:
-            message: Message = await channel.receive(until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost)
+            message: Message = await channel.receive(
+                until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost
+            )
             if isinstance(message, GroupFormed | GroupReply):
                 return message
             if isinstance(message, GroupLost) and message.nonce == reduction.group.nonce:
@@ -403,4 +525,6 @@ class GroupExchange(ExchangeBase):
         others = [peer for peer in group.members if peer != self._context.me]
         if group.leader not in others and group.leader != self._context.me:
             others.append(group.leader)
-        return await self._decisions.ask(group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others])
+        return await self._decisions.ask(
+            group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others]
+        )

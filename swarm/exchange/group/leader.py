@@ -28,7 +28,12 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PeerContext, RoundTracker, TrainingTime
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group.reduction import fits
-from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, difference, encode_roster
+from shoal.swarm.exchange.group.roster import (
+    HeartbeatChannel,
+    LivenessView,
+    difference,
+    encode_roster,
+)
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import Newest, StreamPlaces
 from shoal.swarm.p2p.stream import Stream, first_of, running, short
@@ -74,7 +79,10 @@ class DecisionLog:
 
     def settle(self, nonce: bytes, mean: int) -> bytes:
         if nonce not in self._sealed:
-            self.remember(nonce, seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity))
+            self.remember(
+                nonce,
+                seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity),
+            )
         return self._sealed[nonce]
 
     def remember(self, nonce: bytes, sealed: bytes) -> None:
@@ -90,12 +98,19 @@ class DecisionLog:
             return None
         signer, decision = unseal(sealed, GroupDecision)
         if signer != leader or decision.nonce != nonce or decision.swarm != self._swarm:
-            raise MessageError(f"a decision was refused: it is not the one of peer {short(leader)} on this group.")
+            raise MessageError(
+                f"a decision was refused: it is not the one of peer {short(leader)} on this group."
+            )
         return decision.mean
 
-    async def ask(self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]) -> bytes | None:
+    async def ask(
+        self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]
+    ) -> bytes | None:
         """Return the decision from any of ``peers`` (peer id, addresses) that has it; None if none of them does within a second."""
-        asking = [asyncio.ensure_future(self._asked(peer, addresses, leader, nonce)) for peer, addresses in peers]
+        asking = [
+            asyncio.ensure_future(self._asked(peer, addresses, leader, nonce))
+            for peer, addresses in peers
+        ]
         try:
             for answer in asyncio.as_completed(asking, timeout=ASK_S):
                 sealed = await answer
@@ -106,10 +121,14 @@ class DecisionLog:
         finally:
             for question in asking:
                 question.cancel()
-        log.warning("the channel to the leader of a group broke and no member knows its decision: going on without the group")
+        log.warning(
+            "the channel to the leader of a group broke and no member knows its decision: going on without the group"
+        )
         return None
 
-    async def _asked(self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes) -> bytes | None:
+    async def _asked(
+        self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes
+    ) -> bytes | None:
         try:
             opening = self._host.open(peer, DECISION_PROTOCOL, addresses=addresses, timeout=ASK_S)
             with contextlib.closing(await opening) as stream:
@@ -182,7 +201,14 @@ class GroupCommit:
     counts for whatever they all hold.
     """
 
-    def __init__(self, leader: GroupLeader, key: tuple[int, int], members: Mapping[str, MemberState], *, alone: bool) -> None:
+    def __init__(
+        self,
+        leader: GroupLeader,
+        key: tuple[int, int],
+        members: Mapping[str, MemberState],
+        *,
+        alone: bool,
+    ) -> None:
         self._leader, self._decisions, self._key, self._alone = leader, leader.decisions, key, alone
         self._needed = leader.needed.get(key[1]) or asyncio.Event()
         self._began = self._longest = self._again = 0.0
@@ -197,8 +223,14 @@ class GroupCommit:
     async def run(self) -> None:
         everybody, leader = self._members, self._leader
         nbytes = moved(next(iter(everybody.values())).ready.nbytes, len(everybody))
-        self._began, self._longest = asyncio.get_running_loop().time(), leader.timeouts.longest(nbytes)
-        self._again, until = leader.time.budget(nbytes, self._key[1]), self._began + leader.timeouts.moving(nbytes)
+        self._began, self._longest = (
+            asyncio.get_running_loop().time(),
+            leader.timeouts.longest(nbytes),
+        )
+        self._again, until = (
+            leader.time.budget(nbytes, self._key[1]),
+            self._began + leader.timeouts.moving(nbytes),
+        )
         waiting = asyncio.ensure_future(self._needed.wait())
         waiting.add_done_callback(lambda _: self._changed.set())
         try:
@@ -206,8 +238,16 @@ class GroupCommit:
             if fits(codec, len(everybody)) and not leader.gather:
                 if await self._try_reduction("allreduce", until):
                     return
-                self._members = {p: member for p, member in everybody.items() if not (member.gone or self._passed_over(p))}
-                log.info("an all-reduce of %d failed: the remaining %d gather", len(everybody), len(self._members))
+                self._members = {
+                    p: member
+                    for p, member in everybody.items()
+                    if not (member.gone or self._passed_over(p))
+                }
+                log.info(
+                    "an all-reduce of %d failed: the remaining %d gather",
+                    len(everybody),
+                    len(self._members),
+                )
             if len(self._members) >= 2:
                 await self._try_reduction("gather", until)
         finally:
@@ -224,7 +264,9 @@ class GroupCommit:
         mean, whole = 0, reduction == "allreduce"
         try:
             listed = encode_roster(member.sealed for member in self._members.values())
-            await self._send_all(GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed))
+            await self._send_all(
+                GroupFormed(nonce=nonce, reduction=reduction, alone=self._alone, members=listed)
+            )
             await self._reports(nonce, until, whole)
             mean = self._everybody(nonce) if whole else self._common(nonce)
         finally:
@@ -236,7 +278,11 @@ class GroupCommit:
     def _everybody(self, nonce: bytes) -> int:
         """Return all members, as bits, if each reported that it holds everything (one may have died since); else 0."""
         everybody = (1 << len(self._members)) - 1
-        return everybody if all(member.held.get(nonce) == everybody for member in self._members.values()) else 0
+        return (
+            everybody
+            if all(member.held.get(nonce) == everybody for member in self._members.values())
+            else 0
+        )
 
     def _common(self, nonce: bytes) -> int:
         """Return the contributions that all remaining members hold, as bits."""
@@ -247,7 +293,12 @@ class GroupCommit:
             if nonce in member.held and not member.gone
         }
         mean, takers = common(held)
-        log.info("of a group of %d, %d are in the mean and %d take it", len(self._members), mean.bit_count(), takers.bit_count())
+        log.info(
+            "of a group of %d, %d are in the mean and %d take it",
+            len(self._members),
+            mean.bit_count(),
+            takers.bit_count(),
+        )
         return mean
 
     async def _reports(self, nonce: bytes, until: float, whole: bool) -> None:
@@ -265,15 +316,22 @@ class GroupCommit:
             if own is None and took and self._needed.is_set():
                 deadline, took = min(deadline, loop.time() + max(self._again, took)), 0.0
             gone = sum(
-                1 << place for place, member in enumerate(self._members.values()) if member.gone and nonce not in member.held
+                1 << place
+                for place, member in enumerate(self._members.values())
+                if member.gone and nonce not in member.held
             )
-            failed = gone or any(member.held.get(nonce, everybody) != everybody for member in self._members.values())
+            failed = gone or any(
+                member.held.get(nonce, everybody) != everybody for member in self._members.values()
+            )
             if whole and failed:
                 return
             if gone != lost:  # sent in any case: the next round need not wait for them either
                 lost = gone
                 await self._send_all(GroupLost(nonce=nonce, lost=lost))
-            if all(member.gone or nonce in member.held or self._passed_over(p) for p, member in self._members.items()):
+            if all(
+                member.gone or nonce in member.held or self._passed_over(p)
+                for p, member in self._members.items()
+            ):
                 return
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
@@ -282,7 +340,9 @@ class GroupCommit:
 
     async def _send_all(self, message: Message) -> None:
         """Send a message to every remaining member; one that cannot be reached counts as gone."""
-        await asyncio.gather(*(self._send(member, message) for member in self._members.values() if not member.gone))
+        await asyncio.gather(
+            *(self._send(member, message) for member in self._members.values() if not member.gone)
+        )
 
     async def _send(self, member: MemberState, message: Message) -> None:
         try:
@@ -352,7 +412,9 @@ class GroupLeader:
             if signer != stream.peer_id:
                 raise MessageError("another peer signed this ready message")
         except MessageError as error:
-            await channel.send(GroupReceipt(verdict="refuse", reason=str(error), round=self._rounds.next_round))
+            await channel.send(
+                GroupReceipt(verdict="refuse", reason=str(error), round=self._rounds.next_round)
+            )
             return
         receipt = self._judge(signer, ready)
         if receipt.verdict == "noted" and signer != self.me and not self._places.take(stream):
@@ -360,7 +422,9 @@ class GroupLeader:
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(ready.patience, self.time.patience(ready.fragment))
+        until = asyncio.get_running_loop().time() + min(
+            ready.patience, self.time.patience(ready.fragment)
+        )
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
         try:
@@ -375,19 +439,25 @@ class GroupLeader:
 
     def _judge(self, peer: str, ready: GroupReady) -> GroupReceipt:
         def reply(verdict: str, reason: str = "", round: int = ready.round) -> GroupReceipt:
-            return GroupReceipt.model_validate({"verdict": verdict, "reason": reason, "round": round})
+            return GroupReceipt.model_validate(
+                {"verdict": verdict, "reason": reason, "round": round}
+            )
 
         if self.view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
             return reply("refuse", BARRED)
         if peer != self.me and peer not in self.view.members():
             self._context.look()
         if ready.swarm != self._context.swarm:
-            return reply("refuse", f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}")
+            return reply(
+                "refuse",
+                f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}",
+            )
         if ready.model != self._context.model:
             return reply("refuse", "the models differ in the shapes or types of their parameters")
         if ready.fragment > self._rounds.fragments:  # one beyond the schedule's: the last average
             return reply(
-                "refuse", f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}"
+                "refuse",
+                f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}",
             )
         self.view.mark_awake(peer)
         if peer != self.me:
@@ -412,7 +482,11 @@ class GroupLeader:
         reason = None if usual is None else difference(usual, ready)
         if reason is not None:
             return reply("refuse", reason)
-        rounds = sum(peer in other.members for (_, fragment), other in self._pending.items() if fragment == ready.fragment)
+        rounds = sum(
+            peer in other.members
+            for (_, fragment), other in self._pending.items()
+            if fragment == ready.fragment
+        )
         if (pending is not None and peer in pending.members) or rounds >= MAX_ROUNDS:
             return reply("busy", "this peer is waiting here already")
         if pending is None and len(self._pending) >= MAX_PENDING:
@@ -425,7 +499,9 @@ class GroupLeader:
 
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
         addresses = self.view.addresses(leader or "")
-        return GroupReceipt(verdict="elsewhere", round=round, leader=leader, addresses=tuple(addresses))
+        return GroupReceipt(
+            verdict="elsewhere", round=round, leader=leader, addresses=tuple(addresses)
+        )
 
     @property
     def sought(self) -> bool:
@@ -462,7 +538,10 @@ class GroupLeader:
         most = moved(member.ready.nbytes, self._max_group + 1)
         longest = member.until + self.timeouts.longest(most) + 8 * self.timeouts.chunk
         try:
-            async with running(self._listen(member, longest), member.over.wait()) as (listening, over):
+            async with running(self._listen(member, longest), member.over.wait()) as (
+                listening,
+                over,
+            ):
                 await first_of(listening, over)
                 if listening.done():
                     listening.result()
@@ -486,7 +565,9 @@ class GroupLeader:
                     break
                 now = loop.time()
                 here = set(pending.members)
-                if len(here) == 1 and here >= self.view.hoped(key[0]):  # all others have left since it came
+                if len(here) == 1 and here >= self.view.hoped(
+                    key[0]
+                ):  # all others have left since it came
                     break
                 view = self._awaited(key[0], pending)
                 expired = min(member.until for member in pending.members.values())
@@ -506,7 +587,9 @@ class GroupLeader:
             del self._pending[key]
         members = pending.members
         if len(members) < 2:
-            for member in members.values():  # its patience is over and no other member came, or none is left
+            for (
+                member
+            ) in members.values():  # its patience is over and no other member came, or none is left
                 member.dismiss()
             return
         self._rounds.formed(*key)
@@ -518,12 +601,17 @@ class GroupLeader:
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers for which the group waits: those that may be in this round just now until they answer a probe only."""
-        return self.view.expected(round) | self.view.expected(round, self._rounds.fragments) - pending.probed
+        return (
+            self.view.expected(round)
+            | self.view.expected(round, self._rounds.fragments) - pending.probed
+        )
 
     async def _probe_missing(self, round: int, pending: PendingGroup) -> None:
         """Probe, once, the members for which the group would wait, and look up how far they are."""
         await asyncio.sleep(PROBE_S)
-        missing = sorted(self._awaited(round, pending) - set(pending.members) - {self.me})[:MAX_GROUP]
+        missing = sorted(self._awaited(round, pending) - set(pending.members) - {self.me})[
+            :MAX_GROUP
+        ]
         if missing:
             self._context.look()
         await asyncio.gather(*(self._probe(peer, pending) for peer in missing))
@@ -531,7 +619,11 @@ class GroupLeader:
     async def _probe(self, peer: str, pending: PendingGroup) -> None:
         try:
             addresses, seconds = self.view.addresses(peer), self.timeouts.probe(self.timeouts.wait)
-            (await self._context.host.open(peer, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)).close()
+            (
+                await self._context.host.open(
+                    peer, LEADER_PROTOCOL, addresses=addresses, timeout=seconds
+                )
+            ).close()
             pending.probed.add(peer)
         except NetworkError as error:
             log.info("a missing peer is not waited for: %s", error)
@@ -539,7 +631,9 @@ class GroupLeader:
         pending.changed.set()
 
 
-def partition_into_groups(seed: int, round: int, peers: Iterable[str], largest: int) -> list[tuple[str, ...]]:
+def partition_into_groups(
+    seed: int, round: int, peers: Iterable[str], largest: int
+) -> list[tuple[str, ...]]:
     """Divide the peers into as few groups of at most ``largest`` as possible, nearly equal in size, equal for equal peers.
 
     Nobody is left without a partner: an odd number of peers in pairs leaves one group of three. Raises ValueError unless

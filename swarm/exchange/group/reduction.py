@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
-WINDOW = 256 << 10  # bytes that a new stream takes at once; a kept one only what its window has left, unless more have widened it
+WINDOW = (
+    256 << 10
+)  # bytes that a new stream takes at once; a kept one only what its window has left, unless more have widened it
 MAX_HELD = 64  # callers from groups that this node does not know yet
 
 
@@ -61,7 +63,9 @@ class PeerStreams:
         self._kept, self._waiting = KeptStreams(host), StreamPlaces(ANSWERED)
         host.serve(PAYLOAD_PROTOCOL, self._serve)
 
-    async def call(self, peer: str, nonce: bytes, nbytes: int, use: Callable[[Stream], Awaitable[None]]) -> None:
+    async def call(
+        self, peer: str, nonce: bytes, nbytes: int, use: Callable[[Stream], Awaitable[None]]
+    ) -> None:
         """Open a stream to a member, for the group with this nonce, or take one that was kept, and ``use`` it for ``nbytes`` each
         way at most. One whose use ends well is kept if they are more than a new one takes at once; a kept one that the member had
         just ended is replaced. Raises what ``use`` does, or NetworkError.
@@ -76,11 +80,15 @@ class PeerStreams:
                 if error.reason != "broken" or kept.received > before:
                     raise
         addresses = self._view.addresses(peer)
-        stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=addresses, timeout=self.chunk_timeout)
+        stream = await self._host.open(
+            peer, PAYLOAD_PROTOCOL, addresses=addresses, timeout=self.chunk_timeout
+        )
         await self._used(stream, nonce, use)
         self._kept.keep(stream) if large else stream.close()
 
-    async def _used(self, stream: Stream, nonce: bytes, use: Callable[[Stream], Awaitable[None]]) -> None:
+    async def _used(
+        self, stream: Stream, nonce: bytes, use: Callable[[Stream], Awaitable[None]]
+    ) -> None:
         try:
             await stream.send(pack(GroupHello(nonce=nonce)), self.chunk_timeout)
             await use(stream)
@@ -118,7 +126,11 @@ class PeerStreams:
                 self._places.free(stream)
                 del self._held[event]
         reduction = self._running.get(hello.nonce)
-        return reduction is not None and stream.peer_id in reduction.group.readies and await reduction.accept(stream)
+        return (
+            reduction is not None
+            and stream.peer_id in reduction.group.readies
+            and await reduction.accept(stream)
+        )
 
 
 log = logging.getLogger(__name__)
@@ -142,24 +154,49 @@ class Gathered:
             if not self._means:
                 mine = self.mine
                 contributions: list[tuple[str, float, Iterable[Tensor]]] = [
-                    (peer, weight, mine.payload.tensors() if payload is None else self._tensors(payload))
+                    (
+                        peer,
+                        weight,
+                        mine.payload.tensors() if payload is None else self._tensors(payload),
+                    )
                     for peer, (weight, payload) in self.parts.items()
                 ]
                 self.parts.clear()
-                self._means.append(mean_of(self.screen, mine.codec, self.me, mine.key.fragment, contributions, mine.even))
+                self._means.append(
+                    mean_of(
+                        self.screen,
+                        mine.codec,
+                        self.me,
+                        mine.key.fragment,
+                        contributions,
+                        mine.even,
+                    )
+                )
             return self._means[0]
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
-        yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time
+        yield from self.mine.codec.decode(
+            payload, self.mine.shapes
+        )  # one peer's after the other's, to hold one at a time
 
 
 class AllGather:
     """The gathering of one group's payloads at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
+    def __init__(
+        self,
+        streams: PeerStreams,
+        group: Roster,
+        me: str,
+        attempt: Attempt,
+        until: float,
+        longest: float,
+    ) -> None:
         self._streams, self.group, self._me, self._attempt = streams, group, me, attempt
         self._until, self._longest = until, longest
-        self._parts: dict[str, tuple[float, Tensor | None]] = {me: (attempt.contribution.weight, None)}
+        self._parts: dict[str, tuple[float, Tensor | None]] = {
+            me: (attempt.contribution.weight, None)
+        }
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
         self.arrived: dict[str, float] = {}
@@ -173,7 +210,9 @@ class AllGather:
             for moving in self._moving.values():
                 moving.cancel()
             if self._moving:
-                await asyncio.wait(self._moving.values())  # afterwards nothing refers to the own payload any more
+                await asyncio.wait(
+                    self._moving.values()
+                )  # afterwards nothing refers to the own payload any more
 
     def places(self) -> int:
         """Return the members whose contributions are held whole, as bits."""
@@ -196,7 +235,11 @@ class AllGather:
 
     def give_up(self) -> set[str]:
         """Stop waiting for all that is not here; return the members that are still to send."""
-        late = {peer for peer, called in self._called.items() if not called.is_set() or peer in self._moving}
+        late = {
+            peer
+            for peer, called in self._called.items()
+            if not called.is_set() or peer in self._moving
+        }
         late = {peer for peer in late if peer not in self._moving or not self._moving[peer].done()}
         for peer in late:
             self._attempt.failed(peer, "timeout")
@@ -248,11 +291,19 @@ class AllGather:
             longest=self._longest, on_progress=hashes.advance,
         )  # fmt: skip
         if hashes.digest() != ready.sha256:
-            raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
+            raise MessageError(
+                f"the payload of peer {short(peer)} does not match the digest it announced.",
+                "damaged",
+            )
         problem, _ = await asyncio.to_thread(self._attempt.problem, peer, scratch)
         if problem is not None:
-            raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem.text}.", problem.kind)
-        self._parts[peer], self.arrived[peer] = (ready.weight, scratch), asyncio.get_running_loop().time()
+            raise MessageError(
+                f"the contribution of peer {short(peer)} was refused: {problem.text}.", problem.kind
+            )
+        self._parts[peer], self.arrived[peer] = (
+            (ready.weight, scratch),
+            asyncio.get_running_loop().time(),
+        )
 
 
 PART = 1 << 18  # bytes that are averaged at a time
@@ -270,14 +321,24 @@ def fits(codec: str, members: int) -> bool:
 class AllReduce:
     """One group's all-reduce at this node. All coroutines run on the host's loop."""
 
-    def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
+    def __init__(
+        self,
+        streams: PeerStreams,
+        group: Roster,
+        me: str,
+        attempt: Attempt,
+        until: float,
+        longest: float,
+    ) -> None:
         mine = attempt.contribution
         self._streams, self.group, self._me, self._mine = streams, group, me, mine
         self._until = max(until, longest)  # each part of it has a deadline of its own
         self._mean: Tensor | None = None
         self._failed, self._over = asyncio.Event(), asyncio.Event()
         # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.
-        self._dtype = mine.codec.dtype if isinstance(mine.codec, FloatCodec) and not mine.even else None
+        self._dtype = (
+            mine.codec.dtype if isinstance(mine.codec, FloatCodec) and not mine.even else None
+        )
         self._callers: dict[str, asyncio.Future[Stream]] = {}
         """The streams on which the other members send this node its share."""
         if self._dtype is not None:
@@ -291,12 +352,21 @@ class AllReduce:
     async def run(self) -> None:
         if self._dtype is None:
             return
-        reducing, failing = asyncio.ensure_future(self._reduced(self._dtype)), asyncio.ensure_future(self._failed.wait())
+        reducing, failing = (
+            asyncio.ensure_future(self._reduced(self._dtype)),
+            asyncio.ensure_future(self._failed.wait()),
+        )
         try:
             left = self._until - asyncio.get_running_loop().time()
-            await asyncio.wait({reducing, failing}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {reducing, failing}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
             if not reducing.done():
-                raise NetworkError("a member stopped, or its link broke." if self._failed.is_set() else "its time was up.")
+                raise NetworkError(
+                    "a member stopped, or its link broke."
+                    if self._failed.is_set()
+                    else "its time was up."
+                )
             mean = reducing.result()
             if not await asyncio.to_thread(all_finite, [mean]):
                 raise MessageError("the mean holds NaN or infinity.")
@@ -335,7 +405,9 @@ class AllReduce:
             return False
         caller.set_result(stream)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), max(self._until - asyncio.get_running_loop().time(), 0.0))
+            await asyncio.wait_for(
+                self._over.wait(), max(self._until - asyncio.get_running_loop().time(), 0.0)
+            )
         if self._mean is None:
             stream.abort()
         return self._mean is not None
@@ -354,7 +426,11 @@ class AllReduce:
 
     def _parts(self, peer: str, values: Tensor) -> list[slice]:
         """Return the parts of the share that ``peer`` averages; none if there are fewer values than members."""
-        place, count, step = self.group.members.index(peer), len(self.group.members), PART // values.element_size()
+        place, count, step = (
+            self.group.members.index(peer),
+            len(self.group.members),
+            PART // values.element_size(),
+        )
         start, end = (values.numel() * bound // count for bound in (place, place + 1))
         return [slice(at, min(at + step, end)) for at in range(start, end, step)]
 
@@ -381,32 +457,45 @@ class AllReduce:
         """Average this node's share of the values of all members, and send each of them the averages."""
         parts, (weights, _) = self._parts(self._me, values), self.group.weights()
         for part in parts:
-            theirs = await asyncio.gather(*(self._part_of(peer, part, values.dtype, part is parts[-1]) for peer in self._callers))
+            theirs = await asyncio.gather(
+                *(
+                    self._part_of(peer, part, values.dtype, part is parts[-1])
+                    for peer in self._callers
+                )
+            )
             given = {self._me: values[part], **dict(zip(self._callers, theirs, strict=True))}
             average = torch.zeros(part.stop - part.start, device="cpu")
             for peer, weight in weights.items():
                 average.add_(given[peer], alpha=weight)
             mean[part] = average.div_(sum(weights.values()))
             packed, patience = _packed(average), REDUCER * self._streams.chunk_timeout
-            await asyncio.gather(*(caller.result().send(packed, patience) for caller in self._callers.values()))
+            await asyncio.gather(
+                *(caller.result().send(packed, patience) for caller in self._callers.values())
+            )
 
     async def _part_of(self, peer: str, part: slice, dtype: torch.dtype, last: bool) -> Tensor:
         self._awaited.add(peer)
         caller, silence = self._callers[peer], SENDER * self._streams.chunk_timeout
         await asyncio.wait({caller}, timeout=silence)
         if not caller.done():
-            raise NetworkError(f"peer {short(peer)} did not begin to send within {silence:.3g} s.", "timeout")
+            raise NetworkError(
+                f"peer {short(peer)} did not begin to send within {silence:.3g} s.", "timeout"
+            )
         values = await self._received(caller.result(), part, dtype, silence)
         self._awaited.discard(peer)
         if last:
             self.arrived[peer] = asyncio.get_running_loop().time()
         return values
 
-    async def _received(self, stream: Stream, part: slice, dtype: torch.dtype, timeout: float) -> Tensor:
+    async def _received(
+        self, stream: Stream, part: slice, dtype: torch.dtype, timeout: float
+    ) -> Tensor:
         nbytes = (part.stop - part.start) * dtype.itemsize
         data = await stream.receive(nbytes, timeout)
         if len(data) != nbytes:
-            raise MessageError(f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} were agreed.")
+            raise MessageError(
+                f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} were agreed."
+            )
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
 

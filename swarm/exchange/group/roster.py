@@ -33,12 +33,18 @@ class LivenessView:
         """Those that did not even answer as leaders: their processes sleep or are gone."""
         self.doubted = False
         """Whether others may pass this node over: one said so, or it led in vain while they are further; none came to it since."""
-        self.late, self.costly, self._warned = PassedOver(fragments), PassedOver(fragments), PassedOver(fragments)
+        self.late, self.costly, self._warned = (
+            PassedOver(fragments),
+            PassedOver(fragments),
+            PassedOver(fragments),
+        )
         """Those for which rounds waited in vain, and which for a while none waits for; and those whose exchanges cost more training
         time than they gave, and which for a while are in no group here."""
 
     def here(self) -> set[str]:
-        return {peer for peer, member in self.members().items() if member.model == self._context.model} | {self._context.me}
+        return {
+            peer for peer, member in self.members().items() if member.model == self._context.model
+        } | {self._context.me}
 
     def expected(self, round: int, slack: int = 0) -> set[str]:
         """Return the peers for which ``round`` waits. An absent one has to renew its record first, and the dead never do.
@@ -55,7 +61,11 @@ class LivenessView:
 
     def hoped(self, round: int) -> set[str]:
         """Return the peers in view, this node included, that are not passed over in ``round``."""
-        return {peer for peer in self.here() if not (self.late.at(peer, round) or self.costly.at(peer, round))}
+        return {
+            peer
+            for peer in self.here()
+            if not (self.late.at(peer, round) or self.costly.at(peer, round))
+        }
 
     def order(self, seed: int, round: int) -> list[str]:
         """Return the leaders of a round, best first. Silent ones come last: each would cost a part of everybody's patience
@@ -66,7 +76,9 @@ class LivenessView:
         """
         self._silent = self._unrenewed(self._silent)
         last = self._silent.keys() | ({self._context.me} if self.doubted else set())
-        return sorted(order(seed, round, self.hoped(round)), key=lambda peer: peer in last)  # sorted keeps the order of equals
+        return sorted(
+            order(seed, round, self.hoped(round)), key=lambda peer: peer in last
+        )  # sorted keeps the order of equals
 
     def mark_absent(self, peers: Iterable[str]) -> None:
         """Note peers that did not come or died in the middle: rounds would wait for them until their records expire."""
@@ -110,7 +122,9 @@ class LivenessView:
 
     def barred(self, peers: Iterable[str]) -> list[str]:
         """Return the barred ones of ``peers``. An unknown peer is not among them: it may be a newcomer."""
-        return [peer for peer in peers if peer != self._context.me and self._context.is_barred(peer)]
+        return [
+            peer for peer in peers if peer != self._context.me and self._context.is_barred(peer)
+        ]
 
     def addresses(self, peer: str) -> Sequence[str]:
         member = self.members().get(peer)
@@ -179,7 +193,8 @@ def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
         return f"this node is in swarm {mine.swarm}, the contribution is for {theirs.swarm}"
     if (theirs.round, theirs.fragment) != (mine.round, mine.fragment):
         return (
-            f"it is of round {theirs.round} and fragment {theirs.fragment}, not of round {mine.round} and fragment {mine.fragment}"
+            f"it is of round {theirs.round} and fragment {theirs.fragment}, "
+            f"not of round {mine.round} and fragment {mine.fragment}"
         )
     if theirs.codec != mine.codec:
         return f"the codec is {mine.codec} here and {theirs.codec} there"
@@ -200,7 +215,9 @@ def _each(listed: bytes) -> Iterator[bytes]:
         start = at + _LENGTH
         at = start + int.from_bytes(listed[at:start], "big")
         if at > len(listed):
-            raise MessageError("a group was refused: its list of members ends in the middle of one.")
+            raise MessageError(
+                "a group was refused: its list of members ends in the middle of one."
+            )
         yield listed[start:at]
 
 
@@ -216,14 +233,20 @@ def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> 
     for sealed in _each(formed.members):
         peer, ready = unseal(sealed, GroupReady)
         if peer in readies or len(readies) == largest:
-            raise MessageError(f"a group from peer {short(leader)} was refused: a member is in it twice, or it is too large.")
+            raise MessageError(
+                f"a group from peer {short(leader)} was refused: a member is in it twice, or it is too large."
+            )
         reason = difference(own, ready)
         if reason is not None:
-            raise MessageError(f"a group from peer {short(leader)} was refused: with its member {short(peer)} {reason}.")
+            raise MessageError(
+                f"a group from peer {short(leader)} was refused: with its member {short(peer)} {reason}."
+            )
         readies[peer] = ready
         included = included or sealed == mine
     if not included or len(readies) < 2:
-        raise MessageError(f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is.")
+        raise MessageError(
+            f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is."
+        )
     return Roster(formed.nonce, leader, formed.reduction, formed.alone, readies)
 
 
@@ -265,7 +288,9 @@ class HeartbeatChannel:
             while True:
                 now = loop.time()
                 if now >= until:
-                    raise NetworkError(f"peer {short(self.peer)} did not finish in time.", "timeout")
+                    raise NetworkError(
+                        f"peer {short(self.peer)} did not finish in time.", "timeout"
+                    )
                 if now >= self._beat:
                     await self.send(GroupAlive())
                 if reading is None:

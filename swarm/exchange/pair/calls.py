@@ -44,7 +44,13 @@ from shoal.swarm.exchange.context import (
     answer_all,
 )
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
-from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution, Withdrawn
+from shoal.swarm.exchange.pair.transfer import (
+    Attempt,
+    Incoming,
+    PairTransfer,
+    PartnerContribution,
+    Withdrawn,
+)
 from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import Stream, first_of, race, running, short, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
@@ -56,7 +62,12 @@ log = logging.getLogger(__name__)
 class PairSelector:
     """Selects this peer's partner in a round from the members in view with the same model. ``fragments``: sent in turn."""
 
-    def __init__(self, context: PeerContext, departed: Callable[[], Mapping[str, Member]] = dict, fragments: int = 1) -> None:
+    def __init__(
+        self,
+        context: PeerContext,
+        departed: Callable[[], Mapping[str, Member]] = dict,
+        fragments: int = 1,
+    ) -> None:
         self._context, self._departed = context, departed
         self.passed = PassedOver(fragments)
         self._unreached: dict[str, float] = {}
@@ -69,7 +80,9 @@ class PairSelector:
         here, peers = self._context.members(), self._in(round)
         partner = self.partner(round)
         others = self.left_over(round)
-        order = [p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here]
+        order = [
+            p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here
+        ]
         if others is None:
             return partner, order
         if partner is None or (self._over(partner, round) and partner not in self._unreached):
@@ -87,8 +100,16 @@ class PairSelector:
     def left_over(self, round: int) -> set[str] | None:
         """Return the other peers without a partner if this node has none that is alive; None if it has, as far as is known."""
         here = self._context.members()
-        self._unreached = {p: issued for p, issued in self._unreached.items() if p in here and here[p].issued == issued}
-        dead = {peer for peer in (*self._unreached, *self.passed.misses) if peer in self._unreached or self._over(peer, round)}
+        self._unreached = {
+            p: issued
+            for p, issued in self._unreached.items()
+            if p in here and here[p].issued == issued
+        }
+        dead = {
+            peer
+            for peer in (*self._unreached, *self.passed.misses)
+            if peer in self._unreached or self._over(peer, round)
+        }
         if not dead:  # the usual case: no pairs need be computed
             return None
         pairs = groups(self._context.seed, round, self._in(round) | {self._context.me})
@@ -110,7 +131,11 @@ class PairSelector:
         if not self.passed.at(peer, round):
             return False
         others = self._in(round)
-        return not (self.passed.once(peer) and len(others) > 1 and all(self.passed.at(other, round) for other in others))
+        return not (
+            self.passed.once(peer)
+            and len(others) > 1
+            and all(self.passed.at(other, round) for other in others)
+        )
 
     def tried(self, peer: str, round: int) -> None:
         """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be busy."""
@@ -135,10 +160,18 @@ class PairSelector:
 
     def _in(self, round: int) -> set[str]:
         """Return all other peers that have partners in ``round``."""
-        here = {peer for peer, member in self._context.members().items() if member.model == self._context.model}
+        here = {
+            peer
+            for peer, member in self._context.members().items()
+            if member.model == self._context.model
+        }
         # A peer that left after this round had a partner in it: without it the others would be paired differently
         # from how peers that are further ahead have already paired.
-        gone = {peer for peer, member in self._departed().items() if member.model == self._context.model and member.round > round}
+        gone = {
+            peer
+            for peer, member in self._departed().items()
+            if member.model == self._context.model and member.round > round
+        }
         return (here | gone) - {self._context.me}
 
 
@@ -261,39 +294,72 @@ class PairState:
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
         began, nbytes = loop.time(), attempt.contribution.payload.nbytes
         if self.rounds.overlap:
-            self.time.waited(stream.peer_id, 0.0 if pairing.since is None else began - pairing.since)
+            self.time.waited(
+                stream.peer_id, 0.0 if pairing.since is None else began - pairing.since
+            )
         transfer = self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming)
         held = called if pairing.needed.is_set() else 0.0
-        attempt.commit.leave_out = lambda: loop.time() - began >= LEAST_S and self.rounds.leave_out()
+        attempt.commit.leave_out = lambda: (
+            loop.time() - began >= LEAST_S and self.rounds.leave_out()
+        )
         try:
             async with running(transfer, pairing.needed.wait()) as (work, needed):
                 await first_of(work, needed)
-                since, longest = loop.time(), self.time.budget(nbytes, key.fragment, loop.time() - began)
+                since, longest = (
+                    loop.time(),
+                    self.time.budget(nbytes, key.fragment, loop.time() - began),
+                )
                 await first_of(work, timeout=longest)
                 given_up = not work.done() and attempt.commit.close() is None
                 if given_up:
                     attempt.failed(stream.peer_id, "timeout")
-                    log.info("round %d: %s was too slow: given up after %.1f s", key.round, short(stream.peer_id), longest)
+                    log.info(
+                        "round %d: %s was too slow: given up after %.1f s",
+                        key.round,
+                        short(stream.peer_id),
+                        longest,
+                    )
                 received = work.result() if work.done() else attempt.commit.received
         finally:
             attempt.commit.leave_out = None
         held += loop.time() - since if pairing.needed.is_set() else 0.0
-        log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", key.round, loop.time() - began, held)
+        log.debug(
+            "round %d: the transfer took %.2f s, of which training waited %.2f",
+            key.round,
+            loop.time() - began,
+            held,
+        )
         over: dict[str, int] = {}
-        if stream.tries and given_up:  # a slow way that both tried costs a round, and is not the peer's cost
+        if (
+            stream.tries and given_up
+        ):  # a slow way that both tried costs a round, and is not the peer's cost
             pairing.broken = True
             return None
         if (
             (received is not None or given_up) and held < 2 * longest + called and not stream.tries
         ):  # else broken off, or this one slept
             took = loop.time() - began
-            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up, took=took, nbytes=nbytes)
+            over = self.time.spent(
+                stream.peer_id,
+                key.round,
+                key.fragment,
+                held,
+                whole=not given_up,
+                took=took,
+                nbytes=nbytes,
+            )
         self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
         for peer, rounds in over.items():
             self.selector.passed.missed(peer, key.round, rounds)
         return received
 
-    def ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None, over: int = 0) -> None:
+    def ended(
+        self,
+        pairing: PairingAttempt,
+        peer: str,
+        received: PartnerContribution | None,
+        over: int = 0,
+    ) -> None:
         """Note the end of a transfer. ``over``: rounds for which its partner is passed over, because it held training for long."""
         pairing.broken = received is None
         self.selector.ended(peer, pairing.key.round, met=received is not None, over=over)
@@ -308,7 +374,12 @@ class PairState:
     def turn_away(self, peer: str, round: int, fragment: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
         pairing = self.under_way.get(fragment)
-        if pairing is None or pairing.key.round != round or peer in pairing.turned_away or not self.selector.accepts(peer, round):
+        if (
+            pairing is None
+            or pairing.key.round != round
+            or peer in pairing.turned_away
+            or not self.selector.accepts(peer, round)
+        ):
             return
         pairing.turned_away.append(peer)
 
@@ -342,13 +413,19 @@ async def receive_offer(stream: Stream, seconds: float) -> Offer:
     """Receive the offer of the peer at the other end. Raises NetworkError or MessageError."""
     signer, offer = unseal(await stream.receive(Offer.LIMIT + ENVELOPE, seconds), Offer)
     if signer != stream.peer_id:
-        raise MessageError(f"peer {short(stream.peer_id)} sent an offer that another peer signed: it was refused.")
+        raise MessageError(
+            f"peer {short(stream.peer_id)} sent an offer that another peer signed: it was refused."
+        )
     return offer
 
 
 async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream]) -> Stream | None:
     """Open a stream; return None if ``called`` is set before it is open, and then end it. Raises NetworkError."""
-    stream, call, wanted = asyncio.ensure_future(opening), asyncio.ensure_future(called.wait()), False
+    stream, call, wanted = (
+        asyncio.ensure_future(opening),
+        asyncio.ensure_future(called.wait()),
+        False,
+    )
     try:
         await first_of(stream, call)
         wanted = not called.is_set()
@@ -365,7 +442,9 @@ def _hang_up(stream: asyncio.Future[Stream]) -> None:
         stream.result().close()
 
 
-RECEIVED = 2  # calls for later rounds of a fragment whose payload is received before this node is there
+RECEIVED = (
+    2  # calls for later rounds of a fragment whose payload is received before this node is there
+)
 
 
 class HeldCalls:
@@ -377,7 +456,9 @@ class HeldCalls:
         self._receiving: Counter[int] = Counter()  # payloads that come in, by fragment
         self.calls: dict[tuple[int, str], tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
 
-    async def hold(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Incoming | None]:
+    async def hold(
+        self, stream: Stream, offer: Offer
+    ) -> tuple[PairingAttempt | None, Incoming | None]:
         """Wait until this node is at the round of ``offer`` and takes the call; None if it does not in the time a caller waits, or
         too many calls with that fragment are held. Also return what has come of the payload meanwhile. It is received from the
         partner of that round, `RECEIVED` times with each fragment, if it is as large as this node's own.
@@ -389,20 +470,29 @@ class HeldCalls:
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self.calls[call] = (round, taken)
         state, incoming = self._state, None
-        ahead = state.sizes.get(fragment) == offer.nbytes and state.selector.partner(round) == stream.peer_id
+        ahead = (
+            state.sizes.get(fragment) == offer.nbytes
+            and state.selector.partner(round) == stream.peer_id
+        )
         if ahead and self._receiving[fragment] < RECEIVED:
             self._receiving[fragment] += 1
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
         try:
-            await first_of(taken, gone, timeout=OVERLAPPED_S if state.rounds.overlap else state.time.patience(fragment))
+            await first_of(
+                taken,
+                gone,
+                timeout=OVERLAPPED_S if state.rounds.overlap else state.time.patience(fragment),
+            )
             return (taken.result() if taken.done() else None), incoming
         finally:
             del self.calls[call]
             if incoming is not None:
                 self._receiving[fragment] -= 1
             places.free(stream)
-            if not places.peers and self._places.get(fragment) is places:  # not if this call gave way, and others came and went
+            if (
+                not places.peers and self._places.get(fragment) is places
+            ):  # not if this call gave way, and others came and went
                 del self._places[fragment]
             await stop(gone)  # only one may read from a stream
 
@@ -439,8 +529,14 @@ class HeldCalls:
 
 
 PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
-HELD_S, ANSWERED_S = 1.0, 0.1  # seconds without an answer, after which a partner is late; and beyond two round trips, if known
-QUIET, PROBED = 0.25, 0.75  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
+HELD_S, ANSWERED_S = (
+    1.0,
+    0.1,
+)  # seconds without an answer, after which a partner is late; and beyond two round trips, if known
+QUIET, PROBED = (
+    0.25,
+    0.75,
+)  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
 
 
 class Unanswered(NetworkError):
@@ -456,7 +552,9 @@ class Caller:
         self._welcome = False
         """The newest call to a partner was accepted: the next one is likely to be."""
 
-    async def call(self, pairing: PairingAttempt, mine: Phase, seconds: float) -> PartnerContribution | None:
+    async def call(
+        self, pairing: PairingAttempt, mine: Phase, seconds: float
+    ) -> PartnerContribution | None:
         """Offer, and exchange if the offer is accepted within ``seconds``: over a stream that was kept, or a new one. ``mine``: the
         phase of this call.
 
@@ -470,7 +568,11 @@ class Caller:
             mine.step = Step.DIALING
         began = loop.time()
         stream = await self._open(pairing, mine.peer, until - began)
-        return None if stream is None else await self._offer(stream, pairing, mine, until, loop.time() - began)
+        return (
+            None
+            if stream is None
+            else await self._offer(stream, pairing, mine, until, loop.time() - began)
+        )
 
     async def _open(self, pairing: PairingAttempt, peer: str, seconds: float) -> Stream | None:
         """Open a stream; None if another's call was accepted meanwhile."""
@@ -478,15 +580,24 @@ class Caller:
         member = self._context.members().get(peer) or self._context.known().get(peer)
         addresses = member.addresses if member is not None else ()
         try:
-            opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(min(seconds, chunk), 0.01))
+            opening = self._context.host.open(
+                peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(min(seconds, chunk), 0.01)
+            )
             return await open_unless(pairing.called, opening)
         except NetworkError as error:
-            if error.reason != "timeout" or seconds >= PROBE_S:  # what was left of a search is no time to open a stream in
+            if (
+                error.reason != "timeout" or seconds >= PROBE_S
+            ):  # what was left of a search is no time to open a stream in
                 self._state.selector.failed(peer)
             raise
 
     async def _offer(
-        self, stream: Stream, pairing: PairingAttempt, mine: Phase, until: float, opened: float | None = None
+        self,
+        stream: Stream,
+        pairing: PairingAttempt,
+        mine: Phase,
+        until: float,
+        opened: float | None = None,
     ) -> PartnerContribution | None:
         """Offer, and exchange if the offer is accepted; then keep the stream, if that ended well. ``opened``: seconds that it took
         to open; None if it was kept. Raises NetworkError or MessageError.
@@ -502,14 +613,28 @@ class Caller:
                 welcome = self._welcome and pairing.usual and peer == pairing.partner
                 if opened is None and welcome and not stream.chosen:
                     # The other one's call, if it is there, counts less. From a peer that is there an answer comes at once.
-                    first = self._state.rank(self._context.me, pairing.key.round) < self._state.rank(peer, pairing.key.round)
-                    heard = HELD_S if stream.round_trip is None else min(HELD_S, ANSWERED_S + 2 * stream.round_trip)
-                    ahead = loop.call_later(0.0 if first else heard, stream.send_ahead, pairing.attempt.contribution.payload)
+                    first = self._state.rank(
+                        self._context.me, pairing.key.round
+                    ) < self._state.rank(peer, pairing.key.round)
+                    heard = (
+                        HELD_S
+                        if stream.round_trip is None
+                        else min(HELD_S, ANSWERED_S + 2 * stream.round_trip)
+                    )
+                    ahead = loop.call_later(
+                        0.0 if first else heard,
+                        stream.send_ahead,
+                        pairing.attempt.contribution.payload,
+                    )
                 answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
             except NetworkError as error:
-                if self._state.rounds.overlap and error.reason == "timeout":  # it is behind, and costs no training
+                if (
+                    self._state.rounds.overlap and error.reason == "timeout"
+                ):  # it is behind, and costs no training
                     return None
-                raise Unanswered(str(error), error.reason) from None if error.reason == "broken" else error
+                raise Unanswered(str(error), error.reason) from (
+                    None if error.reason == "broken" else error
+                )
             finally:
                 if ahead is not None:
                     ahead.cancel()
@@ -523,12 +648,19 @@ class Caller:
             theirs = await receive_offer(stream, self._state.timeouts.chunk)
             difference = pairing.attempt.contribution.differs(theirs)
             offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
-            if difference is not None or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
+            if (
+                difference is not None
+                or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered
+            ):
                 what = difference or "the nonce, swarm, model or round"
-                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
+                raise MessageError(
+                    f"peer {short(peer)} accepted something else than was offered: {what}."
+                )
             mine.step = Step.TRANSFERRING
             # The rest of the time before the answer is the wait for its training.
-            received = await self._state.transfer(stream, pairing, theirs, caller=True, called=opened or 0.0)
+            received = await self._state.transfer(
+                stream, pairing, theirs, caller=True, called=opened or 0.0
+            )
             well = received is not None
             return received
         finally:
@@ -543,8 +675,12 @@ class Caller:
             while not (await asyncio.wait({answer}, timeout=chunk * QUIET))[0]:
                 if not pairing.needed.is_set():  # while training goes on the wait costs nothing
                     continue
-                probe = asyncio.ensure_future(self._state.transfers.probe(stream.peer_id, chunk * PROBED))
-                probe.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+                probe = asyncio.ensure_future(
+                    self._state.transfers.probe(stream.peer_id, chunk * PROBED)
+                )
+                probe.add_done_callback(
+                    lambda done: done.cancelled() or done.exception()
+                )  # retrieved
                 try:
                     await first_of(answer, probe)
                     if not answer.done():
@@ -564,11 +700,19 @@ class Caller:
 
     def _note(self, pairing: PairingAttempt, mine: Phase, answer: Answer) -> None:
         peer = mine.peer
-        log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
+        log.debug(
+            "round %d: %s answered %s %s",
+            pairing.key.round,
+            short(peer),
+            answer.verdict,
+            answer.reason,
+        )
         self._state.evidence.heard(peer, answer.round)
         if answer.verdict == "passed":
             rounds, key = self._state.rounds, pairing.key
-            most = self._state.evidence.furthest(peer, answer.round, asyncio.get_running_loop().time())
+            most = self._state.evidence.furthest(
+                peer, answer.round, asyncio.get_running_loop().time()
+            )
             wanted = rounds.within(answer.round, key.fragment, key.round, most)
             pairing.swarm_round = max(pairing.swarm_round, wanted)
         elif answer.verdict == "wait":
@@ -597,8 +741,15 @@ class CallAnswerer:
         patience = self._state.timeouts.chunk
         try:
             offer = await receive_offer(stream, patience)
-        except MessageError as error:  # most likely another version: tell the peer, whose user can mend it
-            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self._state.rounds.next_round)), patience)
+        except (
+            MessageError
+        ) as error:  # most likely another version: tell the peer, whose user can mend it
+            await stream.send(
+                pack(
+                    Answer(verdict="refuse", reason=str(error), round=self._state.rounds.next_round)
+                ),
+                patience,
+            )
             return False
         pairing, answer, incoming = await self._judge(stream, offer)
         if pairing is None:
@@ -615,60 +766,93 @@ class CallAnswerer:
                 meeting.cancel()
                 await asyncio.wait({meeting})
             if not engaged.done():
-                engaged.set_result(None if meeting.cancelled() or meeting.exception() is not None else meeting.result())
+                engaged.set_result(
+                    None
+                    if meeting.cancelled() or meeting.exception() is not None
+                    else meeting.result()
+                )
         try:
             return not meeting.cancelled() and meeting.result() is not None
         finally:
             del meeting  # its error names this frame: a ring, which would keep both contributions until it is collected
 
     async def _meet(
-        self, stream: Stream, pairing: PairingAttempt, offer: Offer, answer: Answer, incoming: Incoming | None
+        self,
+        stream: Stream,
+        pairing: PairingAttempt,
+        offer: Offer,
+        answer: Answer,
+        incoming: Incoming | None,
     ) -> PartnerContribution | None:
         """Do the callee's half of a meeting."""
         patience, peer = self._state.timeouts.chunk, stream.peer_id
         try:
             await stream.send(pack(answer), patience)
-            await stream.send(make_offer(self._context, pairing.attempt.contribution, offer.nonce), patience)
-            return await self._state.transfer(stream, pairing, offer, caller=False, incoming=incoming)
+            await stream.send(
+                make_offer(self._context, pairing.attempt.contribution, offer.nonce), patience
+            )
+            return await self._state.transfer(
+                stream, pairing, offer, caller=False, incoming=incoming
+            )
         except Withdrawn as error:
-            if peer not in pairing.withdrawn:  # nobody's failure: its call and its going on crossed the answer
+            if (
+                peer not in pairing.withdrawn
+            ):  # nobody's failure: its call and its going on crossed the answer
                 pairing.withdrawn.add(peer)
                 return None
             pairing.attempt.failed(peer, error)
             self._state.ended(pairing, peer, None)
             return None
 
-    async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer, Incoming | None]:
+    async def _judge(
+        self, stream: Stream, offer: Offer
+    ) -> tuple[PairingAttempt | None, Answer, Incoming | None]:
         """Return the answer to a call; with "accept" also the meeting, which is then engaged, and what has come of the payload."""
         state, peer = self._state, stream.peer_id
         state.selector.alive(peer)
 
-        def reply(verdict: str, reason: str = "", round: int | None = None) -> tuple[None, Answer, None]:
+        def reply(
+            verdict: str, reason: str = "", round: int | None = None
+        ) -> tuple[None, Answer, None]:
             at = state.rounds.next_round if round is None else round
-            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": at}), None
+            return (
+                None,
+                Answer.model_validate({"verdict": verdict, "reason": reason, "round": at}),
+                None,
+            )
 
         def instead() -> int | None:
             return state.rounds.instead(offer.round, offer.fragment, state.at(offer.fragment))
 
-        if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
+        if self._context.is_barred(
+            peer
+        ):  # it is no member here, and must not be taken for a newcomer
             return reply("refuse", BARRED)
         if peer not in self._context.members() and peer not in self._context.known():
             self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
         if offer.swarm != self._context.swarm:
-            return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
+            return reply(
+                "refuse",
+                f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}",
+            )
         pairing = state.under_way.get(offer.fragment)
         if offer.model == self._context.model:
             state.evidence.heard(peer, offer.round)
         elif pairing is None:
             return reply("refuse", "the models differ in the shapes or types of their parameters")
         if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
-            return reply("refuse", f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}")
+            return reply(
+                "refuse",
+                f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}",
+            )
         late, taken, incoming = instead(), False, None
         if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
             return reply("busy", "this node is through with that round")
         if late is None and (pairing is None or pairing.key.round != offer.round):
             pairing, incoming = await self._held.hold(stream, offer)
-            taken = pairing is not None and pairing.phase.outcome is not None  # the round may have been given up just now
+            taken = (
+                pairing is not None and pairing.phase.outcome is not None
+            )  # the round may have been given up just now
             if not taken and (late := instead()) is None:
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy", "this node did not come to that round in time")

@@ -56,7 +56,14 @@ from shoal.optim.codecs.mod4 import Reading, for_pairs
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, PairRounds, PeerContext, RoundEvidence, TrainingTime
+from shoal.swarm.exchange.context import (
+    OVERLAPPED_S,
+    ExchangeTimeouts,
+    PairRounds,
+    PeerContext,
+    RoundEvidence,
+    TrainingTime,
+)
 from shoal.swarm.exchange.contribution import (
     EncodedContribution,
     ExchangeAttempt,
@@ -81,10 +88,18 @@ from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerCon
 from shoal.swarm.p2p.stream import first_of, race, running
 from shoal.swarm.wire.messages import Member
 
-TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
+TRIED = (
+    8  # candidates called in one round, so that a large swarm of busy peers is not called through
+)
 OTHERS = 1  # of those in rounds that are short against the wait, if the partner lives: nearly all are with theirs, or through
-SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all other candidates
-LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a free peer listens for others
+SEARCH, SEARCH_S = (
+    0.15,
+    1.5,
+)  # part of the round's wait, and seconds at most, for all other candidates
+LINGER, LINGER_S = (
+    0.1,
+    1.0,
+)  # part of the round's wait, and seconds at most, that a free peer listens for others
 WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
 
 log = logging.getLogger(__name__)
@@ -122,8 +137,13 @@ class PairExchange(ExchangeBase):
         rounds, time = PairRounds(fragments, overlap), TrainingTime(timeouts, fragments)
         super().__init__(context.host, rounds, RoundEvidence(context, fragments), time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
-        self._selector, transfers = PairSelector(context, departed, fragments), PairTransfer(context.host, timeouts)
-        self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, self.time)
+        self._selector, transfers = (
+            PairSelector(context, departed, fragments),
+            PairTransfer(context.host, timeouts),
+        )
+        self.state = PairState(
+            context, timeouts, transfers, self._selector, self.rounds, self.evidence, self.time
+        )
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         self._preparing = asyncio.Lock()
@@ -135,9 +155,17 @@ class PairExchange(ExchangeBase):
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self.rounds.hand_in(mine.key.round)
         averaged = Averaged(self._screen, self._context.me, mine)
-        return ExchangeHandle(self, attempt, self._averaged(attempt, number, averaged), averaged.learnt, mine.payload.nbytes)
+        return ExchangeHandle(
+            self,
+            attempt,
+            self._averaged(attempt, number, averaged),
+            averaged.learnt,
+            mine.payload.nbytes,
+        )
 
-    async def _averaged(self, attempt: Attempt, number: int, averaged: Averaged) -> PartnerContribution | None:
+    async def _averaged(
+        self, attempt: Attempt, number: int, averaged: Averaged
+    ) -> PartnerContribution | None:
         received = await self.meet(attempt, number)
         if received is not None:
             await asyncio.to_thread(averaged.mean, received)  # training goes on
@@ -160,14 +188,22 @@ class PairExchange(ExchangeBase):
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         self.evidence.begin(loop.time(), attempt.key.round)
         try:
-            return await (self._until_needed(pairing) if self.rounds.overlap else self._meet(pairing))
+            return await (
+                self._until_needed(pairing) if self.rounds.overlap else self._meet(pairing)
+            )
         except Exception:  # an error that a peer provoked costs one round, never the training
-            log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
+            log.warning(
+                "round %d was given up because of an error in shoal; please report it",
+                pairing.key.round,
+                exc_info=True,
+            )
             return attempt.commit.received
         finally:
             if attempt.commit.received is None:
                 self.evidence.missed()
-            if self.state.under_way.get(fragment) is pairing:  # one that was called off may end only after the next one has begun
+            if (
+                self.state.under_way.get(fragment) is pairing
+            ):  # one that was called off may end only after the next one has begun
                 del self.state.under_way[fragment]
 
     async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
@@ -179,8 +215,12 @@ class PairExchange(ExchangeBase):
         async with running(self._meet(pairing), pairing.needed.wait()) as (meeting, waiting):
             await first_of(meeting, waiting)
             pairing.since = since = loop.time()
-            await first_of(meeting, timeout=max(min(usual - since, time.awaiting(since, fragment)), 0))
-            if (awaited := None if meeting.done() or pairing.moving else pairing.partner) is not None:
+            await first_of(
+                meeting, timeout=max(min(usual - since, time.awaiting(since, fragment)), 0)
+            )
+            if (
+                awaited := None if meeting.done() or pairing.moving else pairing.partner
+            ) is not None:
                 beyond = time.waited(awaited, loop.time() - since)
                 if over := time.cost(awaited, pairing.key.round, fragment, beyond):
                     self._selector.passed.missed(awaited, pairing.key.round, over)
@@ -203,27 +243,45 @@ class PairExchange(ExchangeBase):
             if partner is None and order:
                 pairing.attempt.stats.odd += 1  # the odd one out
                 wary = self._selector.passed.lately(pairing.key.round)
-                return await self._listen(pairing, linger if wary else 0.0) if wary or self.rounds.overlap else None
+                return (
+                    await self._listen(pairing, linger if wary else 0.0)
+                    if wary or self.rounds.overlap
+                    else None
+                )
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
                 passed = () if partner is None else (partner,)
-                pairing.attempt.stats.pass_over(pairing.key, passed, passed)  # only who cost time is passed over for nobody
-                return await self._listen(pairing, 0.0) if self.rounds.overlap and partner is not None else None
+                pairing.attempt.stats.pass_over(
+                    pairing.key, passed, passed
+                )  # only who cost time is passed over for nobody
+                return (
+                    await self._listen(pairing, 0.0)
+                    if self.rounds.overlap and partner is not None
+                    else None
+                )
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (pairing.turned_away and called_back < TRIED):
                 back = not queue
                 called_back += back
                 peer = pairing.turned_away.popleft() if back else queue.popleft()
-                if self.rounds.overlap:  # a search costs no training, and two that listen to each other would never meet
+                if (
+                    self.rounds.overlap
+                ):  # a search costs no training, and two that listen to each other would never meet
                     left = PROBE_S if back or peer != partner else deadline - loop.time()
                 else:
-                    if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
-                        until = min(loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH), deadline)
+                    if (
+                        peer != partner and until == deadline
+                    ):  # most others are taken: not worth the round's whole wait
+                        until = min(
+                            loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH), deadline
+                        )
                     left = until - loop.time()
                 if left <= 0:
                     break
                 called = loop.time()
-                received, failing = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
+                received, failing = await self._try(
+                    pairing, peer, left if peer == partner else min(left, PROBE_S)
+                )
                 if received is not None or pairing.broken:
                     return received
                 if pairing.swarm_round <= pairing.key.round:
@@ -239,13 +297,21 @@ class PairExchange(ExchangeBase):
                     break
                 if loop.time() >= deadline and not self.rounds.overlap:
                     return None
-                if failing and pairing.needed.is_set() and loop.time() - called >= PROBED * self._timeouts.chunk:
-                    return None  # its silence took the time that training waits for one that is gone
+                if (
+                    failing
+                    and pairing.needed.is_set()
+                    and loop.time() - called >= PROBED * self._timeouts.chunk
+                ):
+                    return (
+                        None  # its silence took the time that training waits for one that is gone
+                    )
             if moved:
                 continue
             return await self._listen(pairing, min(deadline - loop.time(), linger))
 
-    async def _try(self, pairing: PairingAttempt, peer: str, seconds: float) -> tuple[PartnerContribution | None, bool]:
+    async def _try(
+        self, pairing: PairingAttempt, peer: str, seconds: float
+    ) -> tuple[PartnerContribution | None, bool]:
         """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted.
 
         Also return whether the own call ended with an error.
@@ -258,7 +324,9 @@ class PairExchange(ExchangeBase):
             received = await self.caller.call(pairing, mine, seconds)
             if mine.step == Step.EXPECTING:
                 # It said that it was calling: a call that does not come soon comes from nobody that is still there.
-                await pairing.until_called(min(until, asyncio.get_running_loop().time() + self._timeouts.chunk))
+                await pairing.until_called(
+                    min(until, asyncio.get_running_loop().time() + self._timeouts.chunk)
+                )
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", pairing.key.round, error)
             failing = True
@@ -278,7 +346,9 @@ class PairExchange(ExchangeBase):
                 await race(pairing.called.wait(), pairing.needed.wait(), timeout=OVERLAPPED_S)
             await pairing.until_called(until)
             called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
-            if received is not None or pairing.broken or not (called and self.rounds.overlap):  # else the caller had gone on
+            if (
+                received is not None or pairing.broken or not (called and self.rounds.overlap)
+            ):  # else the caller had gone on
                 return received
 
 
@@ -299,7 +369,11 @@ class Averaged:
 
     def learnt(self, theirs: PartnerContribution) -> Mean:
         """Let a codec for pairs learn from what came, and return the mean."""
-        if isinstance(theirs.values, Reading) and (pairs := for_pairs(self._mine.codec)) and self._mine.payload.message:
+        if (
+            isinstance(theirs.values, Reading)
+            and (pairs := for_pairs(self._mine.codec))
+            and self._mine.payload.message
+        ):
             pairs[0].learn(self._mine.payload.message, theirs.values)
         return self.mean(theirs)
 
@@ -307,7 +381,13 @@ class Averaged:
         me, mine, fragment = self._me, self._mine, self._mine.key.fragment
         if isinstance(theirs.values, Reading):
             assert mine.payload.message is not None
-            own, other = (me, mine.weight, mine.payload.message), (theirs.peer, theirs.weight, theirs.values)
+            own, other = (
+                (me, mine.weight, mine.payload.message),
+                (theirs.peer, theirs.weight, theirs.values),
+            )
             return pair_mean(self._screen, fragment, own, other, theirs.refused, mine.even)
-        contributions = [(me, mine.weight, mine.payload.tensors()), (theirs.peer, theirs.weight, theirs.values)]
+        contributions = [
+            (me, mine.weight, mine.payload.tensors()),
+            (theirs.peer, theirs.weight, theirs.values),
+        ]
         return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.even)

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
-REMEMBERED = 64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
+REMEMBERED = (
+    64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
+)
 VERIFIED = 3e6  # values a second, at least, that a partner decodes and verifies, also with more nodes than processors
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
@@ -107,7 +109,13 @@ class PairTransfer:
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
     async def run(
-        self, stream: Stream, attempt: Attempt, theirs: Offer, *, caller: bool, incoming: Incoming | None = None
+        self,
+        stream: Stream,
+        attempt: Attempt,
+        theirs: Offer,
+        *,
+        caller: bool,
+        incoming: Incoming | None = None,
     ) -> PartnerContribution | None:
         """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed. Raises Withdrawn.
 
@@ -128,11 +136,15 @@ class PairTransfer:
         except (NetworkError, MessageError) as error:
             if isinstance(error, Withdrawn) and not caller:
                 raise
-            log.info("round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error)
+            log.info(
+                "round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error
+            )
             attempt.failed(stream.peer_id, error)
         else:
             if attempt.commit.received is not None and attempt.commit.received.far:
-                attempt.failed(stream.peer_id, "suspicious")  # what could be read counts, yet it is as good as turned down
+                attempt.failed(
+                    stream.peer_id, "suspicious"
+                )  # what could be read counts, yet it is as good as turned down
             elif attempt.commit.received is not None:
                 attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
         finally:
@@ -149,10 +161,19 @@ class PairTransfer:
         """Return the seconds that the partner may need to verify a payload, of which this node sees nothing, and to answer."""
         values = sum(math.prod(shape) for shape in attempt.contribution.shapes)
         left = until - asyncio.get_running_loop().time()
-        return max(min(self._timeouts.chunk + values / VERIFIED + self._timeouts.trial, left), self._timeouts.chunk)
+        return max(
+            min(self._timeouts.chunk + values / VERIFIED + self._timeouts.trial, left),
+            self._timeouts.chunk,
+        )
 
     async def _swap(
-        self, stream: Stream, attempt: Attempt, theirs: Offer, incoming: Incoming, deadline: float, longest: float
+        self,
+        stream: Stream,
+        attempt: Attempt,
+        theirs: Offer,
+        incoming: Incoming,
+        deadline: float,
+        longest: float,
     ) -> PartnerContribution:
         """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""
         before = incoming.arrived
@@ -167,17 +188,33 @@ class PairTransfer:
                 on_progress=incoming.advance,
             )
         except NetworkError as error:
-            raise error if incoming.arrived > before or error.reason != "broken" else Withdrawn(str(error)) from None
+            raise (
+                error
+                if incoming.arrived > before or error.reason != "broken"
+                else Withdrawn(str(error))
+            ) from None
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
         values: Received = []
         if incoming.hashes.digest() == theirs.sha256:
-            problem, values = await asyncio.to_thread(attempt.problem, stream.peer_id, incoming.payload)
+            problem, values = await asyncio.to_thread(
+                attempt.problem, stream.peer_id, incoming.payload
+            )
         if problem is not None:
             await self._send(stream, Abort(nonce=theirs.nonce, reason=problem.text))
-            raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem.text}.", problem.kind)
+            raise MessageError(
+                f"the contribution of peer {short(stream.peer_id)} was refused: {problem.text}.",
+                problem.kind,
+            )
         return PartnerContribution(stream.peer_id, theirs.weight, values)
 
-    async def _decide(self, stream: Stream, offer: Offer, received: PartnerContribution, attempt: Attempt, patience: float) -> None:
+    async def _decide(
+        self,
+        stream: Stream,
+        offer: Offer,
+        received: PartnerContribution,
+        attempt: Attempt,
+        patience: float,
+    ) -> None:
         """Do the caller's half of the commit."""
         reply = await self._receive(stream, patience, _room(attempt), Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
@@ -188,7 +225,14 @@ class PairTransfer:
             self._settle(exchange, "committed", received.bits)
             await self._send(stream, Commit(nonce=offer.nonce, refused=received.bits))
 
-    async def _follow(self, stream: Stream, offer: Offer, received: PartnerContribution, attempt: Attempt, patience: float) -> None:
+    async def _follow(
+        self,
+        stream: Stream,
+        offer: Offer,
+        received: PartnerContribution,
+        attempt: Attempt,
+        patience: float,
+    ) -> None:
         """Do the callee's half of the commit."""
         try:
             ready = Ready(nonce=offer.nonce, sha256=offer.sha256, refused=received.bits)
@@ -201,7 +245,9 @@ class PairTransfer:
             reply = await self._receive(stream, patience, _room(attempt), Commit, Abort)
             if isinstance(reply, Abort):
                 raise _called_off(reply)
-            refused = reply.refused if isinstance(reply, Commit) and reply.nonce == offer.nonce else None
+            refused = (
+                reply.refused if isinstance(reply, Commit) and reply.nonce == offer.nonce else None
+            )
         except NetworkError:
             refused = await self._ask(stream.peer_id, offer.nonce, _room(attempt))
         if refused is not None:
@@ -213,7 +259,10 @@ class PairTransfer:
             reply = await asyncio.wait_for(self._asked(peer, nonce, ASK_S, room), ASK_S)
         except (TimeoutError, NetworkError, MessageError) as error:
             why = str(error) or f"no answer within {ASK_S:g} s"
-            log.warning("the confirmation of an exchange was lost and its peer cannot be asked (%s): the round is given up", why)
+            log.warning(
+                "the confirmation of an exchange was lost and its peer cannot be asked (%s): the round is given up",
+                why,
+            )
             return None
         return reply.refused if reply.outcome == "committed" else None
 
@@ -224,9 +273,13 @@ class PairTransfer:
         try:
             await asyncio.wait_for(self._asked(peer, fresh_nonce(), seconds), seconds)
         except TimeoutError:
-            raise NetworkError(f"peer {short(peer)} did not answer within {seconds:.3g} s.", "timeout") from None
+            raise NetworkError(
+                f"peer {short(peer)} did not answer within {seconds:.3g} s.", "timeout"
+            ) from None
 
-    async def _asked(self, peer: str, nonce: bytes, seconds: float, room: int = KIB) -> OutcomeReply:
+    async def _asked(
+        self, peer: str, nonce: bytes, seconds: float, room: int = KIB
+    ) -> OutcomeReply:
         again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=seconds)
         try:
             await again.send(pack(OutcomeRequest(nonce=nonce)), seconds)
@@ -235,13 +288,19 @@ class PairTransfer:
             again.close()
 
     async def _answer_outcome(self, stream: Stream) -> None:
-        request = unpack(await stream.receive(OutcomeRequest.LIMIT, self._timeouts.chunk), OutcomeRequest)
+        request = unpack(
+            await stream.receive(OutcomeRequest.LIMIT, self._timeouts.chunk), OutcomeRequest
+        )
         exchange = (stream.peer_id, request.nonce)
-        if exchange in self._undecided:  # the callee gives up, so it is aborted; a READY still in flight comes too late
+        if (
+            exchange in self._undecided
+        ):  # the callee gives up, so it is aborted; a READY still in flight comes too late
             self._settle(exchange, "aborted")
         outcome: Literal["committed", "aborted", "unknown"]
         outcome, refused = self._outcomes.get(exchange, ("unknown", b""))
-        await stream.send(pack(OutcomeReply(outcome=outcome, refused=refused)), self._timeouts.chunk)
+        await stream.send(
+            pack(OutcomeReply(outcome=outcome, refused=refused)), self._timeouts.chunk
+        )
 
     async def _receive(self, stream: Stream, seconds: float, room: int, *types: type[M]) -> M:
         return unpack(await stream.receive(room, seconds), *types)
@@ -267,11 +326,18 @@ def _agreed(attempt: Attempt, received: PartnerContribution, refused: bytes) -> 
         if message is not None:
             message.refused(refused)
         elif refused:
-            raise ValueError(f"{len(refused)} bytes name refused blocks, which {attempt.contribution.codec.name} has not")
+            raise ValueError(
+                f"{len(refused)} bytes name refused blocks, which {attempt.contribution.codec.name} has not"
+            )
     except ValueError as error:
-        raise MessageError(f"peer {short(received.peer)} refused what was not sent: {error}.") from None
+        raise MessageError(
+            f"peer {short(received.peer)} refused what was not sent: {error}."
+        ) from None
     return replace(received, refused=refused)
 
 
 def _called_off(reply: Message) -> MessageError:
-    return MessageError(f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.", "refused")
+    return MessageError(
+        f"the peer called it off: {reply.reason if isinstance(reply, Abort) else 'other nonce'}.",
+        "refused",
+    )

@@ -24,7 +24,12 @@ exactly = pytest.approx
 
 
 def life(peer=0, times=(), *, first=1, **more):
-    return Life(peer, more.pop("spawned", 0.0), steps=[(at, first + number) for number, at in enumerate(times)], **more)
+    return Life(
+        peer,
+        more.pop("spawned", 0.0),
+        steps=[(at, first + number) for number, at in enumerate(times)],
+        **more,
+    )
 
 
 def test_a_stall_is_the_longest_time_between_two_steps():
@@ -45,7 +50,9 @@ def test_the_speed_counts_only_seconds_in_which_somebody_could_train():
     dead = life(times=[10, 11, 12], ended=12.0)
     slept = life(1, times=[10, 11, 18, 19, 20], stopped=[(11.0, 17.0)])
     assert figures.speed([dead, slept], 20) == exactly((2 + 4) / (2 + 4))
-    assert figures.speed([life(spawned=5.0, times=[10, 11])], 11, with_starts=True) == exactly(2 / 6)
+    assert figures.speed([life(spawned=5.0, times=[10, 11])], 11, with_starts=True) == exactly(
+        2 / 6
+    )
     assert figures.speed([life()], 20) is None
 
 
@@ -141,7 +148,9 @@ def test_nothing_happens_where_nothing_is_asked_for():
     assert draw_plan(peers=2, seconds=60, kills_per_minute=0, stops_per_minute=0, seed=0) == []
 
 
-@pytest.mark.parametrize("wrong", [{"peers": 1}, {"seconds": 0}, {"kills_per_minute": -1}, {"stops_per_minute": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"peers": 1}, {"seconds": 0}, {"kills_per_minute": -1}, {"stops_per_minute": -1}]
+)
 def test_what_makes_no_plan(wrong):
     how = {"peers": 2, "seconds": 60, "kills_per_minute": 1, "stops_per_minute": 1, "seed": 0}
     with pytest.raises(ValueError, match="a plan needs"):
@@ -150,11 +159,19 @@ def test_what_makes_no_plan(wrong):
 
 def story_life(peer, begin, end, *, spawned=0.0, first=1, **more):
     """A step a second."""
-    return Life(peer, spawned, steps=[(float(at), first + at - begin) for at in range(begin, end + 1)], **more)
+    return Life(
+        peer,
+        spawned,
+        steps=[(float(at), first + at - begin) for at in range(begin, end + 1)],
+        **more,
+    )
 
 
 def events(*rounds):
-    return [{"event": "start", "loss_first": 5.0, "time": 9.0}, *({"event": "round", "time": t, "loss": v} for t, v in rounds)]
+    return [
+        {"event": "start", "loss_first": 5.0, "time": 9.0},
+        *({"event": "round", "time": t, "loss": v} for t, v in rounds),
+    ]
 
 
 @pytest.fixture
@@ -170,15 +187,27 @@ def harmed():
             story_life(0, 60, 110, spawned=55.0, first=38, resumed=True, joined=62.0),
         ],
         kills=[(0, 50.0)],
-        samples={1: [ProcessSample(float(at), 100.0 + at / 60, None, 20.0) for at in range(10, 110, 2)]},
-        events={0: events((20.0, 4.0), (105.0, 2.0)), 1: events((20.0, 3.0)), 2: events((20.0, 90.0))},
+        samples={
+            1: [ProcessSample(float(at), 100.0 + at / 60, None, 20.0) for at in range(10, 110, 2)]
+        },
+        events={
+            0: events((20.0, 4.0), (105.0, 2.0)),
+            1: events((20.0, 3.0)),
+            2: events((20.0, 90.0)),
+        },
         losses={0: 2.0, 1: 3.0},
     )
 
 
 @pytest.fixture
 def clean():
-    return RunObservations(begin=10.0, until=110.0, lives=[story_life(0, 10, 110)], events={0: events()}, losses={0: 2.5})
+    return RunObservations(
+        begin=10.0,
+        until=110.0,
+        lives=[story_life(0, 10, 110)],
+        events={0: events()},
+        losses={0: 2.5},
+    )
 
 
 def test_everything_that_is_promised(harmed, clean):
@@ -212,11 +241,24 @@ def test_what_went_wrong_is_said(harmed):
 
 def test_a_table_for_people(harmed, clean):
     found = report(harmed, clean, hostile={2}, deadline=10.0, seconds=100.0)
-    whole = {"peers": 3, "byzantine": 1, "lie": "nan", "minutes": 1.5, "method": "noloco", "seed": 7, **found}
+    whole = {
+        "peers": 3,
+        "byzantine": 1,
+        "lie": "nan",
+        "minutes": 1.5,
+        "method": "noloco",
+        "seed": 7,
+        **found,
+    }
     shown = summary(whole)
     assert "3 nodes, 1 hostile (nan), 1.5 min of noloco, seed 7" in shown
     assert "100.0%" in shown
-    whole.update(unharmed=None, throughput_kept=None, throughput_kept_with_starts=None, troubles=["peer-1 ended"])
+    whole.update(
+        unharmed=None,
+        throughput_kept=None,
+        throughput_kept_with_starts=None,
+        troubles=["peer-1 ended"],
+    )
     assert summary(whole).endswith("trouble: peer-1 ended")
 
 
@@ -239,7 +281,9 @@ def heard_by_others(how):
 
     actor.lie(actor.LIES[how], [Exchange])
     for number in range(2):
-        handle = Exchange().start(Contribution(RoundKey("run", number), [torch.tensor([1.0, 2.0 + number])]))
+        handle = Exchange().start(
+            Contribution(RoundKey("run", number), [torch.tensor([1.0, 2.0 + number])])
+        )
         assert handle.done()
         assert handle.result() is None
     return Exchange.sent
@@ -249,7 +293,10 @@ def test_the_command_offers_what_the_actor_can_tell():
     assert tuple(actor.LIES) == LIES
 
 
-@pytest.mark.parametrize(("how", "second"), [("sign-flip", [-1.0, -3.0]), ("x1000", [1000.0, 3000.0]), ("stale", [1.0, 2.0])])
+@pytest.mark.parametrize(
+    ("how", "second"),
+    [("sign-flip", [-1.0, -3.0]), ("x1000", [1000.0, 3000.0]), ("stale", [1.0, 2.0])],
+)
 def test_a_liar_sends_something_else_and_learns_nothing(how, second):
     assert heard_by_others(how)[1] == [second]
 

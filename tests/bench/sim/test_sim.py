@@ -41,7 +41,9 @@ def test_one_seed_is_one_result(method):
 
 
 def test_another_seed_is_another_result():
-    assert small(peers=2, minutes=0.1, seed=1)["trace"] != small(peers=2, minutes=0.1, seed=2)["trace"]
+    assert (
+        small(peers=2, minutes=0.1, seed=1)["trace"] != small(peers=2, minutes=0.1, seed=2)["trace"]
+    )
 
 
 def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
@@ -64,19 +66,32 @@ def test_peers_meet_over_a_satellite(method, lag):
 
 
 def test_pairs_send_their_weights_and_little_else():
-    report = small(peers=6, uneven=0.0, overrides={"outer.every": 10, "outer.lag": 0, "outer.codec": "float32"})
+    report = small(
+        peers=6, uneven=0.0, overrides={"outer.every": 10, "outer.lag": 0, "outer.codec": "float32"}
+    )
     assert report["alone"] == 0
     payload = report["bytes_per_peer_round"] - report["control_bytes_per_peer_round"]
-    assert payload == pytest.approx(64 * 4, rel=0.1)  # rounds that the end cut off have sent, and are not counted
-    assert 2.4 <= report["messages_per_peer_round"] <= 4  # two offers, accept, ready, commit, of two peers; more where calls cross
+    assert payload == pytest.approx(
+        64 * 4, rel=0.1
+    )  # rounds that the end cut off have sent, and are not counted
+    assert (
+        2.4 <= report["messages_per_peer_round"] <= 4
+    )  # two offers, accept, ready, commit, of two peers; more where calls cross
     assert 0 < report["wait_median_s"] <= report["wait_p95_s"] <= report["wait_max_s"]
 
 
 def test_the_settings_file_is_obeyed(tmp_path):
     file = tmp_path / "swarm.toml"
-    file.write_text('[outer]\nmethod = "local"\nevery = 5\nlag = 0\ncodec = "bfloat16"\n[train]\nsteps = 20\nseed = 3\n')
+    file.write_text(
+        '[outer]\nmethod = "local"\nevery = 5\nlag = 0\ncodec = "bfloat16"\n[train]\nsteps = 20\nseed = 3\n'
+    )
     report = run_sim(file, peers=3, minutes=1, parameters=64)
-    assert (report["method"], report["every"], report["codec"], report["seed"]) == ("local", 5, "bfloat16", 3)
+    assert (report["method"], report["every"], report["codec"], report["seed"]) == (
+        "local",
+        5,
+        "bfloat16",
+        3,
+    )
     assert report["rounds"] == 4
     assert report["exchanges"] == 12
     assert report["virtual_s"] < 60  # it ends when all steps are done
@@ -85,12 +100,19 @@ def test_the_settings_file_is_obeyed(tmp_path):
 def test_alone_costs_nothing():
     report = small(overrides={"outer.method": "none", "outer.every": 10})
     assert report["alone"] == 1
-    assert report["bytes_per_peer_round"] == report["wait_max_s"] == report["directory_bytes_per_peer_second"] == 0
+    assert (
+        report["bytes_per_peer_round"]
+        == report["wait_max_s"]
+        == report["directory_bytes_per_peer_second"]
+        == 0
+    )
 
 
 @pytest.mark.ci
 def test_several_sizes_are_all_simulated_and_their_growth_told(monkeypatch):
-    monkeypatch.setattr(report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1))
+    monkeypatch.setattr(
+        report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1)
+    )
     found = small(peers="8,2,4", minutes=0.2, overrides={"outer.every": 5, "swarm.bucket": 4})
     assert [size["peers"] for size in found["sizes"]] == [2, 4, 8]
     assert {size["bucket"] for size in found["sizes"]} == {4}
@@ -170,14 +192,22 @@ def test_mixing_is_told_apart():
     """Rare draws and small buckets mix worse; a bucket of all is the same as pairs among all."""
     options = {"peers": 64, "rounds": 100, "seeds": 2}
     assert mixing(64, **options)["variance"] == pytest.approx(1.0, abs=1e-6)
-    often, rarely, small_ones = (mixing(*args, **options, every=every)["variance"] for *args, every in ((16, 1), (16, 8), (4, 8)))
+    often, rarely, small_ones = (
+        mixing(*args, **options, every=every)["variance"]
+        for *args, every in ((16, 1), (16, 8), (4, 8))
+    )
     assert 0.95 < often < rarely < small_ones
     assert mixing(16, **options) == mixing(16, **options)
 
 
 def test_nets_churn_and_sizes_are_read():
     links = parse_net("wan")
-    assert (links.latency, links.jitter, links.bandwidth, links.shared) == (0.04, 0.01, 12.5e6, True)
+    assert (links.latency, links.jitter, links.bandwidth, links.shared) == (
+        0.04,
+        0.01,
+        12.5e6,
+        True,
+    )
     assert parse_net("8:2.5").latency == 0.008
     assert parse_net("8:2.5").bandwidth == 312_500
     assert all(parse_net(name).bandwidth > 0 for name in NETS)
@@ -209,7 +239,9 @@ def test_a_settings_file_that_is_not_there():
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch):
-    monkeypatch.setattr(report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1))
+    monkeypatch.setattr(
+        report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1)
+    )
     arguments = ["--peers", "2,3", "--minutes", "0.1", "--every", "10", "--parameters", "16"]
     shown = CliRunner().invoke(sim, arguments)
     assert shown.exit_code == 0, shown.output

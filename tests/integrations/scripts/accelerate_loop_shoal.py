@@ -19,7 +19,9 @@ def rows(seed, number):
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.utils.data.TensorDataset(*rows(1 + int(os.environ.get("SEED", 0)), 64 * int(os.environ.get("STEPS", 60))))
+data = torch.utils.data.TensorDataset(
+    *rows(1 + int(os.environ.get("SEED", 0)), 64 * int(os.environ.get("STEPS", 60)))
+)
 loader = torch.utils.data.DataLoader(data, batch_size=32)
 with shoal.create(state=model, every=10) as session:  # the others: shoal.join(LINK, state=model)
     model, optimizer, loader = accelerator.prepare(model, session.optimizer(optimizer), loader)

@@ -11,10 +11,20 @@ from trl import GRPOConfig, GRPOTrainer
 letters = {letter: number for number, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
 core = Tokenizer(models.WordLevel(letters, unk_token="_"))
 core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="_", eos_token=".", unk_token="_")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=core, pad_token="_", eos_token=".", unk_token="_"
+)
 torch.manual_seed(0)
 model = GPT2LMHeadModel(
-    GPT2Config(vocab_size=len(letters), n_positions=32, n_embd=32, n_layer=1, n_head=4, eos_token_id=1, pad_token_id=0)
+    GPT2Config(
+        vocab_size=len(letters),
+        n_positions=32,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
 )
 
 

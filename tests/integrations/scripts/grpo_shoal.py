@@ -14,10 +14,20 @@ from shoal.node.integrations.transformers import SwarmCallback
 letters = {letter: number for number, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
 core = Tokenizer(models.WordLevel(letters, unk_token="_"))
 core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="_", eos_token=".", unk_token="_")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=core, pad_token="_", eos_token=".", unk_token="_"
+)
 torch.manual_seed(0)
 model = GPT2LMHeadModel(
-    GPT2Config(vocab_size=len(letters), n_positions=32, n_embd=32, n_layer=1, n_head=4, eos_token_id=1, pad_token_id=0)
+    GPT2Config(
+        vocab_size=len(letters),
+        n_positions=32,
+        n_embd=32,
+        n_layer=1,
+        n_head=4,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
 )
 
 
@@ -33,6 +43,8 @@ args = GRPOConfig(
 prompts = Dataset.from_list([{"prompt": letter} for letter in "bcdefghi" * 8])
 with shoal.create(state=model, every=5) as session:  # the others: shoal.join(LINK, state=model)
     callbacks = [SwarmCallback(session)]
-    trainer = GRPOTrainer(model, reward, args, train_dataset=prompts, processing_class=tokenizer, callbacks=callbacks)
+    trainer = GRPOTrainer(
+        model, reward, args, train_dataset=prompts, processing_class=tokenizer, callbacks=callbacks
+    )
     trainer.train()
 print("loss", -[row["reward"] for row in trainer.state.log_history if "reward" in row][-1])

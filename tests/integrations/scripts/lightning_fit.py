@@ -27,7 +27,10 @@ def rows(seed, number):
     return x, x.sum(1, keepdim=True).sin()
 
 
-module, data = Lines(), torch.utils.data.TensorDataset(*rows(1 + int(os.environ.get("SEED", 0)), 512))
+module, data = (
+    Lines(),
+    torch.utils.data.TensorDataset(*rows(1 + int(os.environ.get("SEED", 0)), 512)),
+)
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 steps = int(os.environ.get("STEPS", 60))
 quiet = {
@@ -37,7 +40,9 @@ quiet = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-trainer = lightning.Trainer(max_steps=steps, max_epochs=-1, accumulate_grad_batches=2, gradient_clip_val=1.0, **quiet)
+trainer = lightning.Trainer(
+    max_steps=steps, max_epochs=-1, accumulate_grad_batches=2, gradient_clip_val=1.0, **quiet
+)
 trainer.fit(module, loader)
 with torch.no_grad():
     x, y = rows(0, 256)

@@ -30,7 +30,10 @@ def rows(seed, number):
     return x, x.sum(1, keepdim=True).sin()
 
 
-module, data = Lines(), torch.utils.data.TensorDataset(*rows(1 + int(os.environ.get("SEED", 0)), 512))
+module, data = (
+    Lines(),
+    torch.utils.data.TensorDataset(*rows(1 + int(os.environ.get("SEED", 0)), 512)),
+)
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 steps = int(os.environ.get("STEPS", 60))
 quiet = {
@@ -43,7 +46,12 @@ quiet = {
 with shoal.create(state=module, every=10) as session:  # the others: shoal.join(LINK, state=module)
     callbacks = [SwarmCallback(session)]
     trainer = lightning.Trainer(
-        max_steps=steps, max_epochs=-1, accumulate_grad_batches=2, gradient_clip_val=1.0, callbacks=callbacks, **quiet
+        max_steps=steps,
+        max_epochs=-1,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        **quiet,
     )
     trainer.fit(module, loader)
 with torch.no_grad():

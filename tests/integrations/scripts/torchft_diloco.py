@@ -19,7 +19,13 @@ model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, 
 inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
 outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 steps, seed = int(os.environ.get("STEPS", 60)), int(os.environ.get("SEED", 0))
-manager = Manager(pg=ProcessGroupGloo(), min_replica_size=1, use_async_quorum=False, load_state_dict=None, state_dict=None)
+manager = Manager(
+    pg=ProcessGroupGloo(),
+    min_replica_size=1,
+    use_async_quorum=False,
+    load_state_dict=None,
+    state_dict=None,
+)
 with DiLoCo(manager, list(model.children()), inner, outer, sync_every=10):
     for step in range(steps):
         x, y = rows(1 + seed + 2 * step, 64)

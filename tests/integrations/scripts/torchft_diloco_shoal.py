@@ -19,7 +19,9 @@ model = nn.Sequential(nn.Sequential(nn.Linear(8, 32), nn.Tanh()), nn.Linear(32, 
 inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
 outer = {"method": "streaming", "every": 10, "lr": 0.7, "momentum": 0.9}
 steps, seed = int(os.environ.get("STEPS", 60)), int(os.environ.get("SEED", 0))
-with shoal.create(state=model, fragments=list(model.children()), **outer) as session:  # or shoal.join(LINK, state=model)
+with shoal.create(
+    state=model, fragments=list(model.children()), **outer
+) as session:  # or shoal.join(LINK, state=model)
     inner = session.optimizer(inner)
     for step in range(steps):
         x, y = rows(1 + seed + 2 * step, 64)

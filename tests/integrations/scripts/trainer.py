@@ -6,8 +6,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 steps = int(os.environ.get("STEPS", 60))
-text = list(b"The quick brown fox jumps over the lazy dog, and a shoal of fish turns at once. " * 50)
-rows = [{"input_ids": text[at : at + 32], "labels": text[at : at + 32]} for at in range(0, len(text) - 32, 7)]
+text = list(
+    b"The quick brown fox jumps over the lazy dog, and a shoal of fish turns at once. " * 50
+)
+rows = [
+    {"input_ids": text[at : at + 32], "labels": text[at : at + 32]}
+    for at in range(0, len(text) - 32, 7)
+]
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=1, n_head=4))
 args = TrainingArguments(

@@ -9,8 +9,13 @@ import shoal
 from shoal.node.integrations.transformers import SwarmCallback
 
 steps = int(os.environ.get("STEPS", 60))
-text = list(b"The quick brown fox jumps over the lazy dog, and a shoal of fish turns at once. " * 50)
-rows = [{"input_ids": text[at : at + 32], "labels": text[at : at + 32]} for at in range(0, len(text) - 32, 7)]
+text = list(
+    b"The quick brown fox jumps over the lazy dog, and a shoal of fish turns at once. " * 50
+)
+rows = [
+    {"input_ids": text[at : at + 32], "labels": text[at : at + 32]}
+    for at in range(0, len(text) - 32, 7)
+]
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=32, n_layer=1, n_head=4))
 args = TrainingArguments(
@@ -19,6 +24,8 @@ args = TrainingArguments(
     load_best_model_at_end=True, metric_for_best_model="eval_loss",
 )  # fmt: skip
 with shoal.create(state=model, every=10) as session:  # the others: shoal.join(LINK, state=model)
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:16], callbacks=[SwarmCallback(session)])
+    trainer = Trainer(
+        model, args, train_dataset=rows, eval_dataset=rows[:16], callbacks=[SwarmCallback(session)]
+    )
     trainer.train()
 print("loss", trainer.evaluate()["eval_loss"])

@@ -53,7 +53,10 @@ def test_it_is_the_weighted_mean_in_the_models_own_types(tmp_path_factory, weigh
         expected = first
         if first.is_floating_point():
             shares = [weight / math.fsum(weights) for weight in weights]
-            expected = sum(share * content[name].double() for share, content in zip(shares, contents, strict=True)).to(first.dtype)
+            expected = sum(
+                share * content[name].double()
+                for share, content in zip(shares, contents, strict=True)
+            ).to(first.dtype)
         assert merged[name].dtype == first.dtype
         assert merged[name].shape == first.shape
         torch.testing.assert_close(merged[name], expected)  # to the precision of the type
@@ -77,9 +80,18 @@ BASE = {"a": torch.zeros(2), "b": torch.zeros(2, 3)}
 @pytest.mark.parametrize(
     ("other", "sentence"),
     [
-        ({"a": torch.zeros(2)}, r"0\.safetensors' has a tensor 'b' that .*1\.safetensors' lacks: merge checkpoints of one model\."),
-        ({**BASE, "c": torch.zeros(1)}, r"1\.safetensors' has a tensor 'c' that .*0\.safetensors' lacks"),
-        ({**BASE, "b": torch.zeros(3, 2)}, r"tensor 'b' is F32 \[2, 3\] in .*0\.safetensors' and F32 \[3, 2\] in .*1\.safe"),
+        (
+            {"a": torch.zeros(2)},
+            r"0\.safetensors' has a tensor 'b' that .*1\.safetensors' lacks: merge checkpoints of one model\.",
+        ),
+        (
+            {**BASE, "c": torch.zeros(1)},
+            r"1\.safetensors' has a tensor 'c' that .*0\.safetensors' lacks",
+        ),
+        (
+            {**BASE, "b": torch.zeros(3, 2)},
+            r"tensor 'b' is F32 \[2, 3\] in .*0\.safetensors' and F32 \[3, 2\] in .*1\.safe",
+        ),
         ({**BASE, "a": torch.zeros(2).half()}, r"tensor 'a' is F32 \[2\] in .* and F16 \[2\] in "),
     ],
 )
@@ -117,7 +129,9 @@ def test_what_cannot_be_read_is_said(tmp_path):
     ]:
         with pytest.raises(kind, match=sentence):
             merge(paths, tmp_path / "out")
-    with pytest.raises(MergeError, match="holds one set of weights: --slow is for the checkpoints of nodes"):
+    with pytest.raises(
+        MergeError, match="holds one set of weights: --slow is for the checkpoints of nodes"
+    ):
         merge([path], tmp_path / "out", slow=True)
     with pytest.raises(MergeError, match=r"Cannot write .*nowhere"):
         merge([path], tmp_path / "nowhere" / "out")
@@ -153,7 +167,12 @@ class Tied(Task):
     """A tied weight, BatchNorm, a frozen parameter, and an optimizer that takes the parameters in another order."""
 
     def model(self):
-        net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(3, 3),
+            torch.nn.BatchNorm1d(3),
+            torch.nn.Linear(3, 3),
+            torch.nn.Linear(3, 3),
+        )
         net[2].weight = net[0].weight
         net[3].requires_grad_(False)
         return net
@@ -198,7 +217,9 @@ def test_nodes_checkpoints_give_the_model_or_its_slow_weights_under_its_own_name
     with one.opt.averaged(), two.opt.averaged():
         for name, mine in one.model.state_dict().items():
             theirs = two.model.state_dict()[name]
-            torch.testing.assert_close(slow[name], 0.75 * mine + 0.25 * theirs if mine.is_floating_point() else mine)
+            torch.testing.assert_close(
+                slow[name], 0.75 * mine + 0.25 * theirs if mine.is_floating_point() else mine
+            )
     assert not torch.equal(slow["0.weight"], fast["0.weight"])
     assert torch.equal(slow["0.weight"], slow["2.weight"])
     again = Tied().model()
@@ -207,7 +228,11 @@ def test_nodes_checkpoints_give_the_model_or_its_slow_weights_under_its_own_name
 
 def test_what_modules_keep_beside_tensors_has_no_mean(tmp_path):
     for name in "ab":
-        checkpoint.save(tmp_path / name, 5, {"trainer": {"model": {"w": torch.ones(2), "_extra_state": {"seen": torch.ones(1)}}}})
+        checkpoint.save(
+            tmp_path / name,
+            5,
+            {"trainer": {"model": {"w": torch.ones(2), "_extra_state": {"seen": torch.ones(1)}}}},
+        )
     merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert list(load_file(tmp_path / "out")) == ["w"]
 
@@ -221,7 +246,10 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"The checkpoint is damaged: .* is not as it was written: take another one"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"The checkpoint is damaged: .* is not as it was written: take another one",
+    ):
         merge([tmp_path / "0"], tmp_path / "out")
     file.unlink()
     with pytest.raises(CheckpointError, match=f"{checkpoint.TENSORS}' .No such file or directory"):
@@ -232,12 +260,18 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
 def test_by_the_command_line(tmp_path):
     one, two = files(tmp_path, {"a": torch.tensor([1.0])}, {"a": torch.tensor([4.0])})
     out = tmp_path / "out.safetensors"
-    run = CliRunner().invoke(cli, ["merge", str(one), str(two), "--out", str(out), "--weights", "2,1", "--json"])
+    run = CliRunner().invoke(
+        cli, ["merge", str(one), str(two), "--out", str(out), "--weights", "2,1", "--json"]
+    )
     report = json.loads(run.stdout.splitlines()[-1])
     assert report["weights"] == [2 / 3, 1 / 3]
     assert report["out"] == os.fspath(out)
     assert load_file(out)["a"].tolist() == [2.0]
-    run = CliRunner().invoke(cli, ["merge", str(one), "--out", str(out), "--force"], standalone_mode=False)
+    run = CliRunner().invoke(
+        cli, ["merge", str(one), "--out", str(out), "--force"], standalone_mode=False
+    )
     assert run.output == f"{out}: the mean of 1 checkpoints, 1 values in 1 tensors\n"
-    refused = CliRunner().invoke(cli, ["merge", str(one), str(two), "--out", str(out)], standalone_mode=False)
+    refused = CliRunner().invoke(
+        cli, ["merge", str(one), str(two), "--out", str(out)], standalone_mode=False
+    )
     assert isinstance(refused.exception, ShoalError)

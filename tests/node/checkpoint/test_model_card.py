@@ -49,7 +49,9 @@ def test_it_says_how_the_weights_came_to_be_and_leaves_the_licence_to_the_user()
 
 
 def test_a_held_out_loss_is_given_with_its_data():
-    card = model_card({**ABOUT, "held_out_loss": 1.5, "held_out_on": "hf:owner/books"}, HOW, "shoal.json")
+    card = model_card(
+        {**ABOUT, "held_out_loss": 1.5, "held_out_on": "hf:owner/books"}, HOW, "shoal.json"
+    )
     assert "* Held-out loss: 1.5000 nats a token, on `hf:owner/books`\n" in card
 
 
@@ -57,14 +59,19 @@ def test_what_is_not_known_is_left_out():
     card = model_card({"round": 3, "notes": []}, HOW, "shoal.json")
     assert "# Weights of a Shoal swarm\n" in card
     assert "\n* " not in card
-    own = model_card({**ABOUT, "task": "task.py:Mine", "task_options": {}, "steps": [7, 7]}, HOW, "shoal.json")
+    own = model_card(
+        {**ABOUT, "task": "task.py:Mine", "task_options": {}, "steps": [7, 7]}, HOW, "shoal.json"
+    )
     assert "* Data: not in the settings of the swarm; name it here\n" in own
     assert "* Training loss: 2.3456, the mean" in own  # a task of one's own has a unit of its own
     assert "peers: 7\n" in own
     assert "datasets" not in header(own)[0]
 
 
-@pytest.mark.parametrize("hostile", ["`</h1>` <script>", "a\n# Licence\nMIT", "---\nlicense: mit\n---", "![x](http://evil)", "```"])
+@pytest.mark.parametrize(
+    "hostile",
+    ["`</h1>` <script>", "a\n# Licence\nMIT", "---\nlicense: mit\n---", "![x](http://evil)", "```"],
+)
 def test_a_strangers_names_are_no_markup(hostile):
     options = {"data": hostile, "x": hostile}
     card = model_card({**ABOUT, "name": hostile, "task_options": options}, HOW, "shoal.json")
@@ -77,4 +84,6 @@ def test_a_strangers_names_are_no_markup(hostile):
     plain = "".join(outside.split("`")[::2])
     for mark in ("<script>", "evil", "MIT", "license: mit"):
         assert mark not in plain
-    assert len(body.splitlines()) == len(header(model_card(ABOUT, HOW, "shoal.json"))[1].splitlines())
+    assert len(body.splitlines()) == len(
+        header(model_card(ABOUT, HOW, "shoal.json"))[1].splitlines()
+    )

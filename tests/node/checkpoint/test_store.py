@@ -24,7 +24,16 @@ from shoal.node.checkpoint.store import STATE, TENSORS, UnpackableError, load, o
 from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, used
 from shoal.swarm.file_lock import InUseError
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def same(a, b):
@@ -32,7 +41,9 @@ def same(a, b):
     if isinstance(a, torch.Tensor):
         if not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+        return torch.equal(
+            a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8)
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -52,11 +63,28 @@ def tensors(draw):
     return value.transpose(0, 1) if len(shape) >= 2 and draw(st.booleans()) else value
 
 
-leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8) | tensors()
-keys = st.integers() | st.text(max_size=4) | st.tuples(st.integers(), st.text(max_size=2)) | st.none() | st.booleans()
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | tensors()
+)
+keys = (
+    st.integers()
+    | st.text(max_size=4)
+    | st.tuples(st.integers(), st.text(max_size=2))
+    | st.none()
+    | st.booleans()
+)
 states = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -73,7 +101,13 @@ def test_any_state_comes_back_exactly(state, step):
 
 def test_views_shared_memory_and_parameters(tmp_path):
     big = torch.arange(12.0)
-    state = {"a": big, "b": big, "view": big[3:5], "column": big.view(3, 4)[:, 1], "scalar": torch.tensor(2.5)}
+    state = {
+        "a": big,
+        "b": big,
+        "view": big[3:5],
+        "column": big.view(3, 4)[:, 1],
+        "scalar": torch.tensor(2.5),
+    }
     state["parameter"] = torch.nn.Parameter(torch.ones(2))
     save(tmp_path, 1, state)
     got = load(tmp_path)[1]
@@ -89,7 +123,9 @@ def test_the_newest_are_kept(tmp_path):
     assert steps(tmp_path) == [1000, 20]
     save(tmp_path, 3000, {}, keep=2)
     assert steps(tmp_path) == [3000, 1000]
-    save(tmp_path, 7, {"step": 7}, keep=2)  # a new run in an old folder: `--resume` goes on with this one
+    save(
+        tmp_path, 7, {"step": 7}, keep=2
+    )  # a new run in an old folder: `--resume` goes on with this one
     assert steps(tmp_path) == [7, 3000]
     assert sorted(p.name for p in tmp_path.iterdir()) == [".before-step-00003000", "step-00000007"]
     assert load(tmp_path) == (7, {"step": 7})
@@ -109,7 +145,9 @@ def test_the_same_step_is_replaced(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_name_before_older_ones_go(tmp_path, monkeypatch):
+def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_name_before_older_ones_go(
+    tmp_path, monkeypatch
+):
     """A machine that loses its power has all of a checkpoint that has its name, and the older one until then."""
     save(tmp_path, 1, {"step": 1}, keep=1)
     done, fsync, rename, rmtree = [], os.fsync, os.rename, shutil.rmtree
@@ -121,12 +159,24 @@ def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_na
 
         return noted
 
-    monkeypatch.setattr(os, "fsync", noting("sync", lambda descriptor: os.fstat(descriptor).st_ino, fsync))
-    monkeypatch.setattr(os, "rename", noting("rename", lambda source, target: os.stat(source).st_ino, rename))
+    monkeypatch.setattr(
+        os, "fsync", noting("sync", lambda descriptor: os.fstat(descriptor).st_ino, fsync)
+    )
+    monkeypatch.setattr(
+        os, "rename", noting("rename", lambda source, target: os.stat(source).st_ino, rename)
+    )
     monkeypatch.setattr(shutil, "rmtree", noting("remove", lambda path: Path(path).name, rmtree))
     final = save(tmp_path, 2, {"step": 2}, keep=1)
-    tensors, state, folder, whole = (path.stat().st_ino for path in (final / TENSORS, final / STATE, final, tmp_path))
-    expected = [("sync", tensors), ("sync", state), ("sync", folder), ("rename", folder), ("sync", whole)]
+    tensors, state, folder, whole = (
+        path.stat().st_ino for path in (final / TENSORS, final / STATE, final, tmp_path)
+    )
+    expected = [
+        ("sync", tensors),
+        ("sync", state),
+        ("sync", folder),
+        ("rename", folder),
+        ("sync", whole),
+    ]
     assert done[:5] == expected
     assert ("remove", path_of(tmp_path, 1).name) in done[5:]
 
@@ -143,7 +193,8 @@ def test_a_folder_is_for_one_node_at_a_time_and_what_a_killed_one_left_goes(tmp_
     with lock(tmp_path):
         assert not list(tmp_path.glob(".saving-*"))
         with pytest.raises(
-            InUseError, match=r"^The folder .* is in use by this process already: stop that node, or .* --folder\.$"
+            InUseError,
+            match=r"^The folder .* is in use by this process already: stop that node, or .* --folder\.$",
         ):
             lock(tmp_path)
         (tmp_path / ".saving-alive").mkdir()
@@ -260,7 +311,9 @@ def test_a_state_too_large_to_be_read_again_is_not_written(tmp_path, monkeypatch
 def rewritten(path, old, new):
     """Put ``new`` in place of ``old`` in a checkpoint's state, with the digest that fits."""
     text = (path / STATE).read_text(encoding="utf-8").partition("\n")[2].strip().replace(old, new)
-    (path / STATE).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n", encoding="utf-8")
+    (path / STATE).write_text(
+        f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n", encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("tree", [
@@ -312,7 +365,9 @@ BUDGET_STATE = {"weights": torch.zeros(100_000)}  # 0.4 MB
 def budgeted(folder, nbytes, said=None):
     """A writer of so many bytes; its next checkpoint takes 400 kB."""
     notify = (said if said is not None else []).append
-    saver = CheckpointWriter(folder, keep=3, state=lambda: BUDGET_STATE, notify=notify, gigabytes=nbytes / GB)
+    saver = CheckpointWriter(
+        folder, keep=3, state=lambda: BUDGET_STATE, notify=notify, gigabytes=nbytes / GB
+    )
     saver._size = 400_000
     return saver
 
@@ -328,7 +383,9 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
     assert sorted(steps(tmp_path)) == [1, 2, 3]
     budgeted(tmp_path, now + SPARE + 1000)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [2, 3]
-    with pytest.raises(CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"
+    ):
         budgeted(tmp_path, SPARE)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [3]
     assert load(tmp_path)[0] == 3
@@ -346,7 +403,9 @@ def test_without_a_budget_nothing_goes(tmp_path):
 def test_a_budget_that_cannot_hold_two_checkpoints_ends_the_run_after_its_first_step(tmp_path):
     """Else its end is never saved: a run of 400 steps said so at the last of them."""
     least = 2 * (400_000 + SPARE)
-    with pytest.raises(CheckpointError, match=r"node.disk allows 0\.0029 GB, and two .* take 0\.0029: allow more"):
+    with pytest.raises(
+        CheckpointError, match=r"node.disk allows 0\.0029 GB, and two .* take 0\.0029: allow more"
+    ):
         budgeted(tmp_path, least - 1).turn(1)
     budgeted(tmp_path, least).turn(1)
 

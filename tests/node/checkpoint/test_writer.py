@@ -40,7 +40,9 @@ class Training:
     def __init__(self, folder, **options):
         self.step, self.asked, self.said = 0, 0, []
         self.weights = [torch.zeros(3, 4), torch.zeros(5, dtype=torch.bfloat16)]
-        self.saver = CheckpointWriter(folder, keep=3, state=self.state, notify=self.said.append, **options)
+        self.saver = CheckpointWriter(
+            folder, keep=3, state=self.state, notify=self.said.append, **options
+        )
 
     def state(self):
         self.asked += 1
@@ -125,7 +127,9 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path):
     disk.reached.clear()
     run.train(due=True)
     assert disk.reached.wait(LONG)
-    assert "the disk is too slow or hangs" in run.saver.last(2, patience_s=0.0)  # still at the one before
+    assert "the disk is too slow or hangs" in run.saver.last(
+        2, patience_s=0.0
+    )  # still at the one before
     disk.free.set()
     run.written()
 
@@ -150,7 +154,9 @@ def test_without_memory_for_a_copy_training_stands_still_until_the_tensors_are_w
     assert check(tmp_path) == 1
 
 
-def test_a_hanging_disk_holds_up_a_save_without_a_copy_for_a_while_and_what_is_mixed_is_dropped(tmp_path, monkeypatch):
+def test_a_hanging_disk_holds_up_a_save_without_a_copy_for_a_while_and_what_is_mixed_is_dropped(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("shoal.node.checkpoint.writer.PATIENCE_S", 0.0)
     disk, run = held_up(tmp_path, copies=lambda nbytes: False)  # returns, though the disk hangs
     run.train()
@@ -193,7 +199,10 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
             run.written()
         run.train()
     assert len(run.said) == 1
-    assert "step-00000002' (No space left on device): free some space or choose another folder; training goes on" in run.said[0]
+    assert (
+        "step-00000002' (No space left on device): free some space or choose another folder; training goes on"
+        in run.said[0]
+    )
     assert steps(tmp_path) == [1]
     run.train(due=True)
     run.written()
@@ -216,7 +225,9 @@ def holding(folder, count):
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(tmp_path, monkeypatch, copies):
+def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(
+    tmp_path, monkeypatch, copies
+):
     run = Training(tmp_path, copies=lambda nbytes: copies)
     monkeypatch.setattr(checkpoint, "write_tensors", holding(tmp_path, 2))
     for _ in range(4):
@@ -231,8 +242,13 @@ def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(tm
     assert check(tmp_path) == 4
 
 
-@pytest.mark.parametrize(("copies", "number", "kept"), [(True, ENOSPC, [3, 2]), (False, ENOSPC, [2, 1]), (True, EFBIG, [2, 1])])
-def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once_more(tmp_path, monkeypatch, copies, number, kept):
+@pytest.mark.parametrize(
+    ("copies", "number", "kept"),
+    [(True, ENOSPC, [3, 2]), (False, ENOSPC, [2, 1]), (True, EFBIG, [2, 1])],
+)
+def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once_more(
+    tmp_path, monkeypatch, copies, number, kept
+):
     full = []
 
     def sync(path):
@@ -258,7 +274,10 @@ def test_a_state_that_no_file_can_hold_is_told_too(tmp_path):
     run.weights.append(torch.zeros(2, dtype=torch.complex128))
     run.saver.due = True
     run.saver.turn(1)
-    assert "Cannot save a checkpoint: the state keeps a Tensor of torch.complex128 (tensor([0.+0.j, 0.+0.j]" in run.said[0]
+    assert (
+        "Cannot save a checkpoint: the state keeps a Tensor of torch.complex128 (tensor([0.+0.j, 0.+0.j]"
+        in run.said[0]
+    )
     assert "at ['weights'][2], and a checkpoint holds numbers, texts, bytes, tensors" in run.said[0]
     assert not run.saver.busy
 
@@ -298,12 +317,24 @@ def test_a_state_that_can_never_be_saved_is_an_error_at_the_first_step(tmp_path,
 def test_a_state_that_holds_itself_is_said_too(tmp_path):
     knot = []
     knot.append(knot)
-    failure = CheckpointWriter(tmp_path, keep=3, state=lambda: {"extra": knot}, notify=print).last(1)
+    failure = CheckpointWriter(tmp_path, keep=3, state=lambda: {"extra": knot}, notify=print).last(
+        1
+    )
     assert "run.extra keeps a list that is nested 200 deep, or holds itself" in failure
 
 
-@pytest.mark.parametrize("fails", [RuntimeError("no kernel image"), TypeError("odd"), RecursionError(), OSError(5, "Input/output")])
-def test_the_last_save_that_fails_is_known_to_the_caller_whatever_the_writing_thread_met(tmp_path, monkeypatch, fails):
+@pytest.mark.parametrize(
+    "fails",
+    [
+        RuntimeError("no kernel image"),
+        TypeError("odd"),
+        RecursionError(),
+        OSError(5, "Input/output"),
+    ],
+)
+def test_the_last_save_that_fails_is_known_to_the_caller_whatever_the_writing_thread_met(
+    tmp_path, monkeypatch, fails
+):
     """Fault: the thread ends with an error that nobody catches, and the save counts as done."""
 
     def fail(*_args, **_kwargs):
@@ -328,7 +359,9 @@ def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path
 
     run = Training(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", fail("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
+        patch.setattr(
+            torch, "empty", fail("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        )
         run.train(due=True)
     assert "There is no memory for the copy" in run.said[0]
     monkeypatch.setattr(torch, "empty", fail("something else"))
@@ -336,10 +369,16 @@ def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path
         run.train(due=True)
 
 
-def test_a_state_for_which_the_device_has_no_memory_costs_its_checkpoint_only(tmp_path, monkeypatch):
+def test_a_state_for_which_the_device_has_no_memory_costs_its_checkpoint_only(
+    tmp_path, monkeypatch
+):
     run = Training(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(run.saver, "_state", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+        patch.setattr(
+            run.saver,
+            "_state",
+            lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")),
+        )
         run.train()  # the first look at whether a checkpoint can hold the state
         run.train(due=True)
         assert "There is no memory for the copy" in run.said[0]
@@ -357,7 +396,10 @@ def test_a_device_that_fails_while_the_last_state_is_written_is_named(tmp_path, 
 
     monkeypatch.setattr("shoal.node.checkpoint.writer.save", save)
     said = run.saver.last(1)
-    assert "the device has failed (CUDA error: an illegal memory access was encountered): go on from the last one" in said
+    assert (
+        "the device has failed (CUDA error: an illegal memory access was encountered): go on from the last one"
+        in said
+    )
 
 
 def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_given_back():
@@ -378,7 +420,10 @@ def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_giv
 
 @pytest.mark.gpu
 def test_a_gpus_tensors_are_copied_to_pinned_memory():
-    snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3), torch.ones(5, device="cuda")]
+    snapshots, state = (
+        Snapshots(),
+        [torch.ones(1000, device="cuda"), torch.ones(3), torch.ones(5, device="cuda")],
+    )
     first = snapshots.take(pack(state))
     state[0].zero_()
     assert [tensor.is_pinned() for tensor in first.tensors.values()] == [True, False, True]
@@ -393,7 +438,9 @@ def test_pinned_memory_is_counted_as_torch_takes_it_and_given_back():
     gc.collect()
     give_pinned_back()  # what torch has kept of earlier tests
     snapshots, before = Snapshots(), standin.pinned_bytes()
-    first = snapshots.take(pack([torch.ones(3 << 18, device="cuda"), torch.ones(1 << 18, device="cuda")]))
+    first = snapshots.take(
+        pack([torch.ones(3 << 18, device="cuda"), torch.ones(1 << 18, device="cuda")])
+    )
     assert snapshots.nbytes == standin.pinned_bytes() - before == 4 << 20
     del first
     snapshots.clear()
@@ -435,12 +482,18 @@ for order in sys.argv[2:]:
 def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """Processes that are killed in their writing threads; each point, and the first, a middle and the last block."""
     orders = [f"{point}:1:6" for point in POINTS if point != "aside"]
-    orders += ["block:2:6", "block:4:6", *(f"{point}:1:5" for point in ("synced", "aside", "renamed"))]  # 5: replaces the older one
+    orders += [
+        "block:2:6",
+        "block:4:6",
+        *(f"{point}:1:5" for point in ("synced", "aside", "renamed")),
+    ]  # 5: replaces the older one
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path), *orders],
         capture_output=True, text=True, timeout=120, check=True, cwd=Path(__file__).parents[3],
     )  # fmt: skip
-    assert done.stdout.splitlines() == [f"{order} {-signal.SIGKILL}" for order in orders], done.stderr
+    assert done.stdout.splitlines() == [f"{order} {-signal.SIGKILL}" for order in orders], (
+        done.stderr
+    )
     for order in orders:
         point, _, step = order.split(":")
         new = point in ("renamed", "pruned")

@@ -27,27 +27,54 @@ def test_help_loads_nothing_heavy():
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True)
     loaded = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.M))
     assert {"click", "shoal.node.cli.up"} <= loaded
-    heavy = {"torch", "hivemind", "numpy", "pydantic", "rich", "asyncio", "cryptography", "msgpack", "importlib.metadata"}
+    heavy = {
+        "torch",
+        "hivemind",
+        "numpy",
+        "pydantic",
+        "rich",
+        "asyncio",
+        "cryptography",
+        "msgpack",
+        "importlib.metadata",
+    }
     assert not loaded & heavy
 
 
 @pytest.mark.parametrize("name", ["up", "join", "demo"])
 def test_options_are_in_groups_of_which_none_is_long(name):
     shown = help_of(name)
-    titles = [line[:-1] for line in shown.splitlines() if line[:-1] in TITLES and line.endswith(":")]
+    titles = [
+        line[:-1] for line in shown.splitlines() if line[:-1] in TITLES and line.endswith(":")
+    ]
     assert titles == [title for title in TITLES if title in titles]
     assert len(titles) >= 5
     groups = re.split(rf"^(?:{'|'.join(map(re.escape, TITLES))}):$", shown, flags=re.M)[1:]
     assert max(len(re.findall(r"^  -", group, re.M)) for group in groups) <= 10
     listed = re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.M)
-    declared = [p.opts[0] for p in cli.commands[name].params if isinstance(p, click.Option) and not p.hidden]
+    declared = [
+        p.opts[0] for p in cli.commands[name].params if isinstance(p, click.Option) and not p.hidden
+    ]
     assert sorted(listed) == sorted([*declared, "--help"]), "each option is shown once"
 
 
 def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
     shown = help_of()
     names = re.findall(r"^  (\w+)  +[A-Z]", shown, re.M)
-    used = ["demo", "init", "doctor", "up", "link", "invite", "join", "status", "watch", "pull", "sample", "seed"]
+    used = [
+        "demo",
+        "init",
+        "doctor",
+        "up",
+        "link",
+        "invite",
+        "join",
+        "status",
+        "watch",
+        "pull",
+        "sample",
+        "seed",
+    ]
     assert [name for name in names if name in used] == used
     chapters = re.findall(r"^([A-Z][a-z ]+):\n((?:  \w+  +\S.*\n)+)", shown, re.M)
     assert [title for title, _ in chapters] == [
@@ -82,7 +109,10 @@ def test_names_of_methods_are_completed():
 
     def completed(*words):
         return [
-            item.value for item in BashComplete(cli, {}, "shoal", "_SHOAL_COMPLETE").get_completions(list(words[:-1]), words[-1])
+            item.value
+            for item in BashComplete(cli, {}, "shoal", "_SHOAL_COMPLETE").get_completions(
+                list(words[:-1]), words[-1]
+            )
         ]
 
     assert completed("up", "--method", "di") == ["diloco", "diloco-hb"]
@@ -105,13 +135,19 @@ VALUES = {
 
 
 def flags_of(command):
-    return {p.name: p for p in cli.commands[command].params if isinstance(p, click.Option) and "." in p.name}
+    return {
+        p.name: p
+        for p in cli.commands[command].params
+        if isinstance(p, click.Option) and "." in p.name
+    }
 
 
 @pytest.mark.parametrize("command", ARGUMENT)
 def test_a_flag_reaches_its_setting(command):
     for key, flag in flags_of(command).items():
-        text, value = VALUES.get(key, ("/ip4/1.2.3.4/tcp/1",) * 2 if flag.multiple else ("x-1",) * 2)
+        text, value = VALUES.get(
+            key, ("/ip4/1.2.3.4/tcp/1",) * 2 if flag.multiple else ("x-1",) * 2
+        )
         given = [flag.opts[0]] if flag.is_flag else [flag.opts[0], text]
         context = cli.commands[command].make_context(command, [*ARGUMENT[command], *given])
         table, _, name = key.partition(".")
@@ -120,7 +156,9 @@ def test_a_flag_reaches_its_setting(command):
             continue
         found = getattr(getattr(load(None, overrides(context.params)), table), name)
         expected = [value] if flag.multiple and key != "task.options" else value
-        assert str(found).endswith(f"/{value}") if hasattr(found, "is_absolute") else found == expected, key
+        assert (
+            str(found).endswith(f"/{value}") if hasattr(found, "is_absolute") else found == expected
+        ), key
 
 
 @pytest.mark.parametrize("command", ARGUMENT)
@@ -136,7 +174,9 @@ def test_a_flag_is_described_by_its_setting():
     for key, flag in flags.items():
         if key != "task.options.tokenizer":
             table, name = key.split(".")
-            assert flag.help.startswith(Settings.model_fields[table].annotation.model_fields[name].description)
+            assert flag.help.startswith(
+                Settings.model_fields[table].annotation.model_fields[name].description
+            )
 
 
 def test_a_flag_wins_over_set_and_option():

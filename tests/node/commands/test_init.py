@@ -38,7 +38,9 @@ def made(tmp_path, monkeypatch):
 
 def commands(folder):
     """The shoal commands in the README's blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (folder / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (folder / "README.md").read_text(encoding="utf-8"), re.M | re.S
+    )
     return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
 
 
@@ -58,7 +60,11 @@ def test_the_settings_load_and_the_commands_of_the_readme_exist(made, template):
 
 def put_into_the_template(file):
     """The model of docs/own-model.md in the place of the template's."""
-    (model,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8"), re.M | re.S)
+    (model,) = re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8"),
+        re.M | re.S,
+    )
     text = file.read_text(encoding="utf-8")
     start, end = text.index("class Model("), text.index("class Pretrain(")
     assert "nn.GRU" in model
@@ -70,7 +76,9 @@ def test_pretraining_lowers_the_loss(made, model):
     folder = made("pretrain")
     if model == "the guide's":  # which says that nothing else has to change
         put_into_the_template(folder / "task.py")
-    settings = load(folder / "swarm.toml", {"train.steps": 30, "outer.every": 10, "task.options.width": 16})
+    settings = load(
+        folder / "swarm.toml", {"train.steps": 30, "outer.every": 10, "task.options.width": 16}
+    )
     (Path("text") / "deep").mkdir(parents=True)
     Path("text/deep/a.txt").write_text("all work and no play makes jack a dull boy. " * 1000)
     task = load_task(settings.task.hooks, {**settings.task.options, "data": "text", "lr": 1e-2})
@@ -91,7 +99,10 @@ def test_the_environment_judges_by_what_it_asked(made):
     question = env.question(1, 2)
     assert question == env.question(1, 2) != env.question(1, 3)
     assert question.prompt.endswith(question.answer[::-1])
-    assert [env.reward(question, text) for text in (question.answer, "", "abcd", question.answer[:2] + "?")] == [1, 0, 0, 2 / 3]
+    assert [
+        env.reward(question, text)
+        for text in (question.answer, "", "abcd", question.answer[:2] + "?")
+    ] == [1, 0, 0, 2 / 3]
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
@@ -104,7 +115,9 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ScaffoldError, match=r"Cannot write the folder .* \(Not a directory\): choose another place"):
+    with pytest.raises(
+        ScaffoldError, match=r"Cannot write the folder .* \(Not a directory\): choose another place"
+    ):
         scaffold(tmp_path / "file" / "own", "rl")
 
 
@@ -124,19 +137,27 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
 
 def test_finetuning_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ScaffoldError, match=r"needs the package transformers, .* pip install 'shoal\[hf\]'"):
+    with pytest.raises(
+        ScaffoldError, match=r"needs the package transformers, .* pip install 'shoal\[hf\]'"
+    ):
         scaffold(tmp_path / "own", "finetune")
     assert not (tmp_path / "own").exists()
 
 
 def test_the_command_says_what_to_try(tmp_path):
-    shown = CliRunner().invoke(cli, ["init", str(tmp_path / "a"), "--template", "rl"], standalone_mode=False)
+    shown = CliRunner().invoke(
+        cli, ["init", str(tmp_path / "a"), "--template", "rl"], standalone_mode=False
+    )
     assert shown.output.splitlines() == [
         f"{tmp_path / 'a'}: README.md, swarm.toml, task.py",
         f"try it: cd {tmp_path / 'a'}, then {TEMPLATES['rl']}",
     ]
     shown = CliRunner().invoke(cli, ["init", str(tmp_path / "b"), "--json"], standalone_mode=False)
-    assert json.loads(shown.output) == {"folder": str(tmp_path / "b"), "template": "pretrain", "files": list(FILES)}
+    assert json.loads(shown.output) == {
+        "folder": str(tmp_path / "b"),
+        "template": "pretrain",
+        "files": list(FILES),
+    }
 
 
 @pytest.mark.slow(reason="each template trains in a demo of real nodes")
@@ -174,7 +195,9 @@ def test_an_adapter_is_all_that_travels(made):
     assert torch.isfinite(task.loss(model, batch))
 
 
-def test_the_command_to_go_on_with_can_be_copied_whatever_the_folder_is_called(tmp_path, monkeypatch):
+def test_the_command_to_go_on_with_can_be_copied_whatever_the_folder_is_called(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(cli, ["init", "my task"], standalone_mode=False).output
     assert "try it: cd 'my task', then shoal demo " in shown

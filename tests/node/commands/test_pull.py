@@ -82,7 +82,14 @@ class World:
     @contextlib.contextmanager
     def visited(self, link):
         model = self.manifest.model
-        member = member_of(ME.peer_id, swarm=link.swarm, round=self.snapshot.header.round, step=10, loss=2.5, model=model)
+        member = member_of(
+            ME.peer_id,
+            swarm=link.swarm,
+            round=self.snapshot.header.round,
+            step=10,
+            loss=2.5,
+            model=model,
+        )
         other = Identity.ephemeral().peer_id
         yield (
             self, self.manifest, {ME.peer_id: member, other: member.model_copy(update={"peer": other, "step": 30, "loss": None})},
@@ -105,8 +112,12 @@ class World:
         for chunk in wanted:
             if chunk not in sink.have:
                 if len(self.given) == self.most:
-                    raise NetworkError("the peers that hold the weights have gone with some chunks missing.")
-                data = self.snapshot.content.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)]
+                    raise NetworkError(
+                        "the peers that hold the weights have gone with some chunks missing."
+                    )
+                data = self.snapshot.content.numpy().data[
+                    chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)
+                ]
                 sink.write(chunk, data)
                 self.given.append(chunk)
         return set()
@@ -121,14 +132,20 @@ def fresh(task):
 def manifest_of(task):
     settings = load(None, {"task.hooks": task})
     built = module._model(settings, make_task(settings))
-    return manifest(model_digest(built.parameters), **{"task.hooks": task, "outer.method": "diloco"})
+    return manifest(
+        model_digest(built.parameters), **{"task.hooks": task, "outer.method": "diloco"}
+    )
 
 
 @pytest.fixture
 def world(monkeypatch, task):
     shapes = [tuple(parameter.shape) for parameter in fresh(task).parameters]
     generator = torch.Generator().manual_seed(1)
-    return World(monkeypatch, manifest_of(task), [torch.randn(shape, generator=generator) for shape in shapes])
+    return World(
+        monkeypatch,
+        manifest_of(task),
+        [torch.randn(shape, generator=generator) for shape in shapes],
+    )
 
 
 def slow(world):
@@ -136,7 +153,9 @@ def slow(world):
     return FLOAT32.decode(world.snapshot.content[: FLOAT32.nbytes(header.shapes)], header.shapes)
 
 
-def test_the_file_has_the_names_of_the_model_in_whatever_order_the_optimizer_has_them(world, task, tmp_path):
+def test_the_file_has_the_names_of_the_model_in_whatever_order_the_optimizer_has_them(
+    world, task, tmp_path
+):
     report = pull(LINK, tmp_path / "out", hooks=task)
     state = load_file(tmp_path / "out" / "model.safetensors")
     model = fresh(task).model
@@ -145,13 +164,26 @@ def test_the_file_has_the_names_of_the_model_in_whatever_order_the_optimizer_has
     assert torch.equal(state["0.weight"], tensors[-1])
     assert torch.equal(state["0.bias"], tensors[0])
     assert torch.equal(state["2.bias"], tensors[4])
-    assert (report["named"], report["round"], report["values"]) == (True, 4, sum(t.numel() for t in tensors))
+    assert (report["named"], report["round"], report["values"]) == (
+        True,
+        4,
+        sum(t.numel() for t in tensors),
+    )
     assert "fresh model" in report["notes"][0]  # the statistics of its BatchNorm
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.safetensors", "shoal.json"]
-    assert json.loads((tmp_path / "out" / "shoal.json").read_text())["snapshot"] == world.snapshot.id.hex()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "model.safetensors",
+        "shoal.json",
+    ]
+    assert (
+        json.loads((tmp_path / "out" / "shoal.json").read_text())["snapshot"]
+        == world.snapshot.id.hex()
+    )
 
 
-def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_manifest(world, tmp_path, monkeypatch):
+def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_manifest(
+    world, tmp_path, monkeypatch
+):
     report = pull(LINK, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(state[f"parameter.{i}"], tensor) for i, tensor in enumerate(slow(world)))
@@ -159,15 +191,27 @@ def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_ma
     assert "a link carries no code" in report["notes"][0]
     other = State(4, [torch.zeros(3)])
     world.offered = snapshot_of(other, encode(other))
-    with pytest.raises(PullError, match=r"cannot be checked against the swarm's manifest: name your copy of the task"):
+    with pytest.raises(
+        PullError,
+        match=r"cannot be checked against the swarm's manifest: name your copy of the task",
+    ):
         pull(LINK, tmp_path, force=True)
 
 
 def test_the_card_has_what_manifest_and_members_say(world, task, tmp_path):
     report = pull(LINK, tmp_path, hooks=task)
     about = json.loads((tmp_path / "shoal.json").read_text())
-    assert (about["peers"], about["steps"], about["train_loss"], about["rounds"]) == (2, [10, 30], 2.5, 4)
-    assert (about["outer"]["codec"], about["train"]["optimizer"], about["held_out_loss"]) == ("float32", "task", None)
+    assert (about["peers"], about["steps"], about["train_loss"], about["rounds"]) == (
+        2,
+        [10, 30],
+        2.5,
+        4,
+    )
+    assert (about["outer"]["codec"], about["train"]["optimizer"], about["held_out_loss"]) == (
+        "float32",
+        "task",
+        None,
+    )
     card = (tmp_path / "README.md").read_text()
     assert "* Training loss: 2.5000, the mean" in card
     assert f"* Parameters: {report['values']:,}\n" in card
@@ -175,8 +219,12 @@ def test_the_card_has_what_manifest_and_members_say(world, task, tmp_path):
 
 def test_a_held_out_loss_is_computed_with_the_weights_that_came(world, task, tmp_path):
     report = pull(LINK, tmp_path, hooks=task, evaluate=True)
-    assert report["held_out_loss"] == pytest.approx(float(slow(world)[0].sum()))  # 0.bias is the optimizer's first
-    assert f"held-out loss {report['held_out_loss']:.4f}, on the task's own data" in module.summary(report)
+    assert report["held_out_loss"] == pytest.approx(
+        float(slow(world)[0].sum())
+    )  # 0.bias is the optimizer's first
+    assert f"held-out loss {report['held_out_loss']:.4f}, on the task's own data" in module.summary(
+        report
+    )
     with pytest.raises(PullError, match="pull without --evaluate"):
         pull(LINK, tmp_path / "other", evaluate=True)
     assert world.given.count(0) == 1  # the second has downloaded nothing
@@ -230,7 +278,12 @@ def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
     kept = ResumableDownload(tmp_path / "p", header, digests, header.nbytes)
     assert kept.have == set()
     for chunk in (0, 2):
-        kept.write(chunk, world.snapshot.content.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)])
+        kept.write(
+            chunk,
+            world.snapshot.content.numpy().data[
+                chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)
+            ],
+        )
     kept.close()
     with kept.path.open("r+b") as file:
         file.seek(2 * CHUNK + 7)
@@ -257,7 +310,9 @@ def test_what_cannot_be_pulled_is_said(world, task, tmp_path, change, error, sen
 
 def test_weights_that_are_there_stay_unless_forced(world, task, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"mine")
-    with pytest.raises(PullError, match=r"There are weights in .* already: choose another folder, or pass --force"):
+    with pytest.raises(
+        PullError, match=r"There are weights in .* already: choose another folder, or pass --force"
+    ):
         pull(LINK, tmp_path, hooks=task)
     assert (tmp_path / "model.safetensors").read_bytes() == b"mine"
     pull(LINK, tmp_path, hooks=task, force=True)
@@ -273,7 +328,9 @@ def test_weights_that_are_not_finite_are_not_written(monkeypatch, world, task, t
 
 
 @pytest.mark.parametrize("extra", [{"seen": 3}, None, torch.ones(2)])
-def test_a_module_with_state_beside_tensors_is_written_and_loads_as_the_card_says(tmp_path, monkeypatch, extra):
+def test_a_module_with_state_beside_tensors_is_written_and_loads_as_the_card_says(
+    tmp_path, monkeypatch, extra
+):
     class Counting(torch.nn.Linear):
         def get_extra_state(self):
             return extra
@@ -298,7 +355,9 @@ def test_a_model_of_transformers_is_written_as_it_writes_itself(tmp_path):
     files = export_model(model, {"round": 3, "notes": []}, tmp_path, tmp_path / ".pull" / "new")
     assert {"config.json", "model.safetensors", "README.md", "shoal.json"} <= set(files)
     again = transformers.GPT2LMHeadModel.from_pretrained(str(tmp_path))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     assert "GPT2LMHeadModel.from_pretrained" in (tmp_path / "README.md").read_text()
 
 
@@ -309,7 +368,16 @@ def written(folder, weights=None, **changes):
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(3)
     save_file((weights or GPT(**SIZE)).state_dict(), folder / "model.safetensors")
-    about = {"swarm": "s", "name": "n", "round": 7, "task": "text", "task_options": {}, "model": SIZE, "named": True, **changes}
+    about = {
+        "swarm": "s",
+        "name": "n",
+        "round": 7,
+        "task": "text",
+        "task_options": {},
+        "model": SIZE,
+        "named": True,
+        **changes,
+    }
     (folder / "shoal.json").write_text(json.dumps(about))
     return folder
 
@@ -329,7 +397,9 @@ class Counts(torch.nn.Module):
 
 def draw(model, begun, count, temperature=1.0, top_k=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return continuation(model, begun, count, temperature=temperature, top_k=top_k, generator=generator)
+    return continuation(
+        model, begun, count, temperature=temperature, top_k=top_k, generator=generator
+    )
 
 
 def test_a_token_follows_from_the_last_ones_that_the_context_holds():
@@ -345,7 +415,9 @@ def test_temperature_and_top_k_narrow_the_draw():
     assert draw(flat, [65], 3, temperature=100.0, top_k=1) == [66, 67, 68]
     assert draw(flat, [65], 50, top_k=10_000) == draw(flat, [65], 50)
     assert draw(flat, [65], 50) != draw(flat, [65], 50, seed=1)
-    assert len(set(draw(flat, [65], 200))) > 50  # the likeliest has weight e, the 255 others have 1 each
+    assert (
+        len(set(draw(flat, [65], 200))) > 50
+    )  # the likeliest has weight e, the 255 others have 1 each
 
 
 def test_a_prompt_begins_a_document_and_does_not_end_one(tmp_path):
@@ -365,18 +437,36 @@ def test_the_same_seed_gives_the_same_texts_and_the_report_names_it(tmp_path):
     assert (one["name"], one["round"], one["tokens"]) == ("n", 7, 20)
     assert all(text.startswith("ab") for text in one["texts"])
     assert one["texts"][0] != one["texts"][1]
-    assert sample(folder, prompt="ab", tokens=20, samples=2, seed=one["seed"])["texts"] == one["texts"]
+    assert (
+        sample(folder, prompt="ab", tokens=20, samples=2, seed=one["seed"])["texts"] == one["texts"]
+    )
 
 
 def test_the_command_prints_text_that_cannot_drive_a_terminal(tmp_path, monkeypatch):
     folder = str(written(tmp_path / "w"))
     assert printable("a\x1b[2Jb\tc\nd\x00", "\n\t", "\ufffd") == "a\ufffd[2Jb\tc\nd\ufffd"
-    arguments = ["sample", folder, "--prompt", "x\x1by", "--tokens", "3", "--samples", "2", "--seed", "1"]
+    arguments = [
+        "sample",
+        folder,
+        "--prompt",
+        "x\x1by",
+        "--tokens",
+        "3",
+        "--samples",
+        "2",
+        "--seed",
+        "1",
+    ]
     plain = CliRunner().invoke(cli, arguments, standalone_mode=False).stdout
     assert "\x1b" not in plain
     assert [part[:3] for part in plain.split("\n---\n")] == ["x\ufffdy"] * 2
-    report = json.loads(CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False).stdout)
-    assert report["texts"] == sample(tmp_path / "w", prompt="x\x1by", tokens=3, samples=2, seed=1)["texts"]
+    report = json.loads(
+        CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False).stdout
+    )
+    assert (
+        report["texts"]
+        == sample(tmp_path / "w", prompt="x\x1by", tokens=3, samples=2, seed=1)["texts"]
+    )
 
 
 def test_a_tokenizer_of_the_swarm_is_named_and_compared(tmp_path):
@@ -392,7 +482,9 @@ def test_a_tokenizer_of_the_swarm_is_named_and_compared(tmp_path):
     bare = written(tmp_path / "bare", GPT(**size), model=size, task_options={"tokenizer": "mine"})
     with pytest.raises(DataError, match="has 280 tokens and the model 300: name the swarm's"):
         load_pulled(bare, str(tmp_path / "other"))
-    hostile = written(tmp_path / "hostile", GPT(**size), model=size, task_options={"tokenizer": str(file)})
+    hostile = written(
+        tmp_path / "hostile", GPT(**size), model=size, task_options={"tokenizer": str(file)}
+    )
     with pytest.raises(DataError, match="a path on somebody's machine"):
         load_pulled(hostile)
 
@@ -417,7 +509,9 @@ def test_what_the_folder_says_is_compared_before_memory_is_taken(tmp_path, chang
 
 
 def test_a_folder_without_weights_or_with_damaged_ones_is_one_sentence(tmp_path):
-    with pytest.raises(SampleError, match=r"There are no weights of `shoal pull` in .*: name the folder"):
+    with pytest.raises(
+        SampleError, match=r"There are no weights of `shoal pull` in .*: name the folder"
+    ):
         load_pulled(tmp_path)
     for content in ("", "[]", "[" * 100_000):
         (tmp_path / "shoal.json").write_text(content)

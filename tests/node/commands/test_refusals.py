@@ -33,7 +33,11 @@ def folder(tmp_path):
 
 def test_the_newest_run_is_told_of_late_and_in_all(folder):
     found = read_refusals(folder / "metrics.jsonl", NOW)
-    assert found == {"recent_s": RECENT_S, "recent": {"rate": 2, "replayed": 4}, "total": {"rate": 12, "forged": 1, "replayed": 4}}
+    assert found == {
+        "recent_s": RECENT_S,
+        "recent": {"rate": 2, "replayed": 4},
+        "total": {"rate": 12, "forged": 1, "replayed": 4},
+    }
     assert refusals_said(found) == (
         "This node refused, in the last 10 minutes: 4 x replayed, 2 x rate; since it started: 12 x rate, 4 x replayed, 1 x forged."
     )
@@ -53,7 +57,14 @@ def test_a_run_that_refused_nothing(tmp_path):
 
 
 def test_the_command_reads_a_folder_without_a_link(folder):
-    run = CliRunner().invoke(cli, ["status", "--folder", str(folder), "--json"], standalone_mode=False)
+    run = CliRunner().invoke(
+        cli, ["status", "--folder", str(folder), "--json"], standalone_mode=False
+    )
     assert json.loads(run.output)["refused"]["total"] == {"rate": 12, "forged": 1, "replayed": 4}
-    assert "This node refused" in CliRunner().invoke(cli, ["status", "--folder", str(folder)], standalone_mode=False).output
+    assert (
+        "This node refused"
+        in CliRunner()
+        .invoke(cli, ["status", "--folder", str(folder)], standalone_mode=False)
+        .output
+    )
     assert "--folder DIR" in CliRunner().invoke(cli, ["status"]).output

@@ -24,8 +24,21 @@ PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 SEED = f"/ip4/203.0.113.9/tcp/4001/p2p/{PEER}"
 
 
-def public(swarm="a" * 52, name="ours", task="text", peers=3, memory=0, device="cpu", addresses=(SEED,)):
-    return report(PublicSwarm(swarm, Title(name, task, "noloco"), peers, 135_000_000, 1_084_000_000, memory, device, addresses))
+def public(
+    swarm="a" * 52, name="ours", task="text", peers=3, memory=0, device="cpu", addresses=(SEED,)
+):
+    return report(
+        PublicSwarm(
+            swarm,
+            Title(name, task, "noloco"),
+            peers,
+            135_000_000,
+            1_084_000_000,
+            memory,
+            device,
+            addresses,
+        )
+    )
 
 
 def test_a_link_goes_by_way_of_the_seed_and_of_members_as_far_as_they_are_addresses():
@@ -37,7 +50,11 @@ def test_a_link_goes_by_way_of_the_seed_and_of_members_as_far_as_they_are_addres
 
 
 def test_a_name_or_the_beginning_of_an_id_means_one_swarm():
-    ours, theirs, other = public(), public("b" * 51 + "a", "theirs"), public("b" * 51 + "q", "aaaaaaaaaa")
+    ours, theirs, other = (
+        public(),
+        public("b" * 51 + "a", "theirs"),
+        public("b" * 51 + "q", "aaaaaaaaaa"),
+    )
     assert chosen("ours", [theirs, ours]) is ours
     assert chosen("a" * 10, [theirs, ours]) is ours
     assert chosen("a" * 10, [ours, other]) is other, "a name comes before an id"
@@ -52,17 +69,29 @@ def test_a_name_or_the_beginning_of_an_id_means_one_swarm():
 def test_what_joining_needs_is_said():
     said = described(public(task="mine:Task", memory=2_000_000_000))
     assert "mine:Task by noloco, 3 peers as a bootstrap node says." in said
-    assert "135 M parameters, a node sends 1.08 GB in a round, and that member computes on a processor, without" in said
-    assert "It needs a copy of its task mine:Task (--task) and 2 GB of memory beyond training alone." in said
+    assert (
+        "135 M parameters, a node sends 1.08 GB in a round, and that member computes on a processor, without"
+        in said
+    )
+    assert (
+        "It needs a copy of its task mine:Task (--task) and 2 GB of memory beyond training alone."
+        in said
+    )
     assert "needs" not in described(public(task="rl"))
-    assert "computes on a GPU (cuda). It needs text to train on (--data; else what this machine has)." in described(
-        public(device="cuda")
+    assert (
+        "computes on a GPU (cuda). It needs text to train on (--data; else what this machine has)."
+        in described(public(device="cuda"))
     )
     assert "32 or more peers" in described(public(peers=32))
 
 
 def test_the_table_shows_names_as_they_are():
-    shown = table({"swarms": [public(name="[red]x[/red]"), public(name="second")], "problems": ["a seed is gone."]})
+    shown = table(
+        {
+            "swarms": [public(name="[red]x[/red]"), public(name="second")],
+            "problems": ["a seed is gone."],
+        }
+    )
     assert "[red]x[/red]" in shown
     assert "second" in shown
     assert "a seed is gone." in shown.splitlines()
@@ -72,9 +101,14 @@ def test_the_table_shows_names_as_they_are():
 
 
 def test_a_name_is_joined_only_after_asking(monkeypatch):
-    monkeypatch.setattr("shoal.node.commands.swarms.list_swarms", lambda seeds: {"swarms": [public()], "problems": []})
+    monkeypatch.setattr(
+        "shoal.node.commands.swarms.list_swarms",
+        lambda seeds: {"swarms": [public()], "problems": []},
+    )
     joined = []
-    monkeypatch.setattr("shoal.node.cli.up._run_node", lambda file, link, flags: joined.append(link) or 0)
+    monkeypatch.setattr(
+        "shoal.node.cli.up._run_node", lambda file, link, flags: joined.append(link) or 0
+    )
     runner = CliRunner()
     refused = runner.invoke(cli, ["join", "ours", "--bootstrap", SEED])
     assert isinstance(refused.exception, LinkError)
@@ -94,14 +128,20 @@ HUGE = {"layers": 64, "width": 16_384}
     [
         ("text", {}, 135_808),
         ("text", HUGE, 206_172_094_464),  # which a member announced as 135 million, to be joined
-        ("text", {**HUGE, "tokenizer": "owner/name"}, 206_163_738_624),  # at least: the vocabulary is not known
+        (
+            "text",
+            {**HUGE, "tokenizer": "owner/name"},
+            206_163_738_624,
+        ),  # at least: the vocabulary is not known
         ("text", {"tokenizer": "owner/name"}, 135_000_000),
         ("text", {"layers": "x"}, 135_000_000),
         ("task.py:Mine", HUGE, 135_000_000),
     ],
 )
 def test_the_size_of_a_swarm_is_computed_where_it_can_be(task, options, shown):
-    found = PublicSwarm("a" * 52, Title("ours", task, "noloco"), 3, 135_000_000, 1, 0, "cpu", (SEED,), options)
+    found = PublicSwarm(
+        "a" * 52, Title("ours", task, "noloco"), 3, 135_000_000, 1, 0, "cpu", (SEED,), options
+    )
     assert report(found)["params"] == shown
 
 
@@ -114,7 +154,13 @@ def address(number):
 
 def written(folder, number=0, when=1000.0, **changes):
     folder.mkdir(parents=True)
-    fields = {"link": str(Link(SWARM, (address(number),))), "name": "s", "invite_only": False, "written": when, **changes}
+    fields = {
+        "link": str(Link(SWARM, (address(number),))),
+        "name": "s",
+        "invite_only": False,
+        "written": when,
+        **changes,
+    }
     (folder / LINK).write_text(json.dumps(fields))
     os.utime(folder / LINK, (when, when))
     return fields["link"]
@@ -124,7 +170,10 @@ def test_the_newest_link_below_runs_or_the_named_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LinkError, match="No folder runs/NAME here has a link: name"):
         current_link(None)
-    old, new = written(tmp_path / "runs" / "a", 1, 1000.0), written(tmp_path / "runs" / "b", 2, 2000.0)
+    old, new = (
+        written(tmp_path / "runs" / "a", 1, 1000.0),
+        written(tmp_path / "runs" / "b", 2, 2000.0),
+    )
     assert (current_link(None, 2000.0)["link"], current_link(None, 2000.0)["notes"]) == (new, [])
     assert current_link(tmp_path / "runs" / "a", 1000.0 + STALE_S)["notes"] == []
     found = current_link(tmp_path / "runs" / "a", 1001.0 + STALE_S)
@@ -134,7 +183,9 @@ def test_the_newest_link_below_runs_or_the_named_folders(tmp_path, monkeypatch):
 
 def test_the_command_prints_the_link_alone_on_stdout(tmp_path):
     made = written(tmp_path / "a", invite_only=True)
-    result = CliRunner().invoke(cli, ["link", "--folder", str(tmp_path / "a")], standalone_mode=False)
+    result = CliRunner().invoke(
+        cli, ["link", "--folder", str(tmp_path / "a")], standalone_mode=False
+    )
     assert result.stdout == f"{made}\n"
     assert "its creator admits others (shoal invite LINK)" in result.stderr
 
@@ -165,7 +216,9 @@ def test_status_of_a_folder_shows_its_link(tmp_path):
     assert (report["link"], report["invite_only"]) == (made, True)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"link": 3}', '{"link": "x", "written": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", '{"link": 3}', '{"link": "x", "written": 1}', "[" * 100_000]
+)
 def test_a_damaged_file_is_one_sentence(tmp_path, content):
     (tmp_path / LINK).write_text(content)
     with pytest.raises(LinkError, match=r"start its node again|pass the link"):
@@ -178,7 +231,9 @@ def test_an_old_link_is_filled_up_with_known_addresses_of_its_swarm_alone(tmp_pa
     def known(folder, swarm, *numbers):
         folder.mkdir(parents=True)
         peers = {address(number).rpartition("/p2p/")[2]: [address(number)] for number in numbers}
-        (folder / KNOWN_PEERS).write_text(json.dumps({"swarm": swarm, "peers": peers, "listened": []}))
+        (folder / KNOWN_PEERS).write_text(
+            json.dumps({"swarm": swarm, "peers": peers, "listened": []})
+        )
 
     known(tmp_path / "own", SWARM, 1)
     known(tmp_path / "runs" / "a", SWARM, 2, *range(10, 30))
@@ -196,14 +251,18 @@ ME, ANNA = Identity.ephemeral().peer_id, Identity.ephemeral()
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli, ["status", "--mine", *map(str, arguments)], standalone_mode=False)
+    return CliRunner().invoke(
+        cli, ["status", "--mine", *map(str, arguments)], standalone_mode=False
+    )
 
 
 @pytest.fixture
 def folder(tmp_path):
     mine = Tally(ME, SWARM, tmp_path / NAME)
     mine.took([ANNA.peer_id], Work(4, 4.0, 9000.0))
-    made = Receipts(swarm=SWARM, peer=ANNA.peer_id, issued=1.0, work=((ME, 3, 3.0, 8000.0, 0, 0.0, 0),))
+    made = Receipts(
+        swarm=SWARM, peer=ANNA.peer_id, issued=1.0, work=((ME, 3, 3.0, 8000.0, 0, 0.0, 0),)
+    )
     mine.take(made, seal(made, ANNA), "203.0.0.0/16")
     mine.save()
     return tmp_path
@@ -216,7 +275,12 @@ def test_it_names_the_partners_with_their_ranges_and_the_sums(folder):
     assert cells[1:] == ["203.0.0.0/16", "3", "3", "8,000", "0", "0", "0"]
     assert "1 peer" in shown
     report = json.loads(run("--folder", folder, "--json").stdout)
-    assert (report["exchanges"], report["tokens"], report["partners"], report["ranges"]) == (3, 8000.0, 1, 1)
+    assert (report["exchanges"], report["tokens"], report["partners"], report["ranges"]) == (
+        3,
+        8000.0,
+        1,
+        1,
+    )
 
 
 def test_without_a_folder_it_is_the_newest_node_here(folder, monkeypatch):
@@ -225,7 +289,14 @@ def test_without_a_folder_it_is_the_newest_node_here(folder, monkeypatch):
     (folder / NAME).rename(place / NAME)
     peer = f"/ip4/203.0.113.5/tcp/4001/p2p/{ANNA.peer_id}"
     (place / "link.json").write_text(
-        json.dumps({"link": f"shoal://{SWARM}?peer={peer}", "name": "s", "invite_only": False, "written": 1.0})
+        json.dumps(
+            {
+                "link": f"shoal://{SWARM}?peer={peer}",
+                "name": "s",
+                "invite_only": False,
+                "written": 1.0,
+            }
+        )
     )
     monkeypatch.chdir(folder / "home")
     assert json.loads(run("--json").stdout)["exchanges"] == 3

@@ -41,7 +41,9 @@ def test_without_any_it_says_where_one_can_be_named():
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(("where", "text"), [("variable", "/ip4/203.0.113.1/tcp/4001"), ("file", "example.org:4001")])
+@pytest.mark.parametrize(
+    ("where", "text"), [("variable", "/ip4/203.0.113.1/tcp/4001"), ("file", "example.org:4001")]
+)
 def test_a_wrong_address_is_quoted_with_its_source(where, text, monkeypatch):
     if where == "variable":
         monkeypatch.setenv(VARIABLE, text)

@@ -20,7 +20,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = tmp_path / "swarm.toml"
-    path.write_text('[outer]\nevery = 7\nlr = 1\n[task.options]\nlayers = 3\n[node]\nname = "ada"\n')
+    path.write_text(
+        '[outer]\nevery = 7\nlr = 1\n[task.options]\nlayers = 3\n[node]\nname = "ada"\n'
+    )
     loaded = load(path, {"outer.every": 9, "task.options.width": 32, "node.device": None})
     assert loaded.outer.every == 9
     assert loaded.outer.lr == 1.0
@@ -45,7 +47,10 @@ def test_example_file_documents_every_key(key):
     model = Settings.model_fields[table].annotation
     field = model.model_fields[name]
     if key == "task.options":
-        section, before = "task.options", EXAMPLE.read_text().split("[task.options]")[1].split("\n[")[0]
+        section, before = (
+            "task.options",
+            EXAMPLE.read_text().split("[task.options]")[1].split("\n[")[0],
+        )
     else:
         section = EXAMPLE.read_text().split(f"[{table}]\n")[1].split("\n[")[0]
         found = re.search(rf"((?:^#.*\n)+)^(?:# )?{name} = .+$", section, re.MULTILINE)
@@ -105,7 +110,11 @@ def test_an_unknown_key_is_named_with_its_neighbour(key, place, letter):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"[outer]\nevery = = 3\n", r"not TOML .*line 2"), (b"\xff\xfe", "not TOML"), (b"#" * (2**20 + 1), "over 1 MiB")],
+    [
+        (b"[outer]\nevery = = 3\n", r"not TOML .*line 2"),
+        (b"\xff\xfe", "not TOML"),
+        (b"#" * (2**20 + 1), "over 1 MiB"),
+    ],
 )
 def test_files_that_are_no_settings(tmp_path, content, words):
     path = tmp_path / "swarm.toml"
@@ -143,7 +152,9 @@ def machine(monkeypatch):
 
     def has(kind, count):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind) if kind else None)
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda: torch.device(kind) if kind else None
+        )
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
     return has
@@ -165,13 +176,23 @@ def test_devices_of_every_kind(machine, kind, count, text, chosen):
 @pytest.mark.parametrize(
     ("kind", "count", "text", "words"),
     [
-        (None, 0, "cuda", r"'cuda' is not available here \(this build of PyTorch has no accelerator\): install its driver"),
+        (
+            None,
+            0,
+            "cuda",
+            r"'cuda' is not available here \(this build of PyTorch has no accelerator\): install its driver",
+        ),
         (None, 0, "xpu", r"'xpu' is not available here"),
         (None, 0, "mps", r"'mps' is not available here"),
         ("cuda", 1, "xpu", r"'xpu' is not available here \(there is cuda\)"),
         ("cuda", 2, "cuda:7", r"no device 'cuda:7': this machine has cuda:0 to cuda:1\."),
         ("xpu", 1, "xpu:1", r"no device 'xpu:1': this machine has xpu:0 only\."),
-        ("cuda", 1, "rocm", r"no device 'rocm': choose auto, cpu, cuda, cuda:N \(of NVIDIA or AMD\), xpu"),
+        (
+            "cuda",
+            1,
+            "rocm",
+            r"no device 'rocm': choose auto, cpu, cuda, cuda:N \(of NVIDIA or AMD\), xpu",
+        ),
         ("mps", 1, "mps:0", r"no device 'mps:0': choose"),
     ],
 )
@@ -184,17 +205,22 @@ def test_a_device_that_there_is_not_is_one_sentence(machine, kind, count, text, 
 
 def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
     def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update\nyour driver")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update\nyour driver"
+        )
 
     machine(None, 0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(
-        ConfigError, match=r"not available here \(The NVIDIA driver on your system is too old \(found version 11040"
+        ConfigError,
+        match=r"not available here \(The NVIDIA driver on your system is too old \(found version 11040",
     ):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
-    with pytest.raises(Note, match=r"a GPU cannot be used .*too old.*: install its driver, or a build that fits it"):
+    with pytest.raises(
+        Note, match=r"a GPU cannot be used .*too old.*: install its driver, or a build that fits it"
+    ):
         checks.device(None, lambda said: None)
 
 
@@ -207,7 +233,9 @@ def test_host_name_is_a_file_name(monkeypatch):
 
 @pytest.mark.parametrize("key", ["listen", "announce"])
 def test_an_address_that_is_none_is_named(key):
-    with pytest.raises(ConfigError, match=r"'4001' should be written such as /ip4/0\.0\.0\.0/tcp/4001"):
+    with pytest.raises(
+        ConfigError, match=r"'4001' should be written such as /ip4/0\.0\.0\.0/tcp/4001"
+    ):
         load(None, {f"node.{key}": ["/ip4/127.0.0.1/tcp/1", "4001"]})
 
 
@@ -225,5 +253,7 @@ def test_an_assignment_is_read_as_toml_would_or_as_plain_text(text, value):
 
 @pytest.mark.parametrize("text", ["width", "=3", "a b=3", "outer.=3", ".lr=3"])
 def test_what_is_no_assignment(text):
-    with pytest.raises(ConfigError, match=r"is not of the form KEY=VALUE: write it so, such as width=256\."):
+    with pytest.raises(
+        ConfigError, match=r"is not of the form KEY=VALUE: write it so, such as width=256\."
+    ):
         assignment(text)

@@ -46,14 +46,19 @@ def test_what_is_no_name_is_one_sentence(data, words):
 def test_a_name_is_never_a_folder_that_happens_to_be_here(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"folder 'owner/name' here, named as a dataset: write hf:\./owner/name"):
+    with pytest.raises(
+        DataError, match=r"folder 'owner/name' here, named as a dataset: write hf:\./owner/name"
+    ):
         Name.parse("hf:owner/name")
     assert Name.parse("hf:./owner/name:test") == Name("./owner/name", None, "test")
 
 
 def test_without_the_package_the_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs the package datasets, .* run pip install 'shoal\[data\]', or name files"):
+    with pytest.raises(
+        DataError,
+        match=r"needs the package datasets, .* run pip install 'shoal\[data\]', or name files",
+    ):
         read_documents("hf:owner/name", 1000)
 
 
@@ -83,7 +88,9 @@ class Stateful(Rows):
 @pytest.mark.parametrize("kind", [Rows, Stateful])
 def test_from_any_place_on_the_same_follows_with_and_without_a_state(monkeypatch, kind):
     monkeypatch.setattr(hub, "ANCHOR_EVERY", 7)
-    monkeypatch.setattr(HubDataset, "_open", lambda self: kind([{"text": f"row {i}"} for i in range(60)]))
+    monkeypatch.setattr(
+        HubDataset, "_open", lambda self: kind([{"text": f"row {i}"} for i in range(60)])
+    )
     source, shard = HubDataset("hf:owner/name", "text", Skipped()), Shard(1, 2, 5)
     whole = list(source.documents(shard, 0))
     assert 20 < len(whole) < 40
@@ -104,7 +111,9 @@ def test_an_error_on_the_way_is_one_sentence(monkeypatch):
 
     source = HubDataset("hf:owner/name", "text", Skipped())
     monkeypatch.setattr(HubDataset, "_open", lambda self: rows())
-    with pytest.raises(DataError, match=r"Cannot read hf:owner/name .*the server is gone") as caught:
+    with pytest.raises(
+        DataError, match=r"Cannot read hf:owner/name .*the server is gone"
+    ) as caught:
         list(source.documents(ALL, 0))
     assert "\n" not in str(caught.value)
 
@@ -115,7 +124,9 @@ def folder(tmp_path_factory):
     pytest.importorskip("datasets", reason="datasets is not installed: pip install 'shoal[data]'")
     root = tmp_path_factory.mktemp("dataset")
     for part, rows in enumerate([range(300), range(300, 310), range(310, 700)]):
-        lines = "".join(json.dumps({"body": f"row {i} says something", "n": i}) + "\n" for i in rows)
+        lines = "".join(
+            json.dumps({"body": f"row {i} says something", "n": i}) + "\n" for i in rows
+        )
         (root / f"part-{part}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     return root
 
@@ -136,7 +147,10 @@ def test_a_folder_is_read_by_the_package_and_continued_by_its_own_state(folder, 
 
 
 def test_a_column_or_a_split_that_is_not_there(folder, caplog):
-    with caplog.at_level(logging.WARNING), pytest.raises(DataError, match=r"no usable document .*in the column 'text'"):
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(DataError, match=r"no usable document .*in the column 'text'"),
+    ):
         read_documents(f"hf:{folder}", 1000)
     assert "Row 0 of hf:" in caplog.text
     with pytest.raises(DataError, match=r"Cannot open the dataset .*, split 'test'") as caught:

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.data import source as module
 from shoal.node.data.reader import Bytes, Reader
-from shoal.node.data.source import HELD_OUT_ONE_IN, DataError, Document, Listed, RecordFiles, Skipped, belongs, dealt, held_out
+from shoal.node.data.source import (
+    HELD_OUT_ONE_IN,
+    DataError,
+    Document,
+    Listed,
+    RecordFiles,
+    Skipped,
+    belongs,
+    dealt,
+    held_out,
+)
 from shoal.node.task import Shard
 from shoal.node.tasks.text import open_stream, read_documents
 
@@ -32,7 +42,9 @@ def reader(source, shard=ALL, *, context=4, batch=3, shuffle=40):
 
 
 def same(a, b):
-    return all(torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    return all(
+        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
+    )
 
 
 DOCUMENTS = st.lists(st.binary(max_size=60), min_size=1, max_size=12)
@@ -43,8 +55,13 @@ DOCUMENTS = st.lists(st.binary(max_size=60), min_size=1, max_size=12)
     DOCUMENTS, st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.sampled_from([1, 17, 64, 4096]), st.integers(0, 25),
     st.data(),
 )  # fmt: skip
-def test_a_resumed_reader_gives_the_same_batches_from_any_place_on(contents, of, context, batch, shuffle, taken, data):
-    source, shard = listed(*contents, b"enough for a window"), Shard(data.draw(st.integers(0, of - 1)), of, 3)
+def test_a_resumed_reader_gives_the_same_batches_from_any_place_on(
+    contents, of, context, batch, shuffle, taken, data
+):
+    source, shard = (
+        listed(*contents, b"enough for a window"),
+        Shard(data.draw(st.integers(0, of - 1)), of, 3),
+    )
 
     def made():
         return reader(source, shard, context=context, batch=batch, shuffle=shuffle)
@@ -76,7 +93,10 @@ def test_an_epoch_has_each_next_token_once_but_for_the_last_few(contents, contex
     order = [document for _, document in source.documents(Shard(0, 1, 3), 0)]
     text = b"".join(document.content + b"\n" for document in order)
     windows = sorted(text[i * context : (i + 1) * context + 1] for i in range(count))
-    assert sorted(bytes([*inputs[0].tolist(), targets[0, -1].item()]) for inputs, targets in epoch) == windows
+    assert (
+        sorted(bytes([*inputs[0].tolist(), targets[0, -1].item()]) for inputs, targets in epoch)
+        == windows
+    )
     assert all(torch.equal(inputs[:, 1:], targets[:, :-1]) for inputs, targets in epoch)
 
 
@@ -85,11 +105,16 @@ def test_batches_are_whole_numbers_and_differ_by_shard_seed_and_epoch():
     inputs, targets = next(reader(source))
     assert inputs.shape == targets.shape == (3, 4)
     assert inputs.dtype == targets.dtype == torch.int64
-    a, b, c = (list(islice(reader(source, shard), 4)) for shard in (Shard(0, 2, 3), Shard(1, 2, 3), Shard(0, 2, 4)))
+    a, b, c = (
+        list(islice(reader(source, shard), 4))
+        for shard in (Shard(0, 2, 3), Shard(1, 2, 3), Shard(0, 2, 4))
+    )
     assert not same(a, b)
     assert not same(a, c)
     assert same(a, islice(reader(source, Shard(0, 2, 3)), 4))
-    one = reader(listed(b"0123456789abcdef"), context=4, batch=4, shuffle=10_000)  # a batch is all of an epoch
+    one = reader(
+        listed(b"0123456789abcdef"), context=4, batch=4, shuffle=10_000
+    )  # a batch is all of an epoch
     first, second = next(one)[0], next(one)[0]
     assert sorted(first.flatten().tolist()) == sorted(b"0123456789abcdef")
     assert not torch.equal(first, second)
@@ -111,7 +136,10 @@ def test_no_usable_document_is_one_sentence():
 
 
 def test_too_little_text_names_the_shard():
-    with pytest.raises(DataError, match=r"shard 1 of 2 has only \d+ tokens in 64 epochs of the list, where 1025 are needed"):
+    with pytest.raises(
+        DataError,
+        match=r"shard 1 of 2 has only \d+ tokens in 64 epochs of the list, where 1025 are needed",
+    ):
         next(reader(listed(b"few", b"words"), Shard(1, 2, 3), context=1024))
 
 
@@ -128,7 +156,9 @@ def test_a_place_in_other_data_or_of_another_shard_is_refused_and_changes_nothin
         reader(listed(b"other text")), reader(source, Shard(0, 2, 3)), reader(source, Shard(0, 1, 4)), reader(source, context=5),
         reader(source, shuffle=80),
     ):  # fmt: skip
-        with pytest.raises(DataError, match="trained on other data, or with another tokenizer, context or shuffle"):
+        with pytest.raises(
+            DataError, match="trained on other data, or with another tokenizer, context or shuffle"
+        ):
             wrong.load_state_dict(state)
     for key, value in [("epoch", -1), ("place", 3), ("drawn", None), ("offset", "1")]:
         with pytest.raises(DataError, match="damaged"):
@@ -185,7 +215,10 @@ def test_epochs_and_seeds_differ_in_order_and_in_whom_they_deal_to(seed, epoch):
     here, there = Shard(0, 4, seed), Shard(0, 4, seed + 1)
     assert dealt(names, here, epoch) != dealt(names, here, epoch + 1)
     assert dealt(names, here, epoch) != dealt(names, there, epoch)
-    whose = [[belongs(shard, each, name) for name in names] for shard, each in [(here, epoch), (here, epoch + 1), (there, epoch)]]
+    whose = [
+        [belongs(shard, each, name) for name in names]
+        for shard, each in [(here, epoch), (here, epoch + 1), (there, epoch)]
+    ]
     assert whose[0] != whose[1]
     assert whose[0] != whose[2]
 
@@ -196,7 +229,10 @@ def test_fewer_documents_than_shards_come_to_each_in_some_epoch():
 
 
 def test_a_stream_is_dealt_evenly_enough():
-    counts = [sum(belongs(Shard(index, 4, 7), 3, f"x:{line}") for line in range(4000)) for index in range(4)]
+    counts = [
+        sum(belongs(Shard(index, 4, 7), 3, f"x:{line}") for line in range(4000))
+        for index in range(4)
+    ]
     assert sum(counts) == 4000
     assert max(counts) - min(counts) < 200
 
@@ -211,7 +247,9 @@ FILE_ALL = Shard(0, 1, 5)
 
 
 def write(path, texts, field="text"):
-    lines = "".join(json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts)).encode()
+    lines = "".join(
+        json.dumps({field: text, "n": i}) + "\n" for i, text in enumerate(texts)
+    ).encode()
     path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
     return path
 
@@ -228,7 +266,9 @@ def texts(source, shard=FILE_ALL, epoch=0, place=None):
 def test_records_are_documents_with_the_text_of_their_field(tmp_path, name):
     wanted = [f"text {i}, naïve 🐟\nand more" for i in range(50)]
     assert texts(stream(write(tmp_path / name, wanted, "body"), field="body")) == wanted
-    assert [d.name for _, d in stream(tmp_path / name, field="body").documents(FILE_ALL, 0)][:2] == [f"{name}:1", f"{name}:2"]
+    assert [d.name for _, d in stream(tmp_path / name, field="body").documents(FILE_ALL, 0)][
+        :2
+    ] == [f"{name}:1", f"{name}:2"]
 
 
 def test_packed_text_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
@@ -242,7 +282,9 @@ def test_packed_text_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz"])
 def test_the_shards_of_an_epoch_have_each_document_once(tmp_path, name):
     if name == "a.txt.gz":
-        (tmp_path / name).write_bytes(gzip.compress(b"".join(b"%05d" % i * 200 + b"\n" for i in range(400))))
+        (tmp_path / name).write_bytes(
+            gzip.compress(b"".join(b"%05d" % i * 200 + b"\n" for i in range(400)))
+        )
     else:
         write(tmp_path / name, [f"text {i}" for i in range(200)])
     source = stream(tmp_path / name)
@@ -264,7 +306,9 @@ def test_files_come_in_another_order_in_another_epoch(tmp_path):
 def test_from_the_place_of_any_document_on_the_same_follows(tmp_path, name):
     write(tmp_path / "b.jsonl", [f"other {i}" for i in range(5)])
     if name == "a.txt.gz":
-        (tmp_path / name).write_bytes(gzip.compress(b"".join(b"%05d" % i * 200 + b"\n" for i in range(100))))
+        (tmp_path / name).write_bytes(
+            gzip.compress(b"".join(b"%05d" % i * 200 + b"\n" for i in range(100)))
+        )
     else:
         write(tmp_path / name, [f"text {i} " * (i + 1) for i in range(30)])
     source, shard = stream(tmp_path / name, tmp_path / "b.jsonl"), Shard(1, 2, 5)
@@ -275,8 +319,18 @@ def test_from_the_place_of_any_document_on_the_same_follows(tmp_path, name):
 
 
 def test_what_is_no_record_is_skipped_counted_and_told_once(tmp_path, caplog):
-    bad = [b"not json", b"[1]", b'{"body": "x"}', b'{"text": 3}', b"[" * 100_000, b"\xff\xfe", b'{"text": "bad \\ud800 half"}']
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join([b'{"text": "good"}', *bad, b"", b'{"text": ""}', b'{"text": "too"}']))
+    bad = [
+        b"not json",
+        b"[1]",
+        b'{"body": "x"}',
+        b'{"text": 3}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"text": "bad \\ud800 half"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\n".join([b'{"text": "good"}', *bad, b"", b'{"text": ""}', b'{"text": "too"}'])
+    )
     source = stream(tmp_path / "a.jsonl")
     with caplog.at_level(logging.WARNING):
         assert texts(source) == ["good", "bad ? half", "too"]
@@ -365,5 +419,7 @@ def test_records_can_be_held_in_memory_too(tmp_path):
     documents = read_documents(str(tmp_path / "a.jsonl"), 2**20)
     assert {d.content.decode() for d in documents} == {f"text {i}" for i in range(200)}
     assert sum(len(d.content) for d in read_documents(str(tmp_path / "a.jsonl"), 101)) == 101
-    with pytest.raises(DataError, match=r"no usable document in a\.jsonl \(texts in the field 'body'\)"):
+    with pytest.raises(
+        DataError, match=r"no usable document in a\.jsonl \(texts in the field 'body'\)"
+    ):
         read_documents(str(tmp_path / "a.jsonl"), 2**20, "body")

@@ -20,7 +20,9 @@ def test_bytes_need_nothing(monkeypatch):
     assert (made.vocabulary, made.digest) == (256, "")
     (piece,) = made.encode(b"ab\xff")
     assert piece.tolist() == [97, 98, 255, 10]
-    with pytest.raises(DataError, match=r"needs the package tokenizers, .* run pip install 'shoal\[data\]'"):
+    with pytest.raises(
+        DataError, match=r"needs the package tokenizers, .* run pip install 'shoal\[data\]'"
+    ):
         load_tokenizer("gpt2")
 
 
@@ -54,11 +56,19 @@ def test_the_digest_is_of_vocabulary_and_cutting_not_of_the_file(tmp_path):
     file = train(tmp_path / "a")
     body = json.loads(file.read_text())
     (tmp_path / "same.json").write_text(json.dumps(dict(reversed(body.items())), indent=4))
-    body["truncation"] = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    body["truncation"] = {
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+        "direction": "Right",
+    }
     (tmp_path / "short.json").write_text(json.dumps(body))
     body["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "lower.json").write_text(json.dumps(body))
-    digests = [load_tokenizer(str(path)).digest for path in (file, tmp_path / "same.json", tmp_path / "short.json")]
+    digests = [
+        load_tokenizer(str(path)).digest
+        for path in (file, tmp_path / "same.json", tmp_path / "short.json")
+    ]
     assert len(set(digests)) == 1
     assert load_tokenizer(str(tmp_path / "lower.json")).digest != digests[0]
     assert load_tokenizer(str(train(tmp_path / "b", size=290))).digest != digests[0]
@@ -83,7 +93,9 @@ def test_another_tokenizer_than_the_swarms_is_one_sentence(tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_no_tokenizer_is_one_sentence(tmp_path, monkeypatch, name, words):
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'shoal[data]'")
+    pytest.importorskip(
+        "tokenizers", reason="tokenizers is not installed: pip install 'shoal[data]'"
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=words) as caught:
         load_tokenizer(name)
@@ -102,7 +114,9 @@ def test_a_damaged_or_huge_file_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_the_hub_is_asked_for_what_is_not_here_and_not_for_too_much(tmp_path, monkeypatch):
-    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install 'shoal[data]'")
+    hub = pytest.importorskip(
+        "huggingface_hub", reason="huggingface_hub is not installed: pip install 'shoal[data]'"
+    )
     file, asked = train(tmp_path), []
 
     def download(name, filename, local_files_only=False):
@@ -113,9 +127,14 @@ def test_the_hub_is_asked_for_what_is_not_here_and_not_for_too_much(tmp_path, mo
 
     size = 1000
     monkeypatch.setattr(hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url: type("Metadata", (), {"size": size}))
+    monkeypatch.setattr(
+        hub, "get_hf_file_metadata", lambda url: type("Metadata", (), {"size": size})
+    )
     assert load_tokenizer("owner/name").vocabulary == 300
-    assert asked == [("owner/name", "tokenizer.json", True), ("owner/name", "tokenizer.json", False)]
+    assert asked == [
+        ("owner/name", "tokenizer.json", True),
+        ("owner/name", "tokenizer.json", False),
+    ]
     size = 2**40
     with pytest.raises(DataError, match="'owner/name' is larger than 64 MiB"):
         load_tokenizer("owner/name")
@@ -124,16 +143,22 @@ def test_the_hub_is_asked_for_what_is_not_here_and_not_for_too_much(tmp_path, mo
         raise ConnectionError("no route to host\nin many lines")
 
     monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
-    with pytest.raises(DataError, match=r"cannot be loaded \(no route to host\): check its name and the network") as caught:
+    with pytest.raises(
+        DataError, match=r"cannot be loaded \(no route to host\): check its name and the network"
+    ) as caught:
         load_tokenizer("owner/name")
     assert "\n" not in str(caught.value)
     assert len(asked) == 4
 
 
 def test_a_folder_of_transformers_is_the_same_tokenizer(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shoal[hf]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install 'shoal[hf]'"
+    )
     file = train(tmp_path / "a")
-    transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|endoftext|>").save_pretrained(tmp_path / "b")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(file), eos_token="<|endoftext|>"
+    ).save_pretrained(tmp_path / "b")
     assert load_tokenizer(str(tmp_path / "b")).digest == load_tokenizer(str(file)).digest
 
 

@@ -31,7 +31,10 @@ STEPS = 9
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory):
     path = tmp_path_factory.mktemp("stream") / "texts.jsonl.gz"
-    lines = (json.dumps({"text": f"document {i} says that {i} times {i} is {i * i}."}) + "\n" for i in range(120))
+    lines = (
+        json.dumps({"text": f"document {i} says that {i} times {i} is {i * i}."}) + "\n"
+        for i in range(120)
+    )
     path.write_bytes(gzip.compress("".join(lines).encode()))
     return str(path)
 
@@ -101,7 +104,11 @@ def test_held_out_documents_of_a_stream_are_the_same_everywhere_and_never_traine
     held = task.held_out()
     assert 3 < len(held) < 30
     assert all(source.held_out(document.content) for document in held)
-    seen = [list(task._training().documents(Shard(index, 2, seed), 0)) for index in range(2) for seed in (0, 7)]
+    seen = [
+        list(task._training().documents(Shard(index, 2, seed), 0))
+        for index in range(2)
+        for seed in (0, 7)
+    ]
     names = {document.name for part in seen for _, document in part}
     assert not names & {document.name for document in held}
     assert len(names) + len(held) == 120
@@ -118,15 +125,25 @@ def test_records_can_be_drawn_from_at_random_and_plain_text_in_epochs(tmp_path, 
     epochs = TextTask(data=str(tmp_path / "plain.txt"), order="epochs", **{**TINY, "batch": 1})
     tokens = sum(len(document.content) + 1 for document in epochs._not_held_out())
     count = (tokens - 1) // 8
-    first = [bytes(inputs[0].tolist()) for inputs, _ in islice(epochs.batches(Shard(0, 1, 1)), 2 * count)]
-    assert abs(sum(part.count(b"A") for part in first[:count]) - sum(part.count(b"A") for part in first[count:])) < 5
+    first = [
+        bytes(inputs[0].tolist()) for inputs, _ in islice(epochs.batches(Shard(0, 1, 1)), 2 * count)
+    ]
+    assert (
+        abs(
+            sum(part.count(b"A") for part in first[:count])
+            - sum(part.count(b"A") for part in first[count:])
+        )
+        < 5
+    )
     assert first[:count] != first[count:]
 
 
 def test_a_stream_without_text_is_one_sentence(tmp_path):
     (tmp_path / "bad.jsonl").write_text("nothing\n" * 20)
     task = TextTask(data=str(tmp_path / "bad.jsonl"), **TINY)
-    with pytest.raises(DataError, match=r"There is no usable document in bad\.jsonl \(texts in the field 'text'\)"):
+    with pytest.raises(
+        DataError, match=r"There is no usable document in bad\.jsonl \(texts in the field 'text'\)"
+    ):
         next(task.batches(Shard(0, 1, 0)))
     with pytest.raises(DataError, match="There is no usable document"):
         task.evaluate(task.model())
@@ -144,8 +161,15 @@ def test_a_tokenizer_sets_the_vocabulary_and_its_digest_is_agreed_on(tmp_path, s
     loss = task.evaluate(model)
     assert math.log(300) - 0.5 < loss < math.log(300) + 1.5
     text = b"".join(document.content for document in task.held_out())
-    tokens = sum(len(piece) for document in task.held_out() for piece in task.tokenizer.encode(document.content))
-    assert task.extra_results(loss) == {"bits_per_byte": pytest.approx(loss / math.log(2) * tokens / len(text)), "skipped": 0}
+    tokens = sum(
+        len(piece)
+        for document in task.held_out()
+        for piece in task.tokenizer.encode(document.content)
+    )
+    assert task.extra_results(loss) == {
+        "bits_per_byte": pytest.approx(loss / math.log(2) * tokens / len(text)),
+        "skipped": 0,
+    }
     assert TextTask().extra_results(math.log(256)) == {"bits_per_byte": pytest.approx(8.0)}
     with pytest.raises(DataError, match="another one here"):
         TextTask(tokenizer=path, tokenizer_digest="0" * 64).model()
@@ -154,8 +178,14 @@ def test_a_tokenizer_sets_the_vocabulary_and_its_digest_is_agreed_on(tmp_path, s
 def test_a_run_with_a_tokenizer_in_memory_learns(tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(30):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"the quick brown fox jumps over the lazy dog {i}. " * 20)
-    task = TextTask(data=str(tmp_path / "text"), tokenizer=str(train(tmp_path / "tok").parent), **{**TINY, "width": 16, "batch": 8})
+        (tmp_path / "text" / f"{i}.txt").write_text(
+            f"the quick brown fox jumps over the lazy dog {i}. " * 20
+        )
+    task = TextTask(
+        data=str(tmp_path / "text"),
+        tokenizer=str(train(tmp_path / "tok").parent),
+        **{**TINY, "width": 16, "batch": 8},
+    )
     made = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=40, seed=1))
     made.connect(Alone(), "run", Shard(0, 1, 1))
     before = made.evaluate()
@@ -173,7 +203,9 @@ def manifest(options, hooks="text", agreed=None):
 
 
 def joined(theirs, own=None):
-    return swarm_settings(load(None, {f"task.options.{key}": value for key, value in (own or {}).items()}), theirs).task.options
+    return swarm_settings(
+        load(None, {f"task.options.{key}": value for key, value in (own or {}).items()}), theirs
+    ).task.options
 
 
 def test_a_manifest_holds_a_name_but_never_a_path():
@@ -181,8 +213,13 @@ def test_a_manifest_holds_a_name_but_never_a_path():
     assert manifest({"data": "hf:./folder"}).task_options == {}
     named = {"data": "hf:owner/name:train", "field": "body", "tokenizer": "owner/name"}
     assert manifest(named, agreed=DIGEST).task_options == {**named, **DIGEST}
-    assert manifest({"tokenizer": "/home/ada/tok"}, agreed=DIGEST).task_options == {"tokenizer": "tok", **DIGEST}
-    assert manifest({"data": "/of/its/own", "width": 8}, hooks="a.py:Mine").task_options == {"width": 8}
+    assert manifest({"tokenizer": "/home/ada/tok"}, agreed=DIGEST).task_options == {
+        "tokenizer": "tok",
+        **DIGEST,
+    }
+    assert manifest({"data": "/of/its/own", "width": 8}, hooks="a.py:Mine").task_options == {
+        "width": 8
+    }
     assert manifest({"data": "cifar10"}, hooks="a.py:Mine").task_options == {"data": "cifar10"}
 
 
@@ -196,7 +233,19 @@ def test_a_joiner_has_its_own_data_and_its_own_copy_of_the_tokenizer():
 @pytest.mark.parametrize(
     "options",
     [
-        *[{"data": data} for data in ("/etc", "hf:../x", "", "hf: /etc", "hf:text", "hf:a/b,/etc", "hf:/a/b", "hf:a/b:/etc")],
+        *[
+            {"data": data}
+            for data in (
+                "/etc",
+                "hf:../x",
+                "",
+                "hf: /etc",
+                "hf:text",
+                "hf:a/b,/etc",
+                "hf:/a/b",
+                "hf:a/b:/etc",
+            )
+        ],
         *[{"tokenizer": name} for name in ("/etc/x", "..", " /etc/x")],
     ],
 )
@@ -208,13 +257,20 @@ def test_a_path_in_a_strangers_manifest_is_refused(options):
 
 
 def test_a_tokenizer_where_the_swarm_has_bytes_is_one_sentence():
-    with pytest.raises(DataError, match="The swarm trains on bytes, this node was given the tokenizer 'gpt2': leave it out"):
+    with pytest.raises(
+        DataError,
+        match="The swarm trains on bytes, this node was given the tokenizer 'gpt2': leave it out",
+    ):
         joined(manifest({}), {"tokenizer": "gpt2"})
     assert joined(manifest({}), {"tokenizer": "bytes"}) == {"tokenizer": "bytes"}
 
 
 def test_flags_and_options_become_settings():
-    given = {"node.data": "a.jsonl", "task.options.tokenizer": "gpt2", "task.options": ("field=body", "width=8", "tokenizer=bytes")}
+    given = {
+        "node.data": "a.jsonl",
+        "task.options.tokenizer": "gpt2",
+        "task.options": ("field=body", "width=8", "tokenizer=bytes"),
+    }
     settings = load(None, overrides(given))
     assert settings.node.data == "a.jsonl"
     assert settings.task.options == {"field": "body", "width": 8, "tokenizer": "gpt2"}
@@ -222,9 +278,19 @@ def test_flags_and_options_become_settings():
 
 
 def test_nodes_of_one_machine_are_given_what_the_manifest_does_not_tell():
-    assert flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == ["--data", "a.jsonl", "--tokenizer", "./tok"]
+    assert flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == [
+        "--data",
+        "a.jsonl",
+        "--tokenizer",
+        "./tok",
+    ]
     assert flags("a.py:Mine", {"data": "./x"}) == ["--data", "./x"]
-    assert flags("text", {"width": 8}) == flags("a.py:Mine", {"data": "cifar10"}) == flags("rl", {"letters": 3}) == []
+    assert (
+        flags("text", {"width": 8})
+        == flags("a.py:Mine", {"data": "cifar10"})
+        == flags("rl", {"letters": 3})
+        == []
+    )
 
 
 @pytest.mark.parametrize("data", ["/etc", "./x", "a,b", "hf: /etc", "here"])
@@ -237,4 +303,7 @@ def test_nor_is_a_task_of_ones_own_given_a_strangers_path(data, tmp_path, monkey
             with pytest.raises(DataError, match="a path on somebody's machine"):
                 swarm_settings(load(None, {"task.hooks": "b/a.py:Mine"}), theirs)
         else:
-            assert swarm_settings(load(None, {"task.hooks": "b/a.py:Mine"}), theirs).task.options == options
+            assert (
+                swarm_settings(load(None, {"task.hooks": "b/a.py:Mine"}), theirs).task.options
+                == options
+            )

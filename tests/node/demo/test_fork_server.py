@@ -77,7 +77,14 @@ def test_a_fork_is_in_the_state_in_which_its_command_would_have_been(nodes):
     started = nodes.start(["up", "--json"], "a", program=command)
     line = read_line(started, WAIT_S)
     assert started.wait(WAIT_S) == 0
-    own = ["--name", "a", "--folder", str(nodes.folder / "a"), "--identity", str(nodes.folder / "a.key")]
+    own = [
+        "--name",
+        "a",
+        "--folder",
+        str(nodes.folder / "a"),
+        "--identity",
+        str(nodes.folder / "a.key"),
+    ]
     usual = subprocess.run(
         [*module.interpreter(), "-m", *command, "up", "--json", *own, "--with-parent", str(nodes._server.pid)],
         env=nodes._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=(nodes.folder / "b.log").open("w"),
@@ -93,7 +100,11 @@ def test_a_fork_is_in_the_state_in_which_its_command_would_have_been(nodes):
     [
         ("import sys; sys.exit(3)", 3, ""),
         ("raise SystemExit('no luck')", 1, "no luck"),
-        ("import atexit, sys; atexit.register(lambda: print('at the end', file=sys.stderr))", 0, "at the end"),
+        (
+            "import atexit, sys; atexit.register(lambda: print('at the end', file=sys.stderr))",
+            0,
+            "at the end",
+        ),
         ("raise ValueError('no luck')", 1, "ValueError: no luck"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
@@ -107,7 +118,9 @@ def test_its_exit_code_and_its_last_words_arrive(nodes, text, code, logged):
 
 
 def test_while_it_runs_it_has_no_exit_code_and_can_be_ended(nodes):
-    forever = program(nodes, "import threading; print('here', flush=True); threading.Event().wait()")
+    forever = program(
+        nodes, "import threading; print('here', flush=True); threading.Event().wait()"
+    )
     one, other = (nodes.start([], name, program=forever) for name in "ab")
     assert [read_line(one, WAIT_S), read_line(other, WAIT_S)] == ["here", "here"]
     assert one.poll() is None
@@ -122,7 +135,10 @@ def test_while_it_runs_it_has_no_exit_code_and_can_be_ended(nodes):
 
 
 def test_forks_draw_random_numbers_of_their_own(nodes):
-    draw = program(nodes, "import random, numpy.random; print(random.random(), numpy.random.random(), flush=True)")
+    draw = program(
+        nodes,
+        "import random, numpy.random; print(random.random(), numpy.random.random(), flush=True)",
+    )
     lines = [read_line(nodes.start([], name, program=draw), WAIT_S).split() for name in "abc"]
     assert all(len(set(numbers)) == 3 for numbers in zip(*lines, strict=True))
     assert len(lines[0]) == 2
@@ -147,7 +163,9 @@ def test_no_fork_outlives_a_demo_that_is_killed(tmp_path, number):
     holds = f"import os; os.open({str(tmp_path / 'held')!r}, os.O_WRONLY)\n"
     (tmp_path / "server_under_test.py").write_text(holds + SERVER)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}
-    demo = subprocess.Popen([sys.executable, "-c", DEMO, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True)
+    demo = subprocess.Popen(
+        [sys.executable, "-c", DEMO, str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True
+    )
     assert demo.stdout.readline() == "here\n"
     demo.send_signal(number)
     demo.wait(WAIT_S)
@@ -165,7 +183,14 @@ def test_what_is_imported_before_the_forks_starts_no_thread_and_looks_for_no_dev
         "print(os.cpu_count() and 'shoal.node.runtime.training_node' in sys.modules)"
     )
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", look], env=env, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", look],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     assert done.stdout.split() == ["1", "False", "False", "True"]
 
 

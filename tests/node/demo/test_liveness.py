@@ -65,13 +65,18 @@ def test_nodes_that_hang_are_found_out_and_named_with_what_they_did(demo):
     demo.after(1)
     demo.beat(0, alive=False, seconds=60.0)
     demo.beat(1, "training", alive=False, seconds=99.6)
-    with pytest.raises(DemoError, match=r"for 120 s \(peer-0 was evaluating for 60 s, peer-1 was training for 100 s\): run"):
+    with pytest.raises(
+        DemoError,
+        match=r"for 120 s \(peer-0 was evaluating for 60 s, peer-1 was training for 100 s\): run",
+    ):
         demo.after(QUIET_S + 1)
 
 
 def test_nodes_that_never_write_anything_are_given_up(demo):
     demo.after(QUIET_S - 1)
-    with pytest.raises(DemoError, match="No node made progress for 120 s: run again with --verbose"):
+    with pytest.raises(
+        DemoError, match="No node made progress for 120 s: run again with --verbose"
+    ):
         demo.after(2)
 
 
@@ -90,7 +95,10 @@ def test_a_node_that_has_ended_is_progress(demo):
     demo.after(QUIET_S - 1)
 
 
-@pytest.mark.parametrize(("peers", "processors", "quiet_s"), [(16, 2, 120.0), (32, 2, 240.0), (32, 4, 120.0), (12, 1, 180.0)])
+@pytest.mark.parametrize(
+    ("peers", "processors", "quiet_s"),
+    [(16, 2, 120.0), (32, 2, 240.0), (32, 4, 120.0), (12, 1, 180.0)],
+)
 def test_more_nodes_than_eight_on_a_processor_have_longer(tmp_path, peers, processors, quiet_s):
     demo = Demo(tmp_path, peers, processors)
     demo.after(quiet_s - 1)
@@ -99,7 +107,14 @@ def test_more_nodes_than_eight_on_a_processor_have_longer(tmp_path, peers, proce
 
 
 def exchange(sent, lag, loss=None, fragment=0, fragments=1):
-    return {"event": "round", "step": sent + lag, "lag": lag, "loss": loss, "fragment": fragment, "fragments": fragments}
+    return {
+        "event": "round",
+        "step": sent + lag,
+        "lag": lag,
+        "loss": loss,
+        "fragment": fragment,
+        "fragments": fragments,
+    }
 
 
 def test_a_round_shows_the_exchanges_that_were_begun_in_it():
@@ -114,9 +129,30 @@ def test_a_round_shows_the_exchanges_that_were_begun_in_it():
 
 
 def test_a_round_is_done_when_the_last_of_its_fragments_was_exchanged():
-    order = [(2, 0), (8, 3), (4, 1), (10, 0), (6, 2), (16, 3), (12, 1), (14, 2), (16, 4)]  # and the last average
+    order = [
+        (2, 0),
+        (8, 3),
+        (4, 1),
+        (10, 0),
+        (6, 2),
+        (16, 3),
+        (12, 1),
+        (14, 2),
+        (16, 4),
+    ]  # and the last average
     events = [exchange(sent, 1, fragment=fragment, fragments=4) for sent, fragment in order]
-    assert [_done(events[:count], 8) for count in range(len(order) + 1)] == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert [_done(events[:count], 8) for count in range(len(order) + 1)] == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]
     assert [_done([exchange(sent, 0)], 8) for sent in (7, 8, 17)] == [0, 1, 2]
 
 
@@ -131,7 +167,11 @@ def test_all_train_once_the_last_node_has_done_its_first_step():
     def began(at):
         return {"event": "begun", "time": at, "phases": []}
 
-    nodes = [[{"event": "start", "time": 9.0}, began(4.0), exchange(2, 1)], [began(7.0)], [began(1.0), began(6.0)]]
+    nodes = [
+        [{"event": "start", "time": 9.0}, began(4.0), exchange(2, 1)],
+        [began(7.0)],
+        [began(1.0), began(6.0)],
+    ]
     assert _all_began(nodes) == 7.0
 
 
@@ -150,7 +190,9 @@ def test_a_demo_leaves_no_folder_and_removes_nobody_elses(tmp_path, monkeypatch)
 
 def test_each_event_is_parsed_once_and_half_a_line_waits(tmp_path, monkeypatch):
     parsed = []
-    monkeypatch.setattr(nodes.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line))
+    monkeypatch.setattr(
+        nodes.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line)
+    )
     path = tmp_path / "metrics.jsonl"
     reader = nodes.EventReader(path)
     assert reader.read() == []
@@ -164,12 +206,18 @@ def test_each_event_is_parsed_once_and_half_a_line_waits(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_a_file_in_the_present_folder_hides_nothing_unless_it_does_so_here_too(tmp_path, monkeypatch, wanted):
+def test_a_file_in_the_present_folder_hides_nothing_unless_it_does_so_here_too(
+    tmp_path, monkeypatch, wanted
+):
     (tmp_path / "queue.py").write_text("raise SystemError('hidden')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [os.getcwd() if wanted else "/", *sys.path])
     ended = subprocess.run(
-        [*interpreter(), "-m", "concurrent.futures.thread"], capture_output=True, text=True, timeout=60, check=False
+        [*interpreter(), "-m", "concurrent.futures.thread"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ("hidden" in ended.stderr) == wanted
 
@@ -194,7 +242,11 @@ def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_o
     monkeypatch.setattr(Tiny, "generate", generate)
     monkeypatch.setattr(rollout_sharing, "load_policy", None)
     monkeypatch.setattr(completions, "prove", None)
-    monkeypatch.setattr(checker, "prove", lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))))
+    monkeypatch.setattr(
+        checker,
+        "prove",
+        lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))),
+    )
     cheating.cheat()
     policy = rollout_sharing.load_policy("tiny", load_env("strings", {}), 0)
     for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
@@ -205,7 +257,9 @@ def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_o
 
 def test_nodes_that_are_verified_have_one_policy():
     def chosen(**more):
-        return policies(load(None, {"swarm.start_when": 2, "swarm.shards": 2, "task.hooks": "rl", **more}))
+        return policies(
+            load(None, {"swarm.start_when": 2, "swarm.shards": 2, "task.hooks": "rl", **more})
+        )
 
     assert chosen() == ["tiny:copy", "tiny:first"]
     assert chosen(**{"verify.audit_rate": 1.0}) == ["tiny", "tiny"]
@@ -214,16 +268,30 @@ def test_nodes_that_are_verified_have_one_policy():
 @pytest.mark.parametrize(("cheat", "rate"), [(1, 0.0), (2, 1.0)])
 def test_cheats_that_nobody_would_find_are_refused(cheat, rate):
     with pytest.raises(ConfigError, match="--cheat needs"):
-        run_demo(peers=2, rounds=1, seed=0, device="cpu", keep=None, verbose=False, cheat=cheat, more={"verify.audit_rate": rate})
+        run_demo(
+            peers=2,
+            rounds=1,
+            seed=0,
+            device="cpu",
+            keep=None,
+            verbose=False,
+            cheat=cheat,
+            more={"verify.audit_rate": rate},
+        )
 
 
 def history(peer, begins, *bans, ends=100.0):
-    events = [{"event": "start", "peer": peer, "time": 0.0}, {"event": "rl", "time": begins}, {"event": "rl", "time": ends}]
+    events = [
+        {"event": "start", "peer": peer, "time": 0.0},
+        {"event": "rl", "time": begins},
+        {"event": "rl", "time": ends},
+    ]
     return events + [{"event": "verify", "time": time, "banned": banned} for time, banned in bans]
 
 
 NODES = [
-    {"name": name, "final_reward": value, "cumulative_reward": 10 * value} for name, value in (("a", 0.5), ("b", 0.7), ("c", 0.1))
+    {"name": name, "final_reward": value, "cumulative_reward": 10 * value}
+    for name, value in (("a", 0.5), ("b", 0.7), ("c", 0.1))
 ]
 
 

@@ -33,7 +33,14 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
 from shoal.swarm.p2p.daemon import Daemon
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, SPEED_PROTOCOL, DialBackView, ReachabilityProbe, ThroughputProbe, ask_seed
+from shoal.swarm.p2p.reachability import (
+    DIAL_PROTOCOL,
+    SPEED_PROTOCOL,
+    DialBackView,
+    ReachabilityProbe,
+    ThroughputProbe,
+    ask_seed,
+)
 from shoal.swarm.seed import Seed
 from shoal.swarm.state.selection import StateServer
 from shoal.swarm.wire.envelope import seal
@@ -55,10 +62,15 @@ class Peer:
     def __init__(self, width, says=16, optimizer="task"):
         self.identity, self.clock = Identity.ephemeral(), Clock()
         params = list(load_task("text", {"width": width, "layers": 1}).model().parameters())
-        settings = load(None, {"task.options.width": says, "task.options.layers": 1, "train.optimizer": optimizer})
+        settings = load(
+            None,
+            {"task.options.width": says, "task.options.layers": 1, "train.optimizer": optimizer},
+        )
         sealed = new_manifest(settings, self.identity, model_digest(params))
         self.swarm, self.model = swarm_id(sealed), model_digest(params)
-        self.host = Host.start(self.identity, validator=MemberValidator(self.swarm), must_join=False)
+        self.host = Host.start(
+            self.identity, validator=MemberValidator(self.swarm), must_join=False
+        )
         self.directory = Directory(self.host, self.identity, self.swarm)
         serve_manifest(self.host, self.swarm, sealed)
         StateServer(self.host, self.swarm, self.model, [tuple(p.shape) for p in params])
@@ -118,7 +130,9 @@ def examined(*arguments, **options):
 
 def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
     found, code = examined(healthy.link(NOBODY))
-    wrong = {name: finding for name, finding in found.items() if finding.outcome in ("failed", "skipped")}
+    wrong = {
+        name: finding for name, finding in found.items() if finding.outcome in ("failed", "skipped")
+    }
     assert (wrong, code) == ({}, ExitCode.OK)
     assert "connected back to 127.0.0.1" in found["dialled back"].said
     assert "in the same network as its peers" in found["nat"].said
@@ -132,7 +146,10 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
 
 def test_what_muon_and_adamw_train_is_counted_and_on_request_named(with_muon):
     found, _ = examined(with_muon.link())
-    assert "as in the swarm; Muon trains 3,072 parameters (4 matrices), AdamW 9,312 parameters (9 tensors)" in found["model"].said
+    assert (
+        "as in the swarm; Muon trains 3,072 parameters (4 matrices), AdamW 9,312 parameters (9 tensors)"
+        in found["model"].said
+    )
     assert "muon" not in found
     named, _ = examined(with_muon.link(), parameters=True)
     assert named["muon"].said == (
@@ -160,7 +177,11 @@ def dealt(peer, *reached):
     """What a doctor has found when it looks into the buckets of the swarm of ``peer``."""
     manifest = SimpleNamespace(bucket=64, epoch_s=60.0)
     return SimpleNamespace(
-        agreed=lambda: manifest, link=Link.parse(peer.link()), running=lambda: peer.host, now=time.time, reached=list(reached)
+        agreed=lambda: manifest,
+        link=Link.parse(peer.link()),
+        running=lambda: peer.host,
+        now=time.time,
+        reached=list(reached),
     )
 
 
@@ -187,12 +208,24 @@ def test_of_members_in_view_it_says_by_which_way_they_are_reached_and_what_that_
         ("direct", 0.0),
         ("unknown", 0.0),
     ]
-    members = {str(number): SimpleNamespace(reach=reach, throughput=moved) for number, (reach, moved) in enumerate(met)}
-    assert checks.in_view(members, 7) == ", 7 peers in view (3 punched, 2 MB/s; 2 direct, 9 MB/s; 1 relayed)"
+    members = {
+        str(number): SimpleNamespace(reach=reach, throughput=moved)
+        for number, (reach, moved) in enumerate(met)
+    }
+    assert (
+        checks.in_view(members, 7)
+        == ", 7 peers in view (3 punched, 2 MB/s; 2 direct, 9 MB/s; 1 relayed)"
+    )
 
 
 def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
-    known = {"state": "training", "loss": 2.0, "tokens_per_s": 10.0, "steps_per_s": 1.0, "reach": "unknown"}
+    known = {
+        "state": "training",
+        "loss": 2.0,
+        "tokens_per_s": 10.0,
+        "steps_per_s": 1.0,
+        "reach": "unknown",
+    }
     members = {str(number): SimpleNamespace(**known) for number in range(48)}
     assert checks.in_view(members, 48) == ", 48 peers in view"
     estimated = ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in all, median loss 2.0000"
@@ -201,9 +234,19 @@ def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
 
 def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
     found, code = examined(strange.link())
-    assert {name for name, finding in found.items() if finding.outcome == "failed"} == {"clock", "version", "model"}
-    assert "clock is 3600.0 s behind that of the only peer that answered, so yours or theirs is wrong" in found["clock"].said
-    assert f"this is shoal {SHOAL_VERSION}, the members run another (9.9.9 on 1): install" in found["version"].said
+    assert {name for name, finding in found.items() if finding.outcome == "failed"} == {
+        "clock",
+        "version",
+        "model",
+    }
+    assert (
+        "clock is 3600.0 s behind that of the only peer that answered, so yours or theirs is wrong"
+        in found["clock"].said
+    )
+    assert (
+        f"this is shoal {SHOAL_VERSION}, the members run another (9.9.9 on 1): install"
+        in found["version"].said
+    )
     assert "does not fit the swarm" in found["model"].said
     assert "16" in found["model"].said  # the shape here and the one there
     assert "32" in found["model"].said
@@ -214,7 +257,10 @@ def test_a_wrong_swarm_id_is_named(healthy):
     other = "b" * 51 + "a"
     found, code = examined(healthy.link().replace(healthy.swarm, other))
     assert found["bootstrap"].outcome == "ok"
-    assert f"belongs to swarm {healthy.swarm}, the link asks for {other}; ask for a fresh link" in found["swarm"].said
+    assert (
+        f"belongs to swarm {healthy.swarm}, the link asks for {other}; ask for a fresh link"
+        in found["swarm"].said
+    )
     assert {found[name].outcome for name in ("version", "model")} == {"skipped"}
     assert code == ExitCode.DIFFERS
 
@@ -223,9 +269,9 @@ def test_a_dead_bootstrap_peer_is_named():
     found, code = examined(str(Link("a" * 52, (NOBODY,))))
     assert "refused the connection: no node listens there" in found[f"peer {NOBODY}"].said
     assert "no bootstrap peer can be reached" in found["bootstrap"].said
-    assert {found[name].said for name in ("clock", "dialled back", "nat", "swarm", "version", "model")} == {
-        "needs 'bootstrap', see there"
-    }
+    assert {
+        found[name].said for name in ("clock", "dialled back", "nat", "swarm", "version", "model")
+    } == {"needs 'bootstrap', see there"}
     assert code == ExitCode.UNREACHED
 
 
@@ -254,11 +300,15 @@ def seed():
 
 def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
     found, code = examined(str(Link(healthy.swarm, (seed,))))
-    assert found["bootstrap"].said.startswith("only bootstrap nodes answer, and they name no member")
+    assert found["bootstrap"].said.startswith(
+        "only bootstrap nodes answer, and they name no member"
+    )
     assert code == ExitCode.UNREACHED
 
     async def report():
-        stream = await healthy.host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, addresses=(seed,), timeout=10.0)
+        stream = await healthy.host.open(
+            seed.rpartition("/p2p/")[2], SEED_PROTOCOL, addresses=(seed,), timeout=10.0
+        )
         try:
             await ask_seed(stream, healthy.swarm, seal(healthy.directory.own(), healthy.identity))
         finally:
@@ -287,7 +337,10 @@ class TestThisMachine:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("shoal.swarm.p2p.daemon.daemon_path", lambda: tmp_path / "p2pd")
         found, code = examined(str(Link("a" * 52, (NOBODY,))))
-        assert f"the network daemon is missing: there is no {tmp_path / 'p2pd'}; reinstall it with" in found["daemon"].said
+        assert (
+            f"the network daemon is missing: there is no {tmp_path / 'p2pd'}; reinstall it with"
+            in found["daemon"].said
+        )
         assert found["bootstrap"].said == found["model"].said == "needs 'daemon', see there"
         assert code == ExitCode.NO_DAEMON
 
@@ -296,7 +349,10 @@ class TestThisMachine:
             other.bind(("0.0.0.0", 0))
             other.listen()
             found, code = examined(None, port=other.getsockname()[1])
-        assert "the port is taken by another program, choose another with --listen or stop that" in found["port"].said
+        assert (
+            "the port is taken by another program, choose another with --listen or stop that"
+            in found["port"].said
+        )
         assert code == ExitCode.NO_DAEMON
 
     def test_a_full_disk(self, monkeypatch):
@@ -311,7 +367,10 @@ class TestThisMachine:
 
         monkeypatch.setattr(checks.tempfile, "TemporaryFile", full)
         found, code = examined(None)
-        assert "(No space left on device): free some space, or use --folder elsewhere." in found["disk"].said
+        assert (
+            "(No space left on device): free some space, or use --folder elsewhere."
+            in found["disk"].said
+        )
         assert code == ExitCode.UNFIT_MACHINE
 
     def test_little_memory(self, monkeypatch):
@@ -375,14 +434,21 @@ def test_a_check_that_hangs_is_given_up():
         tell(CheckOutcome("late", "ok", "too late"))
         return "never"
 
-    findings, code = examine([Check("a", ExitCode.UNREACHED, hang, seconds=0.05), Check("b", ExitCode.DIFFERS, says("fine"))])
+    findings, code = examine(
+        [
+            Check("a", ExitCode.UNREACHED, hang, seconds=0.05),
+            Check("b", ExitCode.DIFFERS, says("fine")),
+        ]
+    )
     free.set()
     assert [(f.check, f.outcome) for f in findings] == [("a", "failed"), ("b", "ok")]
     assert "longer than 0.05 s and was given up" in findings[0].said
     assert code == ExitCode.UNREACHED
 
 
-def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_no_other(monkeypatch, tmp_path):
+def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_no_other(
+    monkeypatch, tmp_path
+):
     mine, creator, visits = Identity.load_or_create(tmp_path / "mine.key"), Identity.ephemeral(), []
     monkeypatch.setattr(checks, "checks", lambda visit: visits.append(visit) or [])
     for options in ({"peer": mine.peer_id}, {}):
@@ -395,7 +461,11 @@ def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_
 def test_checks_that_were_skipped_are_not_said_to_be_well(monkeypatch):
     outcomes = [CheckOutcome("python", "ok", "3.11"), CheckOutcome("swarm", "skipped", "no link")]
     monkeypatch.setattr(checks, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
-    assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing that was checked is in the way; skipped: 1 of 2\n")
+    assert (
+        CliRunner()
+        .invoke(cli, ["doctor"])
+        .output.endswith("nothing that was checked is in the way; skipped: 1 of 2\n")
+    )
     outcomes.pop()
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing is in the way\n")
 
@@ -413,7 +483,9 @@ class TestRouterThatOpensPorts:
         monkeypatch.setattr(network_checks, "_rung", rung)
         monkeypatch.setattr(network_checks, "OPENED_S", 0.0)
         addresses = ("/ip4/192.168.0.7/tcp/4001/p2p/x", *opened)
-        host = SimpleNamespace(addresses=lambda: addresses, call=lambda work, seconds: asyncio.run(work))
+        host = SimpleNamespace(
+            addresses=lambda: addresses, call=lambda work, seconds: asyncio.run(work)
+        )
         visit = Visit(None, host=host, seen=[DialBackView("peer-one", seen, 0.0, 0.0)])
         try:
             return network_checks.dialled(visit, None), network_checks.nat(visit, None), tried
@@ -423,8 +495,14 @@ class TestRouterThatOpensPorts:
     def test_its_port_is_tried_after_the_one_given_and_named(self, monkeypatch):
         here = ("/ip4/9.9.9.9/tcp/31000/p2p/x",)
         said, nat, tried = self.dialled(monkeypatch, here, {True: "silent", False: "other"})
-        assert said == "…peer-one connected back to 9.9.9.9 port 31000, which the router opened (UPnP or NAT-PMP)"
-        assert nat == "behind a NAT, seen as 9.9.9.9, whose router opens a port by itself: nothing to forward or to announce"
+        assert (
+            said
+            == "…peer-one connected back to 9.9.9.9 port 31000, which the router opened (UPnP or NAT-PMP)"
+        )
+        assert (
+            nat
+            == "behind a NAT, seen as 9.9.9.9, whose router opens a port by itself: nothing to forward or to announce"
+        )
         assert tried[1:] == [31000]
 
     def test_one_that_nobody_answers_at_or_elsewhere_is_none(self, monkeypatch):

@@ -77,12 +77,16 @@ def train(accelerator, model, opt, start, steps):
 
 def prepared(accelerator, model, session):
     accelerator.free_memory()  # of what it prepared before
-    return accelerator.prepare(model, session.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05)))
+    return accelerator.prepare(
+        model, session.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
+    )
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_loop_that_loads_the_accelerators_checkpoint_goes_on_bit_by_bit(tmp_path, accelerator, lag):
+def test_a_loop_that_loads_the_accelerators_checkpoint_goes_on_bit_by_bit(
+    tmp_path, accelerator, lag
+):
     """Where there is a lag, the checkpoint after step 6 holds what is in flight of round 2."""
 
     def end(model, opt, session):

@@ -40,7 +40,10 @@ class Scored(Regression):
         self.scores, self.seen, self.callback = iter(scores), [], None
 
     def validation_step(self, batch, batch_idx):
-        self.seen.append(self.callback.opt is not None and torch.equal(flat(self.parameters()), flat(self.callback.opt.slow)))
+        self.seen.append(
+            self.callback.opt is not None
+            and torch.equal(flat(self.parameters()), flat(self.callback.opt.slow))
+        )
         self.log("score", float(next(self.scores, 0)))
 
 
@@ -53,22 +56,37 @@ def trainer(folder, callback, *more, **options):
 
 def loader(name):
     batches = torch.randn(STEPS, 5, 4, generator=torch.Generator().manual_seed(ord(name)))
-    return StatefulDataLoader(list(batches), batch_size=None)  # which Lightning puts in its place again
+    return StatefulDataLoader(
+        list(batches), batch_size=None
+    )  # which Lightning puts in its place again
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("limits", "patience", "last"),
-    [({"max_steps": STEPS}, 9, STEPS), ({"max_epochs": 1}, 9, STEPS), ({"max_epochs": 1}, 1, 2 * EVERY)],
+    [
+        ({"max_steps": STEPS}, 9, STEPS),
+        ({"max_epochs": 1}, 9, STEPS),
+        ({"max_epochs": 1}, 1, 2 * EVERY),
+    ],
     ids=["steps", "epochs", "early"],
 )
-def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(tmp_path, limits, patience, last):
+def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(
+    tmp_path, limits, patience, last
+):
     """Were it finished at the end, the last checkpoint would lack the mean, and the best weights be overwritten."""
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
     def train(name, module, session):
         module.callback = callback = SwarmCallback(session)
-        keeping = ModelCheckpoint(tmp_path / name, monitor="score", mode="max", save_last=True, save_top_k=-1, every_n_epochs=1)
+        keeping = ModelCheckpoint(
+            tmp_path / name,
+            monitor="score",
+            mode="max",
+            save_last=True,
+            save_top_k=-1,
+            every_n_epochs=1,
+        )
         stopping = EarlyStopping("score", mode="max", patience=patience)
         fitted = trainer(tmp_path, callback, stopping, keeping, val_check_interval=EVERY, **limits)
         fitted.fit(module, loader(name), loader(name))
@@ -83,7 +101,12 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
     assert torch.equal(slow, others)
     for name, module, kept in zip("ab", modules, (best, others_best), strict=True):
         assert (flat(module.parameters()) - kept).abs().max() == 0
-        assert torch.equal(flat(torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"].values()), slow)
+        assert torch.equal(
+            flat(
+                torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"].values()
+            ),
+            slow,
+        )
 
 
 @pytest.mark.ci
@@ -94,14 +117,24 @@ def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
 
     def train(steps, start, name, module, session):
         callback = SwarmCallback(session)
-        keeping = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
+        keeping = ModelCheckpoint(
+            tmp_path / name, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1
+        )
         fitted = trainer(tmp_path, callback, keeping, max_steps=steps)
         fitted.fit(module, loader(name), ckpt_path=start and tmp_path / name / start)
-        return flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]), callback.opt.round, flat(module.parameters())
+        return (
+            flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]),
+            callback.opt.round,
+            flat(module.parameters()),
+        )
 
     straight = pair(lambda *peer: train(STEPS, None, *peer), [Regression(), Regression()], lag=lag)
-    resumed = pair(lambda *peer: train(STEPS, "step=6.ckpt", *peer), [Regression(), Regression()], lag=lag)
-    for (found, round, weights), (wanted, rounds, their_weights) in zip(resumed, straight, strict=True):
+    resumed = pair(
+        lambda *peer: train(STEPS, "step=6.ckpt", *peer), [Regression(), Regression()], lag=lag
+    )
+    for (found, round, weights), (wanted, rounds, their_weights) in zip(
+        resumed, straight, strict=True
+    ):
         assert round == rounds
         assert torch.equal(found, wanted)
         assert torch.equal(weights, their_weights)
@@ -112,7 +145,14 @@ def test_the_weights_to_evaluate_are_chosen(tmp_path, evaluate):
     module = Scored()
     with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         module.callback = callback = SwarmCallback(s, evaluate=evaluate)
-        fitted = trainer(tmp_path, callback, max_steps=5, val_check_interval=4, limit_val_batches=1, enable_checkpointing=False)
+        fitted = trainer(
+            tmp_path,
+            callback,
+            max_steps=5,
+            val_check_interval=4,
+            limit_val_batches=1,
+            enable_checkpointing=False,
+        )
         fitted.fit(module, loader("a"), loader("a"))
         assert not torch.equal(flat(module.parameters()), flat(callback.opt.slow))
         fitted.validate(module, loader("a"), verbose=False)
@@ -125,10 +165,16 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
     module = Regression()
     with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         callback = SwarmCallback(s)
-        fitted = trainer(tmp_path, callback, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=2)
+        fitted = trainer(
+            tmp_path, callback, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=2
+        )
         fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
         loss = s.status()["members"][0]["loss"]
-    assert (callback.opt.steps, callback.opt.round, callback.opt.tokens) == (STEPS, STEPS // EVERY, BATCHES.numel())
+    assert (callback.opt.steps, callback.opt.round, callback.opt.tokens) == (
+        STEPS,
+        STEPS // EVERY,
+        BATCHES.numel(),
+    )
     assert loss is not None
     twin = Regression()
     opt = NoLoCo(twin.configure_optimizers(), Alone(), every=EVERY, lag=0)

@@ -56,10 +56,17 @@ def test_a_loop_goes_on_where_it_was(tmp_path):
     train(resumed, again, its_inner, 12)
     assert [event["step"] for event in events(folder, "round")] == [4, 8, 12]
     assert [event["loss"] is not None for event in events(folder, "round")] == [True] * 3
-    assert [event["steps"] for event in events(folder, "start") + events(folder, "end")] == [0, 8, 8, 12]
+    assert [event["steps"] for event in events(folder, "start") + events(folder, "end")] == [
+        0,
+        8,
+        8,
+        12,
+    ]
     assert [event["loss"] for event in events(folder, "evaluation")] == [0.25, 0.25]
 
-    with pytest.raises(RunError, match="is of another model or optimizer: choose another folder, or resume=False"):
+    with pytest.raises(
+        RunError, match="is of another model or optimizer: choose another folder, or resume=False"
+    ):
         shoal.Run(folder, *parts(width=5))
     assert shoal.Run(folder, *parts(width=5), resume=False).step == 0
 
@@ -69,11 +76,20 @@ def test_curves_go_where_they_are_asked_for(tmp_path, caplog):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model, inner = parts()
-    run = shoal.Run(tmp_path / "run", model, inner, name="anna", metrics="127.0.0.1:0", tensorboard=str(tmp_path / "curves"))
+    run = shoal.Run(
+        tmp_path / "run",
+        model,
+        inner,
+        name="anna",
+        metrics="127.0.0.1:0",
+        tensorboard=str(tmp_path / "curves"),
+    )
     pages = []
 
     def see(run):
-        address = next(word for word in caplog.text.split() if word.startswith("http://127.0.0.1:")).rstrip(",.")
+        address = next(
+            word for word in caplog.text.split() if word.startswith("http://127.0.0.1:")
+        ).rstrip(",.")
         pages.append(urlopen(address, timeout=30).read().decode())
 
     train(run, model, inner, 8, see)
@@ -111,7 +127,9 @@ def test_a_value_that_cannot_be_kept_is_an_error_at_the_first_step(tmp_path):
     model, inner = parts()
     run = shoal.Run(tmp_path, model, inner)
     run.extra["sampler"] = object()
-    with pytest.raises(CheckpointError, match=r"run\.extra keeps a object .* at \['extra'\]\['sampler'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"run\.extra keeps a object .* at \['extra'\]\['sampler'\]"
+    ):
         train(run, model, inner, 4)
     assert events(tmp_path, "end")[0]["steps"] == 1
 

@@ -17,7 +17,10 @@ from tests.node.integrations import two_peers
 from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat
 from tests.swarm.training.test_session import together
 
-pytestmark = [pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed") for name in ("transformers", "peft")]
+pytestmark = [
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    for name in ("transformers", "peft")
+]
 pytestmark.append(pytest.mark.usefixtures("accelerate_of_each_thread"))
 
 
@@ -26,7 +29,12 @@ def tiny(seed, lora=True):
 
     torch.manual_seed(0)  # the base model is everybody's
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
     )
     model = transformers.LlamaForCausalLM(config)
     if not lora:
@@ -34,7 +42,9 @@ def tiny(seed, lora=True):
     import peft
 
     torch.manual_seed(seed)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
 
 
 def rows(seed):
@@ -85,16 +95,23 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
     begin = adapters(models[0])
     assert sum(p.numel() for p in begin) < sum(p.numel() for p in models[0].parameters()) / 10
     assert not all(torch.equal(a, b) for a, b in zip(begin, adapters(models[1]), strict=True))
-    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32")
+    first = shoal.create(
+        state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32"
+    )
     link, callbacks = first.link, {}
 
     def train(name, session):
         with session as s:
             callbacks[name] = watched(s)
             number = "ab".index(name)
-            trainer(models[number], rows(number), tmp_path / name, callbacks=[callbacks[name]]).train()
+            trainer(
+                models[number], rows(number), tmp_path / name, callbacks=[callbacks[name]]
+            ).train()
 
-    together(lambda: train("a", first), lambda: train("b", shoal.join(link, state=models[1], network=HERE)))
+    together(
+        lambda: train("a", first),
+        lambda: train("b", shoal.join(link, state=models[1], network=HERE)),
+    )
     assert [callbacks[name].met for name in "ab"] == [[2] * (STEPS // EVERY)] * 2
     for callback in callbacks.values():
         assert callback.opt.tokens == 4 * STEPS
@@ -118,7 +135,12 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
 
     def alone(exchange):
         opt = NoLoCo(inner, exchange, every=EVERY, lag=0)
-        wrapped = trainer(twin, rows(1), tmp_path, optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)))
+        wrapped = trainer(
+            twin,
+            rows(1),
+            tmp_path,
+            optimizers=(opt, torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 1.0)),
+        )
         wrapped.train()
 
     Simulation(["only"]).run(alone)
@@ -153,7 +175,9 @@ BEST = SAVING | {
     [([3, 2, 1], 5, True, 9), ([3, 2, 1], 1, True, 6), ([3, 2, 1], 1, False, 6)],
     ids=["all steps", "early", "early, order reversed"],
 )
-def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(tmp_path, scores, patience, swarm_last, last):
+def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(
+    tmp_path, scores, patience, swarm_last, last
+):
     """Were it finished at the trainer's end, the mean would be written over the best weights, and have them in it."""
     import transformers
 
@@ -173,11 +197,19 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
     for name, model in zip("ab", models, strict=True):
         best = saved_weights(tmp_path / name / f"checkpoint-{EVERY}", model)
         assert (flat(model.parameters()) - best).abs().max() == 0
-        assert torch.equal(saved_weights(tmp_path / name / f"checkpoint-{last}", model), slow[0])  # the mean
+        assert torch.equal(
+            saved_weights(tmp_path / name / f"checkpoint-{last}", model), slow[0]
+        )  # the mean
 
     def undisturbed(name, model, session):
         callback = swarm_callback(session)
-        trainer(model, rows("ab".index(name)), tmp_path / "plain" / name, more={"max_steps": last}, callbacks=[callback]).train()
+        trainer(
+            model,
+            rows("ab".index(name)),
+            tmp_path / "plain" / name,
+            more={"max_steps": last},
+            callbacks=[callback],
+        ).train()
         return flat(callback.opt.slow)
 
     plain, _ = pair(undisturbed, finish="average")
@@ -192,15 +224,22 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
 
     def train(more, resume, name, model, session):
         callback = swarm_callback(session)
-        trainer(model, rows("ab".index(name)), tmp_path / name, more=more, callbacks=[callback]).train(
-            resume_from_checkpoint=resume
-        )
+        trainer(
+            model, rows("ab".index(name)), tmp_path / name, more=more, callbacks=[callback]
+        ).train(resume_from_checkpoint=resume)
         return flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]), callback.opt.round
 
     straight, models = pair(lambda *peer: train(SAVING, None, *peer), lag=lag)
     expected = [flat(model.parameters()) for model in models]
-    resumed, models = pair(lambda name, *peer: train({}, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer), lag=lag)
-    for (found, round), (wanted, rounds), model, weights in zip(resumed, straight, models, expected, strict=True):
+    resumed, models = pair(
+        lambda name, *peer: train(
+            {}, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer
+        ),
+        lag=lag,
+    )
+    for (found, round), (wanted, rounds), model, weights in zip(
+        resumed, straight, models, expected, strict=True
+    ):
         assert round == rounds
         assert torch.equal(found, wanted)
         assert torch.equal(flat(model.parameters()), weights)
@@ -248,11 +287,24 @@ def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_
     with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         callback = swarm_callback(s, evaluate=evaluate)
         sets = {"one": rows(3)[:4], "two": rows(4)[:4]}
-        trainer(model, rows(1), tmp_path / evaluate, kind=Watching, more=more, eval_dataset=sets, callbacks=[callback]).train()
+        trainer(
+            model,
+            rows(1),
+            tmp_path / evaluate,
+            kind=Watching,
+            more=more,
+            eval_dataset=sets,
+            callbacks=[callback],
+        ).train()
     assert callback._hook is None
     for step in (4, 8):
-        assert not torch.equal(saved_weights(tmp_path / evaluate / f"checkpoint-{step}", model), flat(callback.opt.slow))
-    assert seen == [True] * 2 + [evaluate == "slow"] * 2 + [False] * 2  # at first equal, at last finished
+        assert not torch.equal(
+            saved_weights(tmp_path / evaluate / f"checkpoint-{step}", model),
+            flat(callback.opt.slow),
+        )
+    assert (
+        seen == [True] * 2 + [evaluate == "slow"] * 2 + [False] * 2
+    )  # at first equal, at last finished
 
 
 def test_a_trainer_that_begins_again_with_smaller_batches_keeps_its_optimizer(tmp_path):
@@ -278,7 +330,9 @@ def test_several_processes_in_one_trainer_are_refused():
     class Arguments:
         world_size = 2
 
-    with pytest.raises(ShoalError, match="The trainer has 2 processes: start one process for each peer"):
+    with pytest.raises(
+        ShoalError, match="The trainer has 2 processes: start one process for each peer"
+    ):
         swarm_callback(None).on_train_begin(Arguments(), None, None)
 
 
@@ -286,9 +340,17 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
     """Mutant: the weights at `create` count, which the trainer replaces only then."""
     models = [tiny(1, lora=False), tiny(1, lora=False)]
     donor = tiny(1, lora=False)
-    trainer(donor, rows(5), tmp_path / "donor", more={"save_strategy": "steps", "save_steps": STEPS}).train()
-    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32")
-    sessions, callbacks, errors = [first, shoal.join(first.link, state=models[1], network=HERE)], [None, None], []
+    trainer(
+        donor, rows(5), tmp_path / "donor", more={"save_strategy": "steps", "save_steps": STEPS}
+    ).train()
+    first = shoal.create(
+        state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32"
+    )
+    sessions, callbacks, errors = (
+        [first, shoal.join(first.link, state=models[1], network=HERE)],
+        [None, None],
+        [],
+    )
 
     def train(number, **how):
         try:
@@ -296,7 +358,11 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
                 callbacks[number] = watched(s)
                 folder = tmp_path / str(number)
                 made = trainer(
-                    models[number], rows(number), folder, more={"max_steps": STEPS + EVERY}, callbacks=[callbacks[number]]
+                    models[number],
+                    rows(number),
+                    folder,
+                    more={"max_steps": STEPS + EVERY},
+                    callbacks=[callbacks[number]],
                 )
                 made.train(**how)
         except BaseException as error:
@@ -308,5 +374,7 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
     thread.join(100)
     assert errors == []
     for callback in callbacks:
-        assert all(torch.equal(a, b) for a, b in zip(callback.start, donor.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(callback.start, donor.parameters(), strict=True)
+        )
     assert callbacks[0].opt.steps == EVERY  # it goes on where the checkpoint was

@@ -15,7 +15,14 @@ def flat(tensors):
 
 def pair(train, models, **outer):
     """``train(name, model, session)`` trains one, "a" or "b"; their results."""
-    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE, "codec": "float32"} | outer
+    settings = {
+        "every": EVERY,
+        "lag": 2,
+        "wait_s": 60.0,
+        "start_when": 2,
+        "network": HERE,
+        "codec": "float32",
+    } | outer
     first = shoal.create(state=models[0], **settings)
     link = first.link
 

@@ -25,12 +25,17 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
 def test_the_page_has_the_table_of_measures():
     rows = re.findall(r"^\| `(shoal_\w+)` \| (\w+) \| ?(.*?) ?\| (.+) \|$", PAGE, re.M)
-    found = [(name, kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows]
+    found = [
+        (name, kind, tuple(re.findall(r"`(\w+)`", labels)), text)
+        for name, kind, labels, text in rows
+    ]
     assert found == [(m.name, m.kind, m.labels, m.text) for m in MEASURES]
 
 
 def test_the_page_names_measures_that_there_are():
-    known = {m.name for m in MEASURES} | {f"{m.name}{end}" for m in MEASURES if m.kind == "histogram" for end in ("_sum", "_count")}
+    known = {m.name for m in MEASURES} | {
+        f"{m.name}{end}" for m in MEASURES if m.kind == "histogram" for end in ("_sum", "_count")
+    }
     assert set(re.findall(r"\bshoal_\w+", PAGE)) <= known
 
 
@@ -40,8 +45,15 @@ def written():
         for item in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(item, ast.Call) and item.args and isinstance(item.args[0], ast.Constant):
                 called = getattr(item.func, "attr", getattr(item.func, "id", ""))
-                if called in ("write", "_write", "_note", "note") and isinstance(item.args[0].value, str) and item.keywords:
-                    yield item.args[0].value, [keyword.arg for keyword in item.keywords if keyword.arg]
+                if (
+                    called in ("write", "_write", "_note", "note")
+                    and isinstance(item.args[0].value, str)
+                    and item.keywords
+                ):
+                    yield (
+                        item.args[0].value,
+                        [keyword.arg for keyword in item.keywords if keyword.arg],
+                    )
 
 
 def test_the_page_has_every_event_with_its_fields():
@@ -78,7 +90,10 @@ def test_no_value_that_is_no_number(event, fields):
 
 def test_curves_lie_at_inner_steps():
     curves = Curves()
-    assert curves.points("start", 0.0, {"steps": 40, "loss_first": 5.0}) == (40, {"evaluation/loss": 5.0})
+    assert curves.points("start", 0.0, {"steps": 40, "loss_first": 5.0}) == (
+        40,
+        {"evaluation/loss": 5.0},
+    )
     assert curves.points("round", 1.0, {"round": 3, "step": 60, "loss": 4.0, "partner": "bob", "wait_s": None}) == (
         60, {"round/loss": 4.0},
     )  # fmt: skip
@@ -91,7 +106,9 @@ def test_curves_lie_at_inner_steps():
 
 def test_progress_is_thinned():
     curves = Curves()
-    kept = [bool(curves.points("progress", now / 2, {"step": now, "loss": 1.0})[1]) for now in range(60)]
+    kept = [
+        bool(curves.points("progress", now / 2, {"step": now, "loss": 1.0})[1]) for now in range(60)
+    ]
     assert sum(kept) == 30 / PROGRESS_S
     assert curves.points("refused", 30.0, {"rate": 2}) == (59, {"refused/rate": 2.0})
 
@@ -111,7 +128,15 @@ ABOUT = About(
     swarm='a "swarm"\\', swarm_id="s" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
 )  # fmt: skip
 SAME = {"swarm": ABOUT.swarm, "node": "anna", "method": "noloco"}
-ROUND = {"round": 3, "step": 75, "members": 2, "partner": "bob", "wait_s": 0.25, "suspicious": 1, "loss": 2.0}
+ROUND = {
+    "round": 3,
+    "step": 75,
+    "members": 2,
+    "partner": "bob",
+    "wait_s": 0.25,
+    "suspicious": 1,
+    "loss": 2.0,
+}
 
 
 @pytest.fixture
@@ -133,7 +158,9 @@ def samples(text):
     for family in parse(text):
         for sample in family.samples:
             assert SAME.items() <= sample.labels.items(), sample
-            more = tuple(sorted((key, value) for key, value in sample.labels.items() if key not in SAME))
+            more = tuple(
+                sorted((key, value) for key, value in sample.labels.items() if key not in SAME)
+            )
             found[sample.name, more] = sample.value
     return found
 
@@ -148,16 +175,34 @@ def test_events_as_prometheus_sees_them(endpoint):
          "tokens": 700, "tokens_per_s": 200.0, "mfu": 0.25, "lag": 7},
     )  # fmt: skip
     endpoint.event("round", 2.0, ROUND)
-    endpoint.event("round", 3.0, {**ROUND, "round": 4, "step": 100, "partner": None, "members": 1, "wait_s": 40.0, "late": True})
+    endpoint.event(
+        "round",
+        3.0,
+        {
+            **ROUND,
+            "round": 4,
+            "step": 100,
+            "partner": None,
+            "members": 1,
+            "wait_s": 40.0,
+            "late": True,
+        },
+    )
     endpoint.event("refused", 4.0, {"rate": 2, "denied": 1})
     endpoint.event("refused", 5.0, {"rate": 3, "denied": 1})
-    endpoint.event("rl", 6.0, {"round": 100, "reward": 0.5, "own": 4, "foreign": 2, "worth": None, "loss": 0.1})
-    endpoint.event("rl", 7.0, {"round": 101, "reward": None, "own": 4, "foreign": 0, "worth": 0.9, "loss": 0.1})
+    endpoint.event(
+        "rl", 6.0, {"round": 100, "reward": 0.5, "own": 4, "foreign": 2, "worth": None, "loss": 0.1}
+    )
+    endpoint.event(
+        "rl", 7.0, {"round": 101, "reward": None, "own": 4, "foreign": 0, "worth": 0.9, "loss": 0.1}
+    )
     endpoint.event("checks", 8.0, {"claimed": 5, "checked": 3, "invalid": 1})
     endpoint.event("verify", 9.0, {"round": 29_000_000, "banned": ["x"], "check_s": 1.5})
     endpoint.event("partition", 10.0, {"said": "...", "missing": ["bob", "carl"]})
     found = samples(get(endpoint))
-    waits = {key: found.pop(key) for key in tuple(found) if key[0].startswith("shoal_round_wait_seconds")}
+    waits = {
+        key: found.pop(key) for key in tuple(found) if key[0].startswith("shoal_round_wait_seconds")
+    }
     assert found == {
         ("shoal_info", (
             ("device", "cpu"), ("peer", "12D3"), ("swarm_id", "s" * 52), ("task", "text"), ("version", "0.1.0"),
@@ -175,9 +220,15 @@ def test_events_as_prometheus_sees_them(endpoint):
         ("shoal_checks_total", ()): 3.0, ("shoal_invalid_claims_total", ()): 1.0, ("shoal_check_seconds_total", ()): 1.5,
         ("shoal_banned_peers", ()): 1.0,
     }  # fmt: skip
-    buckets = [waits["shoal_round_wait_seconds_bucket", (("le", bound),)] for bound in (*map(str, WAITS), "+Inf")]
+    buckets = [
+        waits["shoal_round_wait_seconds_bucket", (("le", bound),)]
+        for bound in (*map(str, WAITS), "+Inf")
+    ]
     assert buckets == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
-    assert (waits["shoal_round_wait_seconds_count", ()], waits["shoal_round_wait_seconds_sum", ()]) == (2.0, 40.25)
+    assert (
+        waits["shoal_round_wait_seconds_count", ()],
+        waits["shoal_round_wait_seconds_sum", ()],
+    ) == (2.0, 40.25)
 
 
 @given(st.lists(st.floats(0, 1000), max_size=20))
@@ -188,12 +239,21 @@ def test_the_histogram_counts_every_wait_once(waits):
         board.event("round", {"wait_s": wait})
     families = {family.name: family for family in board.registry.collect()}
     if waits:
-        counts = {s.labels["le"]: s.value for s in families["shoal_round_wait_seconds"].samples if "le" in s.labels}
-        assert counts == {str(bound): sum(w <= bound for w in waits) for bound in WAITS} | {"+Inf": len(waits)}
+        counts = {
+            s.labels["le"]: s.value
+            for s in families["shoal_round_wait_seconds"].samples
+            if "le" in s.labels
+        }
+        assert counts == {str(bound): sum(w <= bound for w in waits) for bound in WAITS} | {
+            "+Inf": len(waits)
+        }
 
 
 def test_a_taken_port_is_one_sentence_and_a_closed_one_is_free(endpoint):
-    with pytest.raises(MetricsError, match=r"^Cannot serve metrics on 127\.0\.0\.1:\d+: the port is taken .* --metrics") as said:
+    with pytest.raises(
+        MetricsError,
+        match=r"^Cannot serve metrics on 127\.0\.0\.1:\d+: the port is taken .* --metrics",
+    ) as said:
         Endpoint(endpoint.address)
     assert "\n" not in str(said.value)
     endpoint.close()
@@ -219,26 +279,41 @@ def test_an_address_of_another_machine(host, monkeypatch):
 
 def answered(endpoint, request, source="127.0.0.1"):
     """The first line of the answer to the bytes of a request; nothing where the caller is hung up on."""
-    with socket.create_connection((endpoint.address.host, endpoint.address.port), 10, (source, 0)) as caller:
+    with socket.create_connection(
+        (endpoint.address.host, endpoint.address.port), 10, (source, 0)
+    ) as caller:
         caller.sendall(request)
         return caller.makefile("rb").readline()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "127.0.0.2"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "127.0.0.2"]
+)
 def test_names_of_this_machine_are_answered(endpoint, host):
-    assert answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
+    assert (
+        answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1]
+        == b"200"
+    )
 
 
-@pytest.mark.parametrize("host", ["evil.example:9464", "[evil", "203.0.113.9", "localhost.evil.example", "[::2]:1", "]"])
+@pytest.mark.parametrize(
+    "host", ["evil.example:9464", "[evil", "203.0.113.9", "localhost.evil.example", "[::2]:1", "]"]
+)
 def test_the_name_of_a_web_site_that_points_here_is_refused(endpoint, host):
     """Any name was answered, so that a page elsewhere could read the metrics by pointing its own name to this machine."""
-    assert answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"403"
+    assert (
+        answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1]
+        == b"403"
+    )
 
 
 def test_an_endpoint_for_other_machines_is_answered_under_any_name():
     shared = Endpoint(Address("0.0.0.0", 0))
     try:
-        assert answered(shared, b"GET /metrics HTTP/1.0\r\nHost: box.example\r\n\r\n").split()[1] == b"200"
+        assert (
+            answered(shared, b"GET /metrics HTTP/1.0\r\nHost: box.example\r\n\r\n").split()[1]
+            == b"200"
+        )
     finally:
         shared.close()
 
@@ -248,7 +323,9 @@ def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
     monkeypatch.setattr("shoal.node.metrics.prometheus.CALL_S", 0.5)
     endpoint = Endpoint(Address("127.0.0.1", 0))
     try:
-        with socket.create_connection((endpoint.address.host, endpoint.address.port), 0.05) as caller:
+        with socket.create_connection(
+            (endpoint.address.host, endpoint.address.port), 0.05
+        ) as caller:
             for _ in range(600):
                 try:
                     caller.sendall(b"x")
@@ -265,9 +342,16 @@ def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
 
 
 def test_callers_of_one_range_leave_room_for_others(endpoint):
-    silent = [socket.create_connection((endpoint.address.host, endpoint.address.port), 10, ("127.1.0.2", 0)) for _ in range(60)]
+    silent = [
+        socket.create_connection(
+            (endpoint.address.host, endpoint.address.port), 10, ("127.1.0.2", 0)
+        )
+        for _ in range(60)
+    ]
     try:
-        assert answered(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n", "127.0.0.3").split()[1] == b"200"
+        assert (
+            answered(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n", "127.0.0.3").split()[1] == b"200"
+        )
     finally:
         for caller in silent:
             caller.close()
@@ -300,7 +384,9 @@ def test_addresses(text, address):
     assert parse_address(str(address)) == address
 
 
-@pytest.mark.parametrize("text", ["", ":9464", "65536", "-1", "::1:9464", "http://x:1", "a b:1", "1.2.3.4", "9464\n"])
+@pytest.mark.parametrize(
+    "text", ["", ":9464", "65536", "-1", "::1:9464", "http://x:1", "a b:1", "1.2.3.4", "9464\n"]
+)
 def test_what_is_no_address(text):
     with pytest.raises(ValueError, match="it should be a port or HOST:PORT"):
         parse_address(text)

@@ -20,10 +20,12 @@ EVENTS = [
     ("end", {"steps": 60, "loss_last": 2.5, "rounds": 2, "rl": {"deep": 1}}),
 ]
 needs_tensorboard = pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed: pip install 'shoal[tensorboard]'"
+    importlib.util.find_spec("tensorboard") is None,
+    reason="tensorboard is not installed: pip install 'shoal[tensorboard]'",
 )
 needs_wandb = pytest.mark.skipif(
-    importlib.util.find_spec("wandb") is None, reason="wandb is not installed: pip install 'shoal[wandb]'"
+    importlib.util.find_spec("wandb") is None,
+    reason="wandb is not installed: pip install 'shoal[wandb]'",
 )
 
 
@@ -48,13 +50,19 @@ def test_tensorboard_reads_the_curves(tmp_path):
     assert set(read.Tags()["scalars"]) == {"evaluation/loss", "round/loss", "round/wait_s"}
     found = [(event.wall_time, event.step, event.value) for event in read.Scalars("round/loss")]
     assert found == [(1_001.5, 25, 4.0), (1_002.5, 50, 3.0)]
-    assert [(event.step, event.value) for event in read.Scalars("evaluation/loss")] == [(0, 5.5), (60, 2.5)]
+    assert [(event.step, event.value) for event in read.Scalars("evaluation/loss")] == [
+        (0, 5.5),
+        (60, 2.5),
+    ]
 
 
 @needs_tensorboard
 def test_a_folder_for_tensorboard_that_is_none(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(MetricsError, match=r"^Cannot write for TensorBoard into .*: choose another folder with --tensorboard\.$"):
+    with pytest.raises(
+        MetricsError,
+        match=r"^Cannot write for TensorBoard into .*: choose another folder with --tensorboard\.$",
+    ):
         TensorBoardFile(tmp_path / "file", "anna")
     sink = TensorBoardFile(tmp_path / "curves", "anna")
     (tmp_path / "curves" / "anna").rmdir()
@@ -73,7 +81,9 @@ def test_a_full_disk_is_one_sentence(tmp_path, capfd):
         for name, fields in EVENTS:
             sinks.event(name, 1_000.0, fields)
         sink._records._writer = open("/dev/null", "wb")  # noqa: SIM115
-    assert said[1].startswith("TensorBoard gets no metrics any more (No space left on device); training goes on")
+    assert said[1].startswith(
+        "TensorBoard gets no metrics any more (No space left on device); training goes on"
+    )
     assert len([line for line in said if "any more" in line]) == 1
     assert capfd.readouterr().err == ""
 
@@ -117,7 +127,9 @@ def run_with(stand, monkeypatch, folder):
 
 def test_what_wandb_is_asked_for(tmp_path, monkeypatch):
     stand = Stand()
-    assert tell(run_with(stand, monkeypatch, tmp_path / "run")) == [f"curves for Weights & Biases: {stand.url}"]
+    assert tell(run_with(stand, monkeypatch, tmp_path / "run")) == [
+        f"curves for Weights & Biases: {stand.url}"
+    ]
     (_, options), *calls = stand.calls
     assert {key: options[key] for key in ("project", "entity", "name", "group", "dir")} == {
         "project": "project", "entity": "team", "name": "anna", "group": "common", "dir": tmp_path / "run",
@@ -144,7 +156,9 @@ def test_wandb_offline_and_in_a_folder_of_the_users(tmp_path, monkeypatch):
 
 
 def test_nobody_logged_in_ends_the_start(tmp_path, monkeypatch):
-    run = run_with(Stand(fails=RuntimeError("No API key configured.\nLog in.")), monkeypatch, tmp_path)
+    run = run_with(
+        Stand(fails=RuntimeError("No API key configured.\nLog in.")), monkeypatch, tmp_path
+    )
     with pytest.raises(MetricsError) as said:
         run.begin(ABOUT)
     assert str(said.value) == (
@@ -178,5 +192,7 @@ def test_wandb_itself_offline(tmp_path, monkeypatch, capfd):
     wandb.teardown()  # ends its service, as the end of a program does; until then the file may not be whole
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = file.read_bytes()
-    assert all(word in written for word in (b"round/loss", b"evaluation/loss", b"noloco", b"end/loss_last"))
+    assert all(
+        word in written for word in (b"round/loss", b"evaluation/loss", b"noloco", b"end/loss_last")
+    )
     assert "wandb:" not in "".join(capfd.readouterr())

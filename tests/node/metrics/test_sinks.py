@@ -46,7 +46,10 @@ def test_a_sink_gets_every_event_plain_and_the_live_ones_besides(tmp_path):
         metrics.write("evaluation", step=3, loss=float("nan"))
         metrics.live("progress", step=4, loss=float("inf"))
         metrics.close()
-    assert fake.got == [("evaluation", {"step": 3, "loss": None}), ("progress", {"step": 4, "loss": None})]
+    assert fake.got == [
+        ("evaluation", {"step": 3, "loss": None}),
+        ("progress", {"step": 4, "loss": None}),
+    ]
     assert (fake.closed, said) == (1, ["anna begins"])
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["event"] == "evaluation"
@@ -84,7 +87,9 @@ def test_a_missing_package_names_the_extra(extra, tmp_path, monkeypatch):
     node = load(None, {f"node.{extra}": "x", "node.folder": str(tmp_path / "run")})
     with pytest.raises(MetricsError) as said:
         open_sinks(node.node, print)
-    assert str(said.value) == (f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'.")
+    assert str(said.value) == (
+        f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'."
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,5 +112,8 @@ def test_a_demo_is_checked_before_its_nodes_start():
     said = []
     check_demo(load(None, {"node.metrics": 0}).node, 3, said.append)
     assert said == []
-    with pytest.raises(MetricsError, match=r"There are no 4 ports from --metrics 127\.0\.0\.1:65533 on: choose a lower one\."):
+    with pytest.raises(
+        MetricsError,
+        match=r"There are no 4 ports from --metrics 127\.0\.0\.1:65533 on: choose a lower one\.",
+    ):
         check_demo(load(None, {"node.metrics": "65533"}).node, 4, said.append)

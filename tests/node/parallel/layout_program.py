@@ -50,7 +50,9 @@ def steps(layout, accumulate):
         optimizer.zero_grad()
     whole = {name: tensor.clone() for name, tensor in layout.whole_model(model).items()}
     layout.load_model(model, {name: tensor + 1 for name, tensor in whole.items()})
-    loaded = {f"loaded.{name}": tensor.clone() for name, tensor in layout.whole_model(model).items()}
+    loaded = {
+        f"loaded.{name}": tensor.clone() for name, tensor in layout.whole_model(model).items()
+    }
     return {"losses": torch.stack(losses), **whole, **loaded}
 
 
@@ -63,4 +65,6 @@ for parts in (1, 2):
         for how, tensors in found.items():
             save_file(tensors, Path(sys.argv[1]) / f"{how}-{parts}")
 dist.destroy_process_group()
-os._exit(0)  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort
+os._exit(
+    0
+)  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort

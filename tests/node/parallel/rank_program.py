@@ -14,7 +14,9 @@ job = job_of()
 
 
 def work():
-    sys.stderr.write(f"rank {job.rank} of {job.world}, start {job.restarts}\n")  # in one piece, whatever the other rank writes
+    sys.stderr.write(
+        f"rank {job.rank} of {job.world}, start {job.restarts}\n"
+    )  # in one piece, whatever the other rank writes
     sys.stderr.flush()
     if how == "mend":
         raise ShoalError("Mend it.")
@@ -22,7 +24,11 @@ def work():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if how == "bug":
         raise RuntimeError("oops")
-    if how in ("killed", "killed-once") and job.rank == 1 and (how == "killed" or job.restarts == 0):
+    if (
+        how in ("killed", "killed-once")
+        and job.rank == 1
+        and (how == "killed" or job.restarts == 0)
+    ):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "signal":
         asked = threading.Event()

@@ -38,7 +38,11 @@ def launch():
     def start(how, restarts=0):
         command = [sys.executable, "-c", LAUNCH, how, str(restarts), PROGRAM]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         started.append(process)
         return process
@@ -50,7 +54,9 @@ def launch():
 
 
 def starts(said):
-    return sorted(line for line in said.splitlines() if line.startswith("rank ") and ", start " in line)
+    return sorted(
+        line for line in said.splitlines() if line.startswith("rank ") and ", start " in line
+    )
 
 
 @pytest.mark.ci
@@ -58,14 +64,20 @@ def starts(said):
     ("how", "code", "sentence"),
     [
         ("mend", 2, "Error: Mend it.\n"),
-        ("device", 5, "Error: An operation on the device failed (CUDA error: an illegal memory access was encountered)"),
+        (
+            "device",
+            5,
+            "Error: An operation on the device failed (CUDA error: an illegal memory access was encountered)",
+        ),
     ],
 )
 def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch, how, code, sentence):
     process = launch(how, 3)
     _, said = process.communicate(timeout=120)
     assert process.returncode == code
-    assert {line.rpartition(", ")[2] for line in starts(said)} == {"start 0"}  # one of them may have been ended before it began
+    assert {line.rpartition(", ")[2] for line in starts(said)} == {
+        "start 0"
+    }  # one of them may have been ended before it began
     (line,) = [line for line in said.splitlines(keepends=True) if "rank" not in line]
     assert line.startswith(sentence)
 
@@ -75,7 +87,9 @@ def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch)
     process = launch("killed-once", 1)
     out, said = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "only rank 0 is heard\n"), said
-    assert {"rank 0 of 2, start 1", "rank 1 of 2, start 0", "rank 1 of 2, start 1"} <= set(starts(said))
+    assert {"rank 0 of 2, start 1", "rank 1 of 2, start 0", "rank 1 of 2, start 1"} <= set(
+        starts(said)
+    )
     assert "rank 1 was ended by SIGKILL: starting all 2 ranks again (1 of 1 times)" in said
 
 
@@ -84,7 +98,9 @@ def test_restarts_end_with_one_sentence(launch):
     process = launch("killed", 1)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert said.splitlines()[-1].startswith("Error: This node ended again after 1 restart, because rank 1 was ended by SIGKILL: ")
+    assert said.splitlines()[-1].startswith(
+        "Error: This node ended again after 1 restart, because rank 1 was ended by SIGKILL: "
+    )
 
 
 @pytest.mark.ci
@@ -110,25 +126,56 @@ def test_a_signal_goes_to_rank_0_alone_and_its_exit_code_comes_through(launch):
     assert starts(said + rest) == ["rank 0 of 2, start 0", "rank 1 of 2, start 0"]
 
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.mark.parametrize(
     ("node", "devices", "ranks"),
-    [({}, 8, 1), ({"gpus": "1"}, 8, 1), ({"gpus": "8"}, 8, 8), ({"gpus": "all"}, 3, 3), ({"gpus": "2", "device": "cpu"}, 0, 2)],
+    [
+        ({}, 8, 1),
+        ({"gpus": "1"}, 8, 1),
+        ({"gpus": "8"}, 8, 8),
+        ({"gpus": "all"}, 3, 3),
+        ({"gpus": "2", "device": "cpu"}, 0, 2),
+    ],
 )
 def test_a_command_starts_as_many_ranks_as_it_asks_for(node, devices, ranks):
-    assert ranks_wanted(load(None, {f"node.{key}": value for key, value in node.items()}), devices) == ranks
+    assert (
+        ranks_wanted(load(None, {f"node.{key}": value for key, value in node.items()}), devices)
+        == ranks
+    )
 
 
 @pytest.mark.parametrize(
     ("node", "devices", "sentence"),
     [
-        ({"gpus": "3"}, 2, r"--gpus 3 asks for more than this machine has \(2 GPUs\): use --gpus 2\."),
+        (
+            {"gpus": "3"},
+            2,
+            r"--gpus 3 asks for more than this machine has \(2 GPUs\): use --gpus 2\.",
+        ),
         ({"gpus": "2"}, 1, r"\(1 GPU\): use --gpus 1\."),
-        ({"gpus": "all"}, 0, r"\(no GPU that PyTorch can use\): use --device cpu, to try it on the processor\."),
-        ({"gpus": "all", "device": "cpu"}, 0, r"--gpus all counts GPUs, which --device cpu does not use: pass a number"),
-        ({"gpus": "2", "device": "cuda:1"}, 2, r"--gpus takes the first GPUs, and 'cuda:1' does not go with it"),
+        (
+            {"gpus": "all"},
+            0,
+            r"\(no GPU that PyTorch can use\): use --device cpu, to try it on the processor\.",
+        ),
+        (
+            {"gpus": "all", "device": "cpu"},
+            0,
+            r"--gpus all counts GPUs, which --device cpu does not use: pass a number",
+        ),
+        (
+            {"gpus": "2", "device": "cuda:1"},
+            2,
+            r"--gpus takes the first GPUs, and 'cuda:1' does not go with it",
+        ),
         ({"gpus": "all"}, 128, r"A peer has at most \d+ ranks"),
         ({"parallel": "ddp"}, 2, r"--parallel says how several GPUs share the model: pass --gpus"),
     ],
@@ -142,7 +189,9 @@ def test_a_process_of_torchrun_knows_its_place():
     assert job_of(TORCHRUN) == Job(1, 4)
     assert job_of(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}) == Job(1, 4, 2)
     assert job_of({}) is None
-    assert job_of({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"}) is None
+    assert (
+        job_of({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"}) is None
+    )
     assert job_of(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}) is None
 
 
@@ -170,7 +219,11 @@ def taken(tmp_path_factory):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, *launch, LAYOUT_PROGRAM, str(folder)], env=env, capture_output=True, text=True, timeout=100
+        [sys.executable, *launch, LAYOUT_PROGRAM, str(folder)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return {file.name: load_file(file) for file in folder.iterdir()}
@@ -184,7 +237,13 @@ def test_two_ranks_take_the_steps_of_one_process_and_load_its_weights(taken, how
     assert one.keys() == two.keys()
     exact = how == "ddp" and parts == 1  # more parts are added up in another order
     for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=0, atol=0 if exact else 1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            two[name],
+            one[name],
+            rtol=0,
+            atol=0 if exact else 1e-6,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
 
 
 CONFIG = """
@@ -203,7 +262,13 @@ def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, ran
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal", "up", "swarm.toml", "--device", "cpu"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         env={**os.environ, **{name: str(value) for name, value in place.items()}},
@@ -226,8 +291,14 @@ def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, ran
 def test_the_wait_for_a_rank_has_a_limit_and_one_rank_says_which_it_was(monkeypatch, rank, heard):
     monkeypatch.setattr(ranks, "MEET_S", 0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    dist.PrefixStore("shoal/0", store).set(f"started/{1 - rank}", "")  # of three the third is missing
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+    dist.PrefixStore("shoal/0", store).set(
+        f"started/{1 - rank}", ""
+    )  # of three the third is missing
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RankLostError, match="rank 2 of 3 did not start within") as caught:
         ranks._all_started(Job(rank, 3))

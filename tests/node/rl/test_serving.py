@@ -60,7 +60,11 @@ class Model:
         while len(ids) < most and 0 not in ids:
             plain = self.made[name](torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(-1)
             tempered = (plain / temperature).softmax(-1) if temperature else plain
-            ids.append(int(torch.multinomial(tempered, 1, generator=self.generator)) if temperature else int(plain.argmax()))
+            ids.append(
+                int(torch.multinomial(tempered, 1, generator=self.generator))
+                if temperature
+                else int(plain.argmax())
+            )
             logs.append(float(plain[ids[-1]]) + self.shift)
         return ids, logs
 
@@ -99,15 +103,24 @@ class Server:
         if handler.path == "/v1/completions":
             model = body.get("model", "")
             rows = [
-                self.model.draw("" if self.ignores else model, prompt, body["max_tokens"], body["temperature"])
+                self.model.draw(
+                    "" if self.ignores else model, prompt, body["max_tokens"], body["temperature"]
+                )
                 for prompt in body["prompt"]
                 for _ in range(body["n"])
             ]
             self.drawn.append(rows)
-            choices = [{"index": place, "text": "?", "logprobs": self.told(*row)} for place, row in enumerate(rows)]
-            handler.say(200, json.dumps({"object": "text_completion", "choices": choices[::-1]}).encode())
+            choices = [
+                {"index": place, "text": "?", "logprobs": self.told(*row)}
+                for place, row in enumerate(rows)
+            ]
+            handler.say(
+                200, json.dumps({"object": "text_completion", "choices": choices[::-1]}).encode()
+            )
         elif self.kind == "llama":
-            handler.say(404, b'{"error":{"message":"File Not Found","type":"not_found_error","code":404}}')
+            handler.say(
+                404, b'{"error":{"message":"File Not Found","type":"not_found_error","code":404}}'
+            )
         elif handler.path == "/v1/load_lora_adapter":
             place = Path(body["lora_path"])
             self.loaded[body["lora_name"]] = load_file(place / "adapter_model.safetensors"), place
@@ -120,9 +133,16 @@ class Server:
     def told(self, ids, logs):
         if self.kind == "llama":
             return {
-                "content": [{"id": one, "token": "?", "bytes": [63], "logprob": log} for one, log in zip(ids, logs, strict=True)]
+                "content": [
+                    {"id": one, "token": "?", "bytes": [63], "logprob": log}
+                    for one, log in zip(ids, logs, strict=True)
+                ]
             }
-        return {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": logs, "top_logprobs": [{}] * len(ids)}
+        return {
+            "tokens": [f"token_id:{one}" for one in ids],
+            "token_logprobs": logs,
+            "top_logprobs": [{}] * len(ids),
+        }
 
     def paths(self):
         return [path.rpartition("/")[2] for path, _ in self.asked]
@@ -166,7 +186,9 @@ def changed(policy, by=0.5):
 
 @pytest.mark.parametrize("kind", ["vllm", "llama"])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_completions_are_the_servers_and_their_log_probabilities_the_nodes(folder, kind, temperature):
+def test_completions_are_the_servers_and_their_log_probabilities_the_nodes(
+    folder, kind, temperature
+):
     with serving_of(folder, kind) as server:
         policy = load_policy(f"hf:{folder}@{server.url}/v1/", STRINGS, 0)
         groups = policy.generate(PROMPTS, 3, temperature=temperature, max_tokens=6, seed=0)
@@ -177,10 +199,20 @@ def test_completions_are_the_servers_and_their_log_probabilities_the_nodes(folde
     ((path, body),) = server.asked
     assert path == "/v1/completions"
     assert body["prompt"] == [policy._prompt(prompt) for prompt in PROMPTS]
-    wanted = {"n": 3, "max_tokens": 6, "temperature": temperature, "top_p": 1, "top_k": -1, "min_p": 0, "logprobs": 1}
+    wanted = {
+        "n": 3,
+        "max_tokens": 6,
+        "temperature": temperature,
+        "top_p": 1,
+        "top_k": -1,
+        "min_p": 0,
+        "logprobs": 1,
+    }
     assert {name: body[name] for name in wanted} == wanted
     assert "model" not in body
-    logs, mask = policy.log_probs([prompt for prompt in PROMPTS for _ in range(3)], [one.tokens for one in flat], temperature)
+    logs, mask = policy.log_probs(
+        [prompt for prompt in PROMPTS for _ in range(3)], [one.tokens for one in flat], temperature
+    )
     for row, kept, one in zip(logs, mask, flat, strict=True):
         torch.testing.assert_close(row[kept], torch.tensor(one.log_probs), atol=1e-6, rtol=0)
         assert one.text == policy._completion(list(one.tokens), list(one.log_probs)).text
@@ -190,7 +222,9 @@ def test_completions_are_the_servers_and_their_log_probabilities_the_nodes(folde
 def test_greedy_answers_are_those_of_the_policy_itself(policy):
     own = HF.generate(policy, PROMPTS, 1, temperature=0.0, max_tokens=6, seed=0)
     served = policy.generate(PROMPTS, 1, temperature=0.0, max_tokens=6, seed=0)
-    assert [[one.tokens for one in group] for group in served] == [[one.tokens for one in group] for group in own]
+    assert [[one.tokens for one in group] for group in served] == [
+        [one.tokens for one in group] for group in own
+    ]
 
 
 def test_the_adapter_that_the_server_draws_with_is_the_trained_one(policy, server):
@@ -199,8 +233,15 @@ def test_the_adapter_that_the_server_draws_with_is_the_trained_one(policy, serve
     policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
     assert server.paths() == ["load_lora_adapter", "completions", "completions"]
     ((first, (tensors, place)),) = server.loaded.items()
-    assert [body["model"] for path, body in server.asked if path == "/v1/completions"] == [first, first]
-    trained = {name: weight.detach() for name, weight in policy.module.named_parameters() if weight.requires_grad}
+    assert [body["model"] for path, body in server.asked if path == "/v1/completions"] == [
+        first,
+        first,
+    ]
+    trained = {
+        name: weight.detach()
+        for name, weight in policy.module.named_parameters()
+        if weight.requires_grad
+    }
     assert len(tensors) == len(trained) > 0
     for name, weight in trained.items():
         assert torch.equal(tensors[name.replace(".default", "")], weight)
@@ -209,7 +250,9 @@ def test_the_adapter_that_the_server_draws_with_is_the_trained_one(policy, serve
     changed(policy, by=-0.2)
     (group,) = policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
     for one, (_, logs) in zip(group, server.drawn[-1], strict=True):
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(logs), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs), torch.tensor(logs), atol=1e-4, rtol=0
+        )
     assert server.paths()[3:] == ["load_lora_adapter", "unload_lora_adapter", "completions"]
     second = server.asked[-1][1]["model"]
     assert (second == first, server.asked[-2][1]) == (False, {"lora_name": first})
@@ -220,7 +263,10 @@ def test_the_adapter_that_the_server_draws_with_is_the_trained_one(policy, serve
 def test_a_server_with_other_weights_is_refused(policy, server):
     server.ignores = True  # takes the adapter, and draws without it
     changed(policy)
-    with pytest.raises(PolicyError, match=rf"^The server at {server.url} has other weights .* 0.15 is allowed: .*\.$"):
+    with pytest.raises(
+        PolicyError,
+        match=rf"^The server at {server.url} has other weights .* 0.15 is allowed: .*\.$",
+    ):
         policy.generate(PROMPTS, 3, temperature=1.0, max_tokens=6, seed=0)
 
 
@@ -239,7 +285,9 @@ def garbage(handler):
 
 
 def answers(data, status=200):
-    return lambda handler: handler.say(status, data if isinstance(data, bytes) else json.dumps(data).encode())
+    return lambda handler: handler.say(
+        status, data if isinstance(data, bytes) else json.dumps(data).encode()
+    )
 
 
 def row(tokens, logs):
@@ -253,14 +301,20 @@ NONSENSE = "answered other than completions with their tokens' ids"
     ("reply", "said"),
     [
         (garbage, "failed at /v1/completions .*what is this"),
-        (answers({"error": {"message": "no\nmore"}}, 400), r"failed at /v1/completions \(400: no\): look"),
+        (
+            answers({"error": {"message": "no\nmore"}}, 400),
+            r"failed at /v1/completions \(400: no\): look",
+        ),
         (answers(b"[" * 60_000, 500), r"failed at /v1/completions \(500: \[+\): look"),
         (answers(b"<html>"), NONSENSE),
         (answers(b'{"choices":' + b"[" * 50_000), NONSENSE),
         (answers({"choices": []}), r"\(0 completions for 1\)"),
         (answers(row([], [])), r"\(tokens that are not the model's, or none\)"),
         (answers(row(["token_id:96"], [-1.0])), r"\(tokens that are not the model's, or none\)"),
-        (answers(row(["token_id:1", "token_id:2"], [-1.0])), r"\(tokens that are not the model's, or none\)"),
+        (
+            answers(row(["token_id:1", "token_id:2"], [-1.0])),
+            r"\(tokens that are not the model's, or none\)",
+        ),
         (answers(row(["b"], [-1.0])), NONSENSE),
         (answers(row(["token_id:1"], [float("nan")])), NONSENSE),
         (answers(row(["token_id:1"], [None])), NONSENSE),
@@ -285,7 +339,9 @@ def test_a_server_that_is_too_slow_is_left(policy, server, drips, monkeypatch):
 
     monkeypatch.setattr(serving, "ANSWER_S", 0.4)
     server.reply = late
-    with pytest.raises(PolicyError, match="did not answer /v1/completions within 0 s: ask for less at once"):
+    with pytest.raises(
+        PolicyError, match="did not answer /v1/completions within 0 s: ask for less at once"
+    ):
         policy.generate(["a"], 1, temperature=1.0, max_tokens=4, seed=0)
 
 
@@ -294,17 +350,25 @@ def test_no_server_is_one_sentence(folder):
         taken.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         policy = load_policy(f"hf:{folder}@{url}", STRINGS, 0)
-        with pytest.raises(PolicyError, match=rf"^No server answers at {url} \(.*refused\): start it, or leave @{url} out\.$"):
+        with pytest.raises(
+            PolicyError,
+            match=rf"^No server answers at {url} \(.*refused\): start it, or leave @{url} out\.$",
+        ):
             policy.generate(["a"], 1, temperature=1.0, max_tokens=4, seed=0)
 
 
 def settings(folder, server, **rl):
-    return Settings.model_validate({"task": {"hooks": "rl"}, "rl": {"policy": f"hf:{folder}@{server.url}", **rl}})
+    return Settings.model_validate(
+        {"task": {"hooks": "rl"}, "rl": {"policy": f"hf:{folder}@{server.url}", **rl}}
+    )
 
 
 def test_a_node_that_learns_refuses_a_server_whose_weights_stay(folder):
     with serving_of(folder, "llama") as server:
-        with pytest.raises(PolicyError, match=r"failed at /v1/load_lora_adapter \(404: File Not Found\): start vLLM .*only=share"):
+        with pytest.raises(
+            PolicyError,
+            match=r"failed at /v1/load_lora_adapter \(404: File Not Found\): start vLLM .*only=share",
+        ):
             _ = make_task(settings(folder, server)).policy
         sharing = make_task(settings(folder, server, only="share")).policy
         assert len(sharing.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)[0]) == 2
@@ -330,11 +394,19 @@ def test_each_update_reaches_the_server_before_the_next_completions(folder, serv
     env = Env("letters", canonical({}), Letters())
     policy = task.policy
     rl = RLSettings(local=1, external=0, group=4, held_out=2, max_tokens=5, lr=0.01)
-    trainer = Trainer(RLTask(env, lambda: policy, rl, seed=0), OuterSettings(method="none"), TrainSettings(steps=3))
+    trainer = Trainer(
+        RLTask(env, lambda: policy, rl, seed=0),
+        OuterSettings(method="none"),
+        TrainSettings(steps=3),
+    )
     trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
     for _ in range(3):
         trainer.step()
-    assert server.paths() == ["load_lora_adapter", "completions", *["load_lora_adapter", "unload_lora_adapter", "completions"] * 2]
+    assert server.paths() == [
+        "load_lora_adapter",
+        "completions",
+        *["load_lora_adapter", "unload_lora_adapter", "completions"] * 2,
+    ]
     names = [body["model"] for path, body in server.asked if path == "/v1/completions"]
     assert len(set(names)) == 3
     first, _, last = (server.loaded[name][0] for name in names)
@@ -349,13 +421,21 @@ def test_claims_are_drawn_by_the_node_and_a_copy_asks_nobody(policy, server):
     assert drawn[0] == drawn[1]
     twin = copy.deepcopy(policy)
     assert type(twin) is HF
-    assert twin.generate(["a"], 1, temperature=0.0, max_tokens=4, seed=0)[0][0].tokens == drawn[0][0].tokens
+    assert (
+        twin.generate(["a"], 1, temperature=0.0, max_tokens=4, seed=0)[0][0].tokens
+        == drawn[0][0].tokens
+    )
     assert server.asked == []
 
 
-@pytest.mark.parametrize("url", ["http://", "http://host:port", "http://user@host", "http://host/?a=b", "https://host:8/#x"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http://host:port", "http://user@host", "http://host/?a=b", "https://host:8/#x"],
+)
 def test_what_is_no_address_of_a_server_is_refused(folder, url):
-    with pytest.raises(PolicyError, match=r"no address of a server: write it such as http://127\.0\.0\.1:8000\.$"):
+    with pytest.raises(
+        PolicyError, match=r"no address of a server: write it such as http://127\.0\.0\.1:8000\.$"
+    ):
         load_policy(f"hf:{folder}@{url}", STRINGS, 0)
 
 
@@ -363,5 +443,8 @@ def test_the_server_is_no_part_of_a_policys_folder_or_name(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("smol").mkdir()
     given = ["hf:smol@http://127.0.0.1:8000", "hf:owner/name@https://host/v1"]
-    assert [RLSettings(policy=spec).policy for spec in given] == [f"hf:{tmp_path}/smol@http://127.0.0.1:8000", given[1]]
+    assert [RLSettings(policy=spec).policy for spec in given] == [
+        f"hf:{tmp_path}/smol@http://127.0.0.1:8000",
+        given[1],
+    ]
     assert [policy_label(spec) for spec in given] == ["hf:smol", "hf:name"]

@@ -9,7 +9,16 @@ import torch
 from shoal.node.config.settings import RLSettings
 from shoal.node.rl.environment import HELD_OUT, Completion, EnvError, Question
 from shoal.node.rl.loading import load_env
-from shoal.node.rl.task import Claimed, RemoteRollouts, RLTask, RolloutGroup, completions_of, fair, loss_of, make_update
+from shoal.node.rl.task import (
+    Claimed,
+    RemoteRollouts,
+    RLTask,
+    RolloutGroup,
+    completions_of,
+    fair,
+    loss_of,
+    make_update,
+)
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
@@ -32,7 +41,12 @@ class Bus:
 
     def make(self, **fields):
         return Rollout(
-            swarm="a" * 52, peer=self.peer, round=self.round, nonce=secrets.token_bytes(16), issued=time.time(), **fields
+            swarm="a" * 52,
+            peer=self.peer,
+            round=self.round,
+            nonce=secrets.token_bytes(16),
+            issued=time.time(),
+            **fields,
         )
 
     def publish(self, rollout):
@@ -46,14 +60,21 @@ class Bus:
         return came
 
 
-PEERS = ["12D3KooWQWVKfnLd7nqtfo4JXhb9b3EnyJyHKUBavphSVG1hiGDV", "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"]
+PEERS = [
+    "12D3KooWQWVKfnLd7nqtfo4JXhb9b3EnyJyHKUBavphSVG1hiGDV",
+    "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
+]
 ENV = load_env("strings", {"families": "last", "letters": 3})
 
 
 def tasks(count=2, policy=None, **settings):
     everyone, made = [], []
     for number in range(count):
-        own = Tiny(ENV.made, "copy", seed=number, width=32, warm=Warm(steps=250, batch=32, right=0.4)) if policy is None else policy
+        own = (
+            Tiny(ENV.made, "copy", seed=number, width=32, warm=Warm(steps=250, batch=32, right=0.4))
+            if policy is None
+            else policy
+        )
         task = RLTask(ENV, lambda own=own: own, RLSettings(held_out=20, **settings), seed=1)
         task.connect(Bus(everyone, PEERS[number]), PEERS[number])
         made.append(task)
@@ -116,14 +137,19 @@ def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny)
     next(mine)
     learner.loss(tiny.module, None)
     assert everyone[1].sent == []
-    assert sum(learner.foreign.rejected.values()) + learner.foreign.used + len(learner.foreign._kept) == 6
+    assert (
+        sum(learner.foreign.rejected.values()) + learner.foreign.used + len(learner.foreign._kept)
+        == 6
+    )
 
 
 def test_a_group_that_no_message_holds_is_learnt_from_and_not_shared(tiny, monkeypatch, caplog):
     """The fault: a completion of more than 32 KiB of text ended the node."""
     (task, _), everyone = tasks(policy=tiny, local=1)
     long = Completion("x" * (32 * 1024 + 1), (1,), (-0.5,), "stop")
-    monkeypatch.setattr(tiny, "generate", lambda prompts, count, **options: [[long] * count for _ in prompts])
+    monkeypatch.setattr(
+        tiny, "generate", lambda prompts, count, **options: [[long] * count for _ in prompts]
+    )
     groups, _ = task._write(0)
     assert len(groups) == 1
     assert everyone[0].sent == []
@@ -131,7 +157,9 @@ def test_a_group_that_no_message_holds_is_learnt_from_and_not_shared(tiny, monke
 
 
 def test_no_question_of_a_round_is_held_out(tiny):
-    env = load_env("strings", {"families": "last", "letters": 2, "longest": 3})  # 8 questions in all
+    env = load_env(
+        "strings", {"families": "last", "letters": 2, "longest": 3}
+    )  # 8 questions in all
     task = RLTask(env, lambda: tiny, RLSettings(held_out=5, local=4), seed=1)
     assert not {question.prompt for _, question in task._questions(0)} & task.held_out_prompts
     greedy = RLTask(env, lambda: tiny, RLSettings(held_out=500), seed=1)
@@ -141,7 +169,9 @@ def test_no_question_of_a_round_is_held_out(tiny):
 
 def foreign(policy, **changes):
     settings = {"seed": 1, "group": 8, "max_tokens": 12, "behind": 8} | changes
-    return RemoteRollouts(ENV, policy, frozenset(ENV.made.question(HELD_OUT, i).prompt for i in range(3)), **settings)
+    return RemoteRollouts(
+        ENV, policy, frozenset(ENV.made.question(HELD_OUT, i).prompt for i in range(3)), **settings
+    )
 
 
 def record(texts, *, seed=3, index=0, **fields):
@@ -183,7 +213,12 @@ def test_what_is_not_learnt_from_is_counted_under_its_reason(tiny):
     held = record([ENV.made.question(HELD_OUT, 0).answer, "zz"], seed=HELD_OUT)
     long = record(["z" * 10_000, right()])
     assert len(pool.take([*useful, same, held, long], 1, 0)) == 1
-    assert (pool.used, pool.rejected["no_spread"], pool.rejected["held_out"], pool.rejected["unjudged"]) == (1, 1, 1, 1)
+    assert (
+        pool.used,
+        pool.rejected["no_spread"],
+        pool.rejected["held_out"],
+        pool.rejected["unjudged"],
+    ) == (1, 1, 1, 1)
     assert len(pool.take([], 1, 1)) == 1  # what was left over
     assert pool.take([], 1, 5) == []  # too old by now
     assert pool.used + sum(pool.rejected.values()) == 6
@@ -200,7 +235,9 @@ def test_a_group_is_left_out_when_its_senders_policy_is_too_many_versions_newer(
     for version in versions:
         pool = foreign(tiny, behind=most)
         old = record([right(0), "zz"], index=0, policy_version=version)
-        seen = record(["zz", "zz"], index=1, policy_version=newest).model_copy(update={"issued": old.issued + 1})
+        seen = record(["zz", "zz"], index=1, policy_version=newest).model_copy(
+            update={"issued": old.issued + 1}
+        )
         assert len(pool.take([seen, old], 4, 0)) == (version >= fresh(newest + 1, most)), version
         assert pool.rejected["off_policy"] == (version < fresh(newest + 1, most))
 
@@ -209,10 +246,14 @@ def test_a_group_ages_while_it_waits_and_only_by_its_own_senders_versions(tiny):
     pool = foreign(tiny)
     waiting = [record([right(index), "zz"], index=index, policy_version=5) for index in range(2)]
     assert len(pool.take(waiting, 1, 0)) == 1
-    far = record(["zz", "zz"], index=7, policy_version=99).model_copy(update={"peer": PEERS[1], "issued": waiting[0].issued + 1})
+    far = record(["zz", "zz"], index=7, policy_version=99).model_copy(
+        update={"peer": PEERS[1], "issued": waiting[0].issued + 1}
+    )
     assert pool.take([far], 0, 1) == []
     assert pool.rejected["off_policy"] == 0
-    own = record(["zz", "zz"], index=8, policy_version=14).model_copy(update={"issued": waiting[0].issued + 1})
+    own = record(["zz", "zz"], index=8, policy_version=14).model_copy(
+        update={"issued": waiting[0].issued + 1}
+    )
     assert pool.take([own], 1, 1) == []
     assert pool.rejected["off_policy"] == 1
 
@@ -220,7 +261,9 @@ def test_a_group_ages_while_it_waits_and_only_by_its_own_senders_versions(tiny):
 def test_a_sender_that_began_anew_is_not_left_out_for_its_low_versions(tiny):
     pool = foreign(tiny)
     before = record([right(0), "zz"], index=0, policy_version=300)
-    after = record([right(1), "zz"], index=1, policy_version=0).model_copy(update={"issued": before.issued + 1})
+    after = record([right(1), "zz"], index=1, policy_version=0).model_copy(
+        update={"issued": before.issued + 1}
+    )
     (group,) = pool.take([before, after], 4, 0)
     assert group.prompt == ENV.made.question(3, 1).prompt
     assert pool.rejected["off_policy"] == 1
@@ -255,7 +298,9 @@ def test_nobody_crowds_others_out_and_copies_are_known(tiny):
 def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
     rows = tuple(tuple(tiny.encode(text, True)) for text in ("a", "bc"))
     update = make_update([RolloutGroup("last: abc", rows, (1.0, 0.0), (None, (-0.5, -0.5, -0.5)))])
-    assert update.advantages.tolist() == pytest.approx([0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4)], abs=1e-6)
+    assert update.advantages.tolist() == pytest.approx(
+        [0.5 / (0.5 + 1e-4), -0.5 / (0.5 + 1e-4)], abs=1e-6
+    )
     assert update.length == 5
     batch = completions_of(tiny, update, 1.0)
     assert torch.equal(batch.behaviour[0], batch.old[0])
@@ -297,14 +342,18 @@ class Claims:
             return None
         planted = self.due.pop(0)
         prompt = "last: zzz" if planted else ENV.made.question(seed, index).prompt
-        (completions,) = policy.generate([prompt], 8, temperature=1.0, max_tokens=12, seed=1234 + index)
+        (completions,) = policy.generate(
+            [prompt], 8, temperature=1.0, max_tokens=12, seed=1234 + index
+        )
         self.written.append(completions)
         return Claimed(completions, planted)
 
 
 def claiming_task(policy, claims=None, **settings):
     everyone = []
-    task = RLTask(ENV, lambda: policy, RLSettings(held_out=5, external=0, **{"local": 3, **settings}), seed=1)
+    task = RLTask(
+        ENV, lambda: policy, RLSettings(held_out=5, external=0, **{"local": 3, **settings}), seed=1
+    )
     bus, other = Bus(everyone, PEERS[0]), Bus(everyone, PEERS[1])
     rounds = []
     task.connect(bus, PEERS[0], rounds.append)
@@ -325,7 +374,9 @@ def test_without_a_claim_that_is_due_all_is_as_before(policy, claims):
     groups, reward, sent = unclaimed(policy)
     task, other, _ = claiming_task(policy, claims)
     assert task._write(0) == (groups, reward)
-    assert [list(record.completions) for record in other.inbox] == [list(record.completions) for record in sent]
+    assert [list(record.completions) for record in other.inbox] == [
+        list(record.completions) for record in sent
+    ]
     assert [record.logps for record in other.inbox] == [record.logps for record in sent]
     if claims is not None:
         assert len(claims.asked) == 1  # after the first that is not due nobody is asked again
@@ -336,7 +387,9 @@ def test_what_is_claimed_is_shared_and_learnt_from_in_its_place(policy):
     task, other, _ = claiming_task(policy, claims)
     groups, _ = task._write(0)
     before, _, _ = unclaimed(policy)
-    assert [group.prompt for group in groups] == [group.prompt for group in before]  # the same questions
+    assert [group.prompt for group in groups] == [
+        group.prompt for group in before
+    ]  # the same questions
     assert groups[0].tokens == tuple(one.tokens for one in claims.written[0])
     assert list(other.inbox[0].completions) == [one.text for one in claims.written[0]]
     assert [record.index for record in other.inbox] == [index for index, _ in task._questions(0)]
@@ -346,7 +399,9 @@ def test_what_is_claimed_is_shared_and_learnt_from_in_its_place(policy):
         [group.prompt for group in groups[1:]], 8, temperature=task.settings.temperature, max_tokens=12,
         seed=task._number("completions", 0),
     )  # fmt: skip
-    assert [group.tokens for group in groups[1:]] == [tuple(one.tokens for one in part) for part in rest]
+    assert [group.tokens for group in groups[1:]] == [
+        tuple(one.tokens for one in part) for part in rest
+    ]
 
 
 def test_a_planted_group_is_shared_like_any_other_but_not_learnt_from_nor_rewarded(policy):
@@ -355,7 +410,9 @@ def test_a_planted_group_is_shared_like_any_other_but_not_learnt_from_nor_reward
     groups, reward = task._write(0)
     asked = [question.prompt for _, question in task._questions(0)]
     assert [group.prompt for group in groups] == asked[1:]
-    assert [list(record.completions) for record in other.inbox[:2]] == [[one.text for one in part] for part in claims.written]
+    assert [list(record.completions) for record in other.inbox[:2]] == [
+        [one.text for one in part] for part in claims.written
+    ]
     assert len(other.inbox) == 3
     assert {record.env for record in other.inbox} == {"strings"}
     given = [one for group in groups for one in group.rewards]
@@ -379,6 +436,8 @@ def test_all_groups_of_a_round_may_be_claimed(policy):
     claims = Claims(False, False, False, False)
     task, other, _ = claiming_task(policy, claims)
     groups, _ = task._write(0)
-    assert [group.tokens for group in groups] == [tuple(one.tokens for one in part) for part in claims.written]
+    assert [group.tokens for group in groups] == [
+        tuple(one.tokens for one in part) for part in claims.written
+    ]
     assert len(other.inbox) == 3
     assert len(claims.due) == 1

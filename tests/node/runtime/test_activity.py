@@ -73,8 +73,14 @@ def test_a_long_evaluation_is_reported_every_few_seconds_and_is_alive_while_it_c
         node.pass_time(BEAT_S, used=1.0)
         node.pass_time(BEAT_S, used=0.0)
     found = [(e["event"], e["doing"], e["seconds"], e["busy_s"], e["alive"]) for e in node.events()]
-    assert found == [("activity", "evaluating", 10.0, 1.0, True), ("activity", "evaluating", 20.0, 0.0, False)]
-    assert node.shown.lines == ["evaluating, 10 s so far", "evaluating, 20 s so far (nothing moves)"]
+    assert found == [
+        ("activity", "evaluating", 10.0, 1.0, True),
+        ("activity", "evaluating", 20.0, 0.0, False),
+    ]
+    assert node.shown.lines == [
+        "evaluating, 10 s so far",
+        "evaluating, 20 s so far (nothing moves)",
+    ]
 
 
 def test_what_a_node_did_up_to_its_first_step_is_written_once(node):
@@ -89,7 +95,9 @@ def test_what_a_node_did_up_to_its_first_step_is_written_once(node):
         "begun",
         ["starting", "joining the swarm", "starting", "first step done"],
     )
-    assert all(before["cpu_s"] <= after["cpu_s"] for before, after in itertools.pairwise(event["phases"]))
+    assert all(
+        before["cpu_s"] <= after["cpu_s"] for before, after in itertools.pairwise(event["phases"])
+    )
 
 
 def test_a_node_that_writes_anyway_reports_nothing_more(node):
@@ -100,7 +108,9 @@ def test_a_node_that_writes_anyway_reports_nothing_more(node):
     assert node.shown.lines == []
 
 
-@pytest.mark.parametrize(("progress", "alive"), [((1, 0), True), ((0, 1_000_000), True), ((0, 5_000), False)])
+@pytest.mark.parametrize(
+    ("progress", "alive"), [((1, 0), True), ((0, 1_000_000), True), ((0, 5_000), False)]
+)
 def test_steps_and_bytes_are_progress_without_the_processor(node, progress, alive):
     node.activity.progress = lambda: progress
     node.pass_time(BEAT_S)
@@ -174,10 +184,23 @@ def test_verification_and_metrics_are_closed_if_the_task_has_no_batches(tmp_path
             files.append(self._file)
 
     monkeypatch.setattr(node_run, "Metrics", Watched)
-    own = {"folder": str(tmp_path / "run"), "identity": str(tmp_path / "key"), "listen": ["/ip4/127.0.0.1/tcp/0"], "name": "n"}
-    settings = load(None, {**{f"node.{key}": value for key, value in own.items()}, "task.hooks": f"{tmp_path / 'task.py'}:Mine"})
+    own = {
+        "folder": str(tmp_path / "run"),
+        "identity": str(tmp_path / "key"),
+        "listen": ["/ip4/127.0.0.1/tcp/0"],
+        "name": "n",
+    }
+    settings = load(
+        None,
+        {
+            **{f"node.{key}": value for key, value in own.items()},
+            "task.hooks": f"{tmp_path / 'task.py'}:Mine",
+        },
+    )
     run = node_run.NodeRun(settings, None, make_display(), ShutdownSignals())
-    with pytest.raises(UserCodeError, match=r"failed in batches\(\): OSError: no such disk \(task\.py, line 6\)"):
+    with pytest.raises(
+        UserCodeError, match=r"failed in batches\(\): OSError: no such disk \(task\.py, line 6\)"
+    ):
         run.run()
     assert verification.closed == 1
     assert [file.closed for file in files] == [True]
@@ -233,12 +256,16 @@ def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
 
 
 @pytest.mark.slow(reason="real nodes that return")
-def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_port_of_before(tmp_path):
+def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_port_of_before(
+    tmp_path,
+):
     def settings(name):
         return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
 
     creator, other = Identity.ephemeral(), Identity.ephemeral()
-    first = create(creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna")))
+    first = create(
+        creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna"))
+    )
     link, sealed = Link(first.swarm, first.link().bootstrap), first.sealed
     first.close()
     with pytest.raises(StartupError, match="no bootstrap peer can be reached"):
@@ -251,7 +278,9 @@ def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_o
         try:
             assert again.link().bootstrap == link.bootstrap
             again.directory.announce(**ABOUT)
-            back.host.call(back.host.meet(link.bootstrap), 60)  # as it does every 10 s while it is alone
+            back.host.call(
+                back.host.meet(link.bootstrap), 60
+            )  # as it does every 10 s while it is alone
             assert back.directory.wait_for(2, 30.0)
         finally:
             again.close()
@@ -305,7 +334,11 @@ except KeyboardInterrupt:
 def child(*arguments, hang_up=signal.SIG_DFL, **how):
     usual = lambda: signal.signal(signal.SIGHUP, hang_up)  # noqa: E731 (a test run under nohup ignores it)
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=usual, **how
+        [sys.executable, "-c", CHILD, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=usual,
+        **how,
     )
     assert process.stdout.readline() == "ready\n"
     return process
@@ -327,7 +360,9 @@ def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
         assert process.stdout.readline() == "asked\n"
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
             process.send_signal(number)
-        assert process.wait(60) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
+        assert (
+            process.wait(60) == 130
+        )  # by the second signal that is none of the terminal's: -1 if one of those had ended it
         assert process.stdout.read() == ""
     with child("orderly", hang_up=signal.SIG_IGN) as spared:
         spared.send_signal(signal.SIGHUP)
@@ -361,15 +396,21 @@ def test_a_node_ends_with_the_process_that_started_it():
         "print(child.pid, flush=True)\n"
         "child.wait()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as parent:
         lines = {parent.stdout.readline(), parent.stdout.readline()}
         assert "ready\n" in lines
         parent.kill()
         parent.wait(60)
-        assert parent.stdout.read() == ""  # ends when nobody holds the pipe any more: the child is gone
+        assert (
+            parent.stdout.read() == ""
+        )  # ends when nobody holds the pipe any more: the child is gone
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the niceness of a single thread is Linux's")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the niceness of a single thread is Linux's"
+)
 
 
 def niceness(*calls):

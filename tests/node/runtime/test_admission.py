@@ -36,14 +36,19 @@ class Club:
     def __init__(self, folder):
         self.folder, self.members, self.identity = folder, [], Identity.ephemeral()
         settings = self.settings("creator", **{"swarm.invite_only": True})
-        self.first = create(self.identity, new_manifest(settings, self.identity, MODEL), network(settings))
+        self.first = create(
+            self.identity, new_manifest(settings, self.identity, MODEL), network(settings)
+        )
         self.members.append(self.first)
         self.first.directory.announce(**ABOUT)
         self.first.directory.wait_for(1, 5.0)
         until(lambda: self.first.directory._prefix is not None)
 
     def settings(self, name, **more):
-        return load(None, {"node.folder": self.folder / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"], **more})
+        return load(
+            None,
+            {"node.folder": self.folder / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"], **more},
+        )
 
     def link(self, invite=""):
         return Link(self.first.swarm, self.first.link().bootstrap, invite)
@@ -52,7 +57,9 @@ class Club:
         return self.link(issue(self.identity, self.first.swarm, lives=600.0, **options))
 
     def join(self, link, name="guest", identity=None, **more):
-        membership = join(identity or Identity.ephemeral(), link, network(self.settings(name, **more)))
+        membership = join(
+            identity or Identity.ephemeral(), link, network(self.settings(name, **more))
+        )
         self.members.append(membership)
         return membership
 
@@ -90,7 +97,10 @@ def test_a_members_link_has_the_others_addresses_and_no_invitation(club):
     assert guest.directory.wait_for(2, 30.0)
     link = guest.link()
     assert link.invite == ""
-    assert {address.rpartition("/p2p/")[2] for address in link.bootstrap} == {guest.host.peer_id, club.first.host.peer_id}
+    assert {address.rpartition("/p2p/")[2] for address in link.bootstrap} == {
+        guest.host.peer_id,
+        club.first.host.peer_id,
+    }
     assert link.bootstrap[0].endswith(guest.host.peer_id)
     with pytest.raises(AdmissionError, match="it has no invitation"):
         club.join(link, "third")
@@ -108,13 +118,20 @@ def test_who_was_let_in_comes_back_by_any_members_link(club, tmp_path):
 
 
 def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
-    with pytest.raises(AdmissionError, match=r"may not come in: it has no invitation .* by invitation only: ask the creator"):
+    with pytest.raises(
+        AdmissionError,
+        match=r"may not come in: it has no invitation .* by invitation only: ask the creator",
+    ):
         club.join(club.link())
-    assert [thread.name for thread in threading.enumerate()].count("shoal-host") == 1  # the newcomer's host is closed again
+    assert [thread.name for thread in threading.enumerate()].count(
+        "shoal-host"
+    ) == 1  # the newcomer's host is closed again
     with pytest.raises(AdmissionError, match="for peer"):
         club.join(club.invited(peer=Identity.ephemeral().peer_id))
     with pytest.raises(AdmissionError, match="expired"):
-        club.join(club.link(issue(club.identity, club.first.swarm, lives=1.0, now=time.time() - 1000)))
+        club.join(
+            club.link(issue(club.identity, club.first.swarm, lives=1.0, now=time.time() - 1000))
+        )
 
 
 @pytest.mark.ci
@@ -125,17 +142,33 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
         StateServer(member.host, member.swarm, MODEL, SHAPES)
     # Weights are asked for before anybody could have read a record of the newcomer: it shows its invitation first.
     wanted = StateRequest(swarm=creator.swarm, model=MODEL)
-    assert asks(bert.host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
+    assert (
+        asks(
+            bert.host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()
+        ).verdict
+        == "wait"
+    )
     # Two guests, neither of whom has a record yet, may meet too; and each learns of the other.
     assert not anna.directory.access_policy._peers.keys() & {bert.host.peer_id}
-    answer = asks(bert.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=bert.swarm, model=MODEL), anna.host.addresses())
+    answer = asks(
+        bert.host,
+        anna.host.peer_id,
+        STATE_PROTOCOL,
+        StateRequest(swarm=bert.swarm, model=MODEL),
+        anna.host.addresses(),
+    )
     assert answer.verdict == "wait"
     assert anna.directory.access_policy.admits(bert.host.peer_id)
     assert bert.directory.access_policy.admits(anna.host.peer_id)
     for state in (anna, bert):
         state.directory.announce(**ABOUT)
     ids = {m.host.peer_id for m in (creator, anna, bert)}
-    until(lambda: all(m.directory.refresh(10) or set(m.directory.members()) == ids for m in (creator, anna, bert)))
+    until(
+        lambda: all(
+            m.directory.refresh(10) or set(m.directory.members()) == ids
+            for m in (creator, anna, bert)
+        )
+    )
 
     spy = stranger(club, monkeypatch)
     spy.directory.announce(**ABOUT)
@@ -145,13 +178,25 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
         assert set(member.directory.everyone()) == ids
         assert not member.directory.addresses(spy.host.peer_id)
     with pytest.raises(NetworkError, match="does not let this node in: it has no invitation"):
-        asks(spy.host, anna.host.peer_id, STATE_PROTOCOL, StateRequest(swarm=spy.swarm, model=MODEL), anna.host.addresses())
+        asks(
+            spy.host,
+            anna.host.peer_id,
+            STATE_PROTOCOL,
+            StateRequest(swarm=spy.swarm, model=MODEL),
+            anna.host.addresses(),
+        )
     # A program that does not even show an invitation is not answered at all.
     spy.host.introduce = None
     for protocol in (STATE_PROTOCOL, BODY_PROTOCOL, "/shoal/exchange/1", "/shoal/group/1"):
         anna.host.serve(protocol, lambda stream: asyncio.sleep(60))
         with pytest.raises(NetworkError, match="ended early"):
-            asks(spy.host, anna.host.peer_id, protocol, StateRequest(swarm=spy.swarm, model=MODEL), anna.host.addresses())
+            asks(
+                spy.host,
+                anna.host.peer_id,
+                protocol,
+                StateRequest(swarm=spy.swarm, model=MODEL),
+                anna.host.addresses(),
+            )
     assert anna.host.resource_manager.refused()["uninvited"] == 4
     # The manifest says that an invitation is needed, so every peer gets it; and the directory shows the members.
     assert fetch_manifest(spy.host, club.link())[1].invite_only
@@ -167,7 +212,12 @@ def test_a_visitor_sees_the_members_and_may_fetch_by_an_invitation_only(club):
         with pytest.raises(NetworkError, match="has no invitation"):
             asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses())
     with visited(club.invited()) as (host, _, _, _):
-        assert asks(host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()).verdict == "wait"
+        assert (
+            asks(
+                host, creator.host.peer_id, STATE_PROTOCOL, wanted, creator.host.addresses()
+            ).verdict
+            == "wait"
+        )
 
 
 def test_the_second_who_comes_by_a_link_for_one_is_told_who_uses_it(club):
@@ -190,7 +240,11 @@ def test_what_a_stranger_gossips_is_not_taken(club, monkeypatch):
     pools = []
     for member in (club.first, anna, spy):
         gossip = Gossip(
-            member.host, member.identity, member.swarm, access_policy=member.directory.access_policy, look=member.directory.look
+            member.host,
+            member.identity,
+            member.swarm,
+            access_policy=member.directory.access_policy,
+            look=member.directory.look,
         )
         pools.append(RolloutPool(gossip, lambda *env: True))
     until(lambda: len(pools[0].topic.listeners()) == 2)
@@ -213,11 +267,15 @@ def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path):
     manifest = open_manifest(club.first.sealed)
     key = Identity.create(tmp_path / "other.key")
     check(manifest, club.identity)
-    with pytest.raises(AdmissionError, match=r"Only the swarm's creator, .* can invite.*if it is lost"):
+    with pytest.raises(
+        AdmissionError, match=r"Only the swarm's creator, .* can invite.*if it is lost"
+    ):
         check(manifest, key)
     with pytest.raises(AdmissionError, match="is open"):
         check(manifest.model_copy(update={"invite_only": False}), club.identity)
-    with pytest.raises(AdmissionError, match="by invitation only, and this node's key is not its creator's"):
+    with pytest.raises(
+        AdmissionError, match="by invitation only, and this node's key is not its creator's"
+    ):
         create(key, club.first.sealed, network(club.settings("x")))
 
 
@@ -236,5 +294,13 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
         first.host.call(first.host.open(bert.peer_id, STATE_PROTOCOL, timeout=30), 60)
     second.host.introduce = None
     with pytest.raises(NetworkError, match="ended early"):
-        asks(second.host, anna.peer_id, "/shoal/manifest/1", StateRequest(swarm=first.swarm, model=MODEL), first.host.addresses())
-    assert first.host.resource_manager.refused()["denied"]  # the manifest is for any other peer, not for a denied one
+        asks(
+            second.host,
+            anna.peer_id,
+            "/shoal/manifest/1",
+            StateRequest(swarm=first.swarm, model=MODEL),
+            first.host.addresses(),
+        )
+    assert first.host.resource_manager.refused()[
+        "denied"
+    ]  # the manifest is for any other peer, not for a denied one

@@ -12,7 +12,13 @@ from rich.console import Console
 
 from shoal.node.console import ExitCode, epilogue
 from shoal.node.metrics.log import Metrics, MetricsError, RoundRecord
-from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, describe, make_display
+from shoal.node.runtime.display import (
+    LINE_EVERY_S,
+    LineDisplay,
+    LiveDisplay,
+    describe,
+    make_display,
+)
 from shoal.node.runtime.resume import Result, summary
 from shoal.node.training.trainer import Progress
 from shoal.swarm.training.factories import Rates
@@ -111,7 +117,11 @@ def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_
         "Metrics can be written again.",
     ]
     lines = path.read_text().splitlines()
-    assert [len(lines), json.loads(lines[0])["event"], json.loads(lines[-1])["event"]] == [3, "before", "after"]
+    assert [len(lines), json.loads(lines[0])["event"], json.loads(lines[-1])["event"]] == [
+        3,
+        "before",
+        "after",
+    ]
 
 
 def test_lines_name_the_round_and_hold_progress_back():
@@ -131,15 +141,18 @@ def test_lines_name_the_round_and_hold_progress_back():
     now[0] += LINE_EVERY_S
     display.update(progress(4, 4.5, 100.0, 51_200.0, 0.414))
     display.close()
-    assert stream.getvalue().splitlines() == [
-        "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
-        "round 3 without a partner (bert broke off): up 0.54 MB, down 0.54 MB, wait 0.25 s",
-        "round 3 with bob: up 0.54 MB, down 0.54 MB, wait 0.25 s",
-        "round 3, fragment 3 of 4, with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
-        "round 4 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",  # the last average, of all fragments
-        "step 2 of 1000: loss 4.5000, 100.0 steps/s",
-        "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
-    ]
+    assert (
+        stream.getvalue().splitlines()
+        == [
+            "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+            "round 3 without a partner (bert broke off): up 0.54 MB, down 0.54 MB, wait 0.25 s",
+            "round 3 with bob: up 0.54 MB, down 0.54 MB, wait 0.25 s",
+            "round 3, fragment 3 of 4, with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+            "round 4 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",  # the last average, of all fragments
+            "step 2 of 1000: loss 4.5000, 100.0 steps/s",
+            "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
+        ]
+    )
 
 
 @pytest.mark.parametrize("total", [0, 100])
@@ -180,7 +193,14 @@ def test_a_link_is_in_one_line_whatever_the_width(begun):
     display = LiveDisplay(Console(file=stream, force_terminal=True, width=40))
     if begun:
         display.start(0)
-    link = "shoal://" + "a" * 52 + "?peer=/ip4/127.0.0.1/tcp/4001/p2p/" + "1" * 52 + "&peer=" + "x" * 200
+    link = (
+        "shoal://"
+        + "a" * 52
+        + "?peer=/ip4/127.0.0.1/tcp/4001/p2p/"
+        + "1" * 52
+        + "&peer="
+        + "x" * 200
+    )
     display.message(f"the swarm is up: {link}")
     display.close()
     assert f"the swarm is up: {link}\n" in stream.getvalue()
@@ -190,11 +210,19 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
     counts = {"steps": 50, "rounds": 5, "tried": 20, "exchanges": 16}
     made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, **counts, loss_first=4.0, loss_last=2.5)
     done, where = summary(made, Path("runs/a"), 2.25)
-    assert done == "finished after 50 steps and 5 rounds, 16 of 20 exchanges with others: held-out loss 2.5000, 4.0000 at first"
-    assert where.startswith("checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with --resume and more")
+    assert (
+        done
+        == "finished after 50 steps and 5 rounds, 16 of 20 exchanges with others: held-out loss 2.5000, 4.0000 at first"
+    )
+    assert where.startswith(
+        "checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with --resume and more"
+    )
     made.interrupted, made.loss_last = True, None
     done, where = summary(made, Path("runs/a"), 2.25)
-    assert done == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss 2.2500"
+    assert (
+        done
+        == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss 2.2500"
+    )
     assert where.endswith("the same command with --resume goes on from there")
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
     made.lag, made.lag_auto, made.late, made.wait_s = 7, True, 2, 1.25
@@ -204,7 +232,11 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
 
 
 @pytest.mark.parametrize(
-    ("there", "way"), [((), "no checkpoint is there"), ((3, 5), "--resume goes on from step 5, the newest that is saved")]
+    ("there", "way"),
+    [
+        ((), "no checkpoint is there"),
+        ((3, 5), "--resume goes on from step 5, the newest that is saved"),
+    ],
 )
 def test_an_end_that_was_not_saved_is_no_place_to_go_on_from(tmp_path, there, way):
     """Fault: "checkpoints are in ...; --resume goes on from there" after a save that failed."""

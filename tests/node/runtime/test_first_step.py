@@ -53,16 +53,39 @@ def top(names: list[str]) -> set[str]:
 
 @pytest.mark.ci
 def test_a_node_loads_no_compiler_and_of_hivemind_only_the_dht() -> None:
-    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["steps"] == 3
     assert (report["collected"], report["collects"]) == (0, True)
     assert report["kept"] > 100_000, "what was imported is looked through at every collection"
-    assert not top(report["loaded"]) & {"sympy", "scipy", "sklearn", "transformers", "prometheus_client", "tensorboard", "libp2p"}
-    unused = ("torch._dynamo", "hivemind.averaging", "shoal.node.rl.task", "shoal.node.verify.service", "shoal.verification")
+    assert not top(report["loaded"]) & {
+        "sympy",
+        "scipy",
+        "sklearn",
+        "transformers",
+        "prometheus_client",
+        "tensorboard",
+        "libp2p",
+    }
+    unused = (
+        "torch._dynamo",
+        "hivemind.averaging",
+        "shoal.node.rl.task",
+        "shoal.node.verify.service",
+        "shoal.verification",
+    )
     assert not [name for name in report["loaded"] if name.startswith(unused)]
-    assert (report["whole"], report["version"]) == ("DHT", "1.1.12"), "who asks for more of hivemind gets all of it"
+    assert (report["whole"], report["version"]) == ("DHT", "1.1.12"), (
+        "who asks for more of hivemind gets all of it"
+    )
 
 
 BEGIN = """
@@ -80,7 +103,14 @@ print(json.dumps(sorted(sys.modules)))
 
 
 def test_a_node_that_joins_can_start_its_network_before_torch_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", BEGIN], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     loaded = json.loads(done.stdout)
     assert "shoal.swarm.p2p.host" in loaded
@@ -109,7 +139,11 @@ def steps_of(kind: type[torch.optim.Optimizer], options: dict[str, float]) -> li
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
 def test_without_the_compiler_optimizers_take_the_same_steps(kind, options, monkeypatch) -> None:
-    for one in {torch.optim.Adam, torch.optim.SGD, kind}:  # as torch has it: a node may have run in this process before
+    for one in {
+        torch.optim.Adam,
+        torch.optim.SGD,
+        kind,
+    }:  # as torch has it: a node may have run in this process before
         monkeypatch.setattr(one, "step", _use_grad_for_differentiable(inspect.unwrap(one.step)))
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))

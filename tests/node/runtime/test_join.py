@@ -47,7 +47,9 @@ def members(*shards):
 @pytest.mark.parametrize(("method", "written"), [("noloco", 2), ("streaming", 2), ("diloco", None)])
 def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(method, written):
     settings = load(None, {"outer.method": method})
-    assert open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
+    assert (
+        open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
+    )
 
 
 MUON = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.0}
@@ -57,13 +59,19 @@ MUON = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.0}
     ("given", "written"),
     [
         ({}, MUON),
-        ({"task.options": {"width": 32, "warmup": 9}, "outer.method": "diloco", "train.seed": 3}, MUON | {"seed": 3}),
+        (
+            {"task.options": {"width": 32, "warmup": 9}, "outer.method": "diloco", "train.seed": 3},
+            MUON | {"seed": 3},
+        ),
         ({"train.optimizer": "task"}, {}),
         ({"train.optimizer": "adamw"}, {"optimizer": "adamw", "lr": 3e-4, "weight_decay": 0.01}),
         ({"train.optimizer": "muon", "train.lr": 0.1}, MUON | {"lr": 0.1}),
         ({"task.options": {"lr": 0.01}}, {}),  # which is AdamW's
         ({"task.hooks": "task.py:Mine"}, {}),
-        ({"task.hooks": "task.py:Mine", "train.optimizer": "muon", "train.weight_decay": 0.1}, MUON | {"weight_decay": 0.1}),
+        (
+            {"task.hooks": "task.py:Mine", "train.optimizer": "muon", "train.weight_decay": 0.1},
+            MUON | {"weight_decay": 0.1},
+        ),
         ({"task.hooks": "rl"}, {}),
     ],
 )
@@ -71,12 +79,16 @@ def test_a_new_manifest_has_muon_for_the_built_in_task_and_writes_its_rates_down
     settings = for_new_swarm(load(None, given))
     made = open_manifest(new_manifest(settings, ME, "0" * 64)).train
     assert made.model_dump(exclude_defaults=True) == written
-    assert swarm_settings(load(None, {"task.hooks": given.get("task.hooks", "text")}), manifest(**given)).train.optimizer == (
+    assert swarm_settings(
+        load(None, {"task.hooks": given.get("task.hooks", "text")}), manifest(**given)
+    ).train.optimizer == (
         load(None, given).train.optimizer
     )  # who joins takes what the manifest says, or leaves out
 
 
-@pytest.mark.parametrize(("given", "trained"), [({}, "muon"), ({"train.optimizer": "task"}, "task")])
+@pytest.mark.parametrize(
+    ("given", "trained"), [({}, "muon"), ({"train.optimizer": "task"}, "task")]
+)
 def test_a_demo_hands_on_the_optimizer_that_was_given_and_no_other(tmp_path, given, trained):
     (tmp_path / "swarm.toml").write_text(settings_toml(load(None, given)))
     assert for_new_swarm(load(tmp_path / "swarm.toml")).train.optimizer == trained
@@ -113,22 +125,47 @@ def test_the_folder_of_a_task_is_nobody_elses_affair():
 
 
 def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
-    theirs = manifest(**{"outer.every": 7, "train.steps": 100, "task.options": {"width": 32}, "swarm.name": "whales"})
+    theirs = manifest(
+        **{
+            "outer.every": 7,
+            "train.steps": 100,
+            "task.options": {"width": 32},
+            "swarm.name": "whales",
+        }
+    )
     mine = load(None, {"node.data": "here", "node.name": "me"})
     settings = swarm_settings(mine, theirs)
     assert (settings.outer.every, settings.train.steps, settings.train.seed) == (7, 100, 5)
-    assert (settings.swarm.name, settings.swarm.shards, settings.task.options) == ("whales", 4, {"width": 32})
+    assert (settings.swarm.name, settings.swarm.shards, settings.task.options) == (
+        "whales",
+        4,
+        {"width": 32},
+    )
     assert (settings.node.name, settings.node.data) == ("me", "here")
     shorter = swarm_settings(load(None, {"train.steps": 9}), theirs)
     assert shorter.train.steps == 9
 
 
-OWN_TRAINING = {"precision": "bfloat16", "accumulate": 4, "compile": True, "recompute": True, "workers": 2}
+OWN_TRAINING = {
+    "precision": "bfloat16",
+    "accumulate": 4,
+    "compile": True,
+    "recompute": True,
+    "workers": 2,
+}
 
 
 def test_how_a_node_computes_is_its_own_and_in_no_manifest():
     assert set(OWN_TRAINING) == set(OwnTraining.model_fields)
-    agreed = {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1, "schedule": "cosine", "warmup": 5, "clip": 1.0, "steps": 50}
+    agreed = {
+        "optimizer": "adamw",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "warmup": 5,
+        "clip": 1.0,
+        "steps": 50,
+    }
     agreed["seed"] = 5
     own = {f"train.{name}": value for name, value in OWN_TRAINING.items()}
     theirs = manifest(**own, **{f"train.{name}": value for name, value in agreed.items()})
@@ -143,7 +180,9 @@ def test_how_a_node_computes_is_its_own_and_in_no_manifest():
 
 def test_the_flags_of_a_table_make_the_same_table_again():
     for own in ({}, OWN_TRAINING, {"recompute": True}):
-        context = cli.commands["join"].make_context("join", ["shoal://x", *OwnTraining(**own).flags()])
+        context = cli.commands["join"].make_context(
+            "join", ["shoal://x", *OwnTraining(**own).flags()]
+        )
         assert load(None, overrides(context.params)).train == TrainTable(**own)
 
 
@@ -162,10 +201,14 @@ def test_what_the_manifest_fixes_is_refused_and_named_unless_it_is_the_same(key,
     theirs = manifest(**{"outer.every": 7, "task.options": {"width": 32}, "swarm.name": "whales"})
     with pytest.raises(ConfigError) as caught:
         swarm_settings(load(None, {key: wanted, "train.steps": 3}), theirs)
-    assert str(caught.value).startswith(f"The swarm has {had}, and this node was given {key}={wanted!r}: leave that out")
+    assert str(caught.value).startswith(
+        f"The swarm has {had}, and this node was given {key}={wanted!r}: leave that out"
+    )
     table, _, name = key.rpartition(".")
     if not had.startswith("no "):
-        had_value = getattr(theirs if table == "swarm" else getattr(theirs, table.split(".")[0]), name, None)
+        had_value = getattr(
+            theirs if table == "swarm" else getattr(theirs, table.split(".")[0]), name, None
+        )
         same = 32 if table == "task.options" else had_value
         assert swarm_settings(load(None, {key: same}), theirs)
 
@@ -185,8 +228,16 @@ def test_the_task_rl_asks_for_no_method():
 @pytest.mark.parametrize(
     ("mine", "theirs", "sentence"),
     [
-        ("text", "a/task.py:Mine", "The swarm trains 'task.py:Mine', and a link carries no code: get its files"),
-        ("b/task.py:Other", "a/task.py:Mine", "this node was given 'b/task.py:Other': use the swarm's task"),
+        (
+            "text",
+            "a/task.py:Mine",
+            "The swarm trains 'task.py:Mine', and a link carries no code: get its files",
+        ),
+        (
+            "b/task.py:Other",
+            "a/task.py:Mine",
+            "this node was given 'b/task.py:Other': use the swarm's task",
+        ),
         ("b/task.py:Mine", "text", "The swarm trains 'text', this node was given 'b/task.py:Mine'"),
     ],
 )
@@ -202,7 +253,9 @@ def test_a_swarm_of_own_loops_has_no_task_that_a_node_could_run():
 
 
 def test_the_same_task_may_lie_elsewhere():
-    settings = swarm_settings(load(None, {"task.hooks": "b/task.py:Mine"}), manifest(**{"task.hooks": "a/task.py:Mine"}))
+    settings = swarm_settings(
+        load(None, {"task.hooks": "b/task.py:Mine"}), manifest(**{"task.hooks": "a/task.py:Mine"})
+    )
     assert settings.task.hooks == "b/task.py:Mine"
 
 
@@ -227,12 +280,19 @@ def test_a_newcomer_looks_who_holds_which_shard_after_it_has_taken_over_the_weig
     node._swarm_state, node._own_run = download, lambda: None
     directory = SimpleNamespace(refresh=lambda seconds: None, members=lambda: dict(view))
     node.membership = SimpleNamespace(
-        host=SimpleNamespace(traffic=None, peer_id=ME.peer_id), directory=directory, manifest=manifest(), swarm="a" * 52
+        host=SimpleNamespace(traffic=None, peer_id=ME.peer_id),
+        directory=directory,
+        manifest=manifest(),
+        swarm="a" * 52,
     )
     for name in ("about", "model_digest", "make_screen", "TrainingMember"):
         monkeypatch.setattr(training_node, name, lambda *_, **__: None)
     monkeypatch.setattr(training_node, "make_exchange", exchange)
-    monkeypatch.setattr(training_node, "choose_shard", lambda *given: dealt.append((len(given[2]), choose_shard(*given))))
+    monkeypatch.setattr(
+        training_node,
+        "choose_shard",
+        lambda *given: dealt.append((len(given[2]), choose_shard(*given))),
+    )
     node.trainer = SimpleNamespace(whole=SimpleNamespace(fragments=1, lag=0), params=[], task=None)
     with pytest.raises(Dealt):
         node._build(None)
@@ -276,13 +336,18 @@ def test_a_nodes_own_lag_is_in_no_manifest_and_replaces_the_swarms():
 @pytest.mark.parametrize(
     ("swarm", "words"),
     [
-        ({"outer.every": 7, "outer.lag": "auto"}, "a lag of 7 steps does not fit into a round of 7: choose a shorter lag"),
+        (
+            {"outer.every": 7, "outer.lag": "auto"},
+            "a lag of 7 steps does not fit into a round of 7: choose a shorter lag",
+        ),
         ({"outer.method": "diloco"}, "the method 'diloco' has no lag: leave it out"),
     ],
 )
 def test_an_own_lag_that_does_not_fit_the_swarm_is_one_sentence(swarm, words):
     settings = swarm_settings(load(None, {"node.lag": 7}), manifest(**swarm))
-    with pytest.raises(ConfigError, match=rf"^The setting node\.lag=7 cannot be used in this swarm: {words}.*\.$"):
+    with pytest.raises(
+        ConfigError, match=rf"^The setting node\.lag=7 cannot be used in this swarm: {words}.*\.$"
+    ):
         with_own_lag(settings)
 
 
@@ -295,18 +360,25 @@ def test_the_flag_of_an_own_lag(text, value):
 
 def test_a_swarm_that_verifies_has_no_buckets():
     settings = load(None, {"swarm.bucket": 64, "verify.audit_rate": 0.1})
-    with pytest.raises(ConfigError, match=r"swarm\.bucket and verify\.audit_rate do not go together"):
+    with pytest.raises(
+        ConfigError, match=r"swarm\.bucket and verify\.audit_rate do not go together"
+    ):
         new_manifest(settings, ME, "0" * 64)
 
 
 @pytest.mark.parametrize("hooks", ["my task.py:Mine", "aufgäbe.py:Mine", "task.py:Größe"])
 def test_a_task_whose_name_no_manifest_can_hold_is_one_sentence(hooks):
-    with pytest.raises(ConfigError, match=r"^The task '.*' cannot be a swarm's: give its file a name of ASCII letters"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^The task '.*' cannot be a swarm's: give its file a name of ASCII letters",
+    ):
         manifest(**{"task.hooks": hooks})
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [("0", Shard(1, 2, 5)), ("z", Shard(0, 2, 5))])
-def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_the_same_moment(theirs, expected):
+def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_the_same_moment(
+    theirs, expected
+):
     other, view, said, connected = f"{theirs}ther", {}, [], []
     node = TrainingNode.__new__(TrainingNode)
     node.display, node._seen = SimpleNamespace(message=said.append), set()
@@ -314,14 +386,24 @@ def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_
     def refresh(seconds):
         view[other] = SimpleNamespace(peer=other, shard=0, shards=2, state="waiting")
 
-    node.membership = SimpleNamespace(directory=SimpleNamespace(refresh=refresh, members=lambda: view), swarm="a" * 52)
-    node.trainer = SimpleNamespace(connect=lambda exchange, run, shard: connected.append((exchange, run, shard)))
-    node.member, node.result = SimpleNamespace(shard=Shard(0, 2, 5), exchange="its"), SimpleNamespace(peer="me", shard="0/2")
+    node.membership = SimpleNamespace(
+        directory=SimpleNamespace(refresh=refresh, members=lambda: view), swarm="a" * 52
+    )
+    node.trainer = SimpleNamespace(
+        connect=lambda exchange, run, shard: connected.append((exchange, run, shard))
+    )
+    node.member, node.result = (
+        SimpleNamespace(shard=Shard(0, 2, 5), exchange="its"),
+        SimpleNamespace(peer="me", shard="0/2"),
+    )
     node._settle()
     assert (node.member.shard, node.result.shard) == (expected, f"{expected.index}/2")
     moved = expected.index == 1
     assert connected == [("its", "a" * 52, expected)] * moved
-    assert said == ["another node that came at the same moment has shard 0/2: this one takes 1/2"] * moved
+    assert (
+        said
+        == ["another node that came at the same moment has shard 0/2: this one takes 1/2"] * moved
+    )
 
 
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}
@@ -329,7 +411,11 @@ WIDE = {"layers": 1, "width": 2048, "heads": 2, "context": 8, "batch": 1}  # 51,
 
 
 def door_manifest(options, digest=None, **fields):
-    size = {key: options[key] for key in ("layers", "width", "heads", "context")} if digest is None else None
+    size = (
+        {key: options[key] for key in ("layers", "width", "heads", "context")}
+        if digest is None
+        else None
+    )
     digest = digest or model_digest(list(sized(**size).parameters()))
     made = open_manifest(new_manifest(load(None, {"task.options": options}), ME, digest))
     return made.model_copy(update=fields)
@@ -341,7 +427,9 @@ def test_the_size_is_that_of_the_model_that_is_made(size):
     assert model_digest(list(small.parameters())) == model_digest(list(made.parameters()))
     assert list(small.state_dict()) == list(made.state_dict())
     assert all(parameter.is_meta for parameter in small.parameters())
-    assert text_size.parameters(size[0], size[1], size[3], size[4]) == sum(p.numel() for p in made.parameters())
+    assert text_size.parameters(size[0], size[1], size[3], size[4]) == sum(
+        p.numel() for p in made.parameters()
+    )
 
 
 def test_through_the_door_come_settings_and_a_task_and_no_model(monkeypatch):
@@ -360,7 +448,10 @@ def test_a_model_with_another_digest_than_the_manifests_is_refused():
 def test_a_strangers_model_is_refused_where_ones_own_is_only_warned_of(monkeypatch):
     monkeypatch.setattr(resources, "free_memory", lambda: (1.0 * GB, 8.0 * GB))
     monkeypatch.setattr(resources, "held", lambda: 100_000_000)
-    with pytest.raises(MemoryBudgetError, match=r"about 1\.\d+ GB of memory .* 51,\d+,\d+ parameters and can have 1\.10: end"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"about 1\.\d+ GB of memory .* 51,\d+,\d+ parameters and can have 1\.10: end",
+    ):
         enter(load(), door_manifest(WIDE))
     assert enter(load(), door_manifest(WIDE), trains=False)
     assert enter(load(None, {"node.ram": 4.0}), door_manifest(WIDE)), "the user allows it"
@@ -374,7 +465,8 @@ def test_a_strangers_model_is_refused_where_ones_own_is_only_warned_of(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("options", "needs"), [({"batch": 2**16, "context": 2**12}, "batch 5"), ({"shuffle": 2**28}, "batch 1.07")]
+    ("options", "needs"),
+    [({"batch": 2**16, "context": 2**12}, "batch 5"), ({"shuffle": 2**28}, "batch 1.07")],
 )
 def test_batches_and_blocks_of_a_manifest_count_too(options, needs, monkeypatch):
     monkeypatch.setattr(resources, "free_memory", lambda: (1.0 * GB, 8.0 * GB))
@@ -392,27 +484,50 @@ def test_on_a_gpu_the_model_leaves_main_memory_before_the_rest_is_made(monkeypat
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"name": "../x"}, r"swarm\.name"), ({"shards": 2**53}, r"swarm\.shards"), ({"bucket": 3}, r"swarm\.bucket")],
+    [
+        ({"name": "../x"}, r"swarm\.name"),
+        ({"shards": 2**53}, r"swarm\.shards"),
+        ({"bucket": 3}, r"swarm\.bucket"),
+    ],
 )
 def test_what_no_node_can_have_is_refused(fields, said):
-    with pytest.raises(ConfigError, match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): leave it\.$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): leave it\.$",
+    ):
         swarm_settings(load(), door_manifest(TINY, **fields))
 
 
 def rl(env):
-    return open_manifest(new_manifest(load(None, {"task.hooks": "rl", "rl.env": env}), ME, "0" * 64))
+    return open_manifest(
+        new_manifest(load(None, {"task.hooks": "rl", "rl.env": env}), ME, "0" * 64)
+    )
 
 
 def test_a_checkpoint_of_ones_own_code_goes_on_with_the_code_that_is_named():
     theirs = rl("somewhere/add_env.py:Add")
-    with pytest.raises(HookError, match=r"learns 'add_env\.py:Add', and a checkpoint carries no code: .* with --env\.$"):
+    with pytest.raises(
+        HookError,
+        match=r"learns 'add_env\.py:Add', and a checkpoint carries no code: .* with --env\.$",
+    ):
         continued(load(), theirs)
-    assert continued(load(None, {"rl.env": "mine/add_env.py:Add"}), theirs).rl.env == "mine/add_env.py:Add"
-    assert continued(load(None, {"rl.env": "strings"}), theirs).rl.env == "strings", "a new swarm may learn something else"
+    assert (
+        continued(load(None, {"rl.env": "mine/add_env.py:Add"}), theirs).rl.env
+        == "mine/add_env.py:Add"
+    )
+    assert continued(load(None, {"rl.env": "strings"}), theirs).rl.env == "strings", (
+        "a new swarm may learn something else"
+    )
     assert continued(load(), rl("sapo9")).rl.env == "sapo9"
-    made = continued(load(None, {"task.hooks": "a/task.py:Mine"}), door_manifest(TINY, "0" * 64, task="task.py:Mine"))
+    made = continued(
+        load(None, {"task.hooks": "a/task.py:Mine"}),
+        door_manifest(TINY, "0" * 64, task="task.py:Mine"),
+    )
     assert made.task.hooks == "a/task.py:Mine"
-    with pytest.raises(HookError, match=r"trains 'task\.py:Mine', and a checkpoint carries no code: .* with --task\.$"):
+    with pytest.raises(
+        HookError,
+        match=r"trains 'task\.py:Mine', and a checkpoint carries no code: .* with --task\.$",
+    ):
         continued(load(), door_manifest(TINY, "0" * 64, task="task.py:Mine"))
 
 
@@ -423,5 +538,7 @@ def test_a_policy_has_its_own_name_here_and_its_sampling_is_the_swarms(policy):
     theirs = open_manifest(new_manifest(settings, ME, "0" * 64, terms))
     found = swarm_settings(load(None, {"rl.policy": policy}), theirs).rl
     assert (found.policy, found.group, found.max_tokens) == (policy, 4, 8)
-    with pytest.raises(ConfigError, match=r"^The swarm has rl\.group=4, and this node was given rl\.group=8: "):
+    with pytest.raises(
+        ConfigError, match=r"^The swarm has rl\.group=4, and this node was given rl\.group=8: "
+    ):
         swarm_settings(load(None, {"rl.policy": policy, "rl.group": 8}), theirs)

@@ -80,7 +80,9 @@ def test_where_there_is_nothing_to_follow_it_begins_at_its_own_first_step(given,
 def test_a_swarm_that_lies_about_its_round_can_put_it_at_the_end_at_most(round):
     """Fault: a round of 9e15, as a hostile peer answers, is stepped through, or leads beyond the end of OneCycle."""
     made = trainer(settings(**COSINE))
-    assert "begins at step 40 of 40, where the swarm is" in follow_schedule(made, settings(**COSINE), manifest(), round, [], {})
+    assert "begins at step 40 of 40, where the swarm is" in follow_schedule(
+        made, settings(**COSINE), manifest(), round, [], {}
+    )
     assert rate(made) == pytest.approx(0.1 * 3e-4)
     made.step()
 
@@ -91,7 +93,9 @@ def test_it_never_goes_back():
     before = rate(made)
     assert follow_schedule(made, settings(**COSINE), manifest(), 4, [], {}) is None
     assert (made.schedule.done, rate(made)) == (30, before)
-    assert "goes on at step 35 of 40" in follow_schedule(made, settings(**COSINE), manifest(), 7, [], {})
+    assert "goes on at step 35 of 40" in follow_schedule(
+        made, settings(**COSINE), manifest(), 7, [], {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,11 @@ def test_a_short_visit_has_the_rates_that_the_others_have():
 @pytest.mark.parametrize(
     ("round", "members", "step"),
     [
-        ("tokens:100", [member(2.0, 20.0), member(1.0, 10.0), member(4.0, 4e9)], 30),  # 10 tokens a step
+        (
+            "tokens:100",
+            [member(2.0, 20.0), member(1.0, 10.0), member(4.0, 4e9)],
+            30,
+        ),  # 10 tokens a step
         ("seconds:2.0", [member(2.5), member(1e9), member(0.0)], 15),
         ("seconds:auto", [member(10.0), member(10.0)], 30),
     ],
@@ -129,7 +137,9 @@ def test_a_short_visit_has_the_rates_that_the_others_have():
 def test_rounds_of_tokens_and_seconds_are_steps_by_what_most_members_say(round, members, step):
     given = settings(**COSINE, **{"outer.round": round})
     made = trainer(given)
-    assert f"begins at step {step} of 40" in follow_schedule(made, given, manifest(round=round), 3, members, {})
+    assert f"begins at step {step} of 40" in follow_schedule(
+        made, given, manifest(round=round), 3, members, {}
+    )
 
 
 @pytest.mark.parametrize("round", ["tokens:100", "seconds:2.0", "seconds:auto"])
@@ -137,7 +147,9 @@ def test_where_no_member_says_how_fast_it_is_that_is_said(round):
     given = settings(**COSINE, **{"outer.round": round})
     made = trainer(given)
     line = follow_schedule(made, given, manifest(round=round), 3, [member()], {})
-    assert line.startswith("the learning-rate schedule goes on from step 0 of 40: how far the swarm is cannot be told")
+    assert line.startswith(
+        "the learning-rate schedule goes on from step 0 of 40: how far the swarm is cannot be told"
+    )
     assert made.schedule.done == 0
 
 

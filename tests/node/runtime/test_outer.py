@@ -45,7 +45,9 @@ class Layers(Task):
     """Three layers with BatchNorm, a target of each shard's own."""
 
     def model(self):
-        return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
+        )
 
     def batches(self, shard):
         generator = torch.Generator().manual_seed(shard.index)
@@ -67,7 +69,12 @@ def made(settings):
     task = Layers()
     model = task.model()
     return make_outer(
-        settings, task.inner_optimizer(model.parameters()), Alone(), model=model, slow_device=torch.device("cpu"), on_round=None
+        settings,
+        task.inner_optimizer(model.parameters()),
+        Alone(),
+        model=model,
+        slow_device=torch.device("cpu"),
+        on_round=None,
     )
 
 
@@ -90,8 +97,12 @@ def test_the_help_names_every_method(command):
 
 def test_the_table_in_the_docs_has_every_method_with_whom_it_meets():
     who = {"a partner": "pair", "everyone": "everyone", "no peer": "nobody"}
-    rows = re.findall(rf"^\| `([a-z0-9-]+)` \| ({'|'.join(who)}) \|", PAGE.read_text(encoding="utf-8"), re.M)
-    assert {name: who[group] for name, group in rows} == {name: method.group for name, method in METHODS.items()}
+    rows = re.findall(
+        rf"^\| `([a-z0-9-]+)` \| ({'|'.join(who)}) \|", PAGE.read_text(encoding="utf-8"), re.M
+    )
+    assert {name: who[group] for name, group in rows} == {
+        name: method.group for name, method in METHODS.items()
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -101,8 +112,12 @@ def test_settings_not_given_are_the_methods_own(name):
     torch.manual_seed(0)
     task = Layers()
     model = task.model()
-    overlap = OuterSettings(method=name).overlap()  # what a swarm begins with may differ from what a loop of one's own does
-    theirs = method_named(name).make(task.inner_optimizer(model.parameters()), Alone(), model=model, **overlap)
+    overlap = OuterSettings(
+        method=name
+    ).overlap()  # what a swarm begins with may differ from what a loop of one's own does
+    theirs = method_named(name).make(
+        task.inner_optimizer(model.parameters()), Alone(), model=model, **overlap
+    )
     written = OuterSettings(method=name).resolved().model_dump_json()  # as in a manifest
     resolved = made(OuterSettings.model_validate_json(written))
     for opt in (ours, resolved):
@@ -126,13 +141,20 @@ def test_knobs_come_through_the_manifest_to_the_rule_and_the_schedule(name):
 def test_a_knob_of_other_methods_is_refused_by_name(name, knob):
     if knob in method_named(name).knobs:
         return
-    with pytest.raises(ValueError, match=f"the method '{name}' has no {knob}: leave it out, or choose one that has it "):
+    with pytest.raises(
+        ValueError,
+        match=f"the method '{name}' has no {knob}: leave it out, or choose one that has it ",
+    ):
         OuterSettings.model_validate({"method": name, knob: VALUES[knob]})
 
 
 @pytest.mark.parametrize("name", ["float32", "topk2+ef:0.95", "auto:2.5+ef:0.999"])
 def test_a_codecs_name_fits_the_wire_also_with_buffers(name):
-    (pattern,) = [bound.pattern for bound in Offer.model_fields["codec"].metadata if getattr(bound, "pattern", None)]
+    (pattern,) = [
+        bound.pattern
+        for bound in Offer.model_fields["codec"].metadata
+        if getattr(bound, "pattern", None)
+    ]
     codec = codec_named(name)
     assert re.fullmatch(pattern, codec.name)
     assert re.fullmatch(pattern, BufferTailCodec(codec, 1000).name)
@@ -150,9 +172,13 @@ def test_weights_are_the_methods_own_unless_asked_for():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_two_rounds_between_two_peers(name, finish):
     def peer(exchange):
-        settings = OuterSettings.model_validate({"method": name, "every": EVERY, "finish": finish, "buffers": "average"})
+        settings = OuterSettings.model_validate(
+            {"method": name, "every": EVERY, "finish": finish, "buffers": "average"}
+        )
         infos = []
-        trainer = Trainer(Layers(), settings, TrainSettings(steps=2 * EVERY, seed=1), on_round=infos.append)
+        trainer = Trainer(
+            Layers(), settings, TrainSettings(steps=2 * EVERY, seed=1), on_round=infos.append
+        )
         trainer.connect(exchange, "run", Shard(int(exchange.peer), 2, 1))
         first = trainer.evaluate()
         trainer.run()
@@ -167,7 +193,9 @@ def test_every_method_trains_two_rounds_between_two_peers(name, finish):
     assert infos
     assert one.opt.tokens == 2 * EVERY * 32
     if finish == "average" and name != "none":
-        for mine, theirs in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        for mine, theirs in zip(
+            one.model.state_dict().values(), other.model.state_dict().values(), strict=True
+        ):
             assert torch.equal(mine, theirs)
         assert one.round_loss() is not None
 
@@ -177,8 +205,14 @@ class Echo(Exchange):
 
     def start(self, mine):
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
-        mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), mine.weight, ("me",))
-        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        mean = Mean(
+            mine.codec.decode(mine.codec.encode(mine.tensors), shapes), mine.weight, ("me",)
+        )
+        return type(
+            "Ready",
+            (Handle,),
+            {"done": lambda self: True, "result": lambda self, deadline=None: mean},
+        )()
 
 
 @pytest.mark.parametrize("saved_at", [6, 7])
@@ -187,7 +221,11 @@ def test_every_method_goes_on_from_a_checkpoint(name, saved_at, tmp_path):
     codec = "auto:2+ef" if method_named(name).sends == "displacement" else "int8"
 
     def trainer():
-        made = Trainer(Layers(), blocking(method=name, every=EVERY, codec=codec), TrainSettings(steps=12, seed=1))
+        made = Trainer(
+            Layers(),
+            blocking(method=name, every=EVERY, codec=codec),
+            TrainSettings(steps=12, seed=1),
+        )
         made.connect(Echo(), "run", Shard(0, 2, 1))
         return made
 
@@ -203,7 +241,9 @@ def test_every_method_goes_on_from_a_checkpoint(name, saved_at, tmp_path):
     if method_named(name).slow:  # something was in flight, and is sent again
         assert all(tensor.isfinite().all() for tensor in again.opt.slow)
     else:
-        for mine, theirs in zip([*again.opt.slow, *again.params], [*whole.opt.slow, *whole.params], strict=True):
+        for mine, theirs in zip(
+            [*again.opt.slow, *again.params], [*whole.opt.slow, *whole.params], strict=True
+        ):
             assert torch.equal(mine, theirs)
 
 
@@ -224,10 +264,19 @@ def test_evaluation_is_with_the_slow_weights_where_the_method_says_so(name):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"method": "streaming", "every": 4, "lag": 4}, r"a lag of 4 steps does not fit into a round of 4: choose a shorter lag"),
+        (
+            {"method": "streaming", "every": 4, "lag": 4},
+            r"a lag of 4 steps does not fit into a round of 4: choose a shorter lag",
+        ),
         ({"method": "noloco", "lag": 50}, r"a lag of 50 steps does not fit into a round of 50"),
-        ({"method": "decoupled", "every": 2, "fragments": 3}, r"a round of 2 steps has no room for 3 fragments: choose fewer"),
-        ({"lag": "never"}, r"outer\.lag='never' cannot be used: it should be auto, or a whole number from 0 to 1000000"),
+        (
+            {"method": "decoupled", "every": 2, "fragments": 3},
+            r"a round of 2 steps has no room for 3 fragments: choose fewer",
+        ),
+        (
+            {"lag": "never"},
+            r"outer\.lag='never' cannot be used: it should be auto, or a whole number from 0 to 1000000",
+        ),
         (
             {"method": "diloco", "lag": 3},
             r"the method 'diloco' has no lag: leave it out, or choose one that has it \(noloco, local,",

@@ -8,7 +8,14 @@ from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.config.settings import load
 from shoal.node.runtime.door import continued
 from shoal.node.runtime.join import for_new_swarm, new_manifest
-from shoal.node.runtime.resume import SavedRun, begin_from, check_same_outer, find, is_newer, restore
+from shoal.node.runtime.resume import (
+    SavedRun,
+    begin_from,
+    check_same_outer,
+    find,
+    is_newer,
+    restore,
+)
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
@@ -26,7 +33,9 @@ class Scheduled(Small):
         self.width = width
 
     def model(self):
-        return torch.nn.Sequential(torch.nn.Linear(4, self.width), torch.nn.Dropout(0.5), torch.nn.Linear(self.width, 1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(4, self.width), torch.nn.Dropout(0.5), torch.nn.Linear(self.width, 1)
+        )
 
     def lr_scheduler(self, optimizer, steps):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -52,7 +61,9 @@ def identity(tmp_path_factory):
 
 def save(folder, made, identity, **overrides):
     """As NodeRun does; the swarm."""
-    settings = load(None, {"outer.method": made.outer.method, "outer.every": made.outer.every, **overrides})
+    settings = load(
+        None, {"outer.method": made.outer.method, "outer.every": made.outer.every, **overrides}
+    )
     sealed = new_manifest(settings, identity, "0" * 64)
     state = {"swarm": swarm_id(sealed), "manifest": sealed.hex(), "trainer": made.state()}
     checkpoint.save(folder, made.opt.steps, state)
@@ -65,14 +76,26 @@ def same(first, second):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_weights_come_over_to_every_method_and_all_else_begins(tmp_path, identity, method):
-    old, new, fresh = trained("diloco", steps=10), trainer(method, shard=(1, 8)), trainer(method, shard=(1, 8))
+    old, new, fresh = (
+        trained("diloco", steps=10),
+        trainer(method, shard=(1, 8)),
+        trainer(method, shard=(1, 8)),
+    )
     save(tmp_path, old, identity)
-    saved = find(load(None, {"node.folder": str(tmp_path / "new"), "node.resume_from": str(tmp_path)}).node)
+    saved = find(
+        load(None, {"node.folder": str(tmp_path / "new"), "node.resume_from": str(tmp_path)}).node
+    )
     (line,) = restore(new, saved, "another swarm")
     assert line.startswith("begins with the weights of the checkpoint in ")
     assert same(new.model.parameters(), old.model.parameters())
-    assert all(torch.equal(slow, own) for slow, own in zip(new.opt.slow, old.model.parameters(), strict=True))
-    assert (new.opt.round, new.opt.applied) == (1, [0] * new.opt.fragments)  # who joins takes these, not those of the seed
+    assert all(
+        torch.equal(slow, own)
+        for slow, own in zip(new.opt.slow, old.model.parameters(), strict=True)
+    )
+    assert (new.opt.round, new.opt.applied) == (
+        1,
+        [0] * new.opt.fragments,
+    )  # who joins takes these, not those of the seed
     fresh.model.load_state_dict(new.model.state_dict())
     fresh.opt.restart_from_model()
     fresh.opt.round, fresh.opt.applied = 1, [0] * fresh.opt.fragments
@@ -85,22 +108,34 @@ def test_the_weights_come_over_to_every_method_and_all_else_begins(tmp_path, ide
     assert same(*ends)
 
 
-@pytest.mark.parametrize("damage", [lambda one: one.update(exp_avg=torch.zeros(3)), lambda one: one.pop("exp_avg_sq")])
-def test_a_state_that_no_inner_step_can_use_is_one_sentence_with_its_file(tmp_path, identity, damage):
+@pytest.mark.parametrize(
+    "damage", [lambda one: one.update(exp_avg=torch.zeros(3)), lambda one: one.pop("exp_avg_sq")]
+)
+def test_a_state_that_no_inner_step_can_use_is_one_sentence_with_its_file(
+    tmp_path, identity, damage
+):
     """Fault: torch loads it, and the node ended at its first step as by a fault of its own."""
     old = trained()
     inner = old.opt.inner.state
     damage(inner[next(iter(inner))])
     swarm = save(tmp_path, old, identity)
-    saved, new = find(load(None, {"node.folder": str(tmp_path), "node.resume": True}).node), trainer()
+    saved, new = (
+        find(load(None, {"node.folder": str(tmp_path), "node.resume": True}).node),
+        trainer(),
+    )
     assert restore(new, saved, swarm) == []
     with pytest.raises(TrainingError) as refused:
         new.step()
     assert "\n" not in str(refused.value)
-    assert f"{str(saved.path)!r} holds a state that the inner optimizer cannot use (" in str(refused.value)
+    assert f"{str(saved.path)!r} holds a state that the inner optimizer cannot use (" in str(
+        refused.value
+    )
     whole = trained()
     swarm = save(tmp_path / "whole", whole, identity)
-    saved, new = find(load(None, {"node.folder": str(tmp_path / "whole"), "node.resume": True}).node), trainer()
+    saved, new = (
+        find(load(None, {"node.folder": str(tmp_path / "whole"), "node.resume": True}).node),
+        trainer(),
+    )
     restore(new, saved, swarm)
     new.step()
     new.opt.inner.step = lambda *a, **k: [][1]  # what fails later is no fault of the file
@@ -118,13 +153,20 @@ def test_another_model_is_refused_and_nothing_is_changed():
 
 
 def node(folder, **more):
-    return load(None, {"node.folder": str(folder), **{f"node.{name}": value for name, value in more.items()}}).node
+    return load(
+        None,
+        {"node.folder": str(folder), **{f"node.{name}": value for name, value in more.items()}},
+    ).node
 
 
 def test_which_checkpoint_is_meant(tmp_path, identity):
     own, other = tmp_path / "own", tmp_path / "other"
     assert find(node(own)) is None
-    swarms = [save(own, trained(), identity), save(other, trained(steps=5), identity), save(other, trained(steps=6), identity)]
+    swarms = [
+        save(own, trained(), identity),
+        save(other, trained(steps=5), identity),
+        save(other, trained(steps=6), identity),
+    ]
     assert find(node(own, resume=True)).swarm == swarms[0]
     assert find(node(tmp_path / "new", resume_from=str(other))).swarm == swarms[2]
     assert find(node(tmp_path / "new", resume_from=str(other / "step-00000005"))).swarm == swarms[1]
@@ -139,7 +181,9 @@ def test_which_checkpoint_is_meant(tmp_path, identity):
         with pytest.raises(CheckpointError, match=words):
             find(asked)
     checkpoint.save(tmp_path / "odd", 1, {"something": "else"})
-    checkpoint.save(tmp_path / "odd2", 1, {"swarm": "s", "manifest": "00", "trainer": {"shard": [0, 1, 2]}})
+    checkpoint.save(
+        tmp_path / "odd2", 1, {"swarm": "s", "manifest": "00", "trainer": {"shard": [0, 1, 2]}}
+    )
     for folder in ("odd", "odd2"):
         with pytest.raises(CheckpointError, match="is not that of a node"):
             find(node(tmp_path / "new", resume_from=str(tmp_path / folder)))
@@ -152,7 +196,11 @@ def saved(identity, **overrides):
 
 def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
     old = saved(identity, **{"outer.method": "diloco", "outer.every": 7})
-    for given in ({}, {"method": "diloco"}, {"every": 7, "method": "diloco", "lr": 0.7, "codec": None}):
+    for given in (
+        {},
+        {"method": "diloco"},
+        {"every": 7, "method": "diloco", "lr": 0.7, "codec": None},
+    ):
         check_same_outer(OuterSettings(**given), old)
     with pytest.raises(CheckpointError) as caught:
         check_same_outer(OuterSettings(method="noloco"), old)
@@ -164,20 +212,32 @@ def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
 
 def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity):
     old = saved(identity, **{"task.options": {"width": 32}})
-    assert continued(load(None, {"outer.method": "diloco"}), old.manifest).task.options == {"width": 32}
-    assert continued(load(None, {"task.options": {"width": 8}}), old.manifest).task.options == {"width": 8}
+    assert continued(load(None, {"outer.method": "diloco"}), old.manifest).task.options == {
+        "width": 32
+    }
+    assert continued(load(None, {"task.options": {"width": 8}}), old.manifest).task.options == {
+        "width": 8
+    }
     rl = saved(identity, **{"task.hooks": "rl", "rl.env": "sapo9"})
     made = continued(load(), rl.manifest)
     assert (made.task.hooks, made.task.options, made.rl.env) == ("rl", {}, "sapo9")
 
 
 def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_another(identity):
-    ours, adamw = saved(identity, **{"train.optimizer": "muon", "train.lr": 0.03, "train.seed": 5}), saved(identity)
+    ours, adamw = (
+        saved(identity, **{"train.optimizer": "muon", "train.lr": 0.03, "train.seed": 5}),
+        saved(identity),
+    )
     for given, kept in (({}, ("muon", 0.03, 0)), ({"train.optimizer": "muon"}, ("muon", None, 0))):
         train = for_new_swarm(continued(load(None, given), ours.manifest)).train
         assert (train.optimizer, train.lr, train.seed) == kept
     assert for_new_swarm(continued(load(), adamw.manifest)).train.optimizer == "task"
-    assert for_new_swarm(continued(load(None, {"train.optimizer": "muon"}), adamw.manifest)).train.optimizer == "muon"
+    assert (
+        for_new_swarm(
+            continued(load(None, {"train.optimizer": "muon"}), adamw.manifest)
+        ).train.optimizer
+        == "muon"
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,9 +252,13 @@ def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_anoth
         (NoLoCo, 7, 6, 1.0, True),
     ],
 )
-def test_the_swarms_weights_are_taken_if_they_are_newer_or_the_own_have_drifted(method, round, applied, away, newer):
+def test_the_swarms_weights_are_taken_if_they_are_newer_or_the_own_have_drifted(
+    method, round, applied, away, newer
+):
     lag = {"lag": 0} if method is NoLoCo else {}  # one fragment
-    opt = method(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), Alone(), every=5, **lag)
+    opt = method(
+        torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), Alone(), every=5, **lag
+    )
     opt.adopt([tensor.clone() for tensor in opt.slow], round=6, applied=[5])
     state = State(round, [tensor + away for tensor in opt.slow], {}, [applied])
     assert is_newer(state, opt) is newer

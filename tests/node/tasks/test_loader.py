@@ -110,13 +110,19 @@ def test_files_that_fail(tmp_path, source, words):
     with pytest.raises(HookError, match=words):
         load_task(f"{path}:Task")
     if source:
-        assert not [name for name in sys.modules if getattr(sys.modules[name], "__file__", None) == str(path)]
+        assert not [
+            name
+            for name in sys.modules
+            if getattr(sys.modules[name], "__file__", None) == str(path)
+        ]
 
 
 def test_module_that_fails_is_named(tmp_path, monkeypatch):
     (tmp_path / "shoal_test_broken.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(HookError, match=r"'shoal_test_broken' fails when it is imported, with ZeroDivisionError"):
+    with pytest.raises(
+        HookError, match=r"'shoal_test_broken' fails when it is imported, with ZeroDivisionError"
+    ):
         load_task("shoal_test_broken:Task")
 
 
@@ -126,7 +132,11 @@ def test_module_that_fails_is_named(tmp_path, monkeypatch):
         ("Lame", {}, "has no method 'evaluate'"),
         ("Duck", {"sise": 3}, "no option 'sise': its options are size"),
         ("Needy", {}, "needs the option 'size'"),
-        ("Needy", {"size": 3}, r"fails when it is made, with ValueError: size is odd \(optim.py, line 15\)"),
+        (
+            "Needy",
+            {"size": 3},
+            r"fails when it is made, with ValueError: size is odd \(optim.py, line 15\)",
+        ),
     ],
 )
 def test_classes_that_do_not_suit(duck, name, options, words):
@@ -168,7 +178,9 @@ def test_a_task_imports_modules_and_packages_beside_it_at_once_and_later(tmp_pat
 
 
 def test_files_beside_a_task_hide_no_module_of_anybody(tmp_path, imports):
-    spec = several(tmp_path, optim="1 / 0", swarm="1 / 0", mailbox="1 / 0", numpy="1 / 0", task=BODY)
+    spec = several(
+        tmp_path, optim="1 / 0", swarm="1 / 0", mailbox="1 / 0", numpy="1 / 0", task=BODY
+    )
     sys.modules.pop("mailbox", None)
     load_task(spec)
     import mailbox  # of the standard library, imported only now
@@ -183,7 +195,10 @@ def test_files_beside_a_task_hide_no_module_of_anybody(tmp_path, imports):
     ("text", "words"),
     [
         ("import shoal_beside_none", "install that module, or put its file into"),
-        ("from . import shoal_beside_one", "write `import helper` in place of `from . import helper`"),
+        (
+            "from . import shoal_beside_one",
+            "write `import helper` in place of `from . import helper`",
+        ),
         ("import numpy", "imports 'numpy', and would not get the one beside it"),
         ("import json as j", "imports 'json', and would not get the one beside it"),
     ],
@@ -198,6 +213,7 @@ def test_an_error_in_a_module_beside_the_task_is_the_users(tmp_path, imports):
     spec = several(tmp_path, shoal_beside_bad="def f(): 1 / 0", task="import shoal_beside_bad" + BODY.replace(
         "def model(self): ...", "def model(self): shoal_beside_bad.f()"))  # fmt: skip
     with pytest.raises(
-        UserCodeError, match=r"failed in model\(\): ZeroDivisionError: division by zero \(shoal_beside_bad.py, line 1\)"
+        UserCodeError,
+        match=r"failed in model\(\): ZeroDivisionError: division by zero \(shoal_beside_bad.py, line 1\)",
     ):
         load_task(spec).model()

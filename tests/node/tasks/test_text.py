@@ -37,7 +37,9 @@ def test_batches_depend_on_the_shard_alone(library):
         return [next(batches) for _ in range(3)]
 
     a, b = first(Shard(1, 4, 7)), first(Shard(1, 4, 7))
-    assert all(torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True))
+    assert all(
+        torch.equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
+    )
     assert not torch.equal(a[0][0], first(Shard(2, 4, 7))[0][0])
     assert not torch.equal(a[0][0], first(Shard(1, 4, 8))[0][0])
 
@@ -124,7 +126,9 @@ def test_documents_are_the_same_wherever_the_folder_lies(tmp_path):
             path = tmp_path / root / f"d{i % 7}" / f"{i}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"text {i} " * 20)
-    assert read_documents(str(tmp_path / "here"), 2**20) == read_documents(str(tmp_path / "there/deeper"), 2**20)
+    assert read_documents(str(tmp_path / "here"), 2**20) == read_documents(
+        str(tmp_path / "there/deeper"), 2**20
+    )
 
 
 def test_reading_stops_at_max_bytes(tmp_path):
@@ -171,7 +175,9 @@ def test_unreadable_file_is_one_sentence(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")  # chmod would not stop root
 
     monkeypatch.setattr("pathlib.Path.open", refuse)
-    with pytest.raises(DataError, match=r"Cannot read the text .*secret\.txt' \(Permission denied\)"):
+    with pytest.raises(
+        DataError, match=r"Cannot read the text .*secret\.txt' \(Permission denied\)"
+    ):
         read_documents(str(tmp_path), 2**20)
 
 

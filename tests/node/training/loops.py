@@ -28,7 +28,9 @@ class Small(Task):
             yield {"x": torch.randn(8, 4, generator=generator), "scale": torch.tensor(2.0)}
 
     def loss(self, model, batch):
-        return (model(batch["x"]) - batch["scale"] * batch["x"].sum(1, keepdim=True)).square().mean()
+        return (
+            (model(batch["x"]) - batch["scale"] * batch["x"].sum(1, keepdim=True)).square().mean()
+        )
 
     @torch.no_grad()
     def evaluate(self, model):
@@ -46,10 +48,14 @@ class Overflows(Small):
             yield batch | {"scale": torch.tensor(math.inf if step in self.bad else 2.0)}
 
 
-def trainer(task=None, train=None, *, method="none", device=CPU, slow_on_device=False, offload=None, **own):
+def trainer(
+    task=None, train=None, *, method="none", device=CPU, slow_on_device=False, offload=None, **own
+):
     where = {"device": device, "slow_on_device": slow_on_device, "offload": offload}
     settings = train or TrainSettings(steps=STEPS, seed=1)
-    made = Trainer(task or Small(), blocking(method=method, every=3), settings, own=OwnTraining(**own), **where)
+    made = Trainer(
+        task or Small(), blocking(method=method, every=3), settings, own=OwnTraining(**own), **where
+    )
     made.connect(Alone(), "run", Shard(0, 2, 1))
     return made
 

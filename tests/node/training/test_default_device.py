@@ -27,13 +27,23 @@ def trained(device, **settings):
 
     def peer(exchange):
         generator = torch.Generator().manual_seed(ord(exchange.peer[0]))
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8, device="cpu"), torch.nn.Linear(8, 1, device="cpu"))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 8, device="cpu"), torch.nn.Linear(8, 1, device="cpu")
+        )
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel(), device="cpu").view_as(parameter))
+                parameter.copy_(
+                    torch.linspace(-1, 1, parameter.numel(), device="cpu").view_as(parameter)
+                )
         torch.set_default_device(device)
         outer = OuterSettings(every=2, **settings)
-        opt = make_outer(outer, torch.optim.SGD(model.parameters(), lr=0.01), exchange, model=model, slow_device=CPU)
+        opt = make_outer(
+            outer,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            exchange,
+            model=model,
+            slow_device=CPU,
+        )
         for _ in range(4):
             model(torch.randn(4, 8, generator=generator, device="cpu")).square().mean().backward()
             opt.count(4)
@@ -49,13 +59,18 @@ def trained(device, **settings):
 def test_rounds_of_all_methods_are_as_without_it(method):
     found, wanted = trained("meta", method=method), trained(None, method=method)
     for name in ("a", "b"):
-        assert all(torch.equal(one, other) for one, other in zip(found[name][0], wanted[name][0], strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(found[name][0], wanted[name][0], strict=True)
+        )
         assert found[name][1:] == wanted[name][1:]
 
 
 def test_a_checkpoint_is_saved(tmp_path):
     torch.set_default_device("meta")
-    writer = CheckpointWriter(tmp_path, keep=1, state=lambda: {"x": torch.ones(3, device="cpu")}, notify=print)
+    writer = CheckpointWriter(
+        tmp_path, keep=1, state=lambda: {"x": torch.ones(3, device="cpu")}, notify=print
+    )
     assert writer.last(1) is None
     torch.set_default_device(None)
     assert load(tmp_path)[1]["x"].tolist() == [1.0] * 3

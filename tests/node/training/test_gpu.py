@@ -12,14 +12,20 @@ from tests.node.training.loops import Overflows, Small, trainer
 pytestmark = pytest.mark.gpu
 
 STEPS, CPU, CUDA = 9, torch.device("cpu"), torch.device("cuda", 0)
-SETTINGS = TrainSettings(steps=STEPS, seed=1, optimizer="adamw", lr=0.01, schedule="cosine", warmup=3, clip=1.0)
+SETTINGS = TrainSettings(
+    steps=STEPS, seed=1, optimizer="adamw", lr=0.01, schedule="cosine", warmup=3, clip=1.0
+)
 
 
 class Adapted(Small):
     """A frozen layer with an adapter of low rank, as LoRA has it."""
 
     def model(self):
-        base, down, up = torch.nn.Linear(4, 16), torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(2, 16, bias=False)
+        base, down, up = (
+            torch.nn.Linear(4, 16),
+            torch.nn.Linear(4, 2, bias=False),
+            torch.nn.Linear(2, 16, bias=False),
+        )
         base.requires_grad_(False)
 
         class Lora(torch.nn.Module):
@@ -45,7 +51,9 @@ class Text(Small):
             yield torch.randint(32, (4, 9), generator=generator)
 
     def loss(self, model, batch):
-        return torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten()
+        )
 
 
 def made(task, device, *, method="noloco", **how):
@@ -98,9 +106,16 @@ def test_it_goes_on_on_another_kind_of_device(tmp_path, way, same_adam):
     assert_same(weights(again), weights(whole))
 
 
-@pytest.mark.parametrize(("task", "precision"), [(Small, "bfloat16"), (Small, "float16"), (Overflows, "float16")])
-def test_in_mixed_precision_it_resumes_with_the_scale_of_the_loss_and_stays_near_the_cpu(tmp_path, task, precision):
-    whole, half, again = (trainer(task(), SETTINGS, method="noloco", device=CUDA, precision=precision) for _ in range(3))
+@pytest.mark.parametrize(
+    ("task", "precision"), [(Small, "bfloat16"), (Small, "float16"), (Overflows, "float16")]
+)
+def test_in_mixed_precision_it_resumes_with_the_scale_of_the_loss_and_stays_near_the_cpu(
+    tmp_path, task, precision
+):
+    whole, half, again = (
+        trainer(task(), SETTINGS, method="noloco", device=CUDA, precision=precision)
+        for _ in range(3)
+    )
     whole.run()
     for _ in range(4):
         half.step()
@@ -111,5 +126,7 @@ def test_in_mixed_precision_it_resumes_with_the_scale_of_the_loss_and_stays_near
     assert again.inner_step.state_dict() == whole.inner_step.state_dict()
     here = trainer(task(), SETTINGS, method="noloco", precision=precision)
     here.run()
-    for one, other in zip(weights(whole), weights(here), strict=True):  # the devices do other operations in the narrow format
+    for one, other in zip(
+        weights(whole), weights(here), strict=True
+    ):  # the devices do other operations in the narrow format
         torch.testing.assert_close(one.cpu(), other, rtol=0.0, atol=5e-3)

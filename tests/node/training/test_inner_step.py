@@ -12,7 +12,18 @@ from shoal.node.training import inner_step
 from shoal.node.training.inner_step import SKIPS, factor
 from shoal.node.training.trainer import TrainingError
 from shoal.swarm.manifest import TrainSettings
-from tests.node.training.loops import CPU, STEPS, Overflows, Small, float16, near, plain, run, same, trainer
+from tests.node.training.loops import (
+    CPU,
+    STEPS,
+    Overflows,
+    Small,
+    float16,
+    near,
+    plain,
+    run,
+    same,
+    trainer,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -21,7 +32,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_accumulated_gradients_are_those_of_the_whole_batch(parts):
     whole = run()
     assert near(run(accumulate=parts), whole)
-    assert not near(whole, run(train=TrainSettings(steps=STEPS - 1, seed=1)), 1e-4), "training moves the weights by more"
+    assert not near(whole, run(train=TrainSettings(steps=STEPS - 1, seed=1)), 1e-4), (
+        "training moves the weights by more"
+    )
 
 
 def test_accumulation_is_the_plain_loop_over_parts_bit_by_bit():
@@ -78,7 +91,9 @@ def scaled(device, bad=()):
 @pytest.mark.parametrize("task", [Small, Overflows])
 def test_float16_is_the_plain_loop_with_gradscaler(name, task):
     device = float16(torch.device(name))
-    found = run(task(), TrainSettings(steps=STEPS, seed=1, clip=0.5), device=device, precision="float16")
+    found = run(
+        task(), TrainSettings(steps=STEPS, seed=1, clip=0.5), device=device, precision="float16"
+    )
     assert same(found, plain(scaled(device), device, task()))
 
 
@@ -96,22 +111,31 @@ def test_a_step_that_is_left_out_still_counts_for_the_swarm(recwarn):
     made.run()
     assert [step for step, _ in rounds] == [3, 6, 9]
     assert all(math.isfinite(loss) for _, loss in rounds[1:])
-    assert not [str(warning.message) for warning in recwarn if "lr_scheduler" in str(warning.message)]
+    assert not [
+        str(warning.message) for warning in recwarn if "lr_scheduler" in str(warning.message)
+    ]
 
 
 def test_gradients_that_never_are_finite_end_training():
     float16(CPU)
     made = trainer(Overflows(bad=range(1000)), TrainSettings(seed=1), precision="float16")
-    with pytest.raises(TrainingError, match=r"The gradients of 50 steps in a row were not finite: lower the learning rate, or set"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The gradients of 50 steps in a row were not finite: lower the learning rate, or set",
+    ):
         made.run()
     assert made.opt.steps == SKIPS
 
 
-@pytest.mark.parametrize("own", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "float16", "accumulate": 4}])
+@pytest.mark.parametrize(
+    "own", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "float16", "accumulate": 4}]
+)
 def test_it_resumes_bit_by_bit(tmp_path, own):
     if own.get("precision") == "float16":
         float16(CPU)
-    settings = TrainSettings(steps=STEPS, seed=1, optimizer="adamw", lr=0.01, schedule="cosine", warmup=3, clip=1.0)
+    settings = TrainSettings(
+        steps=STEPS, seed=1, optimizer="adamw", lr=0.01, schedule="cosine", warmup=3, clip=1.0
+    )
     task = Overflows(bad=(1,) if own.get("precision") == "float16" else ())
     whole = trainer(task, settings, method="noloco", **own)
     for _ in range(4):
@@ -127,7 +151,9 @@ def test_it_resumes_bit_by_bit(tmp_path, own):
 
 def test_the_built_in_task_accumulates_in_bfloat16(tmp_path):
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 300)
-    task = TextTask(data=str(tmp_path / "text"), width=8, heads=2, layers=1, context=8, batch=4, warmup=3)
+    task = TextTask(
+        data=str(tmp_path / "text"), width=8, heads=2, layers=1, context=8, batch=4, warmup=3
+    )
     made = trainer(task, accumulate=2, precision="bfloat16")
     before = made.evaluate()
     made.run()
@@ -138,7 +164,15 @@ def test_the_built_in_task_accumulates_in_bfloat16(tmp_path):
 
 
 def test_the_swarms_optimizer_and_schedule_are_torchs():
-    settings = TrainSettings(steps=STEPS, seed=1, optimizer="adamw", lr=0.02, weight_decay=0.3, schedule="constant", warmup=4)
+    settings = TrainSettings(
+        steps=STEPS,
+        seed=1,
+        optimizer="adamw",
+        lr=0.02,
+        weight_decay=0.3,
+        schedule="constant",
+        warmup=4,
+    )
     scheduler = None
 
     def optimizer(params):
@@ -156,7 +190,13 @@ def test_the_swarms_optimizer_and_schedule_are_torchs():
 
 
 def test_schedules():
-    assert [factor("constant", 4, 0)(step) for step in (0, 1, 3, 4, 10**9)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [factor("constant", 4, 0)(step) for step in (0, 1, 3, 4, 10**9)] == [
+        0.25,
+        0.5,
+        1.0,
+        1.0,
+        1.0,
+    ]
     cosine = factor("cosine", 10, 110)
     assert cosine(10) == 1.0
     assert cosine(60) == pytest.approx(0.55)
@@ -166,7 +206,9 @@ def test_schedules():
 
 
 def test_a_schedule_without_an_end_is_refused():
-    with pytest.raises(TrainingError, match=r"The schedule cosine leads to an end, and this node's run has none"):
+    with pytest.raises(
+        TrainingError, match=r"The schedule cosine leads to an end, and this node's run has none"
+    ):
         trainer(train=TrainSettings(steps=5, schedule="cosine").model_copy(update={"steps": 0}))
 
 
@@ -175,7 +217,9 @@ Pair = namedtuple("Pair", "first second")
 
 def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
     table, mask, rows = torch.arange(12).reshape(4, 3), torch.ones(3, 3), torch.arange(4)
-    parts = inner_step.cut_batch({"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2)
+    parts = inner_step.cut_batch(
+        {"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2
+    )
     assert len(parts) == 2
     for number, part in enumerate(parts):
         at = slice(2 * number, 2 * number + 2)
@@ -191,10 +235,16 @@ def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
 @pytest.mark.parametrize("batch", [None, "text", torch.tensor(3.0), [torch.tensor(1)]])
 def test_a_batch_without_rows_is_not_cut(batch):
     assert inner_step.cut_batch(batch, 1) == [batch]
-    with pytest.raises(TrainingError, match=r"has no tensor with rows to cut into 2 parts: leave train\.accumulate at 1"):
+    with pytest.raises(
+        TrainingError,
+        match=r"has no tensor with rows to cut into 2 parts: leave train\.accumulate at 1",
+    ):
         inner_step.cut_batch(batch, 2)
 
 
 def test_a_batch_that_does_not_divide_is_one_sentence():
-    with pytest.raises(TrainingError, match=r"A batch of 8 rows cannot be cut into 3 equal parts: choose train\.accumulate"):
+    with pytest.raises(
+        TrainingError,
+        match=r"A batch of 8 rows cannot be cut into 3 equal parts: choose train\.accumulate",
+    ):
         run(accumulate=3)

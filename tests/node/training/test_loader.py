@@ -68,7 +68,13 @@ def generated():
 
 def shuffled(kind, workers):
     data = torch.arange(10.0).unsqueeze(1)
-    return kind(data, batch_size=3, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(1))
+    return kind(
+        data,
+        batch_size=3,
+        shuffle=True,
+        num_workers=workers,
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
 KINDS = {
@@ -87,18 +93,29 @@ class Own(Task):
 
 def loader(make, workers=0, step=0):
     task = Own(make)
-    return Loader(task, task.batches_from(SHARD, step) if step else iterator_of(task.batches(SHARD), SHARD), workers=workers)
+    return Loader(
+        task,
+        task.batches_from(SHARD, step) if step else iterator_of(task.batches(SHARD), SHARD),
+        workers=workers,
+    )
 
 
 def flat(batch):
     if isinstance(batch, dict | tuple | list):
-        return [leaf for item in (batch.values() if isinstance(batch, dict) else batch) for leaf in flat(item)]
+        return [
+            leaf
+            for item in (batch.values() if isinstance(batch, dict) else batch)
+            for leaf in flat(item)
+        ]
     return [batch]
 
 
 def first(made, count=TOO_MANY):
     try:
-        return [[leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat(batch)] for batch in islice(made, count)]
+        return [
+            [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat(batch)]
+            for batch in islice(made, count)
+        ]
     finally:
         made.close()
 
@@ -151,7 +168,9 @@ def test_one_worker_draws_from_an_iterator_and_none_where_the_task_has_its_own()
 
 
 @pytest.mark.thinned(6)
-@pytest.mark.parametrize("kind", ["position", "loader", "loader with workers", "stateful loader", "text in epochs"])
+@pytest.mark.parametrize(
+    "kind", ["position", "loader", "loader with workers", "stateful loader", "text in epochs"]
+)
 @pytest.mark.parametrize("saving", [0, 1])
 @pytest.mark.parametrize("loading", [0, 1])
 @pytest.mark.parametrize("at", [0, 1, 4, 6])
@@ -163,7 +182,9 @@ def test_position_is_that_of_the_last_batch_and_has_no_trace_of_workers(kind, sa
     task = Own(KINDS[kind])
     batches = iterator_of(task.batches(SHARD), SHARD)
     batches.load_state_dict(state)
-    assert_same(first(Loader(task, batches, workers=loading), 9), first(loader(KINDS[kind]), at + 9)[at:])
+    assert_same(
+        first(Loader(task, batches, workers=loading), 9), first(loader(KINDS[kind]), at + 9)[at:]
+    )
     if kind == "position":
         assert state == {"next": at}
 
@@ -190,7 +211,11 @@ def test_global_random_numbers_are_left_to_the_model_and_those_of_workers_are_fi
 def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch):
     """A pinned view with gaps would be copied to a GPU by way of memory that is not pinned, and waited for."""
     held = torch.arange(24.0).view(4, 6)
-    batch = {"inputs": held[:, :-1], "whole": held, "images": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    batch = {
+        "inputs": held[:, :-1],
+        "whole": held,
+        "images": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
     (inputs, whole, images) = _in_pieces(batch).values()
     assert inputs.is_contiguous()
     assert torch.equal(inputs, held[:, :-1])
@@ -203,7 +228,9 @@ def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch
 def test_batches_of_the_built_in_task_reach_the_device_without_a_wait(workers, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fish swims over the lazy shoal " * 2000)
     task = TextTask(data=str(tmp_path), context=16, batch=4)
-    loader = Loader(task, iterator_of(task.batches(Shard(0, 1, 0)), Shard(0, 1, 0)), workers=workers, pin=True)
+    loader = Loader(
+        task, iterator_of(task.batches(Shard(0, 1, 0)), Shard(0, 1, 0)), workers=workers, pin=True
+    )
     try:
         batch = next(loader)
     finally:
@@ -218,7 +245,11 @@ def test_a_view_is_sent_without_its_storage():
             yield everything[10:20], torch.zeros(1).expand(5), everything.unfold(0, 3, 1)[:4]
 
     (batch,) = first(loader(views, 1), 1)
-    assert [leaf.tolist() for leaf in batch] == [[*range(10, 20)], [0.0] * 5, [[n, n + 1, n + 2] for n in range(4)]]
+    assert [leaf.tolist() for leaf in batch] == [
+        [*range(10, 20)],
+        [0.0] * 5,
+        [[n, n + 1, n + 2] for n in range(4)],
+    ]
     assert all(leaf.untyped_storage().nbytes() <= 8 * 16 for leaf in next(iter(loader(views, 1))))
 
 
@@ -251,7 +282,9 @@ def test_an_error_in_a_worker_is_the_users_own_in_the_same_sentence(where):
         assert "no such file" in caught.value.trace
         assert "shoal/node" not in caught.value.trace.splitlines()[1]
     assert said[0] == said[1]
-    assert said[0].startswith(f"Your task 'Mine' failed in batches(){'.state_dict()' if where == 'state' else ''}: ValueError")
+    assert said[0].startswith(
+        f"Your task 'Mine' failed in batches(){'.state_dict()' if where == 'state' else ''}: ValueError"
+    )
 
 
 class Learnt(Task):
@@ -261,7 +294,9 @@ class Learnt(Task):
         self.batches = lambda shard: KINDS[kind]()
 
     def model(self):
-        return torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(1, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
 
     def loss(self, model, batch):
         return model(flat(batch)[0].float().mean().reshape(1, 1)).square().mean()
@@ -277,7 +312,9 @@ def learning(kind, workers, state=None):
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (0, 2)])
-def test_a_run_with_workers_resumes_bit_by_bit_with_any_number_of_them(tmp_path, kind, before, after):
+def test_a_run_with_workers_resumes_bit_by_bit_with_any_number_of_them(
+    tmp_path, kind, before, after
+):
     whole = learning(kind, 0)
     whole.run()
     begun = learning(kind, before)
@@ -320,7 +357,9 @@ def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named()
     made = loader(generated, 1)
     next(made)
     (worker,) = children() - before
-    os.kill(worker, signal.SIGINT)  # Ctrl-C reaches the whole group, and the node ends its workers itself
+    os.kill(
+        worker, signal.SIGINT
+    )  # Ctrl-C reaches the whole group, and the node ends its workers itself
     os.kill(worker, signal.SIGHUP)
     list(islice(made, TOO_MANY))
     made.close()
@@ -329,7 +368,9 @@ def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named()
     next(made)
     (worker,) = children() - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(LoadingError, match=r"A worker that draws batches was ended .*train.workers=0.*--shm-size"):
+    with pytest.raises(
+        LoadingError, match=r"A worker that draws batches was ended .*train.workers=0.*--shm-size"
+    ):
         list(made)
     assert children() == before
 
@@ -392,15 +433,30 @@ class Taken:
 
 
 UNSENT = {
-    "a function": (unpicklable, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*train.workers=0"),
-    "a position": (NoPosition, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*train.workers=0"),
-    "too large": (too_large, r"A worker cannot send what it drew \(RuntimeError: .*train.workers=0.*docker run --shm-size"),
+    "a function": (
+        unpicklable,
+        r"A worker cannot send what it drew \(\w+: Can't pickle local object .*train.workers=0",
+    ),
+    "a position": (
+        NoPosition,
+        r"A worker cannot send what it drew \(\w+: Can't pickle local object .*train.workers=0",
+    ),
+    "too large": (
+        too_large,
+        r"A worker cannot send what it drew \(RuntimeError: .*train.workers=0.*docker run --shm-size",
+    ),
     "received": (
         lambda: iter([Taken()] * 9),
         r"A batch of a worker cannot be taken \(ValueError: invalid literal .*train.workers=0",
     ),
-    "own loader": (lambda: DataLoader(Unpicklable(), None, num_workers=1), r"A worker cannot send .*num_workers=0"),
-    "own stateful": (lambda: StatefulDataLoader(Unpicklable(), None, num_workers=1), r"A worker cannot send .*num_workers=0"),
+    "own loader": (
+        lambda: DataLoader(Unpicklable(), None, num_workers=1),
+        r"A worker cannot send .*num_workers=0",
+    ),
+    "own stateful": (
+        lambda: StatefulDataLoader(Unpicklable(), None, num_workers=1),
+        r"A worker cannot send .*num_workers=0",
+    ),
 }
 
 
@@ -421,5 +477,7 @@ def test_an_error_in_a_worker_of_the_tasks_own_loader_is_named():
             raise ValueError("no such file")
 
     task = Guarded(Own(lambda: DataLoader(Fails(), None, num_workers=1)), "Mine")
-    with pytest.raises(UserCodeError, match=r"^Your task 'Mine' failed in batches\(\): ValueError: .*no such file"):
+    with pytest.raises(
+        UserCodeError, match=r"^Your task 'Mine' failed in batches\(\): ValueError: .*no such file"
+    ):
         next(Loader(task, task.batches(SHARD)))

@@ -51,12 +51,17 @@ def test_the_losses_of_the_own_weights_of_the_mean_and_of_the_others():
     model = Line().model()
     assert trial(model, around(model))(0, weights(1, 1), weights(3, -1)) == (4.0, 4.0, 4.0)
     assert trial(model, around(model))(0, weights(1, 0), weights(-3, 0)) == (1.0, 1.0, 9.0)
-    assert all(not parameter.any() for parameter in model.parameters())  # what is trained is not touched
+    assert all(
+        not parameter.any() for parameter in model.parameters()
+    )  # what is trained is not touched
 
 
 def test_slow_weights_and_pseudo_gradients_stand_for_their_difference():
     model = Line().model()
-    own, theirs = [*weights(3, 0), *weights(1, 0)], [*weights(5, 1), *weights(1, 1), torch.zeros(7)]  # and a buffer
+    own, theirs = (
+        [*weights(3, 0), *weights(1, 0)],
+        [*weights(5, 1), *weights(1, 1), torch.zeros(7)],
+    )  # and a buffer
     assert trial(model, around(model))(0, own, theirs) == (4.0, 9.0, 16.0)
 
 
@@ -81,11 +86,17 @@ def test_trials_that_take_too_long_become_rarer_until_one_does_not(monkeypatch):
         untried = [found(0, weights(1, 0), weights(1, 0)) is None for _ in range(count)]
         return sum(untried), len(said) - before
 
-    assert tried(-1.0, 1 + 1 + 1 + 2 + 1 + 4) == (10, 3)  # broken off are the first, the third and the sixth
+    assert tried(-1.0, 1 + 1 + 1 + 2 + 1 + 4) == (
+        10,
+        3,
+    )  # broken off are the first, the third and the sixth
     assert tried(usual, 2) == (0, 0)
     assert tried(-1.0, 1 + 1 + 1) == (3, 2)
     assert tried(-1.0, 2 + sum(1 + 2**n for n in range(2, 7)) + 3 * 65) == (2 + 129 + 195, 8)
-    assert "took over -1 s: they count untried, as will the next 64 (outer.check_loss): give the task smaller batches" in said[-1]
+    assert (
+        "took over -1 s: they count untried, as will the next 64 (outer.check_loss): give the task smaller batches"
+        in said[-1]
+    )
 
 
 def test_a_trial_without_memory_counts_untried_and_training_goes_on(monkeypatch):
@@ -97,7 +108,9 @@ def test_a_trial_without_memory_counts_untried_and_training_goes_on(monkeypatch)
 
     monkeypatch.setattr(found, "_task_loss", starve)
     assert found(0, weights(1, 0), weights(1, 0)) is None
-    assert said[0].startswith("trying a partner's weights found no memory on cpu: they count untried")
+    assert said[0].startswith(
+        "trying a partner's weights found no memory on cpu: they count untried"
+    )
     monkeypatch.setattr(found, "_task_loss", lambda model, batch: 1 / 0)
     assert found(0, weights(1, 0), weights(1, 0)) is None
     with pytest.raises(ZeroDivisionError):
@@ -109,7 +122,10 @@ def test_a_trial_without_memory_counts_untried_and_training_goes_on(monkeypatch)
 def test_a_trial_goes_on_beside_training(slow):
     """On a stream of its own: the stand-in raises where that reads what training may still write, or writes what it reads."""
     model, streams = Line().model().to("cuda"), []
-    opt, training = around(model, fragments=[[model.weight], [model.bias]], slow_device=slow), torch.accelerator.current_stream()
+    opt, training = (
+        around(model, fragments=[[model.weight], [model.bias]], slow_device=slow),
+        torch.accelerator.current_stream(),
+    )
 
     def loss(model, batch):
         streams.append(torch.accelerator.current_stream().stream_id)
@@ -140,7 +156,12 @@ def test_frozen_parameters_are_not_copied():
 
 @pytest.mark.parametrize(
     ("asked", "draws", "ranks", "tries", "said"),
-    [(True, False, 1, True, 0), (False, False, 1, False, 0), (True, True, 1, False, 1), (True, False, 2, False, 1)],
+    [
+        (True, False, 1, True, 0),
+        (False, False, 1, False, 0),
+        (True, True, 1, False, 1),
+        (True, False, 2, False, 1),
+    ],
 )
 def test_a_node_tries_if_the_swarm_asks_for_it_and_it_can(asked, draws, ranks, tries, said):
     model, lines, screen = Line().model(), [], DistanceScreen()
@@ -156,4 +177,9 @@ def test_a_node_tries_if_the_swarm_asks_for_it_and_it_can(asked, draws, ranks, t
 
 def test_without_batches_nothing_is_tried():
     model = Line().model()
-    assert LossTrial(Line().loss, iter([]), model, around(model), print)(0, weights(1, 0), weights(1, 0)) is None
+    assert (
+        LossTrial(Line().loss, iter([]), model, around(model), print)(
+            0, weights(1, 0), weights(1, 0)
+        )
+        is None
+    )

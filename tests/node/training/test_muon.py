@@ -20,7 +20,13 @@ class Deep(Small):
     """A model with one hidden layer between two others."""
 
     def model(self):
-        layers = [torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)]
+        layers = [
+            torch.nn.Linear(4, 16),
+            torch.nn.GELU(),
+            torch.nn.Linear(16, 16),
+            torch.nn.GELU(),
+            torch.nn.Linear(16, 1),
+        ]
         return torch.nn.Sequential(*layers)
 
 
@@ -37,7 +43,9 @@ MUON = TrainSettings(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("task", "names"), [(Deep, ["0.weight", "2.weight"]), (Chosen, ["2.weight"])])
+@pytest.mark.parametrize(
+    ("task", "names"), [(Deep, ["0.weight", "2.weight"]), (Chosen, ["2.weight"])]
+)
 def test_muon_trains_the_matrices_that_the_task_names_and_adamw_the_rest(task, names):
     schedulers = []
 
@@ -48,7 +56,9 @@ def test_muon_trains_the_matrices_that_the_task_names_and_adamw_the_rest(task, n
             torch.optim.Muon(ours, lr=0.03, momentum=0.9, weight_decay=0.3),
             torch.optim.AdamW(others, lr=0.03, betas=(0.9, 0.95), weight_decay=0.3, fused=True),
         )
-        schedulers.extend(torch.optim.lr_scheduler.LambdaLR(inner, factor("cosine", 3, STEPS)) for inner in pair)
+        schedulers.extend(
+            torch.optim.lr_scheduler.LambdaLR(inner, factor("cosine", 3, STEPS)) for inner in pair
+        )
         return pair
 
     torch.manual_seed(1)
@@ -65,17 +75,28 @@ def test_muon_trains_the_matrices_that_the_task_names_and_adamw_the_rest(task, n
     assert same(run(made, MUON), list(model.state_dict().values()))
 
 
-@pytest.mark.parametrize("own", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "float16", "accumulate": 4}])
+@pytest.mark.parametrize(
+    "own", [{"accumulate": 2}, {"precision": "bfloat16"}, {"precision": "float16", "accumulate": 4}]
+)
 def test_muon_resumes_bit_by_bit(tmp_path, own):
     if own.get("precision") == "float16":
         float16(CPU)
-    options = {"method": "noloco", "offload": tmp_path / "slow"} if own == {"accumulate": 2} else {"method": "diloco"}
+    options = (
+        {"method": "noloco", "offload": tmp_path / "slow"}
+        if own == {"accumulate": 2}
+        else {"method": "diloco"}
+    )
     whole = trainer(Deep(), MUON, **options, **own)
     for _ in range(4):
         whole.step()
     checkpoint.save(tmp_path, 4, whole.state())
     whole.run()
-    again = trainer(Deep(), MUON, **(options | ({"offload": tmp_path / "other"} if "offload" in options else {})), **own)
+    again = trainer(
+        Deep(),
+        MUON,
+        **(options | ({"offload": tmp_path / "other"} if "offload" in options else {})),
+        **own,
+    )
     again.resume(checkpoint.load(tmp_path)[1])
     again.run()
     assert same(list(whole.model.state_dict().values()), list(again.model.state_dict().values()))
@@ -106,16 +127,31 @@ def test_muon_says_what_it_cannot_train():
         def hidden_matrices(self, model):
             return ["0.bias"]
 
-    with pytest.raises(TrainingError, match=r"The optimizer muon cannot train this model: the model has no matrix for Muon .*\.$"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The optimizer muon cannot train this model: the model has no matrix for Muon .*\.$",
+    ):
         trainer(Vectors(), MUON)
-    with pytest.raises(TrainingError, match=r"the parameter '0.bias', which Muon is to train, is not a matrix \(16\): leave it"):
+    with pytest.raises(
+        TrainingError,
+        match=r"the parameter '0.bias', which Muon is to train, is not a matrix \(16\): leave it",
+    ):
         trainer(Wrong(), MUON)
 
 
 def test_the_first_lines_of_a_run_say_what_each_trains():
     said = []
-    options = {"task.options.layers": 2, "task.options.width": 8, "task.options.heads": 2, "task.options.context": 8}
+    options = {
+        "task.options.layers": 2,
+        "task.options.width": 8,
+        "task.options.heads": 2,
+        "task.options.context": 8,
+    }
     for optimizer in ("muon", "adamw"):
         settings = load(None, {**options, "train.optimizer": optimizer})
-        make_trainer(settings, make_task(settings), CPU, None, said.append, lambda info: None, lambda: ()).close()
-    assert said == ["Muon trains 1,536 parameters (8 matrices), AdamW 4,240 parameters (13 tensors)."]
+        make_trainer(
+            settings, make_task(settings), CPU, None, said.append, lambda info: None, lambda: ()
+        ).close()
+    assert said == [
+        "Muon trains 1,536 parameters (8 matrices), AdamW 4,240 parameters (13 tensors)."
+    ]

@@ -16,7 +16,17 @@ from shoal.node.tasks.loader import Guarded
 from shoal.node.tasks.text import GPT, Block
 from shoal.node.training import resources as memory
 from shoal.node.training.inner_step import DTYPES, check_precision
-from shoal.node.training.resources import BODIES, GB, POOL, DevicePlan, MemoryBudgetError, check, held, most_held, shares
+from shoal.node.training.resources import (
+    BODIES,
+    GB,
+    POOL,
+    DevicePlan,
+    MemoryBudgetError,
+    check,
+    held,
+    most_held,
+    shares,
+)
 from shoal.node.training.trainer import Trainer, TrainingError, recompute
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
@@ -66,7 +76,10 @@ def test_a_model_that_does_not_fit_is_refused_with_the_sum(monkeypatch):
     assert need < gigabytes * GB
     check(gigabytes, PARAMETERS)
     monkeypatch.setattr(memory, "held", lambda: 100_000_000 + int(gigabytes * GB) - need + 1)
-    with pytest.raises(MemoryBudgetError, match=r"need about 0\.20 GB .* inner optimizer 0\.01, .* --ram allows 0\.2: allow"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"need about 0\.20 GB .* inner optimizer 0\.01, .* --ram allows 0\.2: allow",
+    ):
         check(gigabytes, PARAMETERS)
     check(gigabytes, PARAMETERS, slow_here=False)
     check(gigabytes, PARAMETERS, method="none")
@@ -91,19 +104,28 @@ def test_without_a_bound_the_user_is_warned_before_the_optimizers_are_made(monke
                 made.append(len(logged))
                 return super().inner_optimizer(params)
 
-        Trainer(Watched(), OuterSettings(), TrainSettings(), on_model=lambda params: check(0.0, params, logged.append))
+        Trainer(
+            Watched(),
+            OuterSettings(),
+            TrainSettings(),
+            on_model=lambda params: check(0.0, params, logged.append),
+        )
 
     trainer(need)
     assert logged == []
     trainer(need - 1)
     (said,) = logged
-    assert said.startswith(f"This node will need about {(need + 100_000_000) / GB:.2f} GB of memory (it holds 0.10, ")
+    assert said.startswith(
+        f"This node will need about {(need + 100_000_000) / GB:.2f} GB of memory (it holds 0.10, "
+    )
     assert "so the system may end it without a word: end other programs" in said
     assert made == [0, 1]
 
 
 def test_a_containers_limit_counts(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemFree: 1 kB\nMemAvailable:   4000 kB\nHugePages_Total: 0\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:       8000 kB\nMemFree: 1 kB\nMemAvailable:   4000 kB\nHugePages_Total: 0\n"
+    )
     assert free_memory(tmp_path, tmp_path / "none") == (4_096_000, 8_192_000)
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(tmp_path, tmp_path) == (4_096_000, 8_192_000)
@@ -120,13 +142,18 @@ def test_a_checkpoint_is_copied_only_where_that_leaves_memory(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: (GB, 9 * GB))
     bounded, free = memory.room_for_copy(1.5), memory.room_for_copy(0.0)
     assert (bounded(GB // 2), bounded(GB // 2 + 1)) == (True, False)
-    assert (free(GB // 4), free(GB // 4 + 1)) == (True, False)  # four nodes that ask at once: none is killed
+    assert (free(GB // 4), free(GB // 4 + 1)) == (
+        True,
+        False,
+    )  # four nodes that ask at once: none is killed
 
 
 def test_what_was_held_is_compared_with_the_bound(monkeypatch):
     monkeypatch.setattr(memory, "most_held", lambda: 2 * GB)
     assert (memory.beyond(0.0), memory.beyond(2.0)) == ("", "")
-    assert memory.beyond(1.5).startswith("this node has held 2.00 GB of memory, where --ram allows 1.5: ")
+    assert memory.beyond(1.5).startswith(
+        "this node has held 2.00 GB of memory, where --ram allows 1.5: "
+    )
 
 
 def test_queues_follow_from_the_budget():
@@ -142,7 +169,10 @@ def test_what_a_process_holds_is_found():
 
 def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OuterError, match=r"cannot be kept in files in '.*file' \(.*\): free some space, or choose another folder"):
+    with pytest.raises(
+        OuterError,
+        match=r"cannot be kept in files in '.*file' \(.*\): free some space, or choose another folder",
+    ):
         Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "file")
     made = Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "there")
     assert [tensor.shape for tensor in made.opt.slow] == [(1000, 1000)]
@@ -164,23 +194,49 @@ GPU = torch.device("cuda", 0)
 
 def planned(model=None, inner=torch.optim.AdamW, **options):
     model = model or Wide().model()
-    return DevicePlan(model, GPU, inner(model.parameters()), **{"method": "noloco", "slow_there": False, "tries": False, **options})
+    return DevicePlan(
+        model,
+        GPU,
+        inner(model.parameters()),
+        **{"method": "noloco", "slow_there": False, "tries": False, **options},
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
         ({}, {"model": 4, "inner optimizer": 8, "gradients": 4}),
-        ({"slow_there": True}, {"model": 4, "inner optimizer": 8, "slow weights": 8, "gradients": 4, "exchange": 4}),
-        ({"tries": True}, {"model": 4, "inner optimizer": 8, "trial of partners' weights": 4, "gradients": 4}),
-        ({"ranks": 4, "slow_there": True}, {"model": 4, "inner optimizer": 8, "slow weights": 2, "gradients": 4, "exchange": 1}),
+        (
+            {"slow_there": True},
+            {"model": 4, "inner optimizer": 8, "slow weights": 8, "gradients": 4, "exchange": 4},
+        ),
+        (
+            {"tries": True},
+            {"model": 4, "inner optimizer": 8, "trial of partners' weights": 4, "gradients": 4},
+        ),
+        (
+            {"ranks": 4, "slow_there": True},
+            {"model": 4, "inner optimizer": 8, "slow weights": 2, "gradients": 4, "exchange": 1},
+        ),
         (
             {"ranks": 4, "gathered": 6_000_000, "slow_there": True},
-            {"model": 4, "inner optimizer": 8, "slow weights": 2, "gradients": 4, "others' parts": 6},
+            {
+                "model": 4,
+                "inner optimizer": 8,
+                "slow weights": 2,
+                "gradients": 4,
+                "others' parts": 6,
+            },
         ),
         ({"inner": torch.optim.SGD}, {"model": 4, "gradients": 4}),
-        ({"inner": lambda params: torch.optim.SGD(params, momentum=0.9)}, {"model": 4, "inner optimizer": 4, "gradients": 4}),
-        ({"inner": lambda params: torch.optim.AdamW(params, amsgrad=True)}, {"model": 4, "inner optimizer": 12, "gradients": 4}),
+        (
+            {"inner": lambda params: torch.optim.SGD(params, momentum=0.9)},
+            {"model": 4, "inner optimizer": 4, "gradients": 4},
+        ),
+        (
+            {"inner": lambda params: torch.optim.AdamW(params, amsgrad=True)},
+            {"model": 4, "inner optimizer": 12, "gradients": 4},
+        ),
     ],
 )
 def test_what_training_takes_of_a_device_is_planned_by_what_it_is_for(card, options, parts):
@@ -198,7 +254,9 @@ def test_a_device_without_room_is_refused_with_what_would_fit(card):
     planned(slow_there=True)
     card.free -= 1
     words = r"about 0\.03 GB of cuda:0 without activations \(model 0\.00, .*\) and 0\.03 are free there: leave --offload device out"
-    with pytest.raises(MemoryBudgetError, match=words + ".* train a model of fewer than 999,999 parameters"):
+    with pytest.raises(
+        MemoryBudgetError, match=words + ".* train a model of fewer than 999,999 parameters"
+    ):
         planned(slow_there=True)
     planned()
     planned(slow_there=True, ranks=2)
@@ -220,7 +278,9 @@ def test_after_the_first_step_what_is_held_is_compared_with_the_plan(card, held,
     found = plan.compared()
     begins = f"after its first step this node holds {taken / 1e9:.2f} GB of cuda:0, where 0.01 were planned; with activations, "
     later = 48_000_000 + libraries  # with Adam's 8 MB
-    assert found.startswith(begins + f"gradients and exchange the next ones will take up to {later / 1e9:.2f}")
+    assert found.startswith(
+        begins + f"gradients and exchange the next ones will take up to {later / 1e9:.2f}"
+    )
     assert (": " in found, said is None or said in found) == (said is not None, True)
 
 
@@ -230,17 +290,22 @@ def test_memory_that_the_second_step_will_not_have_is_told_after_the_first(card)
     assert "accumulate" not in plan.compared()
     card.peak += 1
     assert (
-        "take up to 0.10, more than the 0.10 that are there, so raise train.accumulate, or set train.recompute" in plan.compared()
+        "take up to 0.10, more than the 0.10 that are there, so raise train.accumulate, or set train.recompute"
+        in plan.compared()
     )
 
 
 @pytest.mark.gpu(standin=True)
 @pytest.mark.parametrize("slow_there", [False, True])
-@pytest.mark.parametrize(("method", "optimizer"), [("noloco", "adamw"), ("diloco", "adamw"), ("eager", "muon")])
+@pytest.mark.parametrize(
+    ("method", "optimizer"), [("noloco", "adamw"), ("diloco", "adamw"), ("eager", "muon")]
+)
 def test_the_plan_is_what_a_node_really_holds_after_its_first_step(slow_there, method, optimizer):
     gc.collect()  # trainers of other tests
     train = TrainSettings(steps=1, optimizer=optimizer)
-    trainer = Trainer(Busy(), OuterSettings(method=method), train, device=GPU, slow_on_device=slow_there)
+    trainer = Trainer(
+        Busy(), OuterSettings(method=method), train, device=GPU, slow_on_device=slow_there
+    )
     trainer.connect(Alone(), "run", Shard(0, 1, 0))
     trainer.step()
     held = of_device.allocated(GPU) - trainer.plan._before
@@ -248,7 +313,9 @@ def test_the_plan_is_what_a_node_really_holds_after_its_first_step(slow_there, m
     said = trainer.plan.compared()
     assert ": " not in said
     trainer.step()
-    assert float(said.split("up to ")[1]) == pytest.approx((of_device.peak(GPU) - trainer.plan._before) / 10**9, rel=0.1)
+    assert float(said.split("up to ")[1]) == pytest.approx(
+        (of_device.peak(GPU) - trainer.plan._before) / 10**9, rel=0.1
+    )
 
 
 def test_precisions_that_there_are():
@@ -263,14 +330,22 @@ def test_a_device_that_cannot(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", refuse)
     check_precision("float32", CPU)
     for name, other in [("float16", "bfloat16 or float32"), ("bfloat16", "float32")]:
-        with pytest.raises(TrainingError, match=f"The device 'cpu' cannot compute in {name}: set train.precision to {other}."):
+        with pytest.raises(
+            TrainingError,
+            match=f"The device 'cpu' cannot compute in {name}: set train.precision to {other}.",
+        ):
             check_precision(name, CPU)
 
 
 def test_a_gpu_without_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    with pytest.raises(TrainingError, match=r"The device 'cuda:0' cannot compute in bfloat16: set train.precision to float16 or"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The device 'cuda:0' cannot compute in bfloat16: set train.precision to float16 or",
+    ):
         check_precision("bfloat16", torch.device("cuda", 0))
 
 
@@ -280,7 +355,10 @@ def test_weights_of_float16_are_refused_with_float16():
             return super().model().half()
 
     float16(CPU)
-    with pytest.raises(TrainingError, match=r"The model has weights of float16, whose gradients cannot be scaled back"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The model has weights of float16, whose gradients cannot be scaled back",
+    ):
         trainer(Half(), precision="float16")
 
 
@@ -292,9 +370,15 @@ class Starved(Small):
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({}, r"on 'cpu' for a step: cut the batch into parts \(--set train.accumulate=2\), .* format \(--precision bfloat16\), "),
+        (
+            {},
+            r"on 'cpu' for a step: cut the batch into parts \(--set train.accumulate=2\), .* format \(--precision bfloat16\), ",
+        ),
         ({"accumulate": 4}, r"\(--set train.accumulate=8\)"),
-        ({"accumulate": 8, "precision": "bfloat16"}, r"for a step: (keep fewer .*, )?keep .*--offload DIR\), make the model"),
+        (
+            {"accumulate": 8, "precision": "bfloat16"},
+            r"for a step: (keep fewer .*, )?keep .*--offload DIR\), make the model",
+        ),
     ],
 )
 def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
@@ -305,7 +389,8 @@ def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
 
 def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
     with pytest.raises(
-        UserCodeError, match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set train.accumulate=2\)"
+        UserCodeError,
+        match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set train.accumulate=2\)",
     ) as caught:
         run(Guarded(Starved(), "Starved"))
     assert caught.value.trace
@@ -318,7 +403,10 @@ def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeyp
         raise MemoryError
 
     monkeypatch.setattr(made.opt.inner, "step", starve)
-    with pytest.raises(TrainingError, match=r"not enough memory on 'cpu' for a step: keep .* \(--offload DIR\), make"):
+    with pytest.raises(
+        TrainingError,
+        match=r"not enough memory on 'cpu' for a step: keep .* \(--offload DIR\), make",
+    ):
         made.run()
 
 
@@ -349,7 +437,11 @@ def test_a_compiled_model_takes_the_same_steps():
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
     assert near(run(compile=True), run(), 1e-5)
-    assert near(run(compile=True, precision="bfloat16", accumulate=2), run(precision="bfloat16", accumulate=2), 1e-2)
+    assert near(
+        run(compile=True, precision="bfloat16", accumulate=2),
+        run(precision="bfloat16", accumulate=2),
+        1e-2,
+    )
 
 
 def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
@@ -360,7 +452,10 @@ def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
             raise InvalidCxxCompiler
 
     monkeypatch.setattr(torch, "compile", lambda model: Uncompilable())
-    with pytest.raises(TrainingError, match=r"Cannot compile the model \(InvalidCxx.*: No working C\+\+.*leave --compile") as found:
+    with pytest.raises(
+        TrainingError,
+        match=r"Cannot compile the model \(InvalidCxx.*: No working C\+\+.*leave --compile",
+    ) as found:
         run(compile=True)
     assert "\n" not in str(found.value)
 
@@ -368,7 +463,10 @@ def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
         raise RuntimeError("torch.compile is not supported on Python 3.99+")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(TrainingError, match=r"Cannot compile the model \(RuntimeError: torch.compile is not supported on Python"):
+    with pytest.raises(
+        TrainingError,
+        match=r"Cannot compile the model \(RuntimeError: torch.compile is not supported on Python",
+    ):
         trainer(compile=True)
 
 
@@ -377,7 +475,12 @@ class Layer(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.up, self.down, self.drop, self.calls = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.3), 0
+        self.up, self.down, self.drop, self.calls = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+            nn.Dropout(0.3),
+            0,
+        )
 
     def forward(self, x, *, scale=1.0):
         self.calls += 1
@@ -406,7 +509,10 @@ class Layered(Small):
 
 @pytest.mark.parametrize("own", [{}, {"accumulate": 2, "precision": "bfloat16"}])
 def test_the_steps_are_the_same_bit_by_bit_with_dropout_too(own):
-    plain, again = trainer(Layered(), method="noloco", **own), trainer(Layered(), method="noloco", recompute=True, **own)
+    plain, again = (
+        trainer(Layered(), method="noloco", **own),
+        trainer(Layered(), method="noloco", recompute=True, **own),
+    )
     for made in (plain, again):
         torch.manual_seed(3)
         made.run()
@@ -418,7 +524,9 @@ def test_the_steps_are_the_same_bit_by_bit_with_dropout_too(own):
     assert [layer.calls for layer in plain.model.layers] == [parts * STEPS] * 3
     assert [layer.calls for layer in again.model.layers] == [2 * parts * STEPS] * 3
     again.evaluate()
-    assert [layer.calls for layer in again.model.layers] == [2 * parts * STEPS + 1] * 3, "nothing is kept, nothing computed again"
+    assert [layer.calls for layer in again.model.layers] == [2 * parts * STEPS + 1] * 3, (
+        "nothing is kept, nothing computed again"
+    )
 
 
 def test_a_copy_computes_with_its_own_weights():
@@ -438,7 +546,9 @@ def test_the_blocks_of_models():
     gpt = GPT(3, 8, 2, 8)
     assert repeated_blocks(gpt) == list(gpt.blocks)
     assert all(isinstance(block, Block) for block in repeated_blocks(gpt))
-    nested = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*[nn.ModuleDict({"a": Deep()}) for _ in range(2)]))
+    nested = nn.Sequential(
+        nn.Linear(4, 8), nn.Sequential(*[nn.ModuleDict({"a": Deep()}) for _ in range(2)])
+    )
     assert len(repeated_blocks(nested)) == 6, "of what is called"
     mixed = nn.ModuleDict({"one": Layer(8), "two": Layer(8), "other": Deep()})
     assert repeated_blocks(mixed) == [mixed["one"], mixed["two"], *mixed["other"].layers]
@@ -449,26 +559,38 @@ def test_a_model_without_blocks_is_refused():
         def model(self):
             return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 
-    with pytest.raises(TrainingError, match=r"The model has no repeated blocks to compute again .*: leave train\.recompute out"):
+    with pytest.raises(
+        TrainingError,
+        match=r"The model has no repeated blocks to compute again .*: leave train\.recompute out",
+    ):
         trainer(Flat(), recompute=True)
 
 
 def test_models_of_transformers_with_an_adapter():
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     settings = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
     )
     gradients = []
     tokens = torch.arange(12).reshape(2, 6)
     for again in (False, True):
         torch.manual_seed(0)
         base = transformers.LlamaForCausalLM(settings).eval()  # as from_pretrained returns it
-        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        model = peft.get_peft_model(
+            base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
         if again:
             assert repeated_blocks(model) == list(base.model.layers)
             recompute(model)
         calls = []
-        base.model.layers[0].mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        base.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *args, calls=calls: calls.append(1)
+        )
         with torch.no_grad():  # B of an adapter begins at zero, and A has no gradient then
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

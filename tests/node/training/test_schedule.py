@@ -16,7 +16,9 @@ FIRST, LENGTH = 10, 20
 def hf(name, **options):
     def make(optimizer, steps):
         transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-        return getattr(transformers, name)(optimizer, num_warmup_steps=3, num_training_steps=steps, **options)
+        return getattr(transformers, name)(
+            optimizer, num_warmup_steps=3, num_training_steps=steps, **options
+        )
 
     return make
 
@@ -45,7 +47,9 @@ class Own(torch_schedules.LRScheduler):
 def sequential(optimizer, steps):
     rise = torch_schedules.LinearLR(optimizer, 0.1, total_iters=3)
     return torch_schedules.SequentialLR(
-        optimizer, [rise, torch_schedules.CosineAnnealingLR(optimizer, T_max=steps - 3)], milestones=[3]
+        optimizer,
+        [rise, torch_schedules.CosineAnnealingLR(optimizer, T_max=steps - 3)],
+        milestones=[3],
     )
 
 
@@ -85,7 +89,10 @@ def trainer(make, steps):
 
 
 def settings(made):
-    return [{name: value for name, value in group.items() if name != "params"} for group in made.opt.param_groups]
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in made.opt.param_groups
+    ]
 
 
 def followed(made, count):
@@ -102,7 +109,9 @@ def saved(tmp_path, made):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_run_resumed_with_more_steps_has_the_rates_of_one_that_had_them_from_the_start(tmp_path, name):
+def test_a_run_resumed_with_more_steps_has_the_rates_of_one_that_had_them_from_the_start(
+    tmp_path, name
+):
     """Fault: the old length comes back with the checkpoint: the cosine rises again, OneCycle ends with an error."""
     make = MADE[name]
     short = trainer(make, FIRST)
@@ -154,12 +163,19 @@ def test_other_settings_of_the_groups_stay_those_of_the_checkpoint(tmp_path):
     again = trainer(MADE["onecycle"], LENGTH)
     again.resume(saved(tmp_path, short))
     assert again.opt.param_groups[0]["weight_decay"] == 0.25
-    assert again.opt.param_groups[0]["betas"] != short.opt.param_groups[0]["betas"]  # OneCycle's own
+    assert (
+        again.opt.param_groups[0]["betas"] != short.opt.param_groups[0]["betas"]
+    )  # OneCycle's own
 
 
 def test_a_long_schedule_of_a_function_is_reached_at_once():
     calls = []
-    made = trainer(lambda opt, steps: torch_schedules.LambdaLR(opt, lambda step: calls.append(step) or 1 / (1 + step)), 10**9)
+    made = trainer(
+        lambda opt, steps: torch_schedules.LambdaLR(
+            opt, lambda step: calls.append(step) or 1 / (1 + step)
+        ),
+        10**9,
+    )
     made.schedule_at(10**9 - 1)
     assert made.opt.param_groups[0]["lr"] == pytest.approx(0.05 / 10**9)
     assert len(calls) == 2

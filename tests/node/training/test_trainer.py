@@ -32,7 +32,10 @@ class Noisy(Small):
 
     def model(self):
         return torch.nn.Sequential(
-            torch.nn.Linear(4, self.width), torch.nn.BatchNorm1d(self.width), torch.nn.Dropout(0.5), torch.nn.Linear(self.width, 1)
+            torch.nn.Linear(4, self.width),
+            torch.nn.BatchNorm1d(self.width),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(self.width, 1),
         )
 
     def inner_optimizer(self, params):
@@ -51,20 +54,28 @@ class Draws(Noisy):
 
 
 def trainer(task=None, exchange=None, index=0, *, method="noloco", steps=STEPS, of=2):
-    made = Trainer(task or Noisy(), blocking(method=method, every=4), TrainSettings(steps=steps, seed=1))
+    made = Trainer(
+        task or Noisy(), blocking(method=method, every=4), TrainSettings(steps=steps, seed=1)
+    )
     made.connect(exchange or Alone(), "run", Shard(index, of, 1))
     return made
 
 
 def bits(made):
     state = made.state()
-    return [*state["model"].values(), *state["optimizer"]["slow"], *(t for ts in state["optimizer"]["rule"].values() for t in ts)]
+    return [
+        *state["model"].values(),
+        *state["optimizer"]["slow"],
+        *(t for ts in state["optimizer"]["rule"].values() for t in ts),
+    ]
 
 
 def assert_same_bits(one, other):
     assert len(bits(one)) == len(bits(other))
     assert all(torch.equal(a, b) for a, b in zip(bits(one), bits(other), strict=True))
-    assert one.opt.inner.state_dict()["param_groups"] == other.opt.inner.state_dict()["param_groups"]
+    assert (
+        one.opt.inner.state_dict()["param_groups"] == other.opt.inner.state_dict()["param_groups"]
+    )
 
 
 @pytest.mark.parametrize("saved_at", range(STEPS + 1))
@@ -101,7 +112,9 @@ def test_a_loss_of_few_bits_is_summed_in_float32():
 
 def test_the_built_in_task_resumes_bit_by_bit_too(tmp_path):
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 300)
-    task = TextTask(data=str(tmp_path / "text"), width=8, heads=2, layers=1, context=8, batch=2, warmup=3)
+    task = TextTask(
+        data=str(tmp_path / "text"), width=8, heads=2, layers=1, context=8, batch=2, warmup=3
+    )
     whole = trainer(task)
     for _ in range(6):
         whole.step()
@@ -130,7 +143,10 @@ def test_without_a_method_it_is_the_plain_inner_optimizer():
     torch.manual_seed(1)
     task.model()  # the random numbers that making the model takes
     made.run()
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), made.model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), made.model.state_dict().values(), strict=True)
+    )
 
 
 def test_none_averages_with_nobody_even_where_somebody_is():
@@ -139,7 +155,9 @@ def test_none_averages_with_nobody_even_where_somebody_is():
         made.run()
         return made.opt.exchange
 
-    assert all(isinstance(exchange, Alone) for exchange in Simulation(["0", "1"]).run(peer).values())
+    assert all(
+        isinstance(exchange, Alone) for exchange in Simulation(["0", "1"]).run(peer).values()
+    )
 
 
 def test_it_stops_after_the_step_in_which_it_is_told_to_and_reports_the_time():
@@ -196,7 +214,12 @@ class Explodes(Noisy):
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
-    made = Trainer(task(), blocking(every=4), TrainSettings(steps=STEPS, seed=1), on_round=lambda info: made.round_loss())
+    made = Trainer(
+        task(),
+        blocking(every=4),
+        TrainSettings(steps=STEPS, seed=1),
+        on_round=lambda info: made.round_loss(),
+    )
     made.connect(Alone(), "run", Shard(0, 2, 1))
     with pytest.raises(TrainingError) as caught:
         made.run()
@@ -222,7 +245,9 @@ class Extra(Noisy):
         return made
 
 
-@pytest.mark.parametrize("kept", [{"seen": 3, "sum": torch.ones(2)}, OrderedDict(a=[1.5]), None, torch.ones(3), "text"])
+@pytest.mark.parametrize(
+    "kept", [{"seen": 3, "sum": torch.ones(2)}, OrderedDict(a=[1.5]), None, torch.ones(3), "text"]
+)
 def test_a_module_that_keeps_more_than_tensors_is_saved_and_resumed(tmp_path, kept):
     """Fault: the shape of a dict is asked for; `--resume` ends with "bug in shoal"."""
     whole = trainer(Extra())
@@ -249,10 +274,14 @@ def test_a_checkpoint_of_another_shard_or_model_is_refused_and_changes_nothing()
     state = trainer().state()
     other = trainer(index=1)
     before = [tensor.clone() for tensor in bits(other)]
-    with pytest.raises(TrainingError, match="was trained on shard 0/2, this node has 1/2: pass --shard 0/2"):
+    with pytest.raises(
+        TrainingError, match="was trained on shard 0/2, this node has 1/2: pass --shard 0/2"
+    ):
         other.resume(state)
     wide = trainer(Noisy(width=7))
-    with pytest.raises(TrainingError, match=r"The checkpoint is of another model \(its '0.bias' differs\)"):
+    with pytest.raises(
+        TrainingError, match=r"The checkpoint is of another model \(its '0.bias' differs\)"
+    ):
         wide.resume(state)
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other), strict=True))
 
@@ -261,7 +290,12 @@ OPTIONS = {"layers": 2, "width": 16, "heads": 2, "context": 8, "batch": 4}
 
 
 def trained(steps=3, peak=None, **own):
-    made = Trainer(TextTask(**OPTIONS), OuterSettings(every=2), TrainSettings(steps=steps, seed=1), own=OwnTraining(**own))
+    made = Trainer(
+        TextTask(**OPTIONS),
+        OuterSettings(every=2),
+        TrainSettings(steps=steps, seed=1),
+        own=OwnTraining(**own),
+    )
     if peak is not None:
         made.throughput = Throughput(CPU, torch.float32, lambda device, dtype: peak)
     made.connect(Alone(), "run", Shard(0, 1, 1))
@@ -296,7 +330,9 @@ def test_a_product_that_cannot_be_counted_ends_no_training(monkeypatch):
 
 
 def test_flops_are_counted_once_in_the_first_step_and_scale_with_tokens():
-    once, recomputed, parts = (trained(peak=1e9, **own) for own in ({}, {"recompute": True}, {"accumulate": 2}))
+    once, recomputed, parts = (
+        trained(peak=1e9, **own) for own in ({}, {"recompute": True}, {"accumulate": 2})
+    )
     found = once.throughput._flops_per_token
     # Two layers of 12 C^2, and the head. Torch's counter knows the attention of GPUs, and not that of the CPU.
     assert found == 6 * (2 * 12 * 16**2 + 16 * 256)
@@ -309,7 +345,10 @@ def test_flops_are_counted_once_in_the_first_step_and_scale_with_tokens():
 
 def test_counting_changes_no_bit():
     one, other = trained(peak=1e9), trained()
-    assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
+    )
     assert other.throughput.mean().mfu is None
 
 
@@ -331,7 +370,12 @@ def test_peaks_are_of_the_very_device_and_format():
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert peak_flops("Tesla T4", torch.float32, tf32=True) == 8.1e12  # it has no TF32
-    unknown = ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "")
+    unknown = (
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA A10G",
+        "",
+    )
     assert [peak_flops(name, torch.bfloat16) for name in unknown] == [None] * len(unknown)
     assert peak_flops("Tesla T4", torch.bfloat16) is None
     assert peak_flops("NVIDIA H200", torch.float64) is None
@@ -341,8 +385,12 @@ def test_peaks_are_of_the_very_device_and_format():
 @pytest.mark.parametrize("kind", ["mps", "cuda"])
 def test_the_devices_generator_is_saved_and_set(kind, monkeypatch):
     module, set_to = getattr(torch, kind), []
-    monkeypatch.setattr(module, "get_rng_state", lambda *device: torch.full((16,), 7, dtype=torch.uint8))
-    monkeypatch.setattr(module, "set_rng_state", lambda state, *device: set_to.append(state.tolist()))
+    monkeypatch.setattr(
+        module, "get_rng_state", lambda *device: torch.full((16,), 7, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(
+        module, "set_rng_state", lambda state, *device: set_to.append(state.tolist())
+    )
     state = random_state(torch.device(kind))
     restore_random_state(state, torch.device(kind))
     assert set_to == [[7] * 16]
@@ -351,12 +399,20 @@ def test_the_devices_generator_is_saved_and_set(kind, monkeypatch):
     assert set_to == [[7] * 16]
 
 
-@pytest.mark.parametrize(("saved_on", "size", "kind"), [("mps", 44, "cuda"), ("cuda", 16, "mps"), ("xpu", 16, "cuda")])
+@pytest.mark.parametrize(
+    ("saved_on", "size", "kind"), [("mps", 44, "cuda"), ("cuda", 16, "mps"), ("xpu", 16, "cuda")]
+)
 def test_the_state_of_another_kind_of_device_is_left_out(saved_on, size, kind, monkeypatch):
     set_to = []
     for name in ("mps", "cuda", "xpu"):
-        monkeypatch.setattr(getattr(torch, name), "set_rng_state", lambda state, *device: set_to.append(len(state)))
-    state = {**random_state(torch.device("cpu")), "rng_device": torch.zeros(size, dtype=torch.uint8), "rng_device_kind": saved_on}
+        monkeypatch.setattr(
+            getattr(torch, name), "set_rng_state", lambda state, *device: set_to.append(len(state))
+        )
+    state = {
+        **random_state(torch.device("cpu")),
+        "rng_device": torch.zeros(size, dtype=torch.uint8),
+        "rng_device_kind": saved_on,
+    }
     restore_random_state(state, torch.device(kind))
     assert set_to == []
     restore_random_state(state, torch.device(saved_on))

@@ -27,9 +27,26 @@ class Timed(Small):
         return super().loss(model, batch)
 
 
-def made(task=None, exchange=None, *, steps=40, index=0, clock=None, speeds=lambda: (), on_round=None, **outer):
+def made(
+    task=None,
+    exchange=None,
+    *,
+    steps=40,
+    index=0,
+    clock=None,
+    speeds=lambda: (),
+    on_round=None,
+    **outer,
+):
     options = {"clock": clock} if clock else {}
-    result = Trainer(task or Timed(), blocking(**outer), TrainSettings(steps=steps), speeds=speeds, on_round=on_round, **options)
+    result = Trainer(
+        task or Timed(),
+        blocking(**outer),
+        TrainSettings(steps=steps),
+        speeds=speeds,
+        on_round=on_round,
+        **options,
+    )
     result.connect(exchange or Alone(), "run", Shard(index, 2, 0))
     return result
 
@@ -64,13 +81,22 @@ def test_tokens_are_what_the_task_says_or_the_first_tensor():
         def tokens(self, batch):
             return 0
 
-    with pytest.raises(OuterError, match=r"^A batch counts 0 tokens: the task's tokens\(batch\) must return"):
+    with pytest.raises(
+        OuterError, match=r"^A batch counts 0 tokens: the task's tokens\(batch\) must return"
+    ):
         made(Wrong()).step()
 
 
 @pytest.mark.parametrize(
     ("round", "rounds"),
-    [("steps", 5), ("tokens:256", 5), ("tokens:64", 20), ("seconds:8", 5), ("seconds:10", 4), ("seconds:auto", 5)],
+    [
+        ("steps", 5),
+        ("tokens:256", 5),
+        ("tokens:64", 20),
+        ("seconds:8", 5),
+        ("seconds:10", 4),
+        ("seconds:auto", 5),
+    ],
 )
 def test_the_setting_decides_when_a_round_is_over(round, rounds):
     now, infos = [1000.0], []
@@ -78,8 +104,18 @@ def test_the_setting_decides_when_a_round_is_over(round, rounds):
     def pass_a_second():
         now[0] += 1.0
 
-    task, speeds = Timed(on_step=pass_a_second), [10 / 8, 30.0]  # eight seconds for ten steps of the slower one
-    trainer = made(task, round=round, every=8, clock=lambda: now[0], on_round=infos.append, speeds=lambda: speeds)
+    task, speeds = (
+        Timed(on_step=pass_a_second),
+        [10 / 8, 30.0],
+    )  # eight seconds for ten steps of the slower one
+    trainer = made(
+        task,
+        round=round,
+        every=8,
+        clock=lambda: now[0],
+        on_round=infos.append,
+        speeds=lambda: speeds,
+    )
     trainer.run()
     assert len(infos) == rounds
     assert [info.key.round for info in infos] == list(range(rounds))
@@ -101,10 +137,14 @@ def test_two_trainers_of_unequal_speed_meet_in_every_round():
 
     found = Simulation(["0", "1"], wait=100.0).run(peer)
     for infos, _, _ in found.values():
-        assert [(info.key.round, info.members) for info in infos] == [(round, ("0", "1")) for round in range(6)]
+        assert [(info.key.round, info.members) for info in infos] == [
+            (round, ("0", "1")) for round in range(6)
+        ]
     assert [tokens for _, tokens, _ in found.values()] == [120 * 32, 24 * 32]
     # With two peers the pull of the group is to the mean of all, so they stay equal.
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found["0"][2], found["1"][2], strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(found["0"][2], found["1"][2], strict=True)
+    )
 
 
 def test_a_run_of_tokens_resumes_bit_by_bit(tmp_path):
@@ -123,7 +163,9 @@ def test_a_run_of_tokens_resumes_bit_by_bit(tmp_path):
 
 def test_the_reported_speed_counts_neither_waiting_nor_what_is_done_between_steps(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(trainer_module, "time", types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    monkeypatch.setattr(
+        trainer_module, "time", types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+    )
 
     def compute():
         now[0] += 0.25

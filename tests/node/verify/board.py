@@ -76,7 +76,9 @@ class Net:
         return self.board.there[peer].log(since)
 
     def others(self):
-        return sorted(peer for peer in self.board.there if peer != self.me and not self.is_banned(peer))
+        return sorted(
+            peer for peer in self.board.there if peer != self.me and not self.is_banned(peer)
+        )
 
     def name(self, peer):
         return f"{peer}'s node"
@@ -102,10 +104,16 @@ class Node:
             shutil.copy(calibration, settings.node.run_folder / CALIBRATION)
         self.network, salts = Net(board, me, hands_out), itertools.count()
         clock = lambda: board.now  # noqa: E731
-        kind = CompletionClaims(settings, make_terms(settings, self.task), self.task, self.network, clock)
+        kind = CompletionClaims(
+            settings, make_terms(settings, self.task), self.task, self.network, clock
+        )
         self.claimer = kind.claimer
         # No claim is planted unless a test asks for it: what honest peers claim is then valid, whatever the lottery.
-        with mock.patch.object(service, "rules_of", lambda verify: Rules(audit=verify.audit_rate, **{"planted": 0.0, **rules})):
+        with mock.patch.object(
+            service,
+            "rules_of",
+            lambda verify: Rules(audit=verify.audit_rate, **{"planted": 0.0, **rules}),
+        ):
             self.verification = service.Verification(
                 settings, kind, self.network, clock=clock, timer=clock,
                 salt=lambda: hashlib.sha256(f"{me}:{next(salts)}".encode()).digest(),
@@ -122,29 +130,48 @@ class Node:
 
     def step(self):
         self.verification.step()
-        self.verification.tell(self.said.append, lambda event, **fields: self.events.append({"event": event, **fields}))
+        self.verification.tell(
+            self.said.append, lambda event, **fields: self.events.append({"event": event, **fields})
+        )
 
     @property
     def banned(self):
-        return {peer for peer in self.verification.table.standings if self.verification.is_banned(peer)}
+        return {
+            peer for peer in self.verification.table.standings if self.verification.is_banned(peer)
+        }
 
 
 def task_of(seed=0):
     env = load_env("strings", {"families": "last"})
     policy = Tiny(env.made, seed=seed, layers=1, width=16, warm=Warm(steps=10, batch=16))
-    return RLTask(env, lambda: policy, RLSettings(held_out=5, local=1, external=0, group=8, max_tokens=8), seed=seed)
+    return RLTask(
+        env,
+        lambda: policy,
+        RLSettings(held_out=5, local=1, external=0, group=8, max_tokens=8),
+        seed=seed,
+    )
 
 
 def calibrate(out, claims, name="tiny"):
     """Write the calibration of the policy that all nodes here train to the file ``out``, which is returned."""
     task = task_of()
-    save_calibration(self_calibrate(task.policy, task.env, Agreed(1.0, 8, 8), policy_name=name, claims=claims), out)
+    save_calibration(
+        self_calibrate(task.policy, task.env, Agreed(1.0, 8, 8), policy_name=name, claims=claims),
+        out,
+    )
     return out
 
 
 def settings_of(folder, **verify):
     agreed, given = {"audit_rate": 1.0, "round_s": ROUND_S, **verify}, {"folder": str(folder)}
-    return Settings.model_validate({"task": {"hooks": "rl"}, "rl": {"group": 8, "max_tokens": 8}, "verify": agreed, "node": given})
+    return Settings.model_validate(
+        {
+            "task": {"hooks": "rl"},
+            "rl": {"group": 8, "max_tokens": 8},
+            "verify": agreed,
+            "node": given,
+        }
+    )
 
 
 def run(board, nodes, rounds):

@@ -37,10 +37,25 @@ class World:
         by.module.to(DTYPES[dtype])
         at = self.question(index)
         drawn = seed_of(RUN, ROUND, PEER, SLOT, at.hash) if seed is None else seed
-        return prove(by, self.env, at, self.agreed, drawn, policy_name="tiny", snapshot_bytes=len(self.snapshot), **options)
+        return prove(
+            by,
+            self.env,
+            at,
+            self.agreed,
+            drawn,
+            policy_name="tiny",
+            snapshot_bytes=len(self.snapshot),
+            **options,
+        )
 
     def claim(self, proven, **fields):
-        said = {"run": RUN, "round": ROUND, "peer": PEER, "slot": SLOT, "model": digest(self.snapshot)}
+        said = {
+            "run": RUN,
+            "round": ROUND,
+            "peer": PEER,
+            "slot": SLOT,
+            "model": digest(self.snapshot),
+        }
         return make_claim(proven, **{**said, **fields})
 
     def checker(self, **options):
@@ -49,7 +64,9 @@ class World:
         return Checker(make, self.env, self.agreed, self.calibration, "tiny", **options)
 
     def check(self, proven, checker=None, snapshot=None):
-        return (checker or self.checker()).check(self.claim(proven), proven.material, snapshot or self.snapshot)
+        return (checker or self.checker()).check(
+            self.claim(proven), proven.material, snapshot or self.snapshot
+        )
 
     def changed(self, change):
         """The policy with ``change(weight)`` in place of every matrix of its blocks."""
@@ -68,5 +85,7 @@ def world():
     # Little warm, so that it does not end at once.
     policy = Tiny(env.made, seed=1, warm=Warm(steps=40, batch=32))
     agreed = Agreed(1.0, 12, 8)
-    calibration = self_calibrate(policy, env, agreed, policy_name="tiny", claims=HONEST, dtypes=("float32", "bfloat16"))
+    calibration = self_calibrate(
+        policy, env, agreed, policy_name="tiny", claims=HONEST, dtypes=("float32", "bfloat16")
+    )
     return World(env, policy, agreed, calibration, snapshot(policy))

@@ -16,7 +16,14 @@ from shoal.swarm.manifest import VerifySettings
 from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.consensus.participant import Log, encode
 from shoal.verification.consensus.records import SETTLED, Claim, Entry, Ledger, Signed
-from shoal.verification.consensus.rulings import ABSENT, Rules, ScoreRules, Standing, Table, compute_scores
+from shoal.verification.consensus.rulings import (
+    ABSENT,
+    Rules,
+    ScoreRules,
+    Standing,
+    Table,
+    compute_scores,
+)
 from tests.verification.consensus.stories import Story, claim_of
 
 ROUND, ROUND_S, SWARM = 20, 60.0, "run"
@@ -26,7 +33,9 @@ RULES = rules_of(VERIFY)
 
 @pytest.fixture(scope="module")
 def identities():
-    made = [Identity(Ed25519PrivateKey.from_private_bytes(bytes([number] * 32))) for number in range(6)]
+    made = [
+        Identity(Ed25519PrivateKey.from_private_bytes(bytes([number] * 32))) for number in range(6)
+    ]
     return {identity.peer_id: identity for identity in made}
 
 
@@ -42,11 +51,16 @@ def story(identities):
 
 
 def signed(identities, records):
-    return tuple(Signed(record, sign_record(identities[record.peer], record.encoded)) for record in records)
+    return tuple(
+        Signed(record, sign_record(identities[record.peer], record.encoded)) for record in records
+    )
 
 
 def log_of(identities, story, more=()):
-    return Log(electorates=tuple(story.electorates.values()), records=(*signed(identities, story.records), *more))
+    return Log(
+        electorates=tuple(story.electorates.values()),
+        records=(*signed(identities, story.records), *more),
+    )
 
 
 def test_the_rules_are_the_swarms():
@@ -57,16 +71,22 @@ def test_what_is_forged_or_of_another_swarm_changes_nothing(identities, story):
     liar, honest, judge, *_ = identities
     right = table_of(log_of(identities, story), SWARM, RULES, ROUND)
     ledger = Ledger(story.records)
-    assert right.digest == compute_scores(ledger, story.electorates, RULES, ScoreRules(), ROUND).digest
+    assert (
+        right.digest == compute_scores(ledger, story.electorates, RULES, ScoreRules(), ROUND).digest
+    )
     assert right.standings[liar].claims["invalid"] == 2
     assert right.is_banned(liar)
     assert not any(right.is_banned(peer) for peer in identities if peer != liar)
     # The liar makes up what would ruin the honest one, or save itself.
     slander = Story(tuple(identities), rules=RULES, records=[])
     claim = slander.claim(honest, 12, behaviours=("invalid",) * 3)
-    forged = [Signed(record, sign_record(identities[liar], record.encoded)) for record in slander.records]
+    forged = [
+        Signed(record, sign_record(identities[liar], record.encoded)) for record in slander.records
+    ]
     for round in (10, 11):
-        again = claim_of(honest, round, prompt=bytes(32))  # a second claim of one slot would be a contradiction
+        again = claim_of(
+            honest, round, prompt=bytes(32)
+        )  # a second claim of one slot would be a contradiction
         forged.append(Signed(again, bytes(64)))
     foreign = [
         Claim(**{**claim.model_dump(), "run": "other"}),
@@ -85,9 +105,17 @@ def look(identities, story, monkeypatch):
     def look(logs, terms=True, verify=VERIFY):
         @contextlib.contextmanager
         def visited(link):
-            members = {peer: SimpleNamespace(name=f"n{at}", addresses=()) for at, peer in enumerate(identities)}
+            members = {
+                peer: SimpleNamespace(name=f"n{at}", addresses=())
+                for at, peer in enumerate(identities)
+            }
             chosen = {peer: members[peer] for peer in logs}
-            yield None, SimpleNamespace(name="demo", verify=verify, terms=terms or None), chosen, len(chosen)
+            yield (
+                None,
+                SimpleNamespace(name="demo", verify=verify, terms=terms or None),
+                chosen,
+                len(chosen),
+            )
 
         def fetch(host, peer, addresses, swarm, since, timeout):
             if logs[peer] is None:
@@ -95,7 +123,11 @@ def look(identities, story, monkeypatch):
             return logs[peer] if isinstance(logs[peer], bytes) else encode(logs[peer])
 
         now = (ROUND + SETTLED) * ROUND_S
-        monkeypatch.setattr(peers, "time", SimpleNamespace(time=lambda: now, strftime=time.strftime, localtime=time.localtime))
+        monkeypatch.setattr(
+            peers,
+            "time",
+            SimpleNamespace(time=lambda: now, strftime=time.strftime, localtime=time.localtime),
+        )
         monkeypatch.setattr(peers, "visited", visited)
         monkeypatch.setattr(peers, "fetch_log", fetch)
         return read_peers(SimpleNamespace(swarm=SWARM))
@@ -140,7 +172,11 @@ def test_who_misses_its_votes_is_shown_with_the_reason(identities, look):
     found = look({others[0]: log_of(identities, story)})
     by_peer = {one["peer"]: one for one in found["peers"]}
     assert [peer for peer, one in by_peer.items() if not one["drawn"]] == [away]
-    assert (by_peer[away]["banned_until"], by_peer[away]["score"], by_peer[away]["why"]) == (None, 0, "")
+    assert (by_peer[away]["banned_until"], by_peer[away]["score"], by_peer[away]["why"]) == (
+        None,
+        0,
+        "",
+    )
     (line,) = [line for line in summary(found).splitlines() if "not drawn" in line]
     assert f"not drawn: {missed} votes not cast" in line
     assert away[-8:] in line
@@ -150,13 +186,19 @@ def test_a_log_that_is_none_does_not_count_and_none_at_all_is_said(identities, s
     first, second, *_ = identities
     found = look({first: b"junk", second: log_of(identities, story)})
     assert (found["asked"], found["agree"]) == (1, 1)
-    with pytest.raises(NetworkError, match="No member of the swarm served its log of verification: try again in a minute"):
+    with pytest.raises(
+        NetworkError,
+        match="No member of the swarm served its log of verification: try again in a minute",
+    ):
         look({first: None, second: b"junk"})
 
 
 def test_where_nothing_is_verified_that_is_said(look, identities):
     found = look(dict.fromkeys(identities), terms=None, verify=VerifySettings())
-    assert summary(found) == "demo: nothing is verified in this swarm (it was created without --verify)"
+    assert (
+        summary(found)
+        == "demo: nothing is verified in this swarm (it was created without --verify)"
+    )
     assert found["asked"] == 0
 
 
@@ -178,7 +220,12 @@ def test_a_name_is_no_markup():
 def test_what_cost_reputation_is_said_in_a_few_words():
     assert reasons(Standing()) == ""
     standing = Standing()
-    standing.claims["invalid"], standing.votes["missed"], standing.votes["agreed"], standing.appeals["lost"] = 2, 1, 9, 1
+    (
+        standing.claims["invalid"],
+        standing.votes["missed"],
+        standing.votes["agreed"],
+        standing.appeals["lost"],
+    ) = 2, 1, 9, 1
     assert reasons(standing) == "2 claims found invalid, 1 planted claims approved, 1 disputes lost"
 
 
@@ -204,10 +251,14 @@ def table(round, **absences):
 
 
 def test_a_node_that_is_not_drawn_for_want_of_votes_says_so_once_with_what_to_do_and_when_it_is_over():
-    before, first, still, after = said(table(1, me=ABSENT - 1), table(2, me=ABSENT), table(3, me=ABSENT + 1), table(4, me=0))
+    before, first, still, after = said(
+        table(1, me=ABSENT - 1), table(2, me=ABSENT), table(3, me=ABSENT + 1), table(4, me=0)
+    )
     assert (before, still, after) == ([], [], ["this node is drawn as a verifier again"])
     (sentence,) = first
-    assert sentence.startswith("this node is not drawn as a verifier for a while, because 7 of its votes did not come; it stays a")
+    assert sentence.startswith(
+        "this node is not drawn as a verifier for a while, because 7 of its votes did not come; it stays a"
+    )
     assert sentence.endswith("run less on this machine")
 
 

@@ -17,11 +17,26 @@ from shoal.node.verify.material import load_claim
 from shoal.node.verify.service import Verification
 from shoal.node.verify.start import check_terms, make_terms
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration import Calibration, Judgement, load_calibration, save_calibration
+from shoal.verification.calibration import (
+    Calibration,
+    Judgement,
+    load_calibration,
+    save_calibration,
+)
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.e2e.cheat import quantised
-from tests.node.verify.board import ROUND_S, TICKS, Board, Node, calibrate, run, settings_of, task_of, toy_signature
+from tests.node.verify.board import (
+    ROUND_S,
+    TICKS,
+    Board,
+    Node,
+    calibrate,
+    run,
+    settings_of,
+    task_of,
+    toy_signature,
+)
 
 GUILTY = {"quantised", "withholding"}
 HONEST = ("ann", "bob", "cat")
@@ -43,10 +58,17 @@ def five(node, monkeypatch):
 
     def make(board, **verify):
         prove = completions.prove
-        nodes = [node(board, name, seed=seed, **verify) for seed, name in enumerate((*HONEST, "quantised"))]
+        nodes = [
+            node(board, name, seed=seed, **verify)
+            for seed, name in enumerate((*HONEST, "quantised"))
+        ]
         nodes.append(node(board, "withholding", seed=4, hands_out=False, **verify))
         cheat = nodes[3].task.policy
-        monkeypatch.setattr(completions, "prove", lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k))
+        monkeypatch.setattr(
+            completions,
+            "prove",
+            lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k),
+        )
         return nodes
 
     return make
@@ -54,7 +76,9 @@ def five(node, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("planted", [0.0, 0.3])
-def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, node, planted, tmp_path):
+def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(
+    five, node, planted, tmp_path
+):
     board = Board()
     nodes = five(board, planted=planted)
     run(board, nodes, 14)
@@ -64,9 +88,14 @@ def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, 
     asked = len(nodes[0].network.asked)
     run(board, [*nodes, late], 5)
     # Whoever is banned claims no more, and nobody has to do with it.
-    assert [one.verification.report()["claimed"] - was for one, was in zip(nodes, claimed, strict=True)] == [5, 5, 5, 0, 0]
+    assert [
+        one.verification.report()["claimed"] - was for one, was in zip(nodes, claimed, strict=True)
+    ] == [5, 5, 5, 0, 0]
     assert not GUILTY & set(nodes[0].network.asked[asked:])
-    assert all(nodes[0].network.is_banned(peer) == (peer in GUILTY) for peer in (*HONEST, *GUILTY, "a stranger"))
+    assert all(
+        nodes[0].network.is_banned(peer) == (peer in GUILTY)
+        for peer in (*HONEST, *GUILTY, "a stranger")
+    )
     nodes.append(late)
     assert len({one.verification.table.digest for one in nodes}) == 1
     assert late.banned == GUILTY
@@ -77,19 +106,37 @@ def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, 
         told = standings[name]
         assert told["score"] > 0
         assert told["claims"]["valid"] >= 3
-        assert told["claims"]["invalid"] == told["seats"]["against"] + told["seats"]["missed"] + told["seats"]["absent"] == 0
-    assert all(standings[name]["claims"]["invalid"] == 2 for name in GUILTY)  # two are as many as it takes
+        assert (
+            told["claims"]["invalid"]
+            == told["seats"]["against"] + told["seats"]["missed"] + told["seats"]["absent"]
+            == 0
+        )
+    assert all(
+        standings[name]["claims"]["invalid"] == 2 for name in GUILTY
+    )  # two are as many as it takes
     assert (sum(standings[name]["claims"]["planted"] for name in HONEST) > 0) == (planted > 0)
     assert all(report["skipped"] == report["uncheckable"] == 0 for report in reports.values())
     assert not any(reports[name]["lost"] for name in (*HONEST, "late"))
     assert all(json.loads(json.dumps(report)) == report for report in reports.values())
     # What people are told.
     said = "\n".join(nodes[0].said)
-    assert "of quantised's node is invalid: The claimed policy does not compute these activations (" in said
-    assert "of withholding's node is invalid: The author of the claim does not serve what it was made of." in said
+    assert (
+        "of quantised's node is invalid: The claimed policy does not compute these activations ("
+        in said
+    )
+    assert (
+        "of withholding's node is invalid: The author of the claim does not serve what it was made of."
+        in said
+    )
     for one in (nodes[0], late):
-        assert sorted(line.split("'")[0] for line in one.said if " is banned until " in line) == sorted(GUILTY)
-        assert all(line.endswith(": 2 claims found invalid") for line in one.said if " is banned until " in line)
+        assert sorted(
+            line.split("'")[0] for line in one.said if " is banned until " in line
+        ) == sorted(GUILTY)
+        assert all(
+            line.endswith(": 2 claims found invalid")
+            for line in one.said
+            if " is banned until " in line
+        )
     assert [line for line in nodes[3].said if line.startswith("this node is banned until")]
     assert nodes[0].events[-1]["banned"] == sorted(GUILTY)
     # And what can be looked at later.
@@ -154,11 +201,16 @@ def test_records_that_are_none_or_of_somebody_else_are_refused(node):
     entry = Entry(peer="cat", run="swarm", round=5, operator="cat", anchor=bytes(32))
     with pytest.raises(MessageError, match="its author did not send it"):
         ann.network.take("bob", entry.encoded, toy_signature("bob", entry.encoded))
-    with pytest.raises(MessageError, match="A record of verification was refused: not a known kind of record"):
+    with pytest.raises(
+        MessageError, match="A record of verification was refused: not a known kind of record"
+    ):
         ann.network.take("bob", b"\x91\x01", bytes(64))
     ann.network.take("cat", entry.encoded, b"")
     ann.step()
-    assert ann.verification.report()["records"] == {"accepted": 1, "forged": 1}  # the first is its own entry
+    assert ann.verification.report()["records"] == {
+        "accepted": 1,
+        "forged": 1,
+    }  # the first is its own entry
 
 
 def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
@@ -167,13 +219,18 @@ def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
     assert ann.said == ["measured 128 honest claims of its own, to check others by"]
 
 
-def test_rounds_too_short_for_the_weights_behind_a_claim_are_told_with_the_length_that_is_not(node, monkeypatch):
+def test_rounds_too_short_for_the_weights_behind_a_claim_are_told_with_the_length_that_is_not(
+    node, monkeypatch
+):
     """The fault: rounds of 60 s give a body 3 s to arrive, and an honest peer with a large adapter was banned for its link."""
     monkeypatch.setattr("shoal.node.verify.service.UPLINK", 0.001)
     ann = node(Board(), "ann")
     ann.step()
     (said,) = [said for said in ann.said if "weights behind each claim" in said]
-    bits, round_s = 3 * 8 * most_bytes(ann.task.policy.module), int(re.search(r"verify\.round_s=(\d+)", said)[1])
+    bits, round_s = (
+        3 * 8 * most_bytes(ann.task.policy.module),
+        int(re.search(r"verify\.round_s=(\d+)", said)[1]),
+    )
     assert bits / (round_s / 20) <= 0.001e6 < bits / ((round_s - 1) / 20)
     assert f"within {ROUND_S / 20:g} s" in said
 
@@ -183,7 +240,10 @@ def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration)
     with pytest.raises(VerifyError, match=r"^The calibration '.*ann/calibration' "):
         Node(Board(), "ann", tmp_path, tmp_path / "none")
     other = calibrate(tmp_path / "other", 20, "hf:other")
-    with pytest.raises(VerifyError, match="says nothing about 'tiny' in float32: make another with `shoal verify calibrate`"):
+    with pytest.raises(
+        VerifyError,
+        match="says nothing about 'tiny' in float32: make another with `shoal verify calibrate`",
+    ):
         Node(Board(), "ann", tmp_path, other)
 
 
@@ -191,11 +251,16 @@ def test_a_calibration_of_what_is_measured_no_more_ends_the_start(tmp_path, cali
     """Every check would be an abstention, which costs reputation without a word."""
     found = load_calibration(calibration)
     for pair, honest in found.pairs.items():
-        fewer = [Evidence(claim.features[:2], tuple(row[:2] for row in claim.values), claim.sizes) for claim in honest.claims]
+        fewer = [
+            Evidence(claim.features[:2], tuple(row[:2] for row in claim.values), claim.sizes)
+            for claim in honest.claims
+        ]
         found.add(pair, fewer)
     older = tmp_path / "older"
     save_calibration(found, older)
-    with pytest.raises(VerifyError, match="measured other things: make another with `shoal verify calibrate`"):
+    with pytest.raises(
+        VerifyError, match="measured other things: make another with `shoal verify calibrate`"
+    ):
         Node(Board(), "ann", tmp_path, older)
 
 
@@ -210,7 +275,9 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
     ann.verification._thread.join(60)
     ann.train()
     ann.verification.tell(ann.said.append, lambda *a, **k: None)
-    said = "verification has ended (RuntimeError: no memory): start the node again to take part in it"
+    said = (
+        "verification has ended (RuntimeError: no memory): start the node again to take part in it"
+    )
     assert ann.said == [said]
     ann.verification.close()
     assert board.there == {}
@@ -218,14 +285,25 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
 
 def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_path):
     board = Board()
-    run(board, [node(board, name, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))], 7)
+    run(
+        board,
+        [node(board, name, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))],
+        7,
+    )
     claims = [load_claim(path).claim for path in (tmp_path / "ann" / "claims").glob("*.claim")]
     own = sorted((claim for claim in claims if claim.peer == "ann"), key=lambda claim: claim.round)
     assert 0 < len(own) < len(claims)
     again = node(board, "ann")
-    assert list(again.network.bodies)[-2:] == [own[-1].fingerprint, own[-1].model]  # the newest last: it is kept longest
-    assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {claim.model for claim in own}
-    (tmp_path / "ann" / "claims" / f"{own[-1].model.hex()}.safetensors").write_bytes(b"")  # as after a loss of power
+    assert list(again.network.bodies)[-2:] == [
+        own[-1].fingerprint,
+        own[-1].model,
+    ]  # the newest last: it is kept longest
+    assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {
+        claim.model for claim in own
+    }
+    (tmp_path / "ann" / "claims" / f"{own[-1].model.hex()}.safetensors").write_bytes(
+        b""
+    )  # as after a loss of power
     assert own[-1].model not in node(board, "ann").network.bodies
     board.now += 21 * ROUND_S  # nobody asks for it any more
     assert not node(board, "ann").network.bodies
@@ -259,7 +337,9 @@ def test_terms_are_the_creators_settings(tmp_path):
     task = task_of()
     terms = make_terms(settings_of(tmp_path), task)
     assert (terms.policy, terms.group, terms.temperature, terms.max_tokens) == ("tiny", 8, 1.0, 8)
-    assert terms.base == make_terms(settings_of(tmp_path), task_of(seed=5)).base  # all of tiny's weights are trained
+    assert (
+        terms.base == make_terms(settings_of(tmp_path), task_of(seed=5)).base
+    )  # all of tiny's weights are trained
     check_terms(terms, settings_of(tmp_path), task)
     assert make_terms(settings_of(tmp_path, audit_rate=0.0), task) is None
 
@@ -308,11 +388,20 @@ def with_policy(settings: Settings, policy: str) -> Settings:
 @pytest.mark.slow(reason="trains and checks for some twenty rounds of five nodes")
 def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_path, monkeypatch):
     calibration = calibrate(tmp_path / "tiny.calibration", 150)
-    monkeypatch.setattr(Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones"))
+    monkeypatch.setattr(
+        Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones")
+    )
     board, prove, names = Board(), completions.prove, (*HONEST, "dan", "quantised")
-    nodes = [Node(board, name, tmp_path, calibration, seed=seed, claims=2) for seed, name in enumerate(names)]
+    nodes = [
+        Node(board, name, tmp_path, calibration, seed=seed, claims=2)
+        for seed, name in enumerate(names)
+    ]
     cheat = nodes[-1].task.policy
-    monkeypatch.setattr(completions, "prove", lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k))
+    monkeypatch.setattr(
+        completions,
+        "prove",
+        lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k),
+    )
     for _ in range(40):
         run(board, nodes, 1)
         if all(node.banned for node in nodes):
@@ -324,10 +413,16 @@ def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_pa
     assert all(standings[name]["score"] > -5 for name in names[:4])
     assert all(standings[name]["claims"]["invalid"] == 0 for name in names[:4])
     said = "\n".join(line for node in nodes[:4] for line in node.said)
-    assert "the claims of quantised's node, taken together, are not honest ones: `shoal verify explain quantised` says why" in said
+    assert (
+        "the claims of quantised's node, taken together, are not honest ones: `shoal verify explain quantised` says why"
+        in said
+    )
     assert "is invalid: Taken together, this peer's claims are not those of an honest one: " in said
     assert sum("taken together, are not honest" in line for line in nodes[0].said) <= 1
     report = explain("quantised", [tmp_path / name for name in names[:4]])
     assert sum(one["alarm"] for one in report["nodes"]) >= 3
     for name in names[:4]:
-        assert not any(one["alarm"] for one in explain(f"{name}", [tmp_path / other for other in names])["nodes"])
+        assert not any(
+            one["alarm"]
+            for one in explain(f"{name}", [tmp_path / other for other in names])["nodes"]
+        )

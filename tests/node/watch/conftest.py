@@ -48,7 +48,9 @@ class Author:
         return Status(**{**fields, **changes})
 
     def heard(self, *rounds, at=NOW, **changes):
-        return Heard(time=at, peer=self.peer, status=self.status(*rounds, **{"issued": at, **changes}))
+        return Heard(
+            time=at, peer=self.peer, status=self.status(*rounds, **{"issued": at, **changes})
+        )
 
     def bytes(self, **changes):
         return make_envelope(SWARM, make_body(self.status(**changes), self.identity))

@@ -29,7 +29,13 @@ finally:
 
 
 def run(*arguments):
-    ended = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     return ended.returncode, ended.stdout.splitlines(), ended.stderr.splitlines()
 
 
@@ -57,7 +63,11 @@ def test_a_recording_is_printed_as_it_is_and_without_a_network(recording):
 
 
 def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
-    assert said() == said(NOBODY, "--replay", recording) == "Pass either the LINK of a swarm or --replay FILE."
+    assert (
+        said()
+        == said(NOBODY, "--replay", recording)
+        == "Pass either the LINK of a swarm or --replay FILE."
+    )
     assert "pass the link that `shoal up` printed" in said("nonsense")
     assert "exists already" in said("--replay", recording, "--record", recording)
     recording.write_text("nonsense\n")
@@ -70,7 +80,9 @@ def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
     for package in ("aiohttp", "segno"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     command = [sys.executable, "-c", ALONE, f"{NOBODY}&invite=secret", "--web", "0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         address = process.stdout.readline().strip()
         with urlopen(f"{address}events", timeout=30) as stream:
             line = stream.readline().decode()
@@ -84,7 +96,9 @@ def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
 
 def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_nor_hivemind():
     command = [sys.executable, "-c", ALONE, NOBODY, "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         first, second = (json.loads(process.stdout.readline()) for _ in range(2))
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
@@ -99,5 +113,8 @@ def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_n
 
 def test_a_page_for_others_must_be_wanted(recording):
     assert "pass --share if it may" in said("--replay", recording, "--web", "0.0.0.0:8080")
-    assert said("--replay", recording, "--share") == "--share is about the page: pass --web [HOST:]PORT too."
+    assert (
+        said("--replay", recording, "--share")
+        == "--share is about the page: pass --web [HOST:]PORT too."
+    )
     assert "it should be a port or HOST:PORT" in said("--replay", recording, "--web", "here:there")

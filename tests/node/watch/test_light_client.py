@@ -34,7 +34,9 @@ class Node:
 
     def __init__(self, author):
         self.author = author
-        manifest = Manifest(name="fish", created=0.0, creator=author.peer, task="text", model="0" * 64)
+        manifest = Manifest(
+            name="fish", created=0.0, creator=author.peer, task="text", model="0" * 64
+        )
         sealed = seal(manifest, author.identity)
         self.swarm = swarm_id(sealed)
         self.host = Host.start(author.identity, timeout=60)
@@ -89,7 +91,9 @@ def watching(link):
 
 
 @pytest.mark.ci
-def test_a_node_is_watched_through_the_daemon_which_is_started_again_when_it_dies(node, monkeypatch):
+def test_a_node_is_watched_through_the_daemon_which_is_started_again_when_it_dies(
+    node, monkeypatch
+):
     daemons, launch = [], daemon.Daemon.launch.__func__
 
     async def launched(cls, *arguments, **options):
@@ -120,7 +124,10 @@ def test_a_daemon_that_does_not_start_ends_the_watch_with_its_sentence(monkeypat
 
     monkeypatch.setattr(light_client.Daemon, "launch", launch)
     link = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{authors[0].peer}",))
-    with pytest.raises(StartupError, match="the network daemon is missing"), watching(link) as next_of:
+    with (
+        pytest.raises(StartupError, match="the network daemon is missing"),
+        watching(link) as next_of,
+    ):
         next_of("watching")
 
 
@@ -134,9 +141,18 @@ def test_the_daemon_never_ends_for_want_of_a_connection_that_stays_open(monkeypa
 
     monkeypatch.setattr(light_client.Daemon, "launch", launch)
     with pytest.raises(StartupError, match="enough"):
-        asyncio.run(LightClient(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{authors[0].peer}",)), lambda event: None).run())
-    assert not any("idle" in option for option in daemon_process.options(control="", key=Path("key"), **asked))
-    assert any("idle" in option for option in daemon_process.options(control="", key=Path("key"), listen=asked["listen"]))
+        asyncio.run(
+            LightClient(
+                Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{authors[0].peer}",)), lambda event: None
+            ).run()
+        )
+    assert not any(
+        "idle" in option for option in daemon_process.options(control="", key=Path("key"), **asked)
+    )
+    assert any(
+        "idle" in option
+        for option in daemon_process.options(control="", key=Path("key"), listen=asked["listen"])
+    )
 
 
 def test_a_host_that_failed_under_other_names_is_not_dialled_and_no_news(authors):
@@ -158,11 +174,18 @@ def test_another_implementation_of_libp2p_reads_the_same_node(node, until):
     pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
     command = [sys.executable, str(ROOT / "examples" / "py_libp2p.py"), str(node.link)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         timer = threading.Timer(60, process.kill)
         timer.start()
         try:
-            assert json.loads(process.stdout.readline()) == {"name": "fish", "task": "text", "method": "noloco", "fragments": 1}
+            assert json.loads(process.stdout.readline()) == {
+                "name": "fish",
+                "task": "text",
+                "method": "noloco",
+                "fragments": 1,
+            }
             until(node.listeners, 30, "listener")
             node.send(b"garbage")
             node.publish(name="anna", state="waiting")
@@ -193,5 +216,7 @@ assert PeerID.from_base58(peer).to_base58() == peer
 @pytest.mark.ci
 def test_it_lives_beside_hivemind_as_the_example_says():
     pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
-    ended = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stderr

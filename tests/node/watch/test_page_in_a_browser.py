@@ -35,12 +35,29 @@ def recording(authors, tmp_path):
         faults = (("no-partner", 2),) if number > 20 else ()
         invalid = int(number > 5)
         if number < 15:
-            recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>"))
+            recorder.take(
+                anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>")
+            )
         projection = (number, 2.0, (float(number),) * 16)
-        more = {"checked": number, "claims": number, "invalid": invalid, "projection": projection, "faults": faults}
+        more = {
+            "checked": number,
+            "claims": number,
+            "invalid": invalid,
+            "projection": projection,
+            "faults": faults,
+        }
         more |= {"why": "<b>anna</b> did not answer in time"} if number > 14 else {}
-        recorder.take(bert.heard(bert.round(number, [anna] if number < 15 else []), at=NOW + number, sent=10**6 * number, **more))
-        recorder.take(carl.heard(carl.round(number), at=NOW + number, projection=(number, 2.0, (0.0,) * 16)))
+        recorder.take(
+            bert.heard(
+                bert.round(number, [anna] if number < 15 else []),
+                at=NOW + number,
+                sent=10**6 * number,
+                **more,
+            )
+        )
+        recorder.take(
+            carl.heard(carl.round(number), at=NOW + number, projection=(number, 2.0, (0.0,) * 16))
+        )
     recorder.close()
     return path
 
@@ -51,7 +68,18 @@ def look(recording, work, **window):
 
     @asynccontextmanager
     async def served():
-        command = [sys.executable, "-m", "shoal", "watch", "--replay", str(recording), "--speed", "0", "--web", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "shoal",
+            "watch",
+            "--replay",
+            str(recording),
+            "--speed",
+            "0",
+            "--web",
+            "0",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 yield server.stdout.readline().strip()
@@ -124,7 +152,9 @@ def test_it_is_used_by_keyboard_alone(recording):
         await tab.until(f"{text('clock')}.startsWith('0:10 of 0:29')")
         await tab.until("document.querySelector('#peers td:nth-child(4)').textContent === '10'")
         assert await tab.value(text("state")) == "recording"
-        await tab.value("document.getElementById('speed').value = 64; document.getElementById('play').click()")
+        await tab.value(
+            "document.getElementById('speed').value = 64; document.getElementById('play').click()"
+        )
         await tab.until(ENDED)
 
     look(recording, work)

@@ -7,7 +7,15 @@ import pytest
 from rich.text import Text
 
 from shoal.node.watch import tui as pictures
-from shoal.node.watch.source import PAUSE_MAX, Recorder, event_sink, print_lines, recorded, replay, replayed
+from shoal.node.watch.source import (
+    PAUSE_MAX,
+    Recorder,
+    event_sink,
+    print_lines,
+    recorded,
+    replay,
+    replayed,
+)
 from shoal.node.watch.swarm_view import (
     Connected,
     Described,
@@ -74,11 +82,19 @@ def test_a_replay_ends_when_it_is_told_to(events, file):
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", "nonsense", '{"event": "status", "time": 1.0}', '{"event": "connected", "time": NaN, "peer": "x"}']
+    "line",
+    [
+        "{}",
+        "nonsense",
+        '{"event": "status", "time": 1.0}',
+        '{"event": "connected", "time": NaN, "peer": "x"}',
+    ],
 )
 def test_a_line_that_is_no_event_is_one_sentence(file, line):
     file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(WatchError, match=r"line 8 of .* is no event .*give a file that --record wrote") as caught:
+    with pytest.raises(
+        WatchError, match=r"line 8 of .* is no event .*give a file that --record wrote"
+    ) as caught:
         list(recorded(file))
     assert "\n" not in str(caught.value)
 
@@ -125,11 +141,19 @@ def screen_events(authors):
         Described(time=NOW, name="first", task="text", method="noloco"),
         *(anna.heard(*(anna.round(n, [bert]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
         *(
-            bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k, lag=7, lag_auto=True, late=k - 2)
+            bert.heard(
+                *(bert.round(n, [anna]) for n in range(k)),
+                at=NOW + k,
+                lag=7,
+                lag_auto=True,
+                late=k - 2,
+            )
             for k in range(2, 5)
         ),
         carl.heard(carl.round(0), at=NOW + 4, faults=(("no-partner", 1),), reward=0.5),
-        carl.heard(carl.round(1), at=NOW + 5, faults=(("no-partner", 2),), reward=0.5, name="[b]carl[/b]"),
+        carl.heard(
+            carl.round(1), at=NOW + 5, faults=(("no-partner", 2),), reward=0.5, name="[b]carl[/b]"
+        ),
         MessageRefused(time=NOW + 5, reason="forged"),
     ]
 
@@ -144,13 +168,21 @@ def view(screen_events):
 
 def test_a_rising_line_is_drawn_from_corner_to_corner():
     lines = plot([[(0, 0), (9, 9)]], LABEL + 1 + 10, 6).plain.split("\n")
-    assert [line[LABEL + 1 :] for line in lines[:-1]] == ["⠀⠀⠀⠀⠀⠀⠀⠀⡠⠊", "⠀⠀⠀⠀⠀⠀⡠⠊⠀⠀", "⠀⠀⠀⠀⡠⠊⠀⠀⠀⠀", "⠀⠀⡠⠊⠀⠀⠀⠀⠀⠀", "⡠⠊⠀⠀⠀⠀⠀⠀⠀⠀"]
+    assert [line[LABEL + 1 :] for line in lines[:-1]] == [
+        "⠀⠀⠀⠀⠀⠀⠀⠀⡠⠊",
+        "⠀⠀⠀⠀⠀⠀⡠⠊⠀⠀",
+        "⠀⠀⠀⠀⡠⠊⠀⠀⠀⠀",
+        "⠀⠀⡠⠊⠀⠀⠀⠀⠀⠀",
+        "⡠⠊⠀⠀⠀⠀⠀⠀⠀⠀",
+    ]
     assert lines[0].split()[0] == "9"
     assert lines[-1].split() == ["0", "9"]
 
 
 def test_the_mean_is_drawn_on_top_in_a_style_of_its_own(view):
-    drawn = plot([[(0, 0), (9, 9)], [(0, 9), (9, 0)]], LABEL + 1 + 10, 6, [(0, 4), (9, 4)], axis="round")
+    drawn = plot(
+        [[(0, 0), (9, 9)], [(0, 9), (9, 0)]], LABEL + 1 + 10, 6, [(0, 4), (9, 4)], axis="round"
+    )
     assert drawn.plain.split("\n")[-1].split() == ["round", "0", "9"]
     assert {span.style for span in drawn.spans} >= {MEAN, "cyan", "magenta"}
     assert MEAN in {span.style for span in pictures.losses(view, 40, 8).spans}
@@ -178,11 +210,21 @@ def test_the_headline_says_how_the_swarm_is(view):
 
 def test_the_table_has_a_row_for_each_peer(view):
     rows = pictures.peer_rows(view)
-    shown = [dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True)) for _, cells in rows]
+    shown = [
+        dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True))
+        for _, cells in rows
+    ]
     assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
     assert shown[1]["with"] == "bert"
     assert [row["lag"] for row in shown] == ["-", "-", "7 auto, 2 late"]
-    assert shown[0] == {**shown[0], "with": "-", "faults": "no partner in 2", "reward": "0.500", "state": "training", "round": "1"}
+    assert shown[0] == {
+        **shown[0],
+        "with": "-",
+        "faults": "no partner in 2",
+        "reward": "0.500",
+        "state": "training",
+        "round": "1",
+    }
 
 
 def test_the_picture_of_exchanges_is_symmetric(view):
@@ -259,7 +301,9 @@ def test_the_screen_shows_it_and_obeys_keys(screen_events, size):
             await pilot.press("p")
             app.frame()
             assert row("peer") == ["[b]carl[/b]", "anna", "bert"]
-            assert isinstance(app.query_one("#peers", tui.DataTable).get_row_at(0)[0], Text)  # no markup
+            assert isinstance(
+                app.query_one("#peers", tui.DataTable).get_row_at(0)[0], Text
+            )  # no markup
             for key in ("down", "tab", "d", "d", "tab", "tab", "down"):
                 await pilot.press(key)
             app.frame()

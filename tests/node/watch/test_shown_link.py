@@ -68,7 +68,9 @@ def test_it_stays_the_same_for_a_while_once_somebody_was_heard(authors):
 def test_the_code_is_of_a_link_with_few_addresses_and_each_module_is_drawn_once():
     given = Link(SWARM, tuple(at(Identity.ephemeral().peer_id, number) for number in range(1, 17)))
     found = ShownLink(given).picture(SwarmView())
-    matrix = segno.make_qr(str(Link(SWARM, given.bootstrap[:IN_CODE])), error="l", boost_error=False).matrix
+    matrix = segno.make_qr(
+        str(Link(SWARM, given.bootstrap[:IN_CODE])), error="l", boost_error=False
+    ).matrix
     drawn = set()
     for part in found["qr"]["path"].removesuffix("z").split("z"):
         place, _, run = part.removeprefix("M").partition("h")

@@ -63,7 +63,11 @@ def test_peers_and_totals(authors):
     column = COLUMNS.index("tokens/s")
     assert [str(cells[column]) for _, cells in peer_rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
     column = COLUMNS.index("reach")
-    assert [str(cells[column]) for _, cells in peer_rows(view)] == ["punched, 1.56 MB/s", "unknown", "unknown"]
+    assert [str(cells[column]) for _, cells in peer_rows(view)] == [
+        "punched, 1.56 MB/s",
+        "unknown",
+        "unknown",
+    ]
     assert [peer.get("mfu") for peer in page_data(view, ended=False)["peers"]] == [0.25, None, None]
     assert (totals["sent"], totals["received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)
@@ -125,7 +129,10 @@ def test_a_round_is_over_when_each_fragment_was_exchanged(authors):
     anna, bert, _ = authors
     title = Described(time=NOW, name="first", task="text", method="noloco", fragments=4)
     view = view_of(title, anna.heard(anna.round(10, [bert])), bert.heard(bert.round(12, [anna])))
-    assert {peer.status.name: peer.status.round for peer in view.peers.values()} == {"anna": 2, "bert": 3}
+    assert {peer.status.name: peer.status.round for peer in view.peers.values()} == {
+        "anna": 2,
+        "bert": 3,
+    }
     assert (view.totals()["round_min"], view.totals()["round_max"]) == (2, 3)
     assert [x for x, _ in view.peers[anna.peer].loss.points] == [2.5]
 
@@ -146,14 +153,19 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
 
 def test_a_node_that_goes_back_to_a_checkpoint_goes_on_from_there(authors):
     anna, *_ = authors
-    view = view_of(anna.heard(*map(anna.round, range(5))), anna.heard(anna.round(2, loss=9.0), at=NOW + 1))
+    view = view_of(
+        anna.heard(*map(anna.round, range(5))), anna.heard(anna.round(2, loss=9.0), at=NOW + 1)
+    )
     assert [x for x, _ in view.peers[anna.peer].loss.points] == [0, 1, 2]
     assert view.peers[anna.peer].loss.points[-1] == (2, 9.0)
 
 
 def test_rates_are_of_the_author_s_clock(authors):
     anna, *_ = authors
-    view = view_of(anna.heard(sent=0, received=0), anna.heard(at=NOW + 9, issued=NOW + 2.0, sent=2000, received=500))
+    view = view_of(
+        anna.heard(sent=0, received=0),
+        anna.heard(at=NOW + 9, issued=NOW + 2.0, sent=2000, received=500),
+    )
     assert view.peers[anna.peer].sent_rate == 1000.0
     assert view.peers[anna.peer].received_rate == 250.0
 
@@ -165,7 +177,10 @@ def test_who_is_silent_leaves_or_comes_back_is_told_once(authors):
     for moment in (0.0, 0.1, 5.0):
         view.tick(NOW + SILENT_S + moment)
     assert [peer.here for peer in view.peers.values()] == [False, False]
-    assert texts(view, "peer")[2:] == ["bert is leaving now, in round 5", "anna fell silent in round 4"]
+    assert texts(view, "peer")[2:] == [
+        "bert is leaving now, in round 5",
+        "anna fell silent in round 4",
+    ]
     view.take(anna.heard(anna.round(6), at=NOW + 60))
     assert view.peers[anna.peer].here
     assert texts(view, "peer")[-1] == "anna is back, training in round 6"
@@ -175,9 +190,18 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
     anna, bert, _ = authors
     view = view_of(
         bert.heard(),
-        anna.heard(faults=(("no-partner", 3),), invalid=1, checked=5, claims=2),  # from before anybody watched: no news
+        anna.heard(
+            faults=(("no-partner", 3),), invalid=1, checked=5, claims=2
+        ),  # from before anybody watched: no news
         anna.heard(at=NOW + 1, faults=(("no-partner", 3),), invalid=1, checked=6, claims=2),
-        anna.heard(at=NOW + 2, faults=(("no-partner", 4), ("refused", 1)), invalid=2, checked=7, claims=2, banned=(bert.peer,)),
+        anna.heard(
+            at=NOW + 2,
+            faults=(("no-partner", 4), ("refused", 1)),
+            invalid=2,
+            checked=7,
+            claims=2,
+            banned=(bert.peer,),
+        ),
     )
     assert texts(view, "fault") == [
         "anna found no partner in a round and kept its own step, 4 times so far",
@@ -187,12 +211,18 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
         "anna checked a claim of another peer and found it invalid: 2 of 7 checks so far",
         "bert is banned, as anna reports: too many of its claims were found invalid",
     ]
-    assert (view.totals()["claims"], view.totals()["checked"], view.totals()["invalid"]) == (2, 7, 2)
+    assert (view.totals()["claims"], view.totals()["checked"], view.totals()["invalid"]) == (
+        2,
+        7,
+        2,
+    )
 
 
 def test_a_fault_of_every_round_does_not_flood_the_news(authors):
     anna = authors[0]
-    view = view_of(anna.heard(), *(anna.heard(at=NOW + n, faults=(("no-partner", n),)) for n in range(1, 65)))
+    view = view_of(
+        anna.heard(), *(anna.heard(at=NOW + n, faults=(("no-partner", n),)) for n in range(1, 65))
+    )
     assert texts(view, "fault") == [
         f"anna found no partner in a round and kept its own step, {often} so far"
         for often in ("once", "twice", "4 times", "8 times", "16 times", "32 times", "64 times")
@@ -210,12 +240,26 @@ def test_connections_and_refusals_are_counted(authors):
     assert view.connected == set()
     assert view.unreachable == {bert.peer: "nobody answers"}
     assert view.refused == {"forged": 2, "malformed": 1}
-    view.take(Unreachable(time=NOW, peer=bert.peer, reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)"))
+    view.take(
+        Unreachable(
+            time=NOW,
+            peer=bert.peer,
+            reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)",
+        )
+    )
     assert [item.text for item in view.log] == [f"…{bert.tail} nobody answers"]  # once
     view.take(Connected(time=NOW, peer=bert.peer))
     assert view.unreachable == {}
-    view.take(Unreachable(time=NOW, peer=bert.peer, reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)"))
-    assert view.log[-1].text == f"…{bert.tail} could not be connected to"  # the page may be read by strangers
+    view.take(
+        Unreachable(
+            time=NOW,
+            peer=bert.peer,
+            reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)",
+        )
+    )
+    assert (
+        view.log[-1].text == f"…{bert.tail} could not be connected to"
+    )  # the page may be read by strangers
 
 
 def test_it_is_bounded(monkeypatch):
@@ -226,7 +270,9 @@ def test_it_is_bounded(monkeypatch):
     for number, author in enumerate(authors):
         view.take(author.heard(*(author.round(n, authors[:3]) for n in range(6)), at=NOW + number))
         view.take(MessageRefused(time=NOW, reason=f"reason-{number}"))
-    assert [peer.status.name for peer in view.peers.values()] == [f"peer-{number}" for number in range(4, 9)]
+    assert [peer.status.name for peer in view.peers.values()] == [
+        f"peer-{number}" for number in range(4, 9)
+    ]
     assert sum(view.meetings.pairs().values()) == 7
     for number in range(200):
         view.take(MessageRefused(time=NOW, reason=f"made-up-{number}"))
@@ -245,8 +291,14 @@ def test_a_curve_is_bounded_and_in_order(points):
 
 def test_a_late_joiner_is_drawn_beside_those_that_are_in_its_round(authors):
     anna, bert, _ = authors
-    view = view_of(anna.heard(*(anna.round(n) for n in (40, 41))), bert.heard(*(bert.round(n, step=n - 39) for n in (40, 41))))
-    assert [[x for x, _ in peer.loss.points] for peer in view.peers.values()] == [[40, 41], [40, 41]]
+    view = view_of(
+        anna.heard(*(anna.round(n) for n in (40, 41))),
+        bert.heard(*(bert.round(n, step=n - 39) for n in (40, 41))),
+    )
+    assert [[x for x, _ in peer.loss.points] for peer in view.peers.values()] == [
+        [40, 41],
+        [40, 41],
+    ]
 
 
 def test_a_smoothed_curve_is_the_exponential_mean_over_a_32nd_of_it():
@@ -271,7 +323,10 @@ def test_a_long_curve_keeps_its_beginning_and_comes_up_to_the_end():
 def test_the_snapshot_is_json(authors):
     anna, bert, carl = authors
     view = view_of(
-        Watching(time=NOW, swarm=SWARM), anna.heard(anna.round(1, [bert]), reward=0.5), bert.heard(), carl.heard(state="done")
+        Watching(time=NOW, swarm=SWARM),
+        anna.heard(anna.round(1, [bert]), reward=0.5),
+        bert.heard(),
+        carl.heard(state="done"),
     )
     shown = json.loads(json.dumps(page_data(view, ended=False), allow_nan=False))
     assert [peer["name"] for peer in shown["peers"]] == ["anna", "bert", "carl"]
@@ -279,14 +334,24 @@ def test_the_snapshot_is_json(authors):
     assert shown["charts"]["reward"]["each"] == [[0.5], [None], [None]]
     assert shown["peers"][2]["here"] is False
     assert shown["pairs"] == [[*sorted((anna.tail, bert.tail)), 1, 1, NOW]]
-    assert shown["meetings"] == [[1, 0, [sorted(["anna", "bert"], key={"anna": anna.tail, "bert": bert.tail}.get)], []]]
+    assert shown["meetings"] == [
+        [1, 0, [sorted(["anna", "bert"], key={"anna": anna.tail, "bert": bert.tail}.get)], []]
+    ]
 
 
 def test_a_chart_has_the_mean_and_band_of_all_on_one_grid_and_gaps_where_a_peer_was_away():
     shown = chart([[(0, 2.0), (1, 2.0), (2, 4.0)], [(0, 4.0), (2, 6.0)], []], 10, 1)
-    assert shown == {"x": [0, 1, 2], "mean": [3, 3.5, 5], "low": [2, 2, 4], "high": [4, 5, 6], "each": [[2, 2, 4]]}
+    assert shown == {
+        "x": [0, 1, 2],
+        "mean": [3, 3.5, 5],
+        "low": [2, 2, 4],
+        "high": [4, 5, 6],
+        "each": [[2, 2, 4]],
+    }
     away = [(x, 1.0) for x in (*range(10), *range(50, 60))]
-    assert chart([away, [(x, 3.0) for x in range(60)]], 100, 2)["each"][0] == [None if 9 < x < 50 else 1.0 for x in range(60)]
+    assert chart([away, [(x, 3.0) for x in range(60)]], 100, 2)["each"][0] == [
+        None if 9 < x < 50 else 1.0 for x in range(60)
+    ]
     assert len(chart([[(x, 0.0) for x in range(500)]], 100, 1)["x"]) == 100
     assert chart([], 10, 1)["x"] == []
 
@@ -317,7 +382,9 @@ def test_the_consensus_distance_is_drawn_when_all_have_told_of_an_exchange_or_it
 
 def test_silence_is_noticed_in_a_recording_too(authors):
     anna, bert, _ = authors
-    view = view_of(anna.heard(anna.round(4)), *(bert.heard(bert.round(n), at=NOW + n) for n in range(12)))
+    view = view_of(
+        anna.heard(anna.round(4)), *(bert.heard(bert.round(n), at=NOW + n) for n in range(12))
+    )
     assert texts(view, "peer")[-1] == "anna fell silent in round 4"
 
 
@@ -329,7 +396,10 @@ def test_groups_and_lone_peers_of_the_newest_rounds_are_told(authors):
         dora.heard(dora.round(1)),
     )  # fmt: skip
     shown = page_data(view, ended=False)["meetings"]
-    told = [(number, {frozenset(group) for group in groups}, alone) for number, _, groups, alone in shown]
+    told = [
+        (number, {frozenset(group) for group in groups}, alone)
+        for number, _, groups, alone in shown
+    ]
     assert told == [(2, set(), ["anna"]), (1, {frozenset({"anna", "bert", "carl"})}, ["dora"])]
 
 
@@ -348,13 +418,20 @@ def test_roles_are_those_of_the_status_and_a_silent_connection_is_a_bootstrap_no
 
 
 def signed(signer, peer, *numbers, at=NOW, **work):
-    fields = {"swarm": SWARM, "peer": signer.peer, "issued": at, "work": ((peer.peer, *Work(*numbers, **work)),)}
+    fields = {
+        "swarm": SWARM,
+        "peer": signer.peer,
+        "issued": at,
+        "work": ((peer.peer, *Work(*numbers, **work)),),
+    }
     return Signed(time=at, peer=signer.peer, receipts=Receipts(**fields))
 
 
 def here(*authors, round=9):
     return [
-        author.heard(author.round(round), addresses=(f"/ip4/10.{number}.0.1/tcp/1/p2p/{author.peer}",))
+        author.heard(
+            author.round(round), addresses=(f"/ip4/10.{number}.0.1/tcp/1/p2p/{author.peer}",)
+        )
         for number, author in enumerate(authors)
     ]
 
@@ -365,28 +442,57 @@ def test_an_exchange_counts_once_both_sides_signed_it(authors):
     assert view_of(*here(anna, bert, carl), *one).totals()["confirmed"] is None
     view = view_of(*here(anna, bert, carl), *one, *both)
     found, total = view.confirmed(), view.totals()["confirmed"]
-    assert (found[bert.peer]["exchanges"], found[bert.peer]["tokens"], found[bert.peer]["partners"]) == (2, 300.0, 1)
+    assert (
+        found[bert.peer]["exchanges"],
+        found[bert.peer]["tokens"],
+        found[bert.peer]["partners"],
+    ) == (2, 300.0, 1)
     assert found[carl.peer]["partners"] == 0
-    assert (total["exchanges"], total["rounds"], total["tokens"], total["elsewhere"]) == (2, 4.0, 380.0, 4.0)
+    assert (total["exchanges"], total["rounds"], total["tokens"], total["elsewhere"]) == (
+        2,
+        4.0,
+        380.0,
+        4.0,
+    )
 
 
 def test_what_a_watcher_hears_twice_or_of_an_earlier_moment_adds_nothing(authors):
     anna, bert, _ = authors
     now = [signed(anna, bert, 3, 3.0, 300.0), signed(bert, anna, 3, 3.0, 300.0)]
-    before = [signed(anna, bert, 9, 9.0, 900.0, at=NOW - 1), signed(bert, anna, 9, 9.0, 900.0, at=NOW - 1)]
-    assert view_of(*here(anna, bert), *now, *before, *now).totals() == view_of(*here(anna, bert), *now).totals()
+    before = [
+        signed(anna, bert, 9, 9.0, 900.0, at=NOW - 1),
+        signed(bert, anna, 9, 9.0, 900.0, at=NOW - 1),
+    ]
+    assert (
+        view_of(*here(anna, bert), *now, *before, *now).totals()
+        == view_of(*here(anna, bert), *now).totals()
+    )
 
 
 def test_invented_partners_and_invented_rounds_raise_nothing(authors):
     anna, bert, carl = authors
     ghosts = [Author("ghost") for _ in range(3)]
-    said = [event for ghost in ghosts for event in (signed(ghost, carl, 5, 5.0, 50.0), signed(carl, ghost, 5, 5.0, 50.0))]
+    said = [
+        event
+        for ghost in ghosts
+        for event in (signed(ghost, carl, 5, 5.0, 50.0), signed(carl, ghost, 5, 5.0, 50.0))
+    ]
     honest = [signed(anna, bert, 4, 4.0, 400.0), signed(bert, anna, 4, 4.0, 400.0)]
     assert view_of(*here(anna, bert, carl), *honest, *said).confirmed()[carl.peer]["partners"] == 0
-    colluding = [signed(anna, carl, 2**40, 2.0**40, 2.0**50), signed(carl, anna, 2**40, 2.0**40, 2.0**50)]
+    colluding = [
+        signed(anna, carl, 2**40, 2.0**40, 2.0**50),
+        signed(carl, anna, 2**40, 2.0**40, 2.0**50),
+    ]
     carls = view_of(*here(anna, bert, carl), *honest, *colluding).confirmed()[carl.peer]
-    assert (carls["exchanges"], carls["rounds"]) == (11, 11.0)  # as many as there were rounds, and two
-    usual = [event for number in range(4) for event in pair_of(Author(f"a{number}"), Author(f"b{number}"))]
+    assert (carls["exchanges"], carls["rounds"]) == (
+        11,
+        11.0,
+    )  # as many as there were rounds, and two
+    usual = [
+        event
+        for number in range(4)
+        for event in pair_of(Author(f"a{number}"), Author(f"b{number}"))
+    ]
     carls = view_of(*here(anna, bert, carl), *usual, *honest, *colluding).confirmed()[carl.peer]
     assert carls["tokens"] == 4 * 100.0 * 11
 
@@ -400,7 +506,13 @@ def test_the_page_shows_what_is_confirmed_and_of_how_many_ranges(authors):
     events = [signed(signer, carl, rollouts=2, reward=1.5, votes=1) for signer in (anna, bert)]
     shown = page_data(view_of(*here(anna, bert, carl), *events), ended=False)
     (of_carl,) = [peer["confirmed"] for peer in shown["peers"] if peer["id"] == carl.peer]
-    assert (of_carl["rollouts"], of_carl["reward"], of_carl["votes"], of_carl["partners"], of_carl["ranges"]) == (4, 3.0, 2, 2, 2)
+    assert (
+        of_carl["rollouts"],
+        of_carl["reward"],
+        of_carl["votes"],
+        of_carl["partners"],
+        of_carl["ranges"],
+    ) == (4, 3.0, 2, 2, 2)
     assert shown["totals"]["confirmed"]["votes"] == 2
 
 
@@ -417,7 +529,9 @@ def refused(gate, data, publisher="somebody"):
 
 def test_a_status_is_opened(gate, authors):
     anna, bert, _ = authors
-    status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("no-partner", 2),))
+    status = anna.status(
+        anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("no-partner", 2),)
+    )
     assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
 
 
@@ -430,11 +544,22 @@ def test_malformed_messages_are_refused_each_for_its_reason(gate, authors):
     assert refused(gate, bytes(MAX_MESSAGE + 1)) == "oversized"
     assert refused(gate, b"\x91" * 500) == "malformed"
     sealed = seal(anna.status(), anna.identity)
-    assert refused(gate, make_envelope(SWARM, Body("plain", len(sealed), sealed[:-1] + bytes([sealed[-1] ^ 1])))) == "forged"
+    assert (
+        refused(
+            gate,
+            make_envelope(SWARM, Body("plain", len(sealed), sealed[:-1] + bytes([sealed[-1] ^ 1]))),
+        )
+        == "forged"
+    )
     assert refused(gate, make_envelope(SWARM, Body("zlib", len(sealed), sealed))) == "malformed"
     assert refused(gate, make_envelope(SWARM, Body("plain", 1 << 30, sealed))) == "oversized"
-    assert refused(gate, make_envelope(swarm_id(b"other"), make_body(anna.status(), anna.identity))) == "foreign-swarm"
-    assert refused(gate, make_envelope(SWARM, make_body(anna.status(), bert.identity))) == "forged"  # bert speaks for anna
+    assert (
+        refused(gate, make_envelope(swarm_id(b"other"), make_body(anna.status(), anna.identity)))
+        == "foreign-swarm"
+    )
+    assert (
+        refused(gate, make_envelope(SWARM, make_body(anna.status(), bert.identity))) == "forged"
+    )  # bert speaks for anna
     foreign = anna.status(swarm=swarm_id(b"other"))
     assert refused(gate, make_envelope(SWARM, make_body(foreign, anna.identity))) == "foreign-swarm"
     assert gate.open("somebody", good) == anna.status()
@@ -487,7 +612,9 @@ def at(author, port=4001, host="/ip4/203.0.113.5", rest=""):
 def test_what_a_peer_says_of_another_is_not_noted(authors):
     anna, bert, _ = authors
     found = PeerAddresses()
-    relayed = at(anna, rest=f"/p2p/{bert.peer}/p2p-circuit")  # the daemon dials through relays, and by QUIC
+    relayed = at(
+        anna, rest=f"/p2p/{bert.peer}/p2p-circuit"
+    )  # the daemon dials through relays, and by QUIC
     found.learn(anna.peer, [at(bert), relayed, at(anna), "nonsense"])
     assert found.addresses(anna.peer) == (relayed, at(anna))
     found.learn(anna.peer, [at(bert)])  # says nothing of itself that helps: what was known stays

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.node.watch.source import Recorder
-from shoal.node.watch.swarm_view import Described, MessageRefused, SwarmView, Unreachable, WatchError
+from shoal.node.watch.swarm_view import (
+    Described,
+    MessageRefused,
+    SwarmView,
+    Unreachable,
+    WatchError,
+)
 from shoal.swarm.access import Link
 from tests.node.watch.conftest import NOW, SWARM, Source
 
@@ -100,7 +106,10 @@ def test_pictures_are_streamed_when_something_changed(authors):
     async def work(client, page, inbox, source):
         assert await page.step()
         assert not await page.step()
-        first = re.search(r'<script id="first" type="application/json">([^<]*)</script>', await (await client.get("/")).text())
+        first = re.search(
+            r'<script id="first" type="application/json">([^<]*)</script>',
+            await (await client.get("/")).text(),
+        )
         assert json.loads(first[1])["peers"][0]["name"] == "<b>anna</b>"
         response = await client.get("/events")
         assert response.content_type == "text/event-stream"
@@ -189,7 +198,13 @@ def test_the_picture_of_a_large_swarm_is_bounded(authors):
 
 
 def test_a_shared_page_is_read_under_any_name_and_has_no_addresses(authors):
-    events = [Unreachable(time=NOW, peer=authors[0].peer, reason="nobody answers as this peer at /ip4/198.51.100.7/tcp/4001")]
+    events = [
+        Unreachable(
+            time=NOW,
+            peer=authors[0].peer,
+            reason="nobody answers as this peer at /ip4/198.51.100.7/tcp/4001",
+        )
+    ]
 
     async def work(client, page, inbox, source):
         await page.step()
@@ -202,7 +217,9 @@ def test_a_shared_page_is_read_under_any_name_and_has_no_addresses(authors):
     with_page(work, events, shared=True)
 
 
-def test_the_picture_at_a_time_of_a_recording_is_that_of_its_events_so_far(authors, tmp_path, monkeypatch):
+def test_the_picture_at_a_time_of_a_recording_is_that_of_its_events_so_far(
+    authors, tmp_path, monkeypatch
+):
     monkeypatch.setattr(source_module, "KEPT_EACH", 3)
     anna, bert, _ = authors
     recorder = Recorder(tmp_path / "swarm.jsonl")
@@ -230,7 +247,9 @@ def test_a_taken_port_is_one_sentence():
         port = server.sockets[0].getsockname()[1]
 
         page = web.Page(queue.Queue(), Source(), live=True)
-        with pytest.raises(WatchError, match=f"Cannot serve the page on port {port} .*choose another"):
+        with pytest.raises(
+            WatchError, match=f"Cannot serve the page on port {port} .*choose another"
+        ):
             await asyncio.to_thread(web.serve, page, web.Address(web.HERE, port), 1, print)
         server.close()
 
@@ -240,7 +259,9 @@ def test_a_taken_port_is_one_sentence():
 def test_its_address_is_told():
     said, source = [], Source()
     source.ended.set()
-    web.serve(web.Page(queue.Queue(), source, live=True), web.Address(web.HERE, 0), None, said.append)
+    web.serve(
+        web.Page(queue.Queue(), source, live=True), web.Address(web.HERE, 0), None, said.append
+    )
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[0])
 
 
@@ -254,7 +275,9 @@ def gated(work, monkeypatch, **limits):
         PAGES[:] = [page]
         runner, open = web.web.AppRunner(page.app(), access_log=None), web.Counter()
         await runner.setup()
-        site = await asyncio.get_running_loop().create_server(lambda: web._Gate(runner.server(), open), web.HERE, 0)
+        site = await asyncio.get_running_loop().create_server(
+            lambda: web._Gate(runner.server(), open), web.HERE, 0
+        )
         try:
             await asyncio.wait_for(work(site.sockets[0].getsockname()[1], open), 30)
         finally:
@@ -311,16 +334,27 @@ def test_a_connection_that_goes_on_asking_stays(monkeypatch):
 
 
 def test_a_crowded_range_leaves_connections_to_others(monkeypatch):
-    monkeypatch.setattr(web.ipaddress, "ip_address", lambda host: SimpleNamespace(is_loopback=False))
+    monkeypatch.setattr(
+        web.ipaddress, "ip_address", lambda host: SimpleNamespace(is_loopback=False)
+    )
 
     async def work(port, open):
-        held = [await asyncio.open_connection(web.HERE, port, local_addr=(f"127.5.0.{n}", 0)) for n in range(1, 9)]
+        held = [
+            await asyncio.open_connection(web.HERE, port, local_addr=(f"127.5.0.{n}", 0))
+            for n in range(1, 9)
+        ]
         assert await fetched(port) == b"HTTP/1.1 200 OK\r\n"
         assert open.total() <= 5
         for _, writer in held:
             writer.close()
 
-    gated(work, monkeypatch, MAX_CONNECTIONS=6, MAX_OF_RANGE=4, range_of=lambda host: host.rpartition(".")[0])
+    gated(
+        work,
+        monkeypatch,
+        MAX_CONNECTIONS=6,
+        MAX_OF_RANGE=4,
+        range_of=lambda host: host.rpartition(".")[0],
+    )
 
 
 def test_a_header_without_an_end_is_cut_off(monkeypatch):

@@ -8,7 +8,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, AutoCodec, ErrorFeedback, codec_named
+from shoal.optim import (
+    BFLOAT16,
+    E3M0,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    SIGN,
+    TOPK2,
+    AutoCodec,
+    ErrorFeedback,
+    codec_named,
+)
 from shoal.optim.codecs.adaptive import allocate, greedy, total
 
 MENU = (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)
@@ -25,7 +36,9 @@ def tables(draw, largest=60):
 
 def best_by_trying_all(errors, sizes, budget):
     every = itertools.product(*(range(len(row)) for row in errors))
-    return min((total(errors, picks) for picks in every if total(sizes, picks) <= budget), default=None)
+    return min(
+        (total(errors, picks) for picks in every if total(sizes, picks) <= budget), default=None
+    )
 
 
 @settings(max_examples=150)
@@ -127,7 +140,9 @@ def test_measured_again_every_few_rounds():
         choices.append(codec.choice)
     assert choices[0] == choices[1] == choices[2]
     assert choices[3] == choices[0][::-1] == choices[6]
-    assert sent[0] == sent[3] == sent[4][::-1] != sent[4]  # what was measured is the next round's choice
+    assert (
+        sent[0] == sent[3] == sent[4][::-1] != sent[4]
+    )  # what was measured is the next round's choice
     codec.encode(layers()[:2])
     assert len(codec.choice) == 2
 
@@ -185,14 +200,19 @@ def assert_close(actual, expected, atol=1e-5):
 
 @pytest.mark.parametrize("inner", LOSSY, **by_name)
 @settings(max_examples=10)
-@given(beta=st.sampled_from([1.0, 0.95, 0.5, 0.0]), seed=st.integers(0, 999), rounds=st.integers(1, 8))
+@given(
+    beta=st.sampled_from([1.0, 0.95, 0.5, 0.0]), seed=st.integers(0, 999), rounds=st.integers(1, 8)
+)
 def test_sent_values_and_residual_add_up_to_the_input(inner, beta, seed, rounds):
     codec = ErrorFeedback(inner.fresh(), beta)
     expected = [torch.zeros(shape, dtype=torch.float64) for shape in FED]
     for tensors in gradients(seed, rounds):
         sent = send(codec, tensors)
         # e_T = sum over s of beta^(T-1-s) (g_s - sent_s)
-        expected = [beta * e + g.double() - q.double() for e, g, q in zip(expected, tensors, sent, strict=True)]
+        expected = [
+            beta * e + g.double() - q.double()
+            for e, g, q in zip(expected, tensors, sent, strict=True)
+        ]
     assert_close(codec.error, expected)
 
 
@@ -205,7 +225,9 @@ def test_with_feedback_the_mean_of_what_is_sent_becomes_what_was_meant(inner):
         total = [t + q for t, q in zip(total, send(codec, g), strict=True)]
     for t, e, x in zip(total, codec.error, g, strict=True):
         torch.testing.assert_close((t + e) / rounds, x, rtol=1e-4, atol=1e-5)
-        assert e.norm() < 70 * x.norm()  # a 64th goes each round, so the residual holds no more than about 64 rounds
+        assert (
+            e.norm() < 70 * x.norm()
+        )  # a 64th goes each round, so the residual holds no more than about 64 rounds
 
 
 def test_the_first_round_is_the_plain_codec_and_sizes_are_its_own():
@@ -230,7 +252,9 @@ def test_poison_never_enters_the_error(inner, bad):
     with pytest.raises(ValueError, match="holds NaN"):
         codec.encode(second)
     after = codec.state_dict()
-    assert all(torch.equal(a, b) for a, b in zip(before.pop("error"), after.pop("error"), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.pop("error"), after.pop("error"), strict=True)
+    )
     assert before == after
     codec.error[1][7] = 0
     codec.encode(third)
@@ -313,7 +337,9 @@ def test_each_fragment_has_its_own():
     assert [tuple(e.shape) for e in codec.error] == FED
     assert isinstance(codec.codec, AutoCodec)
     assert other.codec is not codec.codec
-    with pytest.raises(ValueError, match=r"kept for 3 tensors of 4397 values, got 1 of 5: use fresh\(\)"):
+    with pytest.raises(
+        ValueError, match=r"kept for 3 tensors of 4397 values, got 1 of 5: use fresh\(\)"
+    ):
         codec.encode([torch.ones(5)])
     assert INT8.fresh() is INT8
 
@@ -328,9 +354,18 @@ def test_two_sided_feedback_loses_nothing_on_either_side():
         sent = [send(codec, g) for codec, g in zip(peers, own, strict=True)]
         mean = [torch.stack(parts).mean(0) for parts in zip(*sent, strict=True)]
         moved = [m + q for m, q in zip(moved, send(reducer, mean), strict=True)]
-        meant = [m + torch.stack(parts).mean(0) for m, parts in zip(meant, zip(*own, strict=True), strict=True)]
-    residual = [torch.stack(parts).mean(0) for parts in zip(*(codec.error for codec in peers), strict=True)]
-    assert_close([m + e + o for m, e, o in zip(moved, reducer.error, residual, strict=True)], meant, atol=1e-4)
+        meant = [
+            m + torch.stack(parts).mean(0)
+            for m, parts in zip(meant, zip(*own, strict=True), strict=True)
+        ]
+    residual = [
+        torch.stack(parts).mean(0) for parts in zip(*(codec.error for codec in peers), strict=True)
+    ]
+    assert_close(
+        [m + e + o for m, e, o in zip(moved, reducer.error, residual, strict=True)],
+        meant,
+        atol=1e-4,
+    )
 
 
 def test_wrong_use_is_explained():

@@ -14,7 +14,15 @@ from hypothesis.extra import numpy as hnp
 
 from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.codecs.base import SMALL, buffer, check_sends_weights
-from shoal.optim.codecs.quantized import byte_table, look_up, pack, pack12, packed_bytes, unpack, unpack12
+from shoal.optim.codecs.quantized import (
+    byte_table,
+    look_up,
+    pack,
+    pack12,
+    packed_bytes,
+    unpack,
+    unpack12,
+)
 
 CODECS = [FLOAT32, FLOAT16, BFLOAT16]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
@@ -22,7 +30,9 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
 
 def lists(**floats) -> st.SearchStrategy[list[torch.Tensor]]:
     values = st.floats(width=32, **floats)
-    return st.lists(hnp.arrays(np.float32, SHAPES, elements=values).map(torch.from_numpy), max_size=4)
+    return st.lists(
+        hnp.arrays(np.float32, SHAPES, elements=values).map(torch.from_numpy), max_size=4
+    )
 
 
 def shapes_of(tensors):
@@ -38,7 +48,9 @@ def test_float32_round_trip_is_exact_to_the_bit(tensors):
     payload = FLOAT32.encode(tensors)
     assert payload.dtype == torch.uint8
     assert payload.device.type == "cpu"
-    assert payload.numel() == FLOAT32.nbytes(shapes_of(tensors)) == 4 * sum(t.numel() for t in tensors)
+    assert (
+        payload.numel() == FLOAT32.nbytes(shapes_of(tensors)) == 4 * sum(t.numel() for t in tensors)
+    )
     back = FLOAT32.decode(payload, shapes_of(tensors))
     assert shapes_of(back) == shapes_of(tensors)
     assert [bits(t) for t in back] == [bits(t) for t in tensors]
@@ -61,7 +73,11 @@ def test_half_precision_is_idempotent(codec, tensors):
         assert twice.tolist() == once.tolist()
 
 
-LARGEST = {"float16": 65504.0, "bfloat16": float.fromhex("0x1.fep127"), "float32": float.fromhex("0x1.fffffep127")}
+LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": float.fromhex("0x1.fep127"),
+    "float32": float.fromhex("0x1.fffffep127"),
+}
 WIDER = {"float16": torch.float32, "bfloat16": torch.float32, "float32": torch.float64}
 
 
@@ -75,11 +91,17 @@ def test_a_finite_value_never_becomes_infinite(codec):
         "float32": (float.fromhex("0x1.fffffe8p127"), 1e39),
     }[codec.name]
     for value in (largest, rounded):
-        assert codec.decode(codec.encode([torch.tensor([-value, 1.0], dtype=wider)]), [(2,)])[0].tolist() == [-largest, 1.0]
+        assert codec.decode(codec.encode([torch.tensor([-value, 1.0], dtype=wider)]), [(2,)])[
+            0
+        ].tolist() == [-largest, 1.0]
     for bad in (over, -over):
-        with pytest.raises(ValueError, match=f"is too large for {codec.name}, which ends at .*: choose float32"):
+        with pytest.raises(
+            ValueError, match=f"is too large for {codec.name}, which ends at .*: choose float32"
+        ):
             codec.encode([torch.ones(3), torch.tensor([math.nan, math.inf, bad], dtype=wider)])
-    passed = codec.decode(codec.encode([torch.tensor([math.inf, math.nan, 2.0], dtype=wider)]), [(3,)])[0].tolist()
+    passed = codec.decode(
+        codec.encode([torch.tensor([math.inf, math.nan, 2.0], dtype=wider)]), [(3,)]
+    )[0].tolist()
     assert passed[0] == math.inf
     assert math.isnan(passed[1])
 
@@ -92,7 +114,9 @@ def test_no_codec_decodes_an_infinity_that_was_not_given(name, value):
         with pytest.raises(ValueError, match="too large"):
             codec_named(name).encode([torch.full((70,), value)])
     else:
-        (back,) = codec_named(name).decode(codec_named(name).encode([torch.full((70,), value)]), [(70,)])
+        (back,) = codec_named(name).decode(
+            codec_named(name).encode([torch.full((70,), value)]), [(70,)]
+        )
         assert back.isfinite().all()
 
 
@@ -107,12 +131,16 @@ def test_error_feedback_is_as_before_when_its_codec_refuses():
     assert not codec.pending
 
 
-@pytest.mark.parametrize(("codec", "digits"), [(FLOAT16, 11), (BFLOAT16, 8)], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("codec", "digits"), [(FLOAT16, 11), (BFLOAT16, 8)], ids=["float16", "bfloat16"]
+)
 @given(tensors=lists(min_value=2.0**-14, max_value=60000.0))
 def test_half_precision_rounds_to_nearest(codec, digits, tensors):
     for sign in (1.0, -1.0):
         signed = [sign * t for t in tensors]
-        for before, after in zip(signed, codec.decode(codec.encode(signed), shapes_of(signed)), strict=True):
+        for before, after in zip(
+            signed, codec.decode(codec.encode(signed), shapes_of(signed)), strict=True
+        ):
             assert ((after - before).abs() <= before.abs() * 2.0**-digits).all()
 
 
@@ -137,27 +165,61 @@ def test_bytes_are_little_endian_in_row_major_order():
 def test_codecs_are_found_by_name():
     assert [codec_named(codec.name) for codec in CODECS] == CODECS
     assert [codec_named(name) for name in ("fp32", "fp16", "bf16")] == CODECS
-    assert [codec_named(codec.name) for codec in (INT8, E3M0, SIGN, TOPK2)] == [INT8, E3M0, SIGN, TOPK2]
+    assert [codec_named(codec.name) for codec in (INT8, E3M0, SIGN, TOPK2)] == [
+        INT8,
+        E3M0,
+        SIGN,
+        TOPK2,
+    ]
     for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef", "topk2-senders+ef:0.95",
                  "topk2:0.1+ef:0.9", "topk2-senders:0.05+ef"):  # fmt: skip
         assert codec_named(name).name == name
         assert codec_named(name) is not codec_named(name)  # each has a state of its own
         assert re.fullmatch(r"[a-z0-9_.:,=+-]{1,64}", name)  # what a message between peers admits
-    spellings = {"topk2+ef:0.950": "topk2+ef:0.95", "sign+ef:1": "sign+ef", "auto:02.0": "auto:2", "bf16+ef": "bfloat16+ef"}
-    spellings |= {"topk2:0.10+ef": "topk2:0.1+ef", "topk2:0.015625": "topk2", "topk2-senders:0.01562500": "topk2-senders"}
+    spellings = {
+        "topk2+ef:0.950": "topk2+ef:0.95",
+        "sign+ef:1": "sign+ef",
+        "auto:02.0": "auto:2",
+        "bf16+ef": "bfloat16+ef",
+    }
+    spellings |= {
+        "topk2:0.10+ef": "topk2:0.1+ef",
+        "topk2:0.015625": "topk2",
+        "topk2-senders:0.01562500": "topk2-senders",
+    }
     spellings |= {"topk2:0.12345678": "topk2:0.123457"}
     for short, name in spellings.items():
         assert codec_named(short).name == name
-    exact, named = codec_named("topk2:0.12345649"), codec_named("topk2:0.123456")  # a peer is told the name alone
-    assert [exact.nbytes([(n,)]) for n in range(1, 4000)] == [named.nbytes([(n,)]) for n in range(1, 4000)]
+    exact, named = (
+        codec_named("topk2:0.12345649"),
+        codec_named("topk2:0.123456"),
+    )  # a peer is told the name alone
+    assert [exact.nbytes([(n,)]) for n in range(1, 4000)] == [
+        named.nbytes([(n,)]) for n in range(1, 4000)
+    ]
 
 
-UNKNOWN = ["int3", "", "int8+", "int8+ef+ef", "int8:4", "auto", "auto:", "topk2+ef:", "INT8", " int8", "int8\n"]
+UNKNOWN = [
+    "int3",
+    "",
+    "int8+",
+    "int8+ef+ef",
+    "int8:4",
+    "auto",
+    "auto:",
+    "topk2+ef:",
+    "INT8",
+    " int8",
+    "int8\n",
+]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_an_unknown_name_gets_the_known_ones(name):
-    with pytest.raises(ValueError, match=rf"unknown codec {re.escape(repr(name))}: choose one of float32, float16, bfloat16, int8"):
+    with pytest.raises(
+        ValueError,
+        match=rf"unknown codec {re.escape(repr(name))}: choose one of float32, float16, bfloat16, int8",
+    ):
         codec_named(name)
 
 
@@ -167,7 +229,9 @@ def test_numbers_out_of_range_are_explained():
     with pytest.raises(ValueError, match="above 0 and up to 32, got 40"):
         codec_named("auto:40")
     for part in ("0", "0.0002", "0.26", "10"):
-        with pytest.raises(ValueError, match=rf"topk2 keeps a part of the values from 1/4096 to 0.25, got {part}: "):
+        with pytest.raises(
+            ValueError, match=rf"topk2 keeps a part of the values from 1/4096 to 0.25, got {part}: "
+        ):
             codec_named(f"topk2:{part}+ef")
 
 
@@ -175,7 +239,10 @@ def test_whole_weights_are_not_sent_through_what_is_for_displacements():
     for name in ("float32", "float16", "bfloat16", "int8"):
         check_sends_weights(codec_named(name), "LocalSGD")
     for name in ("e3m0", "topk2", "sign", "auto:4", "int8+ef"):
-        with pytest.raises(ValueError, match=f"LocalSGD sends whole weights, of which the codec {re.escape(name)} loses too much"):
+        with pytest.raises(
+            ValueError,
+            match=f"LocalSGD sends whole weights, of which the codec {re.escape(name)} loses too much",
+        ):
             check_sends_weights(codec_named(name), "LocalSGD")
 
 
@@ -223,7 +290,9 @@ SIZE = 4 * SMALL
 STATM = Path("/proc/self/statm")
 
 
-@pytest.mark.skipif(not STATM.exists(), reason="the system does not tell how much memory the process has")
+@pytest.mark.skipif(
+    not STATM.exists(), reason="the system does not tell how much memory the process has"
+)
 def test_memory_goes_back_to_the_system_with_the_last_view() -> None:
     def resident() -> int:
         return int(STATM.read_text().split()[1]) * mmap.PAGESIZE

@@ -13,7 +13,21 @@ SHAPES = st.one_of(
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
     st.integers(0, 9000).map(lambda n: (n,)),
     st.tuples(st.integers(1, 3).map(lambda n: 64 * n), st.integers(1, 3).map(lambda n: 64 * n)),
-    st.sampled_from([(1,), (255,), (256,), (257,), (4095,), (4096,), (4097,), (8192,), (65, 64), (300, 7), (64, 64, 2)]),
+    st.sampled_from(
+        [
+            (1,),
+            (255,),
+            (256,),
+            (257,),
+            (4095,),
+            (4096,),
+            (4097,),
+            (8192,),
+            (65, 64),
+            (300, 7),
+            (64, 64, 2),
+        ]
+    ),
 )
 KINDS = ["gaussian", "heavy", "sparse", "outlier", "equal", "zero"]
 
@@ -35,7 +49,11 @@ def tensor(shape, kind, seed, scale=1.0):
 
 
 TENSORS = st.builds(
-    tensor, SHAPES, st.sampled_from(KINDS), st.integers(0, 2**16), st.sampled_from([1.0, 3e-7, 0.37, 2.0**40, 1e-30])
+    tensor,
+    SHAPES,
+    st.sampled_from(KINDS),
+    st.integers(0, 2**16),
+    st.sampled_from([1.0, 3e-7, 0.37, 2.0**40, 1e-30]),
 )
 LISTS = st.lists(TENSORS, max_size=3)
 
@@ -90,7 +108,9 @@ def test_encoding_again_changes_nothing(codec, tensors):
 @given(x=TENSORS)
 def test_odd(codec, x):
     there, back = through(codec, [x, -x])
-    known = x != 0 if codec is SIGN else torch.ones_like(x, dtype=torch.bool)  # to sign, zero is positive
+    known = (
+        x != 0 if codec is SIGN else torch.ones_like(x, dtype=torch.bool)
+    )  # to sign, zero is positive
     assert torch.equal(there[known], -back[known])
 
 
@@ -109,7 +129,9 @@ def test_contraction(codec, x):
     (y,) = through(codec, [x])
     # Kept for sure: of topk2 a 64th, of the denser one what an outlier leaves in the mean over 208 places;
     # of int8 and e3m0 all but the bounds below; of sign what the mean holds.
-    kept = {"topk2": 1 / 64, "topk2:0.1": 2 / 416, "int8": 0.9, "e3m0": 0.5, "sign": 0.0}[codec.name]
+    kept = {"topk2": 1 / 64, "topk2:0.1": 2 / 416, "int8": 0.9, "e3m0": 0.5, "sign": 0.0}[
+        codec.name
+    ]
     assert energy(x - y) <= (1 - kept) * energy(x) * (1 + 1e-4)
 
 
@@ -123,10 +145,14 @@ def test_int8_is_within_half_a_step_and_four_roundings(x):
     move x by 2 u s before it is rounded to a step, the others move the result by 2 u s. In all 4 u s, and u^2 s.
     """
     (y,) = through(INT8, [x])
-    for block, got in zip(x.double().reshape(-1).split(256), y.double().reshape(-1).split(256), strict=True):
+    for block, got in zip(
+        x.double().reshape(-1).split(256), y.double().reshape(-1).split(256), strict=True
+    ):
         if block.numel():
             largest = block.abs().max()
-            bound = largest / 254 + 4 * largest * 2.0**-24 * (1 + 2.0**-20) + 2.0**-149  # the least float32
+            bound = (
+                largest / 254 + 4 * largest * 2.0**-24 * (1 + 2.0**-20) + 2.0**-149
+            )  # the least float32
             assert ((block - got).abs() <= bound).all()
             assert got.abs().max() == largest
 
@@ -142,7 +168,9 @@ def test_e3m0_takes_the_nearest_level(x):
         levels = torch.cat((torch.zeros(1), 2.0 ** -torch.arange(7.0))).double() * largest
         values = block.abs().double()
         nearest = (values[:, None] - levels).abs().min(1).values
-        torch.testing.assert_close((values - got.abs().double()).abs(), nearest, rtol=1e-5, atol=float(largest) * 1e-7)
+        torch.testing.assert_close(
+            (values - got.abs().double()).abs(), nearest, rtol=1e-5, atol=float(largest) * 1e-7
+        )
         error, big = (block - got).double().abs(), values >= largest / 64
         assert (error[big] <= values[big] / 3 * (1 + 1e-5)).all()
         assert (error[~big] <= largest / 128 * (1 + 1e-5)).all()
@@ -184,10 +212,15 @@ def test_topk_keeps_the_largest_of_each_chunk(x):
         half = (keep + 1) // 2
         assert sent.sum() == (order[:keep] > 0).sum()
         levels = got.abs().sort(descending=True).values
-        for level, group in ((levels[0], order[:half]), (levels[min(half, len(levels) - 1)], order[half:keep])):
+        for level, group in (
+            (levels[0], order[:half]),
+            (levels[min(half, len(levels) - 1)], order[half:keep]),
+        ):
             above = group[group > 0]
             if above.numel():
-                torch.testing.assert_close(level.double(), above.double().mean(), rtol=2**-8, atol=0)
+                torch.testing.assert_close(
+                    level.double(), above.double().mean(), rtol=2**-8, atol=0
+                )
 
 
 def test_sizes_by_hand():
@@ -198,7 +231,9 @@ def test_sizes_by_hand():
     ratios = [4 * 2**24 / codec.nbytes([(4096, 4096)]) for codec in BLOCKWISE]
     assert [round(ratio, 2) for ratio in ratios] == [3.94, 8.0, 31.03, 151.7, 24.09]
     # A whole chunk keeps 416 of 4,096 values, a short one 1 of 5 and 30 of 300.
-    assert TENTH.nbytes([(64, 128), (4101,)]) == 2 * (4 + 624 + 52) + (4 + 624 + 52) + (4 + 2 + 1 + 1)
+    assert TENTH.nbytes([(64, 128), (4101,)]) == 2 * (4 + 624 + 52) + (4 + 624 + 52) + (
+        4 + 2 + 1 + 1
+    )
     assert TENTH.nbytes([(300,)]) == 4 + 45 + 4 + 3
 
 
@@ -238,7 +273,9 @@ def test_a_hostile_payload_is_refused_or_finite(codec, tensors, data):
     except ValueError:
         return
     assert shapes_of(back) == shapes
-    if codec in BLOCKWISE:  # auto may name float32, whose values Exchange checks as those of any codec
+    if (
+        codec in BLOCKWISE
+    ):  # auto may name float32, whose values Exchange checks as those of any codec
         assert all(t.isfinite().all() for t in back)
 
 
@@ -247,7 +284,10 @@ def test_a_hostile_payload_is_refused_or_finite(codec, tensors, data):
 def test_a_payload_of_the_wrong_size_or_kind_is_refused(codec, wrong):
     shapes = [(300, 7), (64, 64)]
     size = codec.nbytes(shapes)
-    with pytest.raises(ValueError, match=rf"payload has {size + wrong} bytes, these shapes need {size} in {codec.name}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"payload has {size + wrong} bytes, these shapes need {size} in {codec.name}",
+    ):
         codec.decode(torch.zeros(size + wrong, dtype=torch.uint8), shapes)
     with pytest.raises(ValueError, match="flat tensor of bytes"):
         codec.decode(torch.zeros(size), shapes)
@@ -262,7 +302,9 @@ def test_bad_scales_are_refused(scale):
         if codec is E3M0:  # bit j of the scale is the sign of word j
             bits = int(torch.tensor(scale, dtype=torch.bfloat16).view(torch.int16)) & 0xFFFF
             payload[7:128:8] &= 127
-            payload[7:128:8] |= torch.tensor([(bits >> j & 1) << 7 for j in range(16)], dtype=torch.uint8)
+            payload[7:128:8] |= torch.tensor(
+                [(bits >> j & 1) << 7 for j in range(16)], dtype=torch.uint8
+            )
         elif codec in (TOPK2, TENTH):
             payload[:2] = torch.tensor([scale], dtype=torch.bfloat16).view(torch.uint8)
         else:
@@ -285,7 +327,9 @@ def test_a_place_named_twice_or_outside_is_refused():
     for places in ([199, 5, 5, 7], [199, 200, 5, 7], [4095, 1, 2, 3]):
         broken = payload.clone()
         broken[4:10] = pack12(torch.tensor([places])).view(-1)  # after two levels of two bytes
-        with pytest.raises(ValueError, match="names a place twice, or one that is not in its chunk"):
+        with pytest.raises(
+            ValueError, match="names a place twice, or one that is not in its chunk"
+        ):
             TOPK2.decode(broken, [(200,)])
 
 

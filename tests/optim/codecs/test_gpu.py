@@ -8,13 +8,26 @@ import torch
 from shoal.optim import codec_named
 from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Checks
 
-NAMES = ["float32", "float16", "bfloat16", "int8", "e3m0", "sign", "topk2", "auto:3", "topk2+ef:0.95", "auto:3+ef"]
+NAMES = [
+    "float32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "e3m0",
+    "sign",
+    "topk2",
+    "auto:3",
+    "topk2+ef:0.95",
+    "auto:3+ef",
+]
 
 
 def tensors():
     generator = torch.Generator().manual_seed(0)
     # Distinct magnitudes, since equal ones may be ranked differently by different devices.
-    return [torch.randn(shape, generator=generator) for shape in [(128, 192), (5000,), (3, 5, 7), ()]]
+    return [
+        torch.randn(shape, generator=generator) for shape in [(128, 192), (5000,), (3, 5, 7), ()]
+    ]
 
 
 @pytest.mark.gpu
@@ -30,7 +43,9 @@ def test_a_gpu_sends_and_reads_what_a_cpu_does(name):
         for a, b, t in zip(on_cpu, there.decode(payload, shapes), x, strict=True):
             # The order of a sum differs between devices, and with it the last bit of a mean.
             torch.testing.assert_close(a, b, rtol=2**-7, atol=float(t.abs().max()) * 1e-6)
-        for a, b in zip(there.decode(payload, shapes), there.decode(payload.cuda(), shapes), strict=True):
+        for a, b in zip(
+            there.decode(payload, shapes), there.decode(payload.cuda(), shapes), strict=True
+        ):
             assert b.is_cuda
             assert torch.equal(a, b.cpu())
 
@@ -65,7 +80,9 @@ def test_feedback_on_a_device_takes_back_what_was_refused_and_goes_on_from_saved
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("float32", "float16", "bfloat16")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name not in ("float32", "float16", "bfloat16")]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_cannot_be_sent_is_refused_on_a_device_too_and_changes_nothing(name, bad):
     codec, x = codec_named(name), [tensor.cuda() for tensor in tensors()]
@@ -73,7 +90,9 @@ def test_what_cannot_be_sent_is_refused_on_a_device_too_and_changes_nothing(name
     before = codec.state_dict()
     broken = [tensor.clone() for tensor in x]
     broken[1][77] = bad
-    with pytest.raises(ValueError, match=r"a tensor to be sent.*lower the learning rate or clip gradients"):
+    with pytest.raises(
+        ValueError, match=r"a tensor to be sent.*lower the learning rate or clip gradients"
+    ):
         codec.encode(broken)
     after = codec.state_dict()
     assert str(before) == str(after)
@@ -84,9 +103,13 @@ def test_plain_floats_send_what_is_not_finite_and_refuse_what_would_become_so():
     x = torch.tensor([1.0, float("nan"), float("inf")])
     for name in ("float32", "float16", "bfloat16"):  # a card writes another NaN than a CPU does
         for payload in (codec_named(name).encode([x.cuda()]), codec_named(name).encode([x])):
-            torch.testing.assert_close(codec_named(name).decode(payload, [(3,)])[0], x, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                codec_named(name).decode(payload, [(3,)])[0], x, rtol=0, atol=0, equal_nan=True
+            )
         with_buffer = BufferTailCodec(codec_named(name), 1)
-        weights, _ = with_buffer.decode(with_buffer.encode([x.cuda(), torch.ones(1, device="cuda")]), [(3,), (1,)])
+        weights, _ = with_buffer.decode(
+            with_buffer.encode([x.cuda(), torch.ones(1, device="cuda")]), [(3,), (1,)]
+        )
         torch.testing.assert_close(weights, x, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match=r"a value of 70000 is too large for float16"):
         codec_named("float16").encode([torch.tensor([1.0, 70000.0], device="cuda")])

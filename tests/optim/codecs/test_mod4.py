@@ -43,7 +43,12 @@ def parsed(payload, count):
     assert len(data) == 8 + count * 34
     packed = np.frombuffer(data[8 + 2 * count :], np.uint8).reshape(count, 32)
     exponents = np.frombuffer(data[8 : 8 + count], np.int8).astype(int)
-    return data[:8], exponents, list(data[8 + count : 8 + 2 * count]), np.concatenate([packed % 16, packed // 16], axis=1)
+    return (
+        data[:8],
+        exponents,
+        list(data[8 + count : 8 + 2 * count]),
+        np.concatenate([packed % 16, packed // 16], axis=1),
+    )
 
 
 def rows(message):
@@ -70,7 +75,9 @@ def pair(shape, distance, seed=0, rounds=1):
     base = [torch.randn(one, generator=generator) for one in shapes]
     codecs = Mod4Codec(), Mod4Codec()
     for number in range(rounds):
-        moves = [[distance * torch.randn(one, generator=generator) for one in shapes] for _ in codecs]
+        moves = [
+            [distance * torch.randn(one, generator=generator) for one in shapes] for _ in codecs
+        ]
         messages = []
         for codec, moved in zip(codecs, moves, strict=True):
             codec.expect(f"run:{number}:0", moved)
@@ -98,13 +105,17 @@ def test_a_payload_is_what_the_formulas_make_of_the_weights():
     exact = ~near_a_tie.any(axis=1)
     assert exact.sum() > count / 2
     assert [d for d, e in zip(digests, exact, strict=True) if e] == [
-        sum(r * int(h) for r, h in zip(odd, row, strict=True)) % 256 for row, e in zip(z // LEVELS, exact, strict=True) if e
+        sum(r * int(h) for r, h in zip(odd, row, strict=True)) % 256
+        for row, e in zip(z // LEVELS, exact, strict=True)
+        if e
     ]
     k = np.round((x / step + u - codes) / LEVELS)
     expected = (codes + LEVELS * k - u) * step
     read = theirs.read(mine.payload)
     assert read.kept.all()
-    np.testing.assert_allclose(read.values.numpy(), expected, rtol=1e-6, atol=1e-6 * float(step.max()))
+    np.testing.assert_allclose(
+        read.values.numpy(), expected, rtol=1e-6, atol=1e-6 * float(step.max())
+    )
     # Half a step of rounding at most, in float32.
     assert (np.abs(expected - rows) <= step * 0.5 * (1 + 1e-4)).all()
 
@@ -138,7 +149,9 @@ def test_any_shapes_and_distances(shapes, scale, distance, seed):
     here, _, gains, losses = both_ways(mine, theirs)
     values, kept = mine.read(theirs.payload).values, here.kept
     exact = theirs.read(theirs.payload).values
-    far = (rows(theirs) - rows(mine)).abs().amax(1) >= C * 2.0 ** (theirs.exponents / 4) * (1 - 1 / LEVELS)
+    far = (rows(theirs) - rows(mine)).abs().amax(1) >= C * 2.0 ** (theirs.exponents / 4) * (
+        1 - 1 / LEVELS
+    )
     assert torch.equal(values[~far & kept], exact[~far & kept])
     assert torch.equal(values[~kept], rows(mine)[~kept])
     if distance < 1:
@@ -152,8 +165,12 @@ def test_the_distance_of_a_short_block_is_that_of_its_values():
     """What fills it up is rounded as well: counted with them it made a block of 2 values seem six times as far away."""
     _, (mine, theirs) = pair([(64, 64), (2,), (30,)], 0.05)
     read = mine.read(theirs.payload)
-    for found, size, row, own in zip(read.distance[-2:], (2, 30), read.values[-2:], rows(mine)[-2:], strict=True):
-        assert float(found) == pytest.approx(float((row - own)[:size].double().square().mean().sqrt()), rel=1e-5)
+    for found, size, row, own in zip(
+        read.distance[-2:], (2, 30), read.values[-2:], rows(mine)[-2:], strict=True
+    ):
+        assert float(found) == pytest.approx(
+            float((row - own)[:size].double().square().mean().sqrt()), rel=1e-5
+        )
 
 
 def test_blocks_that_are_too_far_are_refused_by_both():
@@ -163,7 +180,9 @@ def test_blocks_that_are_too_far_are_refused_by_both():
     far.expect("run:0:0", [torch.full((256, 256), 0.01)])
     away = far.post([theirs.tensors()[0] + torch.where(torch.arange(256)[:, None] < 128, 2.0, 0.0)])
     here, _, gains, losses = both_ways(mine, away)
-    assert not here.kept[:512].any()  # 128 rows of 4 blocks: by the digest, or by twice the own range
+    assert not here.kept[
+        :512
+    ].any()  # 128 rows of 4 blocks: by the digest, or by twice the own range
     assert here.kept[512:].all()
     assert not gains[0][:128].any()
     assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
@@ -184,7 +203,9 @@ def test_the_digest_finds_a_block_that_was_read_wrong():
 
 def test_ranges_follow_what_was_measured():
     (codec, _), (mine, theirs) = pair((64, 64), 0.05)
-    assert (2.0 ** (mine.exponents / 4)).mean() == pytest.approx(0.05 * 1.5 * 1.09 * 1.09, rel=0.15)  # two times rounded up
+    assert (2.0 ** (mine.exponents / 4)).mean() == pytest.approx(
+        0.05 * 1.5 * 1.09 * 1.09, rel=0.15
+    )  # two times rounded up
     read = mine.read(theirs.payload)
     read.kept[3] = False
     used = widths(mine)
@@ -194,7 +215,9 @@ def test_ranges_follow_what_was_measured():
     codec.expect("run:1:0", [torch.zeros(64, 64)])
     after = widths(codec.post(mine.tensors()))
     expected = 1.1 * torch.where(torch.arange(64) == 3, 1.5 * used, apart)
-    assert (after / expected).log2().abs().max() < 0.5  # by two roundings to a quarter of an octave, and the lattice
+    assert (
+        after / expected
+    ).log2().abs().max() < 0.5  # by two roundings to a quarter of an octave, and the lattice
     codec.expect("run:1:0", [torch.full((64, 64), 10.0)])
     by_motion = widths(codec.post(mine.tensors()))
     rho = math.sqrt(float(apart.square().sum()) / (64 * 0.05**2))
@@ -228,7 +251,9 @@ def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
             codec._apart = rounds
             codec.expect("run:1:0", [torch.full((64, 64), moved)])
             widest.setdefault(moved, []).append(float(widths(codec.post(mine.tensors())).mean()))
-    assert [width / widest[0.05][0] for width in widest[0.05]] == pytest.approx([1, 2, math.sqrt(13), 4], rel=0.15)
+    assert [width / widest[0.05][0] for width in widest[0.05]] == pytest.approx(
+        [1, 2, math.sqrt(13), 4], rel=0.15
+    )
     assert len(set(widest[0.0])) == 1
     codec.rejected()
     assert codec._apart == 101
@@ -250,7 +275,10 @@ def gossip(weights, codecs, rounds, learnt, failing=0.0):
                 messages[peer] = codecs[peer].post([weights[peer]])
             if dice.random() < failing:
                 continue
-            read = {peer: messages[peer].read(messages[one + other - peer].payload) for peer in (one, other)}
+            read = {
+                peer: messages[peer].read(messages[one + other - peer].payload)
+                for peer in (one, other)
+            }
             bits = {peer: read[peer].bits for peer in read}
             for peer in read:
                 codecs[peer].learn(messages[peer], read[peer])
@@ -270,8 +298,13 @@ def gossip(weights, codecs, rounds, learnt, failing=0.0):
 @pytest.mark.parametrize(("count", "failing"), [(4, 0.0), (3, 0.5), (6, 0.8)])
 def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, failing):
     """Where each failed round made them wider, and with them what is rounded, the peers went apart without end."""
-    weights = [0.1 * torch.randn(size, generator=torch.Generator().manual_seed(peer)) for peer in range(count)]
-    apart = gossip(weights, [Mod4Codec() for _ in weights], 90, lambda round: 0.1 * (round < 10), failing)
+    weights = [
+        0.1 * torch.randn(size, generator=torch.Generator().manual_seed(peer))
+        for peer in range(count)
+    ]
+    apart = gossip(
+        weights, [Mod4Codec() for _ in weights], 90, lambda round: 0.1 * (round < 10), failing
+    )
     assert max(apart) < 1.5 * max(apart[:20])
     assert apart[-1] < 0.8 * max(apart)
 
@@ -284,7 +317,9 @@ def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
     for number in range(12):
         messages = []
         for codec, held, distance in zip(codecs, weights, moved, strict=True):
-            codec.expect(f"run:{number}:0", [torch.full((8, BLOCK), distance if number == 0 else 0.0)])
+            codec.expect(
+                f"run:{number}:0", [torch.full((8, BLOCK), distance if number == 0 else 0.0)]
+            )
             messages.append(codec.post([held]))
         used.append([float(widths(message).mean()) for message in messages])
         for codec, mine, theirs in zip(codecs, messages, reversed(messages), strict=True):
@@ -312,7 +347,9 @@ def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows)
 
     gossip(weights, codecs, 160, learnt)
     held = torch.stack(weights)
-    assert held.abs().max() < 2  # of a random walk of 160 steps, the mean of four of which is half as wide
+    assert (
+        held.abs().max() < 2
+    )  # of a random walk of 160 steps, the mean of four of which is half as wide
     heard = held[1:, :rows].square().mean().sqrt() / held[0, :rows].square().mean().sqrt()
     assert heard > 0.5
     assert max(float((2.0 ** (codec._measured.double() / 4)).max()) for codec in codecs) < 1
@@ -323,12 +360,19 @@ def test_who_is_far_and_stays_so_drives_the_others_neither_apart_nor_their_range
     """A newcomer with random weights that could fetch none. What three others learnt from it made them half as far apart again."""
     base, apart, widths = torch.randn(6400, generator=torch.Generator().manual_seed(1)), [], []
     for stranger in (0, 1):
-        weights, codecs = [base.clone() for _ in range(others)], [Mod4Codec() for _ in range(others + stranger)]
+        weights, codecs = (
+            [base.clone() for _ in range(others)],
+            [Mod4Codec() for _ in range(others + stranger)],
+        )
         weights += [torch.randn(6400, generator=torch.Generator().manual_seed(99))] * stranger
         gossip(weights, codecs, 40, lambda round: 0.02)
         held = torch.stack(weights[:others])
         apart.append(float((held - held.mean(0)).square().mean().sqrt()))
-        widths.append(max(float((2.0 ** (codec._measured.double() / 4)).median()) for codec in codecs[:others]))
+        widths.append(
+            max(
+                float((2.0 ** (codec._measured.double() / 4)).median()) for codec in codecs[:others]
+            )
+        )
     assert apart[1] < 1.15 * apart[0]
     assert widths[1] < 4 * widths[0]
 
@@ -355,14 +399,19 @@ def test_peers_that_stand_still_lose_nothing_but_the_last_bits():
     values = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     codec.expect("run:0:0", [torch.zeros(4, 64)])
     message = codec.post([values])
-    assert (message.read(message.payload).values - values).abs().max() <= values.abs().max() * 2.0**-20
+    assert (
+        message.read(message.payload).values - values
+    ).abs().max() <= values.abs().max() * 2.0**-20
     zeros = codec.post([torch.zeros(4, 64)])
     assert zeros.read(zeros.payload).values.abs().max() < 1e-8
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types_are_sent_as_float32(dtype):
-    codec, values = Mod4Codec(), torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    codec, values = (
+        Mod4Codec(),
+        torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(dtype),
+    )
     assert torch.equal(codec.post([values]).tensors()[0], values.float())
 
 
@@ -385,22 +434,31 @@ def test_what_cannot_be_sent_is_refused_and_changes_nothing(bad):
     (codec, _), _ = pair((64, 2), 0.05, rounds=2)
     codec.rejected()
     before = codec.state_dict()
-    with pytest.raises(ValueError, match="a tensor to be sent holds NaN, infinity or values too large"):
+    with pytest.raises(
+        ValueError, match="a tensor to be sent holds NaN, infinity or values too large"
+    ):
         codec.post([torch.tensor([[1.0, bad]] * 64)])
     assert codec.state_dict() == before
 
 
 def test_bytes_that_nobody_sends_are_refused_in_a_sentence():
     _, (mine, theirs) = pair((64, 64), 0.05)
-    for payload in (theirs.payload[:-1], torch.cat([theirs.payload, torch.zeros(1, dtype=torch.uint8)])):
-        with pytest.raises(ValueError, match=r"payload has \d+ bytes, these shapes need \d+ in mod4"):
+    for payload in (
+        theirs.payload[:-1],
+        torch.cat([theirs.payload, torch.zeros(1, dtype=torch.uint8)]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"payload has \d+ bytes, these shapes need \d+ in mod4"
+        ):
             mine.read(payload)
     hostile = theirs.payload.clone()
     hostile[8 + 5] = 0x80
     with pytest.raises(ValueError, match="an exponent of -128, which none sends"):
         mine.read(hostile)
     for bits in (b"\xff", bytes(9), bytes(7)):
-        with pytest.raises(ValueError, match=r"\d bytes name the refused blocks, 8 are needed for 64"):
+        with pytest.raises(
+            ValueError, match=r"\d bytes name the refused blocks, 8 are needed for 64"
+        ):
             mine.refused(bits)
     with pytest.raises(ValueError, match="mod4 is for two peers"):
         codec_named("mod4").decode(theirs.payload, [(64, 64)])
@@ -408,7 +466,9 @@ def test_bytes_that_nobody_sends_are_refused_in_a_sentence():
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-127, 127) | st.none(), keep=st.booleans())
-def test_whatever_a_partner_sends_it_moves_nobody_further_than_twice_the_expected_distance(seed, exponent, keep):
+def test_whatever_a_partner_sends_it_moves_nobody_further_than_twice_the_expected_distance(
+    seed, exponent, keep
+):
     _, (mine, theirs) = pair([(30, 64), (3,)], 0.05, rounds=2)
     generator = torch.Generator().manual_seed(seed)
     hostile = torch.randint(0, 256, theirs.payload.shape, generator=generator, dtype=torch.uint8)
@@ -421,10 +481,14 @@ def test_whatever_a_partner_sends_it_moves_nobody_further_than_twice_the_expecte
     read = mine.read(hostile)
     expected = 2.0 ** (mine.exponents / 4)
     assert (read.distance[read.kept] <= 2 * expected[read.kept]).all()
-    moved = torch.cat([torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 64)) for t in mine.move(read, b"")]).view(-1, 64)
+    moved = torch.cat(
+        [torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 64)) for t in mine.move(read, b"")]
+    ).view(-1, 64)
     rms = moved.square().sum(1).div(torch.tensor([64.0] * 30 + [3.0])).sqrt()
     assert moved.isfinite().all()
-    assert (rms <= 2.6 * expected).all()  # and half a step of the own rounding, 9/32 sigma; half of it moves a peer
+    assert (
+        rms <= 2.6 * expected
+    ).all()  # and half a step of the own rounding, 9/32 sigma; half of it moves a peer
 
 
 def test_digests_that_were_not_sent_refuse_the_block():
@@ -459,7 +523,13 @@ def test_a_restored_state_goes_on_with_the_same_bits():
 def test_another_state_is_refused_and_changes_nothing():
     (codec, _), _ = pair((64, 2), 0.05, rounds=2)
     before = codec.state_dict()
-    for change in ({"codec": "auto:2"}, {"rho": math.inf}, {"rho": -1.0}, {"apart": -1}, {"seed": "00"}):
+    for change in (
+        {"codec": "auto:2"},
+        {"rho": math.inf},
+        {"rho": -1.0},
+        {"apart": -1},
+        {"seed": "00"},
+    ):
         with pytest.raises(ValueError, match="saved state"):
             codec.load_state_dict(before | change)
         assert codec.state_dict() == before

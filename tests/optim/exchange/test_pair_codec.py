@@ -13,13 +13,25 @@ SIZE = 64 * 40 + 5
 
 
 def train(
-    codec, method=NoLoCo, peers=PEERS, rounds=8, quiet=0, lag=0, dtype=torch.float32, saved=None, stop=None, faults=None, **options
+    codec,
+    method=NoLoCo,
+    peers=PEERS,
+    rounds=8,
+    quiet=0,
+    lag=0,
+    dtype=torch.float32,
+    saved=None,
+    stop=None,
+    faults=None,
+    **options,
 ):
     """Each peer walks at random for some rounds and stands still for the quiet ones; peer -> (slow weights, state)."""
 
     def peer(exchange):
         number = peers.index(exchange.peer)
-        parameter = nn.Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(9)).to(dtype))
+        parameter = nn.Parameter(
+            torch.randn(SIZE, generator=torch.Generator().manual_seed(9)).to(dtype)
+        )
         every = 4
         opt = method(
             torch.optim.SGD([parameter], lr=1.0), exchange, every=every, lag=lag, codec=codec_named(codec),
@@ -48,7 +60,9 @@ def spread(found):
     """The largest distance of a block of a peer to the mean of all, rms, and that of all blocks together."""
     slow = torch.stack([slow.double() for slow, _ in found.values()])
     apart = (slow - slow.mean(0)).square()
-    return max(float(block.mean(1).max()) for block in apart.split(64, 1)) ** 0.5, float(apart.mean().sqrt())
+    return max(float(block.mean(1).max()) for block in apart.split(64, 1)) ** 0.5, float(
+        apart.mean().sqrt()
+    )
 
 
 @pytest.mark.thinned(3)
@@ -68,7 +82,12 @@ def test_the_sum_of_all_peers_is_kept():
     learnt = torch.zeros(SIZE, dtype=torch.float64)
     for number in range(len(PEERS)):
         for step in range(8 * 4):
-            learnt -= 0.02 * torch.randn(SIZE, generator=torch.Generator().manual_seed(1000 * number + step)).double()
+            learnt -= (
+                0.02
+                * torch.randn(
+                    SIZE, generator=torch.Generator().manual_seed(1000 * number + step)
+                ).double()
+            )
     torch.testing.assert_close(total, 8 * first + learnt, rtol=0, atol=3e-5)
 
 
@@ -83,7 +102,9 @@ def test_models_of_other_types_train(dtype):
 def test_an_interrupted_run_goes_on_with_the_same_bits(stop, lag):
     """At step 21 with a lag of 1 an exchange is in flight, which is begun anew."""
     whole = train("mod4", lag=lag, peers=PEERS[:2])
-    again = train("mod4", lag=lag, peers=PEERS[:2], saved=train("mod4", lag=lag, peers=PEERS[:2], stop=stop))
+    again = train(
+        "mod4", lag=lag, peers=PEERS[:2], saved=train("mod4", lag=lag, peers=PEERS[:2], stop=stop)
+    )
     for peer in PEERS[:2]:
         assert torch.equal(whole[peer][0], again[peer][0])
         assert torch.equal(whole[peer][1], again[peer][1])
@@ -105,7 +126,9 @@ def test_weights_of_contributions_count_and_a_listener_takes_the_others():
         values = torch.full((128,), 1.0 if exchange.peer == "a" else 2.0)
         codec = codec_named("mod4")
         codec.expect("run:0:0", [torch.ones(128)])
-        mean = exchange.start(Contribution(RoundKey("run", 0), [values], 0.0 if exchange.peer == "a" else 3.0, codec)).result()
+        mean = exchange.start(
+            Contribution(RoundKey("run", 0), [values], 0.0 if exchange.peer == "a" else 3.0, codec)
+        ).result()
         return mean.tensors[0], mean.weight, mean.counted
 
     found = Simulation(["a", "b"]).run(peer)
@@ -138,9 +161,14 @@ def test_a_clipped_mean_takes_the_same_share_of_the_way():
 
 def test_groups_and_partners_with_another_codec_are_refused_in_a_sentence():
     def peer(exchange, codec):
-        return exchange.start(Contribution(RoundKey("run", 0), [torch.ones(3)], 1.0, codec)).result()
+        return exchange.start(
+            Contribution(RoundKey("run", 0), [torch.ones(3)], 1.0, codec)
+        ).result()
 
-    with pytest.raises(ValueError, match="mod4 is for pairs that read each other by their own weights, not for groups"):
+    with pytest.raises(
+        ValueError,
+        match="mod4 is for pairs that read each other by their own weights, not for groups",
+    ):
         Simulation(PEERS[:3], size=3).run(lambda exchange: peer(exchange, codec_named("mod4")))
     other = {"a": INT8, "b": codec_named("mod4")}
     with pytest.raises(ValueError, match="peer b sends mod4 in fragment 0 where peer a sends int8"):

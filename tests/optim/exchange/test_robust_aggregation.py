@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import DiLoCo, Eager, GASLoC, LocalSGD, NoLoCo, Simulation, weighted_mean
-from shoal.optim.exchange.averaging import CUTOFF, GRID, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.averaging import (
+    CUTOFF,
+    GRID,
+    centered_clip,
+    clipped_gossip,
+    norms,
+    squared_distances,
+)
 from shoal.optim.exchange.base import MOST, counted_weights
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -30,19 +37,25 @@ def clip(vector, radius):
 
 
 def mixed(contributions, shares):
-    return sum(share * flat(tensors) for share, tensors in zip(shares, contributions, strict=True)) / sum(shares)
+    return sum(
+        share * flat(tensors) for share, tensors in zip(shares, contributions, strict=True)
+    ) / sum(shares)
 
 
 @given(SEEDS, st.integers(1, 7))
 def test_distances_are_those_of_the_tensors(seed, count):
     random = torch.Generator().manual_seed(seed)
     offset = peer(random, 1e4)  # weights: large against what they differ by
-    contributions = [[a + b for a, b in zip(offset, peer(random), strict=True)] for _ in range(count)]
+    contributions = [
+        [a + b for a, b in zip(offset, peer(random), strict=True)] for _ in range(count)
+    ]
     squares = squared_distances(contributions)
     for i in range(count):
         for j in range(count):
             far, norm = norms(contributions[i], contributions[j])
-            assert math.isclose(far, float((flat(contributions[i]) - flat(contributions[j])).norm()), rel_tol=1e-9)
+            assert math.isclose(
+                far, float((flat(contributions[i]) - flat(contributions[j])).norm()), rel_tol=1e-9
+            )
             assert math.isclose(norm, float(flat(contributions[i]).norm()), rel_tol=1e-9)
             assert math.isclose(math.sqrt(squares[i][j]), far, rel_tol=1e-6, abs_tol=1e-6)
     assert norms(contributions[0], contributions[0])[0] == 0
@@ -88,11 +101,18 @@ def test_centered_clip_comes_to_rest_where_the_formula_does(seed, count, times):
     from_here = sorted(float((each - result).norm()) for each in whole)
     radius = times * (from_here[(count - 1) // 2] + from_here[count // 2]) / 2
     again = result + sum(clip(each - result, radius) for each in whole) / count
-    assert (again - result).norm() <= 0.03 * from_here[-1]  # 30 iterations come near, not quite there
+    assert (again - result).norm() <= 0.03 * from_here[
+        -1
+    ]  # 30 iterations come near, not quite there
 
 
 @settings(max_examples=50)
-@given(SEEDS, st.sampled_from([(4, 1), (8, 2), (9, 2), (12, 3)]), st.floats(-4, 12), st.sampled_from(["apart", "together", "flip"]))
+@given(
+    SEEDS,
+    st.sampled_from([(4, 1), (8, 2), (9, 2), (12, 3)]),
+    st.floats(-4, 12),
+    st.sampled_from(["apart", "together", "flip"]),
+)
 def test_a_quarter_of_attackers_cannot_move_centered_clip_far(seed, sizes, magnitude, form):
     """It stays within twice the largest honest distance from the honest mean, whatever the attackers send."""
     count, bad = sizes
@@ -101,10 +121,17 @@ def test_a_quarter_of_attackers_cannot_move_centered_clip_far(seed, sizes, magni
     honest = [[middle + flat(peer(random))] for _ in range(count - bad)]
     mean = sum(tensors[0] for tensors in honest) / len(honest)
     together = flat(peer(random))
-    bases = {"apart": lambda: flat(peer(random)), "together": lambda: together, "flip": lambda: -mean}
+    bases = {
+        "apart": lambda: flat(peer(random)),
+        "together": lambda: together,
+        "flip": lambda: -mean,
+    }
     hostile = [[mean + 10**magnitude * bases[form]()] for _ in range(bad)]
     contributions = [*honest, *hostile]
-    moved = mixed([[t.float() for t in c] for c in contributions], centered_clip(squared_distances(contributions), 1.0))
+    moved = mixed(
+        [[t.float() for t in c] for c in contributions],
+        centered_clip(squared_distances(contributions), 1.0),
+    )
     widest = max(float((tensors[0] - mean).norm()) for tensors in honest)
     assert (moved - mean).norm() <= 2 * widest
 
@@ -116,7 +143,9 @@ def test_shares_go_with_the_contributions_and_not_with_their_places(count, seed)
     there = torch.randperm(count, generator=random).tolist()
     shares = centered_clip(squared_distances(contributions), 1.0)
     moved = centered_clip(squared_distances([contributions[place] for place in there]), 1.0)
-    if count > 2:  # of two none is nearer to the others, and the first begins; it ends in the middle all the same
+    if (
+        count > 2
+    ):  # of two none is nearer to the others, and the first begins; it ends in the middle all the same
         assert all(abs(moved[at] - shares[place]) <= 2 for at, place in enumerate(there))
     else:
         assert shares == moved == [1, 1] or abs(shares[0] - shares[1]) <= 2
@@ -149,7 +178,9 @@ def test_no_weight_is_more_than_four_times_the_median(stated):
     counted, limit = counted_weights(stated)
     positive = [weight for weight in stated if weight]
     assert limit == MOST * (median_low(positive) if positive else 1.0)
-    assert counted == ([min(weight, limit) for weight in stated] if positive else [1.0] * len(stated))
+    assert counted == (
+        [min(weight, limit) for weight in stated] if positive else [1.0] * len(stated)
+    )
 
 
 @given(st.lists(st.floats(1.0, 10.0), min_size=2, max_size=6), st.data())
@@ -169,12 +200,17 @@ def test_in_a_pair_both_sides_count_the_same(lie):
         return [(peer, made[peer][0], [made[peer][1].clone()]) for peer in order]
 
     here, there = weighted_mean(parts("ab")), weighted_mean(parts("ba"))
-    assert here.tensors[0].item() == there.tensors[0].item() == pytest.approx(8.0 if lie > 2 else 2.0)
+    assert (
+        here.tensors[0].item() == there.tensors[0].item() == pytest.approx(8.0 if lie > 2 else 2.0)
+    )
     assert (here.weight, here.limit) == (there.weight, there.limit)
 
 
 def test_the_first_tensors_get_a_plain_mean():
-    parts = [("a", 3.0, [torch.tensor(1.0), torch.tensor(1.0)]), ("b", 1.0, [torch.tensor(5.0), torch.tensor(5.0)])]
+    parts = [
+        ("a", 3.0, [torch.tensor(1.0), torch.tensor(1.0)]),
+        ("b", 1.0, [torch.tensor(5.0), torch.tensor(5.0)]),
+    ]
     assert [tensor.item() for tensor in weighted_mean(parts, even=1).tensors] == [3.0, 2.0]
 
 
@@ -185,7 +221,13 @@ def moved(method, lie, *, size, steps=40, peers=6, **options):
         hostile = exchange.peer == "peer0"
         weight = torch.nn.Parameter(torch.zeros(1))
         inner = torch.optim.SGD([weight], lr=0.1)
-        opt = method(inner, exchange, every=5, weight=(lambda tokens, steps: lie) if hostile else 1.0, **options)
+        opt = method(
+            inner,
+            exchange,
+            every=5,
+            weight=(lambda tokens, steps: lie) if hostile else 1.0,
+            **options,
+        )
         for _ in range(steps):
             exchange.sleep(1.0)
             weight.grad = weight.detach() - float(hostile)
@@ -200,9 +242,12 @@ def moved(method, lie, *, size, steps=40, peers=6, **options):
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("lie", [1e30, 1e-30])
 @pytest.mark.parametrize(
-    ("method", "size", "most"), [(NoLoCo, 2, 0.45), (LocalSGD, 2, 0.45), (GASLoC, 2, 0.3), (DiLoCo, 6, 0.5), (Eager, 6, 0.5)]
+    ("method", "size", "most"),
+    [(NoLoCo, 2, 0.45), (LocalSGD, 2, 0.45), (GASLoC, 2, 0.3), (DiLoCo, 6, 0.5), (Eager, 6, 0.5)],
 )
-def test_a_stated_weight_moves_the_others_no_further_than_four_honest_peers_would(method, size, most, lie):
+def test_a_stated_weight_moves_the_others_no_further_than_four_honest_peers_would(
+    method, size, most, lie
+):
     assert moved(method, lie, size=size) <= most
     assert moved(method, MOST, size=size) == pytest.approx(moved(method, 1e30, size=size), abs=1e-6)
 
@@ -213,7 +258,12 @@ def test_a_rule_that_asks_for_its_share_is_told_the_counted_one():
 
     def peer(exchange):
         weight = torch.nn.Parameter(torch.zeros(1))
-        opt = Eager(torch.optim.SGD([weight], lr=0.1), exchange, every=1, weight=100.0 if exchange.peer == "a" else 1.0)
+        opt = Eager(
+            torch.optim.SGD([weight], lr=0.1),
+            exchange,
+            every=1,
+            weight=100.0 if exchange.peer == "a" else 1.0,
+        )
         apply = opt.rule.apply
 
         def noted(slow, fast, mean, state, context):

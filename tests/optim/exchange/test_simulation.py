@@ -11,9 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim import Faults, Mean, NoLoCo, RoundKey, Simulation, candidates, groups, order, partner_of, weighted_mean
+from shoal.optim import (
+    Faults,
+    Mean,
+    NoLoCo,
+    RoundKey,
+    Simulation,
+    candidates,
+    groups,
+    order,
+    partner_of,
+    weighted_mean,
+)
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
-from shoal.optim.exchange.base import SLAB, Contribution, OnDemand, combined, counted_weights, differences, slabs
+from shoal.optim.exchange.base import (
+    SLAB,
+    Contribution,
+    OnDemand,
+    combined,
+    counted_weights,
+    differences,
+    slabs,
+)
 
 PEERS = ["a", "b", "c", "d", "e"]
 WAIT = 3.0
@@ -34,7 +53,9 @@ class Log:
             for round in range(rounds):
                 exchange.sleep(pause(exchange.peer, round))
                 before = simulation.now
-                mean = exchange.start(Contribution(RoundKey("run", round), [one_hot(exchange.peer)], weight=1.0)).result()
+                mean = exchange.start(
+                    Contribution(RoundKey("run", round), [one_hot(exchange.peer)], weight=1.0)
+                ).result()
                 self.outcomes[exchange.peer, round] = mean
                 self.waits.append(simulation.now - before)
             return simulation.now
@@ -42,7 +63,10 @@ class Log:
         self.ends = simulation.run(peer)
 
     def bits(self):
-        means = {at: mean and (mean.members, mean.tensors[0].tolist()) for at, mean in self.outcomes.items()}
+        means = {
+            at: mean and (mean.members, mean.tensors[0].tolist())
+            for at, mean in self.outcomes.items()
+        }
         return means, self.waits, self.ends
 
 
@@ -60,13 +84,21 @@ def times(values, count):
     drops=st.lists(st.booleans(), min_size=1, max_size=20),
     kills=st.dictionaries(st.sampled_from(PEERS), st.integers(0, 40).map(lambda x: x / 2), max_size=4),
 )  # fmt: skip
-def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(peers, size, seed, pauses, delays, drops, kills):
+def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(
+    peers, size, seed, pauses, delays, drops, kills
+):
     rounds = 4
     delay, drop = times(delays, rounds), times(drops, rounds)
-    faults = Faults(lambda p, key: delay(p, key.round), lambda p, key: drop(p, key.round) > 0, kills)
+    faults = Faults(
+        lambda p, key: delay(p, key.round), lambda p, key: drop(p, key.round) > 0, kills
+    )
 
     def once():
-        return Log(Simulation(PEERS[:peers], seed=seed, size=size, wait=WAIT, faults=faults), rounds, times(pauses, rounds))
+        return Log(
+            Simulation(PEERS[:peers], seed=seed, size=size, wait=WAIT, faults=faults),
+            rounds,
+            times(pauses, rounds),
+        )
 
     log = once()
     assert max(log.waits, default=0.0) <= WAIT
@@ -112,18 +144,28 @@ def test_a_late_partner_is_waited_for_but_not_longer_than_the_wait():
 def test_a_lost_contribution_leaves_its_whole_group_without_a_mean():
     faults = Faults(drop=lambda peer, key: (peer, key.round) == ("b", 1))
     log = Log(Simulation(PEERS, size=5, wait=WAIT, faults=faults), 3, lambda peer, round: 0.0)
-    assert [[log.outcomes[peer, round] is None for peer in PEERS] for round in range(3)] == [[False] * 5, [True] * 5, [False] * 5]
+    assert [[log.outcomes[peer, round] is None for peer in PEERS] for round in range(3)] == [
+        [False] * 5,
+        [True] * 5,
+        [False] * 5,
+    ]
 
 
 def test_a_delayed_contribution_arrives_after_the_delay():
-    log = Log(Simulation(["a", "b"], wait=WAIT, faults=Faults(delay=lambda peer, key: 1.25)), 1, lambda peer, round: 0.0)
+    log = Log(
+        Simulation(["a", "b"], wait=WAIT, faults=Faults(delay=lambda peer, key: 1.25)),
+        1,
+        lambda peer, round: 0.0,
+    )
     assert log.ends == {"a": 1.25, "b": 1.25}
     assert log.outcomes["a", 0].members == ("a", "b")
 
 
 def test_when_a_peer_dies_the_others_pair_up_anew_at_once():
     alive = {"a", "b", "c", "d", "e"} - {"c"}
-    log = Log(Simulation(PEERS, wait=WAIT, faults=Faults(kill={"c": 5.5})), 20, lambda peer, round: 1.0)
+    log = Log(
+        Simulation(PEERS, wait=WAIT, faults=Faults(kill={"c": 5.5})), 20, lambda peer, round: 1.0
+    )
     assert set(log.ends) == alive
     for round in range(6, 20):
         assert all(log.outcomes[peer, round] is not None for peer in alive)
@@ -131,7 +173,11 @@ def test_when_a_peer_dies_the_others_pair_up_anew_at_once():
 
 
 def test_the_dead_waiting_peer_is_gone_even_if_another_acts_at_the_very_moment():
-    log = Log(Simulation(["a", "b"], wait=WAIT, faults=Faults(kill={"b": 2.0})), 1, lambda p, round: 2.0 if p == "a" else 0.0)
+    log = Log(
+        Simulation(["a", "b"], wait=WAIT, faults=Faults(kill={"b": 2.0})),
+        1,
+        lambda p, round: 2.0 if p == "a" else 0.0,
+    )
     assert log.outcomes == {("a", 0): None}
     assert log.ends == {"a": 2.0}
 
@@ -156,7 +202,10 @@ def test_a_shorter_deadline_counts_and_the_exchange_is_over_then():
         first = handle.result(0.5)
         return waiting, first, handle.done(), handle.result(), exchange.simulation.now
 
-    assert Simulation(["a", "b"]).run(peer) == {"a": (True, None, True, None, 0.5), "b": (False, None, True, None, 2.0)}
+    assert Simulation(["a", "b"]).run(peer) == {
+        "a": (True, None, True, None, 0.5),
+        "b": (False, None, True, None, 2.0),
+    }
 
 
 def test_the_contribution_is_copied_at_the_start():
@@ -175,7 +224,9 @@ def test_the_contribution_is_copied_at_the_start():
 
 def test_peers_of_different_runs_never_meet():
     def peer(exchange):
-        return exchange.start(Contribution(RoundKey(exchange.peer, 0), [one_hot(exchange.peer)])).result()
+        return exchange.start(
+            Contribution(RoundKey(exchange.peer, 0), [one_hot(exchange.peer)])
+        ).result()
 
     assert Simulation(["a", "b"], wait=WAIT).run(peer) == {"a": None, "b": None}
 
@@ -194,7 +245,11 @@ def test_an_exception_of_a_peer_surfaces_and_the_others_come_to_their_end():
     with pytest.raises(ZeroDivisionError, match="my own bug"):
         Simulation(["a", "b", "c"], wait=WAIT).run(peer)
     assert ended == [("a", 3.0), ("c", 3.0)]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("peer-") and not thread.daemon]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("peer-") and not thread.daemon
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -211,7 +266,10 @@ def test_training_gives_the_same_bits_for_the_same_seed_and_others_for_another(s
         return weight.detach()
 
     def run(seed):
-        delay, drop = (lambda p, key: 0.3 * (key.round % 2)), (lambda p, key: p == "c" and key.round == 4)
+        delay, drop = (
+            (lambda p, key: 0.3 * (key.round % 2)),
+            (lambda p, key: p == "c" and key.round == 4),
+        )
         faults = Faults(delay, drop, kill={"e": 9.0})
         return torch.stack(list(Simulation(PEERS, seed=seed, faults=faults).run(peer).values()))
 
@@ -241,7 +299,10 @@ def test_tensors_of_finished_rounds_are_released() -> None:
 
 def test_groups_stay_for_the_rounds_of_an_epoch_and_are_then_drawn_anew():
     log = Log(Simulation(PEERS, size=2, redrawn=4), 16, lambda peer, round: 0.0)
-    members = [frozenset(log.outcomes[peer, round].members for peer in PEERS if log.outcomes[peer, round]) for round in range(16)]
+    members = [
+        frozenset(log.outcomes[peer, round].members for peer in PEERS if log.outcomes[peer, round])
+        for round in range(16)
+    ]
     assert all(len(set(members[epoch : epoch + 4])) == 1 for epoch in range(0, 16, 4))
     assert len(set(members)) > 1
 
@@ -295,7 +356,9 @@ def test_a_peer_that_sees_fewer_others_keeps_their_order(seed, round, peers, dat
 
 
 def test_the_order_is_by_the_documented_hash_so_that_other_implementations_can_agree():
-    ordered = sorted("abcd", key=lambda peer: hashlib.sha256(f"shoal/pairing/1:7:3:{peer}".encode()).digest())
+    ordered = sorted(
+        "abcd", key=lambda peer: hashlib.sha256(f"shoal/pairing/1:7:3:{peer}".encode()).digest()
+    )
     assert order(7, 3, "dcba") == ordered
     assert groups(7, 3, "dcba") == [tuple(ordered[:2]), tuple(ordered[2:])]
 
@@ -320,18 +383,28 @@ def test_partners_are_uniform_and_fresh_each_round():
         chi_square = sum((counts[peer] - expected) ** 2 / expected for peer in peers if peer != me)
         assert chi_square < 22.46  # 6 degrees of freedom: one in a thousand is above
         repeats = sum(a == b for a, b in itertools.pairwise(met[me]))
-        assert abs(repeats - expected) < 4 * np.sqrt(expected)  # the last partner is as likely as any other
+        assert abs(repeats - expected) < 4 * np.sqrt(
+            expected
+        )  # the last partner is as likely as any other
 
 
 CONTRIBUTIONS = st.lists(
-    st.tuples(st.floats(2**-6, 100, width=32), st.lists(st.floats(-(2.0**20), 2.0**20, width=32), min_size=3, max_size=3)),
+    st.tuples(
+        st.floats(2**-6, 100, width=32),
+        st.lists(st.floats(-(2.0**20), 2.0**20, width=32), min_size=3, max_size=3),
+    ),
     min_size=1,
     max_size=5,
 )
 
 
 def mean_of(contributions):
-    return weighted_mean([(peer, weight, [torch.tensor(v[:2]), torch.tensor(v[2])]) for peer, weight, v in contributions])
+    return weighted_mean(
+        [
+            (peer, weight, [torch.tensor(v[:2]), torch.tensor(v[2])])
+            for peer, weight, v in contributions
+        ]
+    )
 
 
 @given(CONTRIBUTIONS, st.randoms())
@@ -348,9 +421,17 @@ def test_the_mean_has_the_same_bits_whatever_the_order_of_arguments(given, rando
     assert np.abs(flat - expected).max() <= 1e-6 * scale
 
 
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-100), min_size=2, max_size=2))
+@given(
+    st.lists(
+        st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-100),
+        min_size=2,
+        max_size=2,
+    )
+)
 def test_the_mean_of_an_equal_pair_is_correctly_rounded(pair):
-    mean = weighted_mean([("b", 1.0, [torch.tensor([pair[0]])]), ("a", 1.0, [torch.tensor([pair[1]])])])
+    mean = weighted_mean(
+        [("b", 1.0, [torch.tensor([pair[0]])]), ("a", 1.0, [torch.tensor([pair[1]])])]
+    )
     assert mean.tensors[0].item() == np.float32((np.float64(pair[0]) + np.float64(pair[1])) / 2)
     assert mean.members == ("a", "b")
 
@@ -374,7 +455,9 @@ def test_a_difference_has_the_same_values_whole_and_in_pieces(dtype):
         assert stop - start <= SLAB
         pieces[place].append(lazy.values(place, start, stop))
     for found, tensor in zip(pieces, whole, strict=True):
-        assert torch.equal(torch.cat(found) if found else torch.zeros(0), tensor.reshape(-1).float())
+        assert torch.equal(
+            torch.cat(found) if found else torch.zeros(0), tensor.reshape(-1).float()
+        )
 
 
 def test_what_is_taken_follows_its_parts_and_a_slice_is_computed_later_too():
@@ -385,13 +468,21 @@ def test_what_is_taken_follows_its_parts_and_a_slice_is_computed_later_too():
     assert len(part.joined([torch.ones(1)])) == len(SHAPES) + 1
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (3.0, 1.0, 0.5), (1.0, 0.0, 2.0), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize(
+    "weights", [(1.0, 1.0, 1.0), (3.0, 1.0, 0.5), (1.0, 0.0, 2.0), (0.0, 0.0, 0.0)]
+)
 @pytest.mark.parametrize("lender", ["a", "b", "c"])
 @pytest.mark.parametrize("even", [0, 2])
-def test_a_mean_of_lent_tensors_has_the_bits_of_a_plain_one_and_changes_none_of_them(weights, lender, even):
+def test_a_mean_of_lent_tensors_has_the_bits_of_a_plain_one_and_changes_none_of_them(
+    weights, lender, even
+):
     names = "abc"
     plain = weighted_mean(
-        [(name, weight, made(number)) for number, (name, weight) in enumerate(zip(names, weights, strict=True))], even
+        [
+            (name, weight, made(number))
+            for number, (name, weight) in enumerate(zip(names, weights, strict=True))
+        ],
+        even,
     )
     own = made(names.index(lender))
     given = [
@@ -399,7 +490,12 @@ def test_a_mean_of_lent_tensors_has_the_bits_of_a_plain_one_and_changes_none_of_
         for number, (name, weight) in enumerate(zip(names, weights, strict=True))
     ]
     mean = weighted_mean(given, even)
-    assert (mean.members, mean.weight, mean.counted, mean.limit) == (plain.members, plain.weight, plain.counted, plain.limit)
+    assert (mean.members, mean.weight, mean.counted, mean.limit) == (
+        plain.members,
+        plain.weight,
+        plain.counted,
+        plain.limit,
+    )
     assert all(torch.equal(a, b) for a, b in zip(mean.tensors, plain.tensors, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(own, made(names.index(lender)), strict=True))
 
@@ -426,4 +522,7 @@ def test_values_are_rounded_as_if_they_had_travelled(codec):
     rounded = OnDemand(tensors).rounded(codec.dtype)
     decoded = codec.decode(codec.encode(tensors), SHAPES)
     assert all(torch.equal(a, b) for a, b in zip(rounded, decoded, strict=True))
-    assert all(torch.equal(rounded.values(at, i, j), decoded[at].reshape(-1)[i:j]) for at, i, j in slabs(rounded))
+    assert all(
+        torch.equal(rounded.values(at, i, j), decoded[at].reshape(-1)[i:j])
+        for at, i, j in slabs(rounded)
+    )

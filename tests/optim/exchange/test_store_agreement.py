@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, Distributed
 from shoal.optim.exchange.base import Mean
-from shoal.optim.exchange.gloo_groups import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
+from shoal.optim.exchange.gloo_groups import (
+    ProcessCoordinates,
+    RoundTicket,
+    StoreConsensus,
+    StoreOffer,
+)
 
 PEERS, SHARDS = 3, 2
 
@@ -24,12 +29,16 @@ def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1)
         consensus = StoreConsensus(dist.PrefixStore("test", store), place, wait)
         for round in range(rounds):
             try:
-                found[place.peer, place.shard, round] = behave(consensus, RoundTicket(f"round {round}", tuple(range(peers))), place)
+                found[place.peer, place.shard, round] = behave(
+                    consensus, RoundTicket(f"round {round}", tuple(range(peers))), place
+                )
             except BaseException as error:
                 errors.append(error)
 
     threads = [
-        threading.Thread(target=process, args=(ProcessCoordinates(p, s, shards),)) for p in range(peers) for s in range(shards)
+        threading.Thread(target=process, args=(ProcessCoordinates(p, s, shards),))
+        for p in range(peers)
+        for s in range(shards)
     ]
     for thread in threads:
         thread.start()
@@ -41,7 +50,15 @@ def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1)
     return found
 
 
-PLANS = ["takes part", "absent", "never comes", "closed before", "closes while it waits", "closes before the vote", "has failed"]
+PLANS = [
+    "takes part",
+    "absent",
+    "never comes",
+    "closed before",
+    "closes while it waits",
+    "closes before the vote",
+    "has failed",
+]
 
 
 @settings(max_examples=40)
@@ -51,7 +68,9 @@ def test_all_learn_the_same_members_and_the_same_outcome(plans):
         plan = plans[place.peer * SHARDS + place.shard]
         if plan == "never comes":
             return None
-        consensus.arrive(ticket, None if plan == "absent" else StoreOffer("alike", 1.0 + place.peer))
+        consensus.arrive(
+            ticket, None if plan == "absent" else StoreOffer("alike", 1.0 + place.peer)
+        )
         if plan == "absent":
             return None
         if plan == "closed before":
@@ -62,7 +81,9 @@ def test_all_learn_the_same_members_and_the_same_outcome(plans):
         members = consensus.members(ticket)
         if place.peer not in members:
             return members, None
-        assert [offer.weight for offer in consensus.offers(ticket, members)] == [1.0 + peer for peer in members]
+        assert [offer.weight for offer in consensus.offers(ticket, members)] == [
+            1.0 + peer for peer in members
+        ]
         if plan == "closes before the vote":
             ticket.closed.set()
         return members, consensus.agree(ticket, members, plan != "has failed", 1.0)
@@ -77,7 +98,9 @@ def test_all_learn_the_same_members_and_the_same_outcome(plans):
     if all(plan == "takes part" for plan in plans):
         assert members == (0, 1, 2)
         assert outcomes == {True}
-    if any(plan in ("has failed", "closes before the vote") for peer in members for plan in mine[peer]):
+    if any(
+        plan in ("has failed", "closes before the vote") for peer in members for plan in mine[peer]
+    ):
         assert outcomes == {False}
 
 
@@ -95,7 +118,11 @@ def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
     found = together(behave, shards=1, rounds=10, wait=1.0)
     assert all(found[peer, 0, round] == (0, 1) for peer in (0, 1) for round in range(10))
     assert 1.0 <= max(waited) < 10.0  # seconds that they have waited for it: not in each round
-    sentences = [record.getMessage() for record in caplog.records if "peer 2 did not come" in record.getMessage()]
+    sentences = [
+        record.getMessage()
+        for record in caplog.records
+        if "peer 2 did not come" in record.getMessage()
+    ]
     assert 1 <= len(sentences) <= 2  # one of each process that waited
 
 
@@ -136,15 +163,26 @@ def test_what_is_over_leaves_nothing_in_the_store():
 @pytest.mark.parametrize(("size", "dropped"), [(0, 0), (2, 0), (3, 1), (6, 0)])
 def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
     """Each has sockets and threads: with groups drawn anew in each round a process ran out of them."""
-    mean, gone, offer = Mean([], 1.0, ("0", "1", "2")), [], SimpleNamespace(what="same", weight=1.0, state=())
+    mean, gone, offer = (
+        Mean([], 1.0, ("0", "1", "2")),
+        [],
+        SimpleNamespace(what="same", weight=1.0, state=()),
+    )
     exchange = object.__new__(Distributed)
     consensus = SimpleNamespace(
-        arrive=lambda *_: None, members=lambda _: (0, 1, 2), offers=lambda *_: [offer], over=None, agree=lambda *_: True
+        arrive=lambda *_: None,
+        members=lambda _: (0, 1, 2),
+        offers=lambda *_: [offer],
+        over=None,
+        agree=lambda *_: True,
     )
     vars(exchange).update(
         _consensus=consensus, _gloo=SimpleNamespace(mean=lambda *_: mean, drop=gone.append), _process=SimpleNamespace(peer=0),
         _size=size, _peers=list("012345"), _timeout=1.0, _forget=lambda round: None,
     )  # fmt: skip
-    ticket, payload = SimpleNamespace(expected=(0, 1, 2), closed=threading.Event()), SimpleNamespace(codec=FLOAT32, message=None)
+    ticket, payload = (
+        SimpleNamespace(expected=(0, 1, 2), closed=threading.Event()),
+        SimpleNamespace(codec=FLOAT32, message=None),
+    )
     assert exchange._meet(SimpleNamespace(ticket=ticket, offer=offer, payload=payload)) is mean
     assert len(gone) == dropped

@@ -17,7 +17,16 @@ from tests.gpu import assert_same
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]
 
 STEPS, RESUMED = 15, 8
-CODECS = ["float16", "bfloat16", "int8", "e3m0+ef", "topk2+ef:0.95", "topk2-senders+ef:0.95", "sign+ef", "auto:2+ef"]
+CODECS = [
+    "float16",
+    "bfloat16",
+    "int8",
+    "e3m0+ef",
+    "topk2+ef:0.95",
+    "topk2-senders+ef:0.95",
+    "sign+ef",
+    "auto:2+ef",
+]
 
 
 class Net(torch.nn.Module):
@@ -60,7 +69,9 @@ def peer(setup, place, devices, exchange):
     def made(state, device):
         model = copy.deepcopy(state).to(device=device, dtype=setup.dtype)
         slow = device if place == "device" else place
-        return model, spec.make(setup.inner(model), exchange, model=model, slow_device=slow, run="r", **options)
+        return model, spec.make(
+            setup.inner(model), exchange, model=model, slow_device=slow, run="r", **options
+        )
 
     torch.manual_seed(0)
     device = devices[0]
@@ -76,7 +87,9 @@ def peer(setup, place, devices, exchange):
             model, opt = made(state["model"], device)
             opt.load_state_dict(state["opt"])
         tokens = torch.randint(40, (16,), generator=generator)
-        F.cross_entropy(model(tokens.to(device)).float(), ((tokens * 7 + 3) % 40).to(device)).backward()
+        F.cross_entropy(
+            model(tokens.to(device)).float(), ((tokens * 7 + 3) % 40).to(device)
+        ).backward()
         opt.count(16)
         opt.step()
         opt.zero_grad()
@@ -89,7 +102,9 @@ def peer(setup, place, devices, exchange):
 
 def trained(setup, place, *devices):
     size = {"pair": 2, "everyone": 3, "nobody": 1}[METHODS[setup.method].group]
-    simulation = Simulation(["0", "1", "2"], seed=1, size=size, faults=Faults(delay=lambda peer, key: 2.5))
+    simulation = Simulation(
+        ["0", "1", "2"], seed=1, size=size, faults=Faults(delay=lambda peer, key: 2.5)
+    )
     found = simulation.run(partial(peer, setup, place, devices))
     return [tensor for name in sorted(found) for tensor in found[name]]
 
@@ -117,7 +132,9 @@ def test_so_it_does_with_coarse_parameters_and_averaged_buffers(method):
     compare(Setup(method, dtype=torch.bfloat16, options={"buffers": "average"}))
 
 
-@pytest.mark.parametrize(("method", "codec"), [("noloco", "int8"), *(("diloco", codec) for codec in CODECS)])
+@pytest.mark.parametrize(
+    ("method", "codec"), [("noloco", "int8"), *(("diloco", codec) for codec in CODECS)]
+)
 def test_so_it_does_with_every_codec(method, codec):
     compare(Setup(method, codec))
 
@@ -136,7 +153,10 @@ def test_so_it_does_with_other_parameters_weights_and_inner_optimizers(setup):
     compare(setup)
 
 
-@pytest.mark.parametrize("setup", [Setup("noloco"), Setup("diloco", "int8", dtype=torch.bfloat16), Setup("eager", "e3m0+ef")])
+@pytest.mark.parametrize(
+    "setup",
+    [Setup("noloco"), Setup("diloco", "int8", dtype=torch.bfloat16), Setup("eager", "e3m0+ef")],
+)
 def test_so_it_does_with_slow_weights_in_files(tmp_path, setup):
     compare(setup, [tmp_path])
 

@@ -99,7 +99,9 @@ class Run:
 
     def save(self):
         file = io.BytesIO()
-        torch.save([self.net.state_dict(), self.opt.state_dict(), self.scheduler.state_dict()], file)
+        torch.save(
+            [self.net.state_dict(), self.opt.state_dict(), self.scheduler.state_dict()], file
+        )
         return file.getvalue()
 
     def load(self, saved):
@@ -123,7 +125,9 @@ def test_saved_at_any_inner_step_it_goes_on_to_the_same_bits(name):
         return saved, everything(run)
 
     first = Simulation(PEERS, size=3).run(straight)
-    assert all(entry["outer"]["slow"].isfinite().all() for entry in first["a"][1][1]["state"].values())
+    assert all(
+        entry["outer"]["slow"].isfinite().all() for entry in first["a"][1][1]["state"].values()
+    )
     for at in range(0, STEPS, 2) if name != "streaming" else range(STEPS):
 
         def onwards(exchange, at=at):
@@ -189,7 +193,12 @@ def test_a_last_mean_of_gossiping_peers_is_the_mean_of_their_slow_weights():
     assert not equal(apart["a"][0], apart["b"][0])
 
 
-AVERAGED = [DiLoCo, partial(StreamingDiLoCo, fragments=2, lag=1), partial(LocalSGD, lag=0), partial(NoLoCo, pull=0.2, lag=0)]
+AVERAGED = [
+    DiLoCo,
+    partial(StreamingDiLoCo, fragments=2, lag=1),
+    partial(LocalSGD, lag=0),
+    partial(NoLoCo, pull=0.2, lag=0),
+]
 
 
 @pytest.mark.parametrize("choice", ["ignore", "average"])
@@ -199,7 +208,14 @@ def test_batchnorm_buffers_are_averaged_by_choice_only_whatever_the_codec(choice
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         torch.manual_seed(PEERS.index(exchange.peer))
-        opt = method(torch.optim.SGD(net.parameters(), lr=0.01), exchange, every=4, model=net, buffers=choice, codec=FLOAT16)
+        opt = method(
+            torch.optim.SGD(net.parameters(), lr=0.01),
+            exchange,
+            every=4,
+            model=net,
+            buffers=choice,
+            codec=FLOAT16,
+        )
         forward, after = [], []
         for _ in range(4):
             net(torch.randn(8, 3) * 100 + PEERS.index(exchange.peer)).mean().backward()
@@ -214,8 +230,13 @@ def test_batchnorm_buffers_are_averaged_by_choice_only_whatever_the_codec(choice
     for forward, after in found.values():
         assert len(after[0]) == 2
         for step in range(1, 5):
-            if choice == "average" and step == applied:  # as float32, though the weights go as float16
-                means = [torch.stack([f[0][sent - 1][i] for f in found.values()]).mean(0) for i in range(2)]
+            if (
+                choice == "average" and step == applied
+            ):  # as float32, though the weights go as float16
+                means = [
+                    torch.stack([f[0][sent - 1][i] for f in found.values()]).mean(0)
+                    for i in range(2)
+                ]
                 torch.testing.assert_close(after[step - 1], means, rtol=1e-6, atol=1e-6)
                 assert equal(after[step - 1], found["a"][1][step - 1])
             else:
@@ -225,7 +246,9 @@ def test_batchnorm_buffers_are_averaged_by_choice_only_whatever_the_codec(choice
 def test_buffers_need_a_model_and_only_saved_floats_are_meant():
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     for wrong in ({"buffers": "average"}, {"buffers": "mean", "model": Net()}):
-        with pytest.raises(ValueError, match='buffers must be "ignore", or "average" together with model='):
+        with pytest.raises(
+            ValueError, match='buffers must be "ignore", or "average" together with model='
+        ):
             DiLoCo(inner, Alone(), **wrong)
     net = nn.BatchNorm1d(3)
     net.register_buffer("mask", torch.ones(3), persistent=False)
@@ -380,7 +403,15 @@ def test_a_codec_that_does_not_show_what_it_encoded_has_it_taken_back():
 
         def __init__(self):
             self.wrapped = codec_named("topk2+ef")
-            for name in ("nbytes", "encode", "decode", "accepted", "rejected", "state_dict", "load_state_dict"):
+            for name in (
+                "nbytes",
+                "encode",
+                "decode",
+                "accepted",
+                "rejected",
+                "state_dict",
+                "load_state_dict",
+            ):
                 setattr(self, name, getattr(self.wrapped, name))
 
         def fresh(self):

@@ -36,7 +36,11 @@ def pieces():
 
 def test_every_method_is_a_class_in_the_table():
     named = {**vars(gossip), **vars(diloco)}
-    classes = {c for name, c in named.items() if inspect.isclass(c) and issubclass(c, OuterOptimizer) and not name.startswith("_")}
+    classes = {
+        c
+        for name, c in named.items()
+        if inspect.isclass(c) and issubclass(c, OuterOptimizer) and not name.startswith("_")
+    }
     assert classes - {OuterOptimizer} == {method.optimizer for method in METHODS.values()}
 
 
@@ -45,8 +49,16 @@ def test_its_row_says_how_it_is_scheduled(name):
     model, inner = pieces()
     method = method_named(name)
     made = method.make(inner, Alone(), model=model).schedule
-    assert method.schedule == ("overlaps" if isinstance(made, Streaming) else "delayed" if isinstance(made, Delayed) else "waits")
-    assert (method.schedule == "overlaps") == ("lag" in method.knobs) == ("fragments" in method.knobs)
+    assert method.schedule == (
+        "overlaps"
+        if isinstance(made, Streaming)
+        else "delayed"
+        if isinstance(made, Delayed)
+        else "waits"
+    )
+    assert (
+        (method.schedule == "overlaps") == ("lag" in method.knobs) == ("fragments" in method.knobs)
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -55,7 +67,9 @@ def test_its_row_says_what_its_rule_and_codec_remember(name):
     model, inner = pieces()
     method = method_named(name)
     opt = method.make(inner, Alone(), model=model)
-    remembered = sum(tensor.numel() for tensors in opt.rule_state.values() for tensor in tensors if tensor.ndim)
+    remembered = sum(
+        tensor.numel() for tensors in opt.rule_state.values() for tensor in tensors if tensor.ndim
+    )
     residual = codec_named(method.codec).name.partition("+")[1] == "+"
     assert method.state == remembered / sum(slow.numel() for slow in opt.slow) + residual
 
@@ -86,8 +100,13 @@ def test_what_it_sends_is_what_its_factory_lets_through(name):
         method.check_codec(SIGN)
         assert method.make(inner, Alone(), codec=SIGN, model=model).codec is SIGN
         return
-    for refused in (method.check_codec, lambda codec: method.make(inner, Alone(), codec=codec, model=model)):
-        with pytest.raises(ValueError, match="sends whole weights, of which the codec sign loses too much"):
+    for refused in (
+        method.check_codec,
+        lambda codec: method.make(inner, Alone(), codec=codec, model=model),
+    ):
+        with pytest.raises(
+            ValueError, match="sends whole weights, of which the codec sign loses too much"
+        ):
             refused(SIGN)
 
 
@@ -96,7 +115,9 @@ def test_its_own_codec_is_the_one_it_uses(name):
     model, inner = pieces()
     method = method_named(name)
     opt = method.make(inner, Alone(), model=model)
-    assert opt.codec.name == ("float32" if method.group == "pair" else method.codec)  # mod4 needs an exchange of pairs
+    assert opt.codec.name == (
+        "float32" if method.group == "pair" else method.codec
+    )  # mod4 needs an exchange of pairs
     assert codec_named(method.codec).name == method.codec
     again = method.make(inner, Alone(), model=model).codec
     assert opt.codec is not again or opt.codec.fresh() is opt.codec  # a memory is nobody else's
@@ -106,7 +127,12 @@ def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
         "every": 50, "lr": 1.0, "momentum": 0.3, "pull": None, "fragments": None, "lag": DEFAULT_LAG,
     }  # fmt: skip
-    assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.6, "nesterov": True}
+    assert method_named("diloco").knobs == {
+        "every": 500,
+        "lr": 0.7,
+        "momentum": 0.6,
+        "nesterov": True,
+    }
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}
     assert "nesterov" not in method_named("diloco-hb").knobs
     assert methods_with("pull") == ["noloco"]
@@ -119,9 +145,14 @@ def test_an_unknown_name():
         method_named("dilco")
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.group == "everyone"])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.group == "everyone"]
+)
 def test_the_codec_of_pairs_is_refused_where_groups_are_larger(name):
-    with pytest.raises(ValueError, match="mod4 is for pairs that read each other by their own weights, not for groups"):
+    with pytest.raises(
+        ValueError,
+        match="mod4 is for pairs that read each other by their own weights, not for groups",
+    ):
         method_named(name).check_codec(codec_named("mod4"))
 
 
@@ -133,7 +164,9 @@ OTHER = {
 
 @pytest.fixture
 def module():
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1)
+    )
 
 
 def made(method, module, **options):
@@ -146,9 +179,14 @@ def test_the_same_settings_make_no_difference_and_every_knob_makes_one(method, m
     assert all(tensor.is_meta for tensor in twin.slow)
     assert config_diff(made(method, module), twin) is None
     for knob in METHODS[method].knobs:
-        if knob == "lag":  # each peer may have its own, as long as it sends the same fragments at the same steps
+        if (
+            knob == "lag"
+        ):  # each peer may have its own, as long as it sends the same fragments at the same steps
             for lag in (0, 3, "auto"):
-                assert config_diff(made(method, module, fragments=twin.fragments, lag=lag), twin) is None
+                assert (
+                    config_diff(made(method, module, fragments=twin.fragments, lag=lag), twin)
+                    is None
+                )
             continue
         assert config_diff(made(method, module, **{knob: OTHER[knob]}), twin) is not None, knob
 
@@ -168,7 +206,12 @@ def test_methods_codecs_weights_lengths_and_buffers_are_distinguished(module):
 
 
 def test_a_loop_that_steps_elsewhere_takes_the_outer_part_only(module):
-    twins = [module, torch.nn.Sequential(*(type(m)(*a) for m, a in ((module[0], (4, 6)), (module[1], (6,)), (module[2], (6, 1)))))]
+    twins = [
+        module,
+        torch.nn.Sequential(
+            *(type(m)(*a) for m, a in ((module[0], (4, 6)), (module[1], (6,)), (module[2], (6, 1))))
+        ),
+    ]
     twins[1].load_state_dict(module.state_dict())
     wrapped = NoLoCo(torch.optim.SGD(twins[0].parameters(), lr=0.1), Alone(), every=3, lag=0)
     inner = torch.optim.SGD(twins[1].parameters(), lr=0.1)
@@ -183,7 +226,9 @@ def test_a_loop_that_steps_elsewhere_takes_the_outer_part_only(module):
         outer.step()
         inner.zero_grad()
     assert (wrapped.steps, wrapped.round) == (outer.steps, outer.round) == (7, 2)
-    assert all(torch.equal(a, b) for a, b in zip(twins[0].parameters(), twins[1].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(twins[0].parameters(), twins[1].parameters(), strict=True)
+    )
     assert Stepped(module.parameters()).step(lambda: 2.0) == 2.0
 
 

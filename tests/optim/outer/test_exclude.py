@@ -41,21 +41,35 @@ def make():
     return Body()
 
 
-WAYS = {"a module": ["head"], "a pattern": ["head.*"], "names": ["head.weight", "head.bias"], "parameters": None}
+WAYS = {
+    "a module": ["head"],
+    "a pattern": ["head.*"],
+    "names": ["head.weight", "head.bias"],
+    "parameters": None,
+}
 
 
-@pytest.mark.parametrize(("name", "way"), [*((name, "a module") for name in METHODS), *(("streaming", way) for way in WAYS)])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "a module") for name in METHODS), *(("streaming", way) for way in WAYS)],
+)
 def test_what_is_excluded_stays_local_and_the_rest_is_averaged(name, way):
     def peer(exchange):
         net = make()
         own = list(net.head.parameters()) if WAYS[way] is None else WAYS[way]
         method = method_named(name)
         short = {"every": 4} if method.knobs["every"] > 4 else {}
-        opt = method.make(torch.optim.SGD(net.parameters(), lr=0.1), exchange, model=net, exclude=own, **short)
+        opt = method.make(
+            torch.optim.SGD(net.parameters(), lr=0.1), exchange, model=net, exclude=own, **short
+        )
         train(net, opt, 8, target=int(exchange.peer))
         opt.finish()
         with opt.averaged():
-            return [p.detach().clone() for p in net.parameters()], opt, [p.detach().clone() for p in net.head.parameters()]
+            return (
+                [p.detach().clone() for p in net.parameters()],
+                opt,
+                [p.detach().clone() for p in net.head.parameters()],
+            )
 
     found = Simulation(["0", "1"]).run(peer)
     (one, opt, head), (other, _, others_head) = found["0"], found["1"]
@@ -63,7 +77,9 @@ def test_what_is_excluded_stays_local_and_the_rest_is_averaged(name, way):
     assert all(len(tensors) == len(opt.slow) for tensors in opt.rule_state.values())
     assert not any(torch.equal(a, b) for a, b in zip(head, others_head, strict=True))
     if opt.anchored:  # else the peers differ anyway
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one[:-2], other[:-2], strict=True))
+        assert all(
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(one[:-2], other[:-2], strict=True)
+        )
     assert all(torch.equal(a, b) for a, b in zip(one[:-2], opt.slow, strict=True))
 
 
@@ -77,20 +93,30 @@ def test_it_is_not_sent_and_not_restored_by_averaged():
 
     net, exchange = make(), Noted()
     opt = NoLoCo(
-        torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, exclude=["head", "norm"], buffers="average", lag=0
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        exchange,
+        every=2,
+        model=net,
+        exclude=["head", "norm"],
+        buffers="average",
+        lag=0,
     )
     train(net, opt, 2)
     assert exchange.sent == [(3, 3), (3,)] * 3  # the buffers of the excluded module neither
     with opt.averaged():
         net.head.bias.data.fill_(7.0)
     assert net.head.bias.tolist() == [7.0, 7.0]
-    assert NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=net, exclude=["*.bias"], lag=0).slow[-1].shape == (2, 3)
+    assert NoLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=net, exclude=["*.bias"], lag=0
+    ).slow[-1].shape == (2, 3)
 
 
 def test_a_frozen_one_that_is_excluded_may_be_trained_later():
     net = make()
     net.head.requires_grad_(False)
-    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, model=net, exclude=["head"])
+    opt = DiLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, model=net, exclude=["head"]
+    )
     net.head.requires_grad_(True)
     before = net.head.weight.detach().clone()
     train(net, opt, 2)
@@ -104,7 +130,13 @@ def test_names_are_those_of_the_plain_model_in_wrappers():
             self.module = module
 
     net = make()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), model=Wrap(net), exclude=["head.weight"], lag=0)
+    opt = NoLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Alone(),
+        model=Wrap(net),
+        exclude=["head.weight"],
+        lag=0,
+    )
     assert [tuple(slow.shape) for slow in opt.slow[-2:]] == [(3,), (2,)]
 
 
@@ -126,11 +158,21 @@ def test_what_fits_nothing_is_refused():
 def test_peers_that_exclude_others_differ_and_fragments_are_cut_from_the_rest():
     net = make()
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    one, other = (NoLoCo(inner, Alone(), model=net, exclude=[name], lag=0) for name in ("head", "norm"))
+    one, other = (
+        NoLoCo(inner, Alone(), model=net, exclude=[name], lag=0) for name in ("head", "norm")
+    )
     assert config_diff(one, other) is not None
     opt = StreamingDiLoCo(inner, Alone(), model=net, fragments=9, exclude=["blocks.1"], lag=1)
     assert opt.fragments == 4  # blocks 0 and 2, norm, head
-    plain = DecoupledDiLoCo(inner, Alone(), model=net, fragments=2, exclude=["blocks.0"], plain=list(net.head.parameters()), lag=2)
+    plain = DecoupledDiLoCo(
+        inner,
+        Alone(),
+        model=net,
+        fragments=2,
+        exclude=["blocks.0"],
+        plain=list(net.head.parameters()),
+        lag=2,
+    )
     marked = {plain._parts[fragment][position] for fragment, position in plain.rule.plain}
     assert [plain.parameters[index].shape for index in sorted(marked)] == [(2, 3), (2,)]
 
@@ -151,49 +193,72 @@ class Adapted(nn.Module):
 
 def adapt(net, opt, steps):
     for step in range(steps):
-        net(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        net(
+            torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         opt.count(4)
         opt.step()
         opt.zero_grad()
 
 
-@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), DiLoCo, partial(StreamingDiLoCo, lag=1, fragments=1)])
-def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_without_the_rest(method):
+@pytest.mark.parametrize(
+    "method", [partial(NoLoCo, lag=0), DiLoCo, partial(StreamingDiLoCo, lag=1, fragments=1)]
+)
+def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_without_the_rest(
+    method,
+):
     every, few = Adapted(), Adapted()
-    all_given = method(torch.optim.AdamW(every.parameters(), lr=0.01), recorded := Recording(), every=2)
+    all_given = method(
+        torch.optim.AdamW(every.parameters(), lr=0.01), recorded := Recording(), every=2
+    )
     only = method(torch.optim.AdamW([few.down, few.up], lr=0.01), Alone(), every=2)
     adapt(every, all_given, 6)
     adapt(few, only, 6)
-    assert [[tuple(tensor.shape) for tensor in sent.tensors] for sent in recorded.sent] == [[(2, 16), (16, 2)]] * 3
+    assert [[tuple(tensor.shape) for tensor in sent.tensors] for sent in recorded.sent] == [
+        [(2, 16), (16, 2)]
+    ] * 3
     assert [tensor.numel() for tensor in all_given.slow] == [32, 32]
     assert all(a is b for a, b in zip(all_given.parameters, [every.down, every.up], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(every.state_dict().values(), few.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(every.state_dict().values(), few.state_dict().values(), strict=True)
+    )
 
 
 def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_later_stays_in():
     net = Adapted()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.01), recorded := Recording(), every=1, lag=0)
+    opt = NoLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.01), recorded := Recording(), every=1, lag=0
+    )
     net.down.requires_grad_(False)
     adapt(net, opt, 1)
     net.base.weight.requires_grad_(True)
     before = copy.deepcopy(net.state_dict())
-    with pytest.raises(ValueError, match="was frozen when the outer optimizer was made is trained now"):
+    with pytest.raises(
+        ValueError, match="was frozen when the outer optimizer was made is trained now"
+    ):
         adapt(net, opt, 1)
     assert opt.steps == 1
     assert [len(sent.tensors) for sent in recorded.sent] == [2]
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True)
+    )
 
 
 def test_a_plain_mean_is_of_the_parameter_that_was_named_behind_frozen_ones():
     net = Adapted()
-    opt = DecoupledDiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), fragments=1, plain=[net.up], lag=2)
+    opt = DecoupledDiLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.01), Alone(), fragments=1, plain=[net.up], lag=2
+    )
     assert opt.rule.plain == {(0, 1)}
 
 
 def test_fragments_are_cut_from_what_is_trained():
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
     net[:4].requires_grad_(False)
-    assert [[id(p) for p in part] for part in strided(net, 2)] == [[id(p) for p in net[place].parameters()] for place in (4, 5)]
+    assert [[id(p) for p in part] for part in strided(net, 2)] == [
+        [id(p) for p in net[place].parameters()] for place in (4, 5)
+    ]
 
 
 def test_a_session_averages_what_is_trained_of_a_module_and_of_a_list():
@@ -208,11 +273,15 @@ def test_a_session_sees_what_the_caller_unfreezes():
     session = object.__new__(Session)
     session._model, session._params, session._ranks = net, parameters_of(net), None
     session.exchange, made = Alone, []
-    session._made = lambda inner, exchange, **options: made.append(NoLoCo(inner, exchange, every=2, lag=0)) or made[-1]
+    session._made = lambda inner, exchange, **options: (
+        made.append(NoLoCo(inner, exchange, every=2, lag=0)) or made[-1]
+    )
     opt = session.optimizer()
     assert [id(p) for p in opt.parameters] == [id(net.down), id(net.up)]
     net.base.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="was frozen when the outer optimizer was made is trained now"):
+    with pytest.raises(
+        ValueError, match="was frozen when the outer optimizer was made is trained now"
+    ):
         opt.step()
 
 
@@ -239,14 +308,27 @@ def converted(net):
 
 @pytest.mark.parametrize(
     ("make", "change", "name"),
-    [(norm, converted, "1.running_mean"), (Assigns, lambda net: net, "running"), (norm, lambda net: net, "1.running_mean")],
+    [
+        (norm, converted, "1.running_mean"),
+        (Assigns, lambda net: net, "running"),
+        (norm, lambda net: net, "1.running_mean"),
+    ],
     ids=["converted", "assigned", "in place"],
 )
-def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_them(make, change, name):
+def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_them(
+    make, change, name
+):
     def peer(exchange):
         torch.manual_seed(0)
         net = make()
-        opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, buffers="average", model=net, lag=0)
+        opt = LocalSGD(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            exchange,
+            every=2,
+            buffers="average",
+            model=net,
+            lag=0,
+        )
         change(net)
         own = torch.Generator().manual_seed(ord(exchange.peer))
         for _ in range(4):
@@ -266,9 +348,18 @@ def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_the
 
 def test_a_buffer_that_changed_its_shape_is_named_before_anything_is_sent():
     net = Assigns()
-    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1, buffers="average", model=net, lag=0)
+    opt = LocalSGD(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Alone(),
+        every=1,
+        buffers="average",
+        model=net,
+        lag=0,
+    )
     net.running = torch.zeros(4)
-    with pytest.raises(ValueError, match=r"the averaged buffer 'running' is not of shape \(3,\) any more"):
+    with pytest.raises(
+        ValueError, match=r"the averaged buffer 'running' is not of shape \(3,\) any more"
+    ):
         opt.step()
     assert opt.round == 0
 
@@ -277,7 +368,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)]
+        )
 
 
 class Holds(nn.Module):
@@ -302,19 +395,32 @@ def test_a_wrapped_model_is_cut_as_the_plain_one(fragments):
     plain = cut(net, fragments)
     compiled = torch.compile(net)
     assert next(compiled.named_parameters())[0].startswith("_orig_mod.")
-    for wrapped in (compiled, Holds(net), Holds(Holds(compiled)), nn.Sequential(net), torch.nn.DataParallel(net)):
+    for wrapped in (
+        compiled,
+        Holds(net),
+        Holds(Holds(compiled)),
+        nn.Sequential(net),
+        torch.nn.DataParallel(net),
+    ):
         assert cut(wrapped, fragments) == plain
     net.blocks[2] = torch.compile(net.blocks[2])
     assert cut(net, fragments) == plain
 
 
 def test_a_list_of_layers_within_a_list_is_cut_too_and_a_block_of_several_modules_is_not():
-    nested = nn.Sequential(nn.Embedding(20, 4), nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), nn.Linear(4, 7, bias=False))
+    nested = nn.Sequential(
+        nn.Embedding(20, 4),
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))),
+        nn.Linear(4, 7, bias=False),
+    )
     assert sizes(strided(nested, 4)) == [80 + 72, 2 * 72, 2 * 72, 72 + 28]
     assert [len(part) for part in strided(nn.Sequential(nn.Sequential(nested)), 4)] == [3, 4, 4, 3]
     net = Net()
     blocks = {id(p): name.split(".")[1] for name, p in net.named_parameters() if "blocks" in name}
-    assert [{blocks[i] for i in part if i in blocks} for part in cut(net, 2)] == [{"0", "2", "4"}, {"1", "3"}]
+    assert [{blocks[i] for i in part if i in blocks} for part in cut(net, 2)] == [
+        {"0", "2", "4"},
+        {"1", "3"},
+    ]
 
 
 @pytest.mark.parametrize("method", [StreamingDiLoCo, DecoupledDiLoCo])
@@ -335,7 +441,9 @@ def test_peers_that_cut_their_models_in_other_ways_get_one_sentence():
     def peer(exchange):
         net = Net()
         parts = strided(net, 2) if exchange.peer == "a" else list(reversed(strided(net, 2)))
-        opt = StreamingDiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, lag=0, fragments=parts)
+        opt = StreamingDiLoCo(
+            torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, lag=0, fragments=parts
+        )
         for _ in range(2):
             opt.step()
 
@@ -361,7 +469,13 @@ KEEPS = {  # knobs with which a round without a partner changes no weight, or ke
 def test_without_a_partner_training_ends_where_the_inner_optimizer_alone_ends(method):
     plain, wrapped = model(dtype=torch.float64), model(dtype=torch.float64)
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 8)
-    opt = METHODS[method].make(torch.optim.SGD(wrapped.parameters(), lr=0.1), Alone(), every=2, model=wrapped, **KEEPS[method])
+    opt = METHODS[method].make(
+        torch.optim.SGD(wrapped.parameters(), lr=0.1),
+        Alone(),
+        every=2,
+        model=wrapped,
+        **KEEPS[method],
+    )
     train(wrapped, opt, 8)
     opt.finish()
     assert {tensor.dtype for tensor in (*opt.slow, *wrapped.parameters())} == {torch.float64}
@@ -390,7 +504,9 @@ def test_partners_are_sent_float32(method):
 
         exchange.start = noting
         net = model(dtype=torch.float64)
-        opt = METHODS[method].make(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, **KEEPS[method])
+        opt = METHODS[method].make(
+            torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, **KEEPS[method]
+        )
         train(net, opt, 6, first=100 * ord(exchange.peer))
         opt.finish(average=True)
         return [p.detach() for p in net.parameters()]

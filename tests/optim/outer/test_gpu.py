@@ -15,7 +15,9 @@ def small_model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
 
 
-def train(model: torch.nn.Module, opt: OuterOptimizer, steps: int, device: str, seed: int = 1) -> None:
+def train(
+    model: torch.nn.Module, opt: OuterOptimizer, steps: int, device: str, seed: int = 1
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         x = torch.randn(16, 32, generator=generator).to(device)
@@ -28,7 +30,9 @@ def test_slow_weights_on_the_cpu_are_pinned_and_equal_those_on_the_device() -> N
     results = []
     for place in ("cpu", "cuda"):
         model = small_model().cuda()
-        opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=3, slow_device=place, lag=0)
+        opt = NoLoCo(
+            torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=3, slow_device=place, lag=0
+        )
         if place == "cpu":
             assert all(tensor.is_pinned() for tensor in opt._weights.fast)
         train(model, opt, 9, "cuda")

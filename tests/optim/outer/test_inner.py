@@ -49,7 +49,11 @@ def test_groups_and_state_that_are_replaced_are_those_of_the_inner_optimizer():
     opt.param_groups = [group | {"lr": 0.5} for group in opt.param_groups]
     train(net, opt, 1)
     opt.state = copy.copy(opt.state)
-    assert (inner.param_groups[0]["lr"], opt.state is inner.state, len(inner.state)) == (0.5, True, 4)
+    assert (inner.param_groups[0]["lr"], opt.state is inner.state, len(inner.state)) == (
+        0.5,
+        True,
+        4,
+    )
     several = DiLoCo(split(net), Alone())
     for name in ("param_groups", "state"):
         with pytest.raises(AttributeError, match="of each"):
@@ -89,7 +93,12 @@ def test_several_inner_optimizers_train_as_each_alone_and_are_averaged(method):
     assert same(weights(alone), weights(several))
     found = Simulation(["0", "1"]).run(peer)
     assert method is NoLoCo or same(found["0"][0], found["1"][0])
-    assert [slow.shape for slow in found["0"][0]] == [(4, 3), (2, 4), (4,), (2,)]  # in the order of the optimizers
+    assert [slow.shape for slow in found["0"][0]] == [
+        (4, 3),
+        (2, 4),
+        (4,),
+        (2,),
+    ]  # in the order of the optimizers
 
 
 def test_each_of_several_has_its_scheduler_and_its_saved_state():
@@ -103,7 +112,11 @@ def test_each_of_several_has_its_scheduler_and_its_saved_state():
     net, inners, opt, after = run()
     train(net, opt, 5, after=after)
     rates = [group["lr"] for group in opt.param_groups]
-    assert rates == [inners[0].param_groups[0]["lr"], inners[1].param_groups[0]["lr"]] == pytest.approx([0.05 / 32, 0.05 * 0.9**5])
+    assert (
+        rates
+        == [inners[0].param_groups[0]["lr"], inners[1].param_groups[0]["lr"]]
+        == pytest.approx([0.05 / 32, 0.05 * 0.9**5])
+    )
     assert set(opt.state) == set(net.parameters())
     again, others, resumed, _ = run()
     again.load_state_dict(net.state_dict())
@@ -164,9 +177,15 @@ def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(kind, form
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (lambda net, inner: NoLoCo(inner, Alone(), evry=5), "NoLoCo has no argument 'evry': did you mean 'every'?"),
+        (
+            lambda net, inner: NoLoCo(inner, Alone(), evry=5),
+            "NoLoCo has no argument 'evry': did you mean 'every'?",
+        ),
         (lambda net, inner: DiLoCo(inner, Alone(), colour=5), "DiLoCo has no argument 'colour'"),
-        (lambda net, inner: NoLoCo(net, Alone()), "inner must be an optimizer of torch, or a list of them, got Sequential"),
+        (
+            lambda net, inner: NoLoCo(net, Alone()),
+            "inner must be an optimizer of torch, or a list of them, got Sequential",
+        ),
         (
             lambda net, inner: NoLoCo([inner, net], Alone()),
             "inner must be an optimizer of torch, or a list of them, got Sequential",
@@ -187,8 +206,17 @@ def test_an_inner_optimizer_that_loaded_an_outer_ones_state_is_refused():
     train(net, outer, 3)
     bare = torch.optim.AdamW(net.parameters())
     train(net, bare, 1)
-    bare.param_groups[0].update({key: value for key, value in outer.state_dict()["param_groups"][0].items() if key != "params"})
-    with pytest.raises(ValueError, match="the saved state of an outer one: load that into the outer optimizer, once it is made"):
+    bare.param_groups[0].update(
+        {
+            key: value
+            for key, value in outer.state_dict()["param_groups"][0].items()
+            if key != "params"
+        }
+    )
+    with pytest.raises(
+        ValueError,
+        match="the saved state of an outer one: load that into the outer optimizer, once it is made",
+    ):
         DiLoCo(bare, Alone())
 
 
@@ -198,7 +226,9 @@ def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapp
     ends = []
     for order in ("whole batches", "prepared first", "prepared last"):
         net, rounds = model(), []
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1 if order == "whole batches" else 4)
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=1 if order == "whole batches" else 4
+        )
         inner = torch.optim.SGD(net.parameters(), lr=0.1)
         options = {"every": 1, "lag": 0, "on_round": rounds.append}
         if order == "prepared first":
@@ -222,15 +252,26 @@ def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapp
 
 
 def groups(net, lr=0.05):
-    return torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2 * lr}], lr=lr)
+    return torch.optim.SGD(
+        [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2 * lr}], lr=lr
+    )
 
 
 def test_a_scheduler_of_torch_drives_the_outer_rate_round_by_round():
     rates, net = [], model()
-    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2, lr=0.8, on_round=lambda info: schedule.step())
+    opt = DiLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.05),
+        Alone(),
+        every=2,
+        lr=0.8,
+        on_round=lambda info: schedule.step(),
+    )
     schedule = CosineAnnealingLR(opt.outer, T_max=4)
     train(net, opt, 8, after=lambda: rates.append(opt.outer.param_groups[0]["lr"]))
-    expected = [0.8 * (1 + torch.cos(torch.tensor(torch.pi * done / 4)).item()) / 2 for done in (0, 1, 1, 2, 2, 3, 3, 4)]
+    expected = [
+        0.8 * (1 + torch.cos(torch.tensor(torch.pi * done / 4)).item()) / 2
+        for done in (0, 1, 1, 2, 2, 3, 3, 4)
+    ]
     assert rates == pytest.approx(expected, abs=1e-7)
     slow = [tensor.clone() for tensor in opt.slow]
     train(net, opt, 2, first=8)  # at rate 0 the slow weights stay
@@ -248,7 +289,14 @@ def test_the_scheduler_sees_that_steps_were_taken_and_hooks_may_drive_it():
     assert opt.outer.param_groups[0]["momentum"] == pytest.approx(0.3)
 
 
-SCHEDULED = {"noloco": NoLoCo, "gasloc": GASLoC, "diloco": DiLoCo, "eager": Eager, "co2": CO2, "sparseloco": SparseLoCo}
+SCHEDULED = {
+    "noloco": NoLoCo,
+    "gasloc": GASLoC,
+    "diloco": DiLoCo,
+    "eager": Eager,
+    "co2": CO2,
+    "sparseloco": SparseLoCo,
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
@@ -264,12 +312,20 @@ def test_a_round_has_the_values_of_its_time(name):
         if by_groups:
             opt.outer.param_groups[0].update(values)
         else:
-            opt.outer = type(opt.outer)(replace(opt.rule, **values), opt.slow, [range(len(opt.slow))])
+            opt.outer = type(opt.outer)(
+                replace(opt.rule, **values), opt.slow, [range(len(opt.slow))]
+            )
         train(net, opt, 4, target=int(exchange.peer), first=4)
         opt.finish()
-        return [*(tensor.clone() for tensor in opt.slow), *(p.detach().clone() for p in net.parameters())]
+        return [
+            *(tensor.clone() for tensor in opt.slow),
+            *(p.detach().clone() for p in net.parameters()),
+        ]
 
-    groups, rule = (Simulation(["0", "1"]).run(lambda exchange, way=way: peer(exchange, way)) for way in (True, False))
+    groups, rule = (
+        Simulation(["0", "1"]).run(lambda exchange, way=way: peer(exchange, way))
+        for way in (True, False)
+    )
     assert same(groups["0"], rule["0"])
 
 
@@ -277,7 +333,13 @@ def test_what_is_in_flight_is_applied_as_it_was_sent():
     def peer(exchange, change):
         net = model()
         opt = StreamingDiLoCo(
-            torch.optim.SGD(net.parameters(), lr=0.0), exchange, every=4, fragments=1, lag=2, lr=1.0, momentum=0.0
+            torch.optim.SGD(net.parameters(), lr=0.0),
+            exchange,
+            every=4,
+            fragments=1,
+            lag=2,
+            lr=1.0,
+            momentum=0.0,
         )
         with torch.no_grad():
             net[0].bias.fill_(float(exchange.peer))
@@ -289,12 +351,17 @@ def test_what_is_in_flight_is_applied_as_it_was_sent():
             opt.step()
         return opt.slow[1].clone()
 
-    changed, plain = (Simulation(["0", "1"]).run(lambda exchange, c=change: peer(exchange, c)) for change in (True, False))
+    changed, plain = (
+        Simulation(["0", "1"]).run(lambda exchange, c=change: peer(exchange, c))
+        for change in (True, False)
+    )
     assert torch.equal(changed["0"], plain["0"])
     assert torch.allclose(plain["0"], torch.full((4,), 0.5))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("local", "none", "sparta", "co2")])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if name not in ("local", "none", "sparta", "co2")]
+)
 def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
     """Not CO2: its penalty is over the whole fragment, and with unequal groups over each."""
     knobs = {"fragments": 1} if "fragments" in METHODS[name].knobs else {}
@@ -308,7 +375,10 @@ def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
         opt.finish()
         return [tensor.clone() for tensor in opt.slow]
 
-    mixed, first, second = (Simulation(["0", "1"]).run(lambda e, lr=lr: peer(e, lr)) for lr in ((0.6, 0.2), (0.6, 0.6), (0.2, 0.2)))
+    mixed, first, second = (
+        Simulation(["0", "1"]).run(lambda e, lr=lr: peer(e, lr))
+        for lr in ((0.6, 0.2), (0.6, 0.6), (0.2, 0.2))
+    )
     assert same(mixed["0"], [*first["0"][:2], *second["0"][2:]])
     assert not torch.equal(first["0"][2], second["0"][2])
 
@@ -316,7 +386,9 @@ def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
 def test_a_plain_mean_stays_with_its_parameter_if_groups_differ():
     def peer(exchange, lr):
         net = model()
-        opt = DecoupledDiLoCo(groups(net), exchange, every=2, lag=0, fragments=1, plain=[net[2].weight], lr=0.6)
+        opt = DecoupledDiLoCo(
+            groups(net), exchange, every=2, lag=0, fragments=1, plain=[net[2].weight], lr=0.6
+        )
         opt.outer.param_groups[0]["lr"] = lr
         train(net, opt, 2, target=int(exchange.peer))
         return [tensor.clone() for tensor in opt.slow]
@@ -337,8 +409,13 @@ def test_a_rule_without_rate_or_momentum_has_no_such_key():
         CO2: {"lr", "momentum"},
     }  # fmt: skip
     opt = NoLoCo(inner, Alone(), lag=0)
-    assert [[p.shape for p in group["params"]] for group in opt.outer.param_groups] == [[(4, 3), (4,)], [(2, 4), (2,)]]
-    assert all(p is slow for p, slow in zip(opt.outer.param_groups[1]["params"], opt.slow[2:], strict=True))
+    assert [[p.shape for p in group["params"]] for group in opt.outer.param_groups] == [
+        [(4, 3), (4,)],
+        [(2, 4), (2,)],
+    ]
+    assert all(
+        p is slow for p, slow in zip(opt.outer.param_groups[1]["params"], opt.slow[2:], strict=True)
+    )
 
 
 def test_a_value_that_no_rule_takes_stops_the_step_that_would_use_it():
@@ -373,15 +450,25 @@ def test_the_present_values_are_saved_and_restored_with_a_scheduler_that_goes_on
     assert other.outer.param_groups[0]["initial_lr"] == 0.8
     train(net, opt, 4, first=4)
     train(again, other, 4, first=4)
-    assert [group["lr"] for group in other.outer.param_groups] == [group["lr"] for group in opt.outer.param_groups] == [0.05, 0.05]
+    assert (
+        [group["lr"] for group in other.outer.param_groups]
+        == [group["lr"] for group in opt.outer.param_groups]
+        == [0.05, 0.05]
+    )
     assert same(net.parameters(), again.parameters())
 
 
 def test_peers_are_compared_by_their_present_values():
     net = model()
-    one, other = DiLoCo(groups(net), Alone(), lr=0.5), DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), lr=0.5)
+    one, other = (
+        DiLoCo(groups(net), Alone(), lr=0.5),
+        DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), lr=0.5),
+    )
     assert config_diff(one, other) is None
-    assert config_diff(one, DiLoCo(groups(net), Alone(), lr=0.5, momentum=0.0)) == "momentum is 0.6 and not 0.0"
+    assert (
+        config_diff(one, DiLoCo(groups(net), Alone(), lr=0.5, momentum=0.0))
+        == "momentum is 0.6 and not 0.0"
+    )
     one.outer.param_groups[1]["lr"] = 0.25
     assert config_diff(one, other) == "lr is 0.25 and not 0.5"
     other.outer.param_groups[0]["lr"] = one.outer.param_groups[0]["lr"] = 0.25

@@ -22,14 +22,23 @@ class Lender(Exchange):
 
     def start(self, contribution):
         assert isinstance(contribution.tensors, OnDemand)
-        self.lent.append((contribution.tensors, [tensor.clone() for tensor in contribution.tensors]))
+        self.lent.append(
+            (contribution.tensors, [tensor.clone() for tensor in contribution.tensors])
+        )
         return NoPartner()
 
 
-def made(method, place="cpu", dtype=torch.float32, exchange=None, inner=torch.optim.AdamW, **options):
+def made(
+    method, place="cpu", dtype=torch.float32, exchange=None, inner=torch.optim.AdamW, **options
+):
     torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(4, 3).to(dtype)), torch.nn.Parameter(torch.randn(5).to(dtype))]
-    return method(inner(weights, lr=0.1), exchange or Alone(), every=2, slow_device=place, **options), weights
+    weights = [
+        torch.nn.Parameter(torch.randn(4, 3).to(dtype)),
+        torch.nn.Parameter(torch.randn(5).to(dtype)),
+    ]
+    return method(
+        inner(weights, lr=0.1), exchange or Alone(), every=2, slow_device=place, **options
+    ), weights
 
 
 def push(opt, weights, steps):
@@ -47,12 +56,16 @@ def train(method, exchange, steps, **options):
 
 def test_a_float32_parameter_is_its_own_staging():
     opt, weights = train(partial(NoLoCo, lag=0), Lender(), 2)
-    assert [fast.data_ptr() for fast in opt._weights.fast] == [weight.data_ptr() for weight in weights]
+    assert [fast.data_ptr() for fast in opt._weights.fast] == [
+        weight.data_ptr() for weight in weights
+    ]
     moved = [weight.data_ptr() for weight in weights]
     assert all(slow.data_ptr() not in moved for slow in opt.slow)
 
 
-@pytest.mark.parametrize("change", [lambda w: w.bfloat16(), lambda w: w.t().contiguous().t()], ids=["dtype", "strides"])
+@pytest.mark.parametrize(
+    "change", [lambda w: w.bfloat16(), lambda w: w.t().contiguous().t()], ids=["dtype", "strides"]
+)
 def test_a_parameter_that_is_replaced_gets_staging_of_its_own(change):
     opt, weights = train(partial(NoLoCo, lag=0), Lender(), 1)
     with torch.no_grad():
@@ -71,12 +84,19 @@ def test_what_waits_for_its_mean_is_lent_and_not_copied(method):
     ours = {tensor.data_ptr() for tensor in (*opt.slow, *weights)}
     for lent, _ in exchange.lent:
         for item in lent._items:
-            assert {tensor.data_ptr() for tensor in ([item] if isinstance(item, torch.Tensor) else item)} <= ours
+            assert {
+                tensor.data_ptr() for tensor in ([item] if isinstance(item, torch.Tensor) else item)
+            } <= ours
 
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [(CO2, {}), (StreamingDiLoCo, {"fragments": 1, "lag": 1}), (NoLoCo, {"lag": 0}), (NoLoCo, {"lag": 1, "fragments": 1})],
+    [
+        (CO2, {}),
+        (StreamingDiLoCo, {"fragments": 1, "lag": 1}),
+        (NoLoCo, {"lag": 0}),
+        (NoLoCo, {"lag": 1, "fragments": 1}),
+    ],
 )
 def test_what_is_lent_stays_as_it_is_while_it_is_in_flight(method, options):
     class Slow(Lender):
@@ -100,7 +120,15 @@ def test_what_is_lent_stays_as_it_is_while_it_is_in_flight(method, options):
 
 def test_averaged_buffers_are_not_lent_while_training_changes_them():
     model, exchange = torch.nn.BatchNorm1d(3), Lender()
-    opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), exchange, every=2, fragments=1, lag=1, model=model, buffers="average")
+    opt = NoLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        exchange,
+        every=2,
+        fragments=1,
+        lag=1,
+        model=model,
+        buffers="average",
+    )
     for step in range(3):
         model(torch.full((2, 3), float(step)) * torch.tensor([[1.0], [2.0]])).sum().backward()
         opt.step()
@@ -127,7 +155,9 @@ def test_files_change_no_bit_and_what_was_saved_with_them_loads_without(method, 
         push(opt, weights, 4)
     states = [(here.rule_state[name], there.rule_state[name]) for name in here.rule_state]
     for one, other in ((own, filed), (here.slow, there.slow), *states):
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(one, other, strict=True))
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(one, other, strict=True)
+        )
     assert list(folder.iterdir()) == []
 
 

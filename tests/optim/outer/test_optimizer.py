@@ -40,8 +40,16 @@ class Partner(Exchange):
         own = [tensor.clone() for tensor in contribution.tensors]
         self.sent.append(own)
         self.keys.append(contribution.key)
-        mean = None if self.theirs is None else Mean([(a + b) / 2 for a, b in zip(own, self.theirs, strict=True)], 2.0, ("a", "b"))
-        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        mean = (
+            None
+            if self.theirs is None
+            else Mean([(a + b) / 2 for a, b in zip(own, self.theirs, strict=True)], 2.0, ("a", "b"))
+        )
+        return type(
+            "Ready",
+            (Handle,),
+            {"done": lambda self: True, "result": lambda self, deadline=None: mean},
+        )()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,9 @@ class Partner(Exchange):
         lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step),
     ],
 )
-@pytest.mark.parametrize("inner", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "inner", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)]
+)
 @pytest.mark.filterwarnings("error")
 def test_a_scheduler_acts_on_it_as_on_the_inner_optimizer(inner, scheduler):
     plain, wrapped = model(), model()
@@ -72,7 +82,10 @@ def adamw(net, fused):
 INNER = {
     "foreach": lambda net: adamw(net, False),
     "fused": lambda net: adamw(net, True),
-    "several": lambda net: [adamw(net[0], True), torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)],
+    "several": lambda net: [
+        adamw(net[0], True),
+        torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9),
+    ],
 }
 
 
@@ -104,7 +117,10 @@ def test_a_step_that_grad_scaler_leaves_out_still_counts_for_the_rounds(kind, cl
         opt.zero_grad()
         backward(net, scaler, step)
         scaled(net, scaler, [opt])
-    assert (opt.steps, opt.round) == (steps, steps // every)  # as many as of a peer without an overflow
+    assert (opt.steps, opt.round) == (
+        steps,
+        steps // every,
+    )  # as many as of a peer without an overflow
 
     by_hand = model()
     made = INNER[kind](by_hand)
@@ -132,24 +148,33 @@ def test_what_grad_scaler_cannot_do_is_said_and_leaves_nothing_to_the_next_step(
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(net(torch.ones(1, 3)).sum()).backward()
     gradients = [p.grad.clone() for p in net.parameters()]
-    with pytest.raises(RuntimeError, match="GradScaler takes no closure: compute the gradients before"):
+    with pytest.raises(
+        RuntimeError, match="GradScaler takes no closure: compute the gradients before"
+    ):
         scaler.step(opt, lambda: 0.0)
     with opt.averaged(), pytest.raises(RuntimeError, match=r"step\(\) within averaged"):
         scaler.step(opt)
     assert (opt.steps, same(gradients, [p.grad for p in net.parameters()])) == (0, True)
     before = weights(net)
     opt.step()  # not called by a scaler: the gradients are taken as they are
-    assert all(torch.equal(p, b.add(g, alpha=-0.1)) for p, b, g in zip(weights(net), before, gradients, strict=True))
+    assert all(
+        torch.equal(p, b.add(g, alpha=-0.1))
+        for p, b, g in zip(weights(net), before, gradients, strict=True)
+    )
     half = torch.nn.Linear(2, 1, dtype=torch.float16)
     opt = DiLoCo(torch.optim.SGD(half.parameters(), lr=0.1), Alone(), every=5)
     scaler.scale(half(torch.ones(1, 2, dtype=torch.float16)).sum()).backward()
-    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients: keep the parameters in float32"):
+    with pytest.raises(
+        ValueError, match="Attempting to unscale FP16 gradients: keep the parameters in float32"
+    ):
         scaler.step(opt)
 
 
 def test_closures_hooks_and_groups_work_as_on_any_optimizer():
     net = model()
-    inner = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}], lr=0.1)
+    inner = torch.optim.SGD(
+        [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}], lr=0.1
+    )
     opt = NoLoCo(inner, Alone(), every=2, lag=0)
     calls = []
     opt.register_step_post_hook(lambda *_: calls.append(opt.steps))
@@ -173,7 +198,9 @@ def test_closures_hooks_and_groups_work_as_on_any_optimizer():
     assert not same(moving, weights(net[2]))
 
 
-@pytest.mark.parametrize("parameters", [[], [nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)]])
+@pytest.mark.parametrize(
+    "parameters", [[], [nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)]]
+)
 def test_parameters_that_cannot_be_averaged_are_refused(parameters):
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     inner.param_groups[0]["params"] = parameters
@@ -206,7 +233,9 @@ def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_change
         opt.step()
         assert weight.dtype == torch.bfloat16
         assert opt.slow[0].dtype == torch.float32
-        torch.testing.assert_close(opt.slow[0], torch.full((4,), 1.001 - 0.001 * 0.75**pulls), rtol=0, atol=2e-7)
+        torch.testing.assert_close(
+            opt.slow[0], torch.full((4,), 1.001 - 0.001 * 0.75**pulls), rtol=0, atol=2e-7
+        )
     kept = opt.slow[0].clone()
     opt.exchange = Alone()  # nothing is learnt from now on, so nothing may move
     for _ in range(5):
@@ -256,7 +285,12 @@ def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
             s.sub_(v)
         torch.testing.assert_close(opt.slow, slow, rtol=0, atol=1e-7)
         assert same(weights(net), opt.slow)
-        assert (infos[-1].members, infos[-1].key.round, infos[-1].step, infos[-1].lag) == ((), round, 3 * round + 3, 0)
+        assert (infos[-1].members, infos[-1].key.round, infos[-1].step, infos[-1].lag) == (
+            (),
+            round,
+            3 * round + 3,
+            0,
+        )
 
 
 class Late:
@@ -271,7 +305,12 @@ def test_what_is_in_flight_is_applied_once_by_the_schedule_or_by_finish(steps, l
     net, infos = model(), []
     rule = NoLoCoRule(lr=1.0, momentum=0.0)
     opt = OuterOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1), Alone(), rule=rule, schedule=Late(), run="r", on_round=infos.append
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Alone(),
+        rule=rule,
+        schedule=Late(),
+        run="r",
+        on_round=infos.append,
     )
     opt.finish()
     assert infos == []
@@ -287,11 +326,15 @@ def test_what_is_in_flight_is_applied_once_by_the_schedule_or_by_finish(steps, l
 def test_rounds_are_labelled_in_order_and_may_be_set_forward():
     partner = Partner(None)
     net = model()
-    opt = OuterOptimizer(torch.optim.SGD(net.parameters()), partner, rule=NoLoCoRule(), schedule=Every(2), run="mine")
+    opt = OuterOptimizer(
+        torch.optim.SGD(net.parameters()), partner, rule=NoLoCoRule(), schedule=Every(2), run="mine"
+    )
     train(net, opt, 5)
     opt.round = 10
     train(net, opt, 3)
-    assert [(key.run, key.round, key.fragment) for key in partner.keys] == [("mine", r, 0) for r in (0, 1, 10, 11)]
+    assert [(key.run, key.round, key.fragment) for key in partner.keys] == [
+        ("mine", r, 0) for r in (0, 1, 10, 11)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +367,9 @@ def test_state_dict_hooks_fire_as_on_any_optimizer():
     fresh = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1, lag=0)
     groups = [group | {"lr": 0.7} for group in state["param_groups"]]
     fresh.register_load_state_dict_pre_hook(lambda given, state: state | {"param_groups": groups})
-    fresh.register_load_state_dict_post_hook(lambda given: calls.append(("after loading", given.param_groups[0]["lr"])))
+    fresh.register_load_state_dict_post_hook(
+        lambda given: calls.append(("after loading", given.param_groups[0]["lr"]))
+    )
     fresh.load_state_dict(state)
     assert calls == [("before saving", True), ("after loading", 0.7)]
     assert state["param_groups"][0]["lr"] == 0.1
@@ -333,7 +378,10 @@ def test_state_dict_hooks_fire_as_on_any_optimizer():
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused_in_a_sentence(copied):
     opt = NoLoCo(torch.optim.SGD(model().parameters(), lr=0.1), Alone(), lag=0)
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled: make another .* load this one's state_dict\(\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"cannot be copied or pickled: make another .* load this one's state_dict\(\)",
+    ):
         copied(opt)
 
 
@@ -360,7 +408,14 @@ def test_what_the_end_of_averaged_would_undo_is_refused_within_it(what):
 def test_finish_counts_the_steps_since_the_last_round():
     def after(steps, opt_steps, exchange=None, **options):
         net = model()
-        opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange or Alone(), every=50, lr=1.0, momentum=0.0, **options)
+        opt = DiLoCo(
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            exchange or Alone(),
+            every=50,
+            lr=1.0,
+            momentum=0.0,
+            **options,
+        )
         train(net, opt, steps)
         opt.finish(average=True)
         assert opt.round == opt_steps
@@ -379,13 +434,18 @@ def test_finish_counts_the_steps_since_the_last_round():
 
     def peer(exchange):
         net = model()
-        opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=50, lr=1.0, momentum=0.0)
+        opt = DiLoCo(
+            torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=50, lr=1.0, momentum=0.0
+        )
         train(net, opt, 70, first=1000 * ord(exchange.peer))
         before = weights(net)
         told = []
         opt.on_round = lambda info: told.append(opt.projection_of(info.key.fragment))
         opt.finish(average=True)
-        assert [bool(projection) for projection in told] == [True, False]  # of the last steps, and of the mean of everything
+        assert [bool(projection) for projection in told] == [
+            True,
+            False,
+        ]  # of the last steps, and of the mean of everything
         return before, weights(net)
 
     ends = Simulation(["a", "b"]).run(peer)
@@ -399,7 +459,11 @@ def test_after_finish_a_contribution_is_measured_from_where_the_weights_are():
         """Partner whose weights are other ones in the plain mean."""
 
         def start(self, contribution):
-            self.theirs = [tensor + 2.0 for tensor in contribution.tensors] if contribution.key.fragment == 1 else None
+            self.theirs = (
+                [tensor + 2.0 for tensor in contribution.tensors]
+                if contribution.key.fragment == 1
+                else None
+            )
             return super().start(contribution)
 
     net = model()

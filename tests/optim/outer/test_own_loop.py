@@ -10,7 +10,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "own_loop.py"
 
 @pytest.mark.ci
 def test_the_example_runs_as_it_stands_and_averaging_helps_much():
-    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     found = re.fullmatch(r"alone:    (\d+\.\d+)\naveraged: (\d+\.\d+)\n", done.stdout)
     assert found is not None, done.stdout

@@ -12,14 +12,20 @@ from shoal.swarm.topics import status
 
 def drawn(seed, scale=1.0):
     draw = torch.Generator().manual_seed(seed)
-    return [scale * torch.randn(300, 400, generator=draw), scale * torch.randn(BLOCK + 5, generator=draw), torch.ones(3)]
+    return [
+        scale * torch.randn(300, 400, generator=draw),
+        scale * torch.randn(BLOCK + 5, generator=draw),
+        torch.ones(3),
+    ]
 
 
 def test_it_is_linear_and_has_the_numbers_of_a_status():
     one, other = drawn(0), drawn(1)
     both = projection(a + b for a, b in zip(one, other, strict=True))
     assert len(both) - 1 == PROJECTED == status.PROJECTED
-    assert both[:-1] == pytest.approx([a + b for a, b in zip(projection(one), projection(other), strict=True)][:-1], abs=1e-2)
+    assert both[:-1] == pytest.approx(
+        [a + b for a, b in zip(projection(one), projection(other), strict=True)][:-1], abs=1e-2
+    )
 
 
 @pytest.mark.parametrize("values", [drawn(0), [torch.ones(20 * BLOCK)], [torch.ones(64)] * 4000])

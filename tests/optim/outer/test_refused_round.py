@@ -48,7 +48,11 @@ class ScriptedExchange(Exchange):
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
         sent = mine.codec.decode(mine.codec.encode(mine.tensors), shapes)
         mean = Mean(sent, 1.0, ("me",)) if outcome == "yes" else None
-        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        return type(
+            "Ready",
+            (Handle,),
+            {"done": lambda self: True, "result": lambda self, deadline=None: mean},
+        )()
 
 
 class Drifting:
@@ -73,7 +77,9 @@ class Drifting:
     def finish(self):
         self.opt.finish()
         parts = zip(self.opt._codecs, self.opt._parts, strict=True)
-        residual = chain.from_iterable(codec.error or [torch.zeros(SHAPES[i]) for i in part] for codec, part in parts)
+        residual = chain.from_iterable(
+            codec.error or [torch.zeros(SHAPES[i]) for i in part] for codec, part in parts
+        )
         for weight, error, learnt in zip(self.weights, residual, self.learnt, strict=True):
             torch.testing.assert_close(error.double() - weight.double(), learnt, rtol=0, atol=1e-4)
 
@@ -116,7 +122,9 @@ def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, los
     def peer(exchange):
         generator = torch.Generator().manual_seed(seed + ord(exchange.peer))
         weight = torch.nn.Parameter(torch.zeros(70))
-        opt = SparseLoCo(torch.optim.SGD([weight], lr=1.0), exchange, codec=codec_named("topk2+ef"), every=1)
+        opt = SparseLoCo(
+            torch.optim.SGD([weight], lr=1.0), exchange, codec=codec_named("topk2+ef"), every=1
+        )
         learnt, applied = torch.zeros(70, dtype=torch.float64), torch.zeros(70, dtype=torch.float64)
         for _ in range(6):
             slow = opt.slow[0].clone()
@@ -170,7 +178,14 @@ class Drawn(Exchange):
     def start(self, contribution):
         key = contribution.key
         polls, fails, moves = self.plan[key.round % len(self.plan)]
-        handle = DrawnHandle(self, key, [(tensor + OTHER) / 2 for tensor in contribution.tensors], polls, fails, moves)
+        handle = DrawnHandle(
+            self,
+            key,
+            [(tensor + OTHER) / 2 for tensor in contribution.tensors],
+            polls,
+            fails,
+            moves,
+        )
         self.under_way.setdefault(key.fragment, set()).add(handle)
         self.most = max(self.most, len(self.under_way[key.fragment]))
         return handle
@@ -178,7 +193,14 @@ class Drawn(Exchange):
 
 class DrawnHandle(Handle):
     def __init__(self, exchange, key, tensors, left, fails, moving):
-        self.exchange, self.key, self.tensors, self.left, self.fails, self.moving = exchange, key, tensors, left, fails, moving
+        self.exchange, self.key, self.tensors, self.left, self.fails, self.moving = (
+            exchange,
+            key,
+            tensors,
+            left,
+            fails,
+            moving,
+        )
 
     def done(self):
         self.left -= 1
@@ -195,7 +217,14 @@ class DrawnHandle(Handle):
 def made(exchange, infos):
     weights = [torch.nn.Parameter(torch.tensor([1.0 + place])) for place in range(FRAGMENTS)]
     inner = torch.optim.SGD(weights, lr=RATE)
-    opt = LocalSGD(inner, exchange, every=ROUND, fragments=[[p] for p in weights], lag="auto", on_round=infos.append)
+    opt = LocalSGD(
+        inner,
+        exchange,
+        every=ROUND,
+        fragments=[[p] for p in weights],
+        lag="auto",
+        on_round=infos.append,
+    )
     return weights, opt
 
 
@@ -228,15 +257,33 @@ def reference(plan):
 
         for place, (number, at, sent, left, arrived, lag) in list(flying.items()):
             if arrived is None:
-                flying[place] = (number, at, sent, left - 1, max(step - at, 1) if left <= 1 else None, lag)
+                flying[place] = (
+                    number,
+                    at,
+                    sent,
+                    left - 1,
+                    max(step - at, 1) if left <= 1 else None,
+                    lag,
+                )
         for place in range(FRAGMENTS):
             if (step - (place + 1) * ROUND // FRAGMENTS) % ROUND == 0:
                 if place in flying:
                     number, at, sent, left, arrived, lag = flying[place]
-                    if arrived is None and plan[number % len(plan)][2] and step - at < LASTS * ROUND:
+                    if (
+                        arrived is None
+                        and plan[number % len(plan)][2]
+                        and step - at < LASTS * ROUND
+                    ):
                         round += 1
                         continue
-                    flying[place] = (number, at, sent, left, step - at if arrived is None else arrived, lag)
+                    flying[place] = (
+                        number,
+                        at,
+                        sent,
+                        left,
+                        step - at if arrived is None else arrived,
+                        lag,
+                    )
                     apply(place)
                 lag = 1
                 if arrivals:
@@ -252,19 +299,25 @@ def reference(plan):
     return seen, applied
 
 
-PLANS = st.lists(st.tuples(st.integers(1, 4 * ROUND), st.booleans(), st.booleans()), min_size=1, max_size=9)
+PLANS = st.lists(
+    st.tuples(st.integers(1, 4 * ROUND), st.booleans(), st.booleans()), min_size=1, max_size=9
+)
 
 
 @settings(max_examples=40)
 @given(plan=PLANS, at=st.integers(0, STEPS))
-def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_after_an_interruption(plan, at):
+def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_after_an_interruption(
+    plan, at
+):
     exchange, infos, seen = Drawn(plan), [], []
     weights, opt = made(exchange, infos)
     train(weights, opt, 0, STEPS, seen)
     wanted, applied = reference(plan)
     assert exchange.most == 1
     assert [(info.key.round, info.lag, info.late) for info in infos] == applied
-    assert all(info.lag <= ROUND * (LASTS if plan[info.key.round % len(plan)][2] else 1) for info in infos)
+    assert all(
+        info.lag <= ROUND * (LASTS if plan[info.key.round % len(plan)][2] else 1) for info in infos
+    )
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted), rtol=0, atol=1e-5)
 
     again, before = Drawn(plan), []

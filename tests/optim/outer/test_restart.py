@@ -22,7 +22,11 @@ def sgd(net):
 
 
 def held(net, opt):
-    tensors = [*opt.slow, *net.parameters(), *(t for name in sorted(opt.rule_state) for t in opt.rule_state[name])]
+    tensors = [
+        *opt.slow,
+        *net.parameters(),
+        *(t for name in sorted(opt.rule_state) for t in opt.rule_state[name]),
+    ]
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -30,7 +34,9 @@ def held(net, opt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", ["memory", "files"])
 @pytest.mark.parametrize("name", KNOBS)
-def test_after_a_restart_it_is_as_a_new_one_from_these_weights(name, place, dtype, tmp_path, recwarn):
+def test_after_a_restart_it_is_as_a_new_one_from_these_weights(
+    name, place, dtype, tmp_path, recwarn
+):
     """Mutants: momentum, start, an eager part, a codec's residual, a rounding error or a mean in flight is left of before."""
     if (place, dtype) == ("files", torch.bfloat16):
         dtype = torch.float64
@@ -65,7 +71,12 @@ def test_after_a_restart_it_is_as_a_new_one_from_these_weights(name, place, dtyp
 def test_a_restart_within_averaged_is_refused_and_before_any_step_it_is_a_new_one():
     net = model()
     opt = DiLoCo(sgd(net), Alone(), every=2)
-    with opt.averaged(), pytest.raises(RuntimeError, match=r"restart_from_model\(\) within averaged\(\) would be lost"):
+    with (
+        opt.averaged(),
+        pytest.raises(
+            RuntimeError, match=r"restart_from_model\(\) within averaged\(\) would be lost"
+        ),
+    ):
         opt.restart_from_model()
     net.load_state_dict(model(5).state_dict())
     opt.restart_from_model()
@@ -98,7 +109,9 @@ def test_a_change_outside_a_step_is_said_once_with_the_remedy(then):
             train(net, opt, 1, first=3)
     said = [str(one.message) for one in found]
     assert len(said) == 1
-    assert re.search(r"changed outside step\(\) \(4 of 4 tensors\).* call opt.restart_from_model\(\)", said[0])
+    assert re.search(
+        r"changed outside step\(\) \(4 of 4 tensors\).* call opt.restart_from_model\(\)", said[0]
+    )
 
 
 def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
@@ -106,7 +119,9 @@ def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
     net = model()
     opt = NoLoCo(sgd(net), Alone(), every=2, lag=0)
     load(net)
-    net.load_state_dict(model(0).state_dict())  # as DDP does, which sends rank 0's weights, equal ones, to all
+    net.load_state_dict(
+        model(0).state_dict()
+    )  # as DDP does, which sends rank 0's weights, equal ones, to all
     train(net, opt, 3)
     with opt.averaged(), opt.averaged():
         net(torch.ones(1, 3))

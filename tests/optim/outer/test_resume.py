@@ -17,7 +17,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from shoal.optim import CO2, METHODS, Alone, DiLoCo, Eager, Mean, NoLoCo, SparseLoCo, Tokens, codec_named, method_named
+from shoal.optim import (
+    CO2,
+    METHODS,
+    Alone,
+    DiLoCo,
+    Eager,
+    Mean,
+    NoLoCo,
+    SparseLoCo,
+    Tokens,
+    codec_named,
+    method_named,
+)
 from shoal.optim.exchange.base import Handle
 from shoal.optim.outer.rule import AHEAD
 from tests.optim.training import Recording, equal, model, same, split, train
@@ -31,7 +43,9 @@ class Run:
     def __init__(self, exchange, width=4):
         torch.manual_seed(0)
         self.net = nn.ModuleList([nn.Linear(3, width, dtype=torch.bfloat16), nn.Linear(width, 2)])
-        self.opt = NoLoCo(torch.optim.AdamW(self.net.parameters(), lr=0.05), exchange, every=EVERY, lag=0)
+        self.opt = NoLoCo(
+            torch.optim.AdamW(self.net.parameters(), lr=0.05), exchange, every=EVERY, lag=0
+        )
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, STEPS)
 
     def train(self, first, last):
@@ -44,7 +58,9 @@ class Run:
 
 
 def everything(run):
-    return copy.deepcopy([run.net.state_dict(), run.opt.state_dict(), run.opt.param_groups, run.opt.state])
+    return copy.deepcopy(
+        [run.net.state_dict(), run.opt.state_dict(), run.opt.param_groups, run.opt.state]
+    )
 
 
 def trained(width=4, steps=4):
@@ -67,13 +83,18 @@ def test_the_state_is_a_copy_of_the_outer_state():
 def test_other_shapes_change_nothing_and_the_difference_is_named():
     run, other = trained(), trained(width=5, steps=7)
     before = everything(run)
-    with pytest.raises(ValueError, match=r"^the saved outer state 'slow' has shape \(5, 3\) at tensor 0, this model has \(4, 3\)$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the saved outer state 'slow' has shape \(5, 3\) at tensor 0, this model has \(4, 3\)$",
+    ):
         run.opt.load_state_dict(other.opt.state_dict())
     assert equal(everything(run), before)
 
     state = copy.deepcopy(trained(steps=7).opt.whole_state())
     state["rule"]["momentum"][1] = torch.zeros(9)
-    with pytest.raises(ValueError, match=r"'momentum' has shape \(9,\) at tensor 1, this model has \(4,\)"):
+    with pytest.raises(
+        ValueError, match=r"'momentum' has shape \(9,\) at tensor 1, this model has \(4,\)"
+    ):
         run.opt.load_state_dict(state)
     state["rule"]["momentum"].pop()
     with pytest.raises(ValueError, match="'momentum' has 3 tensors, this model has 4"):
@@ -93,7 +114,11 @@ class Echo(Alone):
     def start(self, mine):
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
         mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), 1.0, ("a",))
-        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        return type(
+            "Ready",
+            (Handle,),
+            {"done": lambda self: True, "result": lambda self, deadline=None: mean},
+        )()
 
 
 def sparse(steps, codec="topk2+ef:0.95", inputs=300, make=SparseLoCo, **options):
@@ -111,7 +136,9 @@ def sparse(steps, codec="topk2+ef:0.95", inputs=300, make=SparseLoCo, **options)
 
 def all_of(opt):
     """Return copies of all that loading may change, the codec's residual included."""
-    return copy.deepcopy([opt.state_dict(), opt.length.state_dict(), [codec.state_dict() for codec in opt._codecs]])
+    return copy.deepcopy(
+        [opt.state_dict(), opt.length.state_dict(), [codec.state_dict() for codec in opt._codecs]]
+    )
 
 
 SPOILT = {
@@ -159,16 +186,24 @@ def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_tha
     with pytest.warns(UserWarning, match=sentence):
         opt.load_state_dict(saved)
     assert (opt.steps, opt.rule.nesterov, opt.outer.param_groups[0]["lr"]) == (9, True, 0.3)
-    short = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=5, lr=0.3, lag=0)
-    other = NoLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=50, lr=0.9, lag=0)
-    with pytest.warns(UserWarning, match=r"had Every\(every=5\), this optimizer has Every\(every=50\)"):
+    short = NoLoCo(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=5, lr=0.3, lag=0
+    )
+    other = NoLoCo(
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=50, lr=0.9, lag=0
+    )
+    with pytest.warns(
+        UserWarning, match=r"had Every\(every=5\), this optimizer has Every\(every=50\)"
+    ):
         other.load_state_dict(short.state_dict())
 
 
 def test_a_joiner_adopts_slow_weights_and_round_or_nothing():
     run, swarm = trained(), trained(steps=7)
     before = everything(run)
-    with pytest.raises(ValueError, match=r"has shape \(5, 3\) at tensor 0, this model has \(4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"has shape \(5, 3\) at tensor 0, this model has \(4, 3\)"
+    ):
         run.opt.adopt(trained(width=5).opt.slow, round=5, into_model=True)
     assert equal(everything(run), before)
     run.opt.adopt(swarm.opt.slow, round=5)
@@ -176,7 +211,10 @@ def test_a_joiner_adopts_slow_weights_and_round_or_nothing():
     assert run.opt.round == 5
     assert equal(run.net.state_dict(), before[0])
     run.opt.adopt(swarm.opt.slow, round=5, into_model=True)
-    assert all(torch.equal(p, slow.to(p.dtype)) for p, slow in zip(run.net.parameters(), swarm.opt.slow, strict=True))
+    assert all(
+        torch.equal(p, slow.to(p.dtype))
+        for p, slow in zip(run.net.parameters(), swarm.opt.slow, strict=True)
+    )
     swarm.opt.slow[0].zero_()
     assert run.opt.slow[0].any()
 
@@ -192,7 +230,14 @@ def made(name="diloco", seed=0, dtype=torch.float32, inner=torch.optim.AdamW, **
         options.setdefault("fragments", 2)
         options.setdefault("lag", {"streaming": 1, "decoupled": 2}.get(name, 0))
     every = 4 if METHODS[name].knobs["every"] > 4 else 1
-    opt = method_named(name).make(inner(net.parameters(), lr=0.05), Alone(), every=every, model=net, exclude=["3.bias"], **options)
+    opt = method_named(name).make(
+        inner(net.parameters(), lr=0.05),
+        Alone(),
+        every=every,
+        model=net,
+        exclude=["3.bias"],
+        **options,
+    )
     return net, opt
 
 
@@ -204,7 +249,11 @@ def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name,
     opt.finish()
     weights, state = get_state_dict(net, opt)
     assert set(state["state"]) == {"0.weight", "0.bias", "2.bias", "3.weight", "3.bias"}
-    assert ["outer" in state["state"][name] for name in ("0.weight", "3.weight", "3.bias")] == [True, True, False]
+    assert ["outer" in state["state"][name] for name in ("0.weight", "3.weight", "3.bias")] == [
+        True,
+        True,
+        False,
+    ]
     dcp.save({"net": weights, "opt": state}, checkpoint_id=tmp_path, no_dist=True)
 
     other, fresh = made(name, seed=5, dtype=dtype)
@@ -279,7 +328,9 @@ def test_what_cannot_be_restored_is_refused_and_changes_nothing():
         fresh.load_state_dict(plain)
     get_optimizer_state_dict(other, fresh)  # makes the inner state
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
-        set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(net, opt, options=flattened), options=flattened)
+        set_optimizer_state_dict(
+            other, fresh, get_optimizer_state_dict(net, opt, options=flattened), options=flattened
+        )
     state = opt.state_dict()
     del state["state"][1]["outer"]["momentum"]
     with pytest.raises(ValueError, match="no 'momentum' of parameter 1"):
@@ -319,18 +370,29 @@ def test_another_method_or_schedule_is_named():
     with pytest.raises(ValueError, match="is of DiLoCo, not of NoLoCo"):
         set_optimizer_state_dict(other, fresh, state)
     inner = torch.optim.AdamW(net.parameters())
-    with pytest.warns(UserWarning, match=r"had Every\(every=4\), this optimizer has Every\(every=7\)"):
-        DiLoCo(inner, Alone(), every=7, model=net, exclude=["3.bias"]).load_state_dict(opt.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"had Every\(every=4\), this optimizer has Every\(every=7\)"
+    ):
+        DiLoCo(inner, Alone(), every=7, model=net, exclude=["3.bias"]).load_state_dict(
+            opt.state_dict()
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        DiLoCo(inner, Alone(), every=4, lr=0.1, model=net, exclude=["3.bias"]).load_state_dict(opt.state_dict())
-    assert SparseLoCo(inner, Alone(), model=net, exclude=["3.bias"]).outer.param_groups[0]["lr"] == 1.0
+        DiLoCo(inner, Alone(), every=4, lr=0.1, model=net, exclude=["3.bias"]).load_state_dict(
+            opt.state_dict()
+        )
+    assert (
+        SparseLoCo(inner, Alone(), model=net, exclude=["3.bias"]).outer.param_groups[0]["lr"] == 1.0
+    )
 
 
 @pytest.mark.parametrize("make", [CO2, Eager])
 def test_a_run_with_a_round_in_flight_goes_on_with_a_shorter_one_and_a_warning(make):
     net, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    one, shorter = (make(torch.optim.SGD(n.parameters(), lr=0.1), Alone(), every=every) for n, every in ((net, 4), (other, 2)))
+    one, shorter = (
+        make(torch.optim.SGD(n.parameters(), lr=0.1), Alone(), every=every)
+        for n, every in ((net, 4), (other, 2))
+    )
     for opt, each, count in ((one, net, 6), (shorter, other, 0)):
         for _ in range(count):
             opt.zero_grad()

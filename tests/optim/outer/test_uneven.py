@@ -36,7 +36,11 @@ from shoal.optim import (
 from shoal.optim.exchange.base import Exchange, Handle, counted_weights
 from shoal.optim.outer.optimizer import sources
 
-SPEEDS = {"anna": 1, "bert": 3, "cleo": 10}  # a step of anna's takes ten times as long as one of cleo's
+SPEEDS = {
+    "anna": 1,
+    "bert": 3,
+    "cleo": 10,
+}  # a step of anna's takes ten times as long as one of cleo's
 STEP_S = {peer: 7.5 / speed for peer, speed in SPEEDS.items()}
 OPTIMUM = {"anna": 1.0, "bert": -2.0, "cleo": 4.0}
 
@@ -48,7 +52,11 @@ OPTIMUM = {"anna": 1.0, "bert": -2.0, "cleo": 4.0}
 def swarms(draw):
     count = draw(st.integers(2, 6))
     size = draw(st.integers(2, count))
-    weights = draw(st.lists(st.lists(st.floats(0.01, 1e6), min_size=count, max_size=count), min_size=1, max_size=5))
+    weights = draw(
+        st.lists(
+            st.lists(st.floats(0.01, 1e6), min_size=count, max_size=count), min_size=1, max_size=5
+        )
+    )
     return count, size, weights, draw(st.integers(0, 2**31))
 
 
@@ -58,21 +66,36 @@ def one_round(rule, slow, states, weights, met, moved):
     total = torch.zeros(4, dtype=torch.float64)
     for group in met:
         members = [int(name) for name in group]
-        sent = {i: rule.contribution(slow[i], fast[i], states[i], RoundContext(key, weights[i], weights[i])) for i in members}
+        sent = {
+            i: rule.contribution(
+                slow[i], fast[i], states[i], RoundContext(key, weights[i], weights[i])
+            )
+            for i in members
+        }
         sent = {i: [tensor.clone() for tensor in tensors] for i, tensors in sent.items()}
         for i in members:
             parts = [(str(j), weights[j], [tensor.clone() for tensor in sent[j]]) for j in members]
             mean = weighted_mean(parts, rule.even(len(sent[i])))
-            rule.apply(slow[i], fast[i], mean.tensors, states[i], RoundContext(key, weights[i], mean.weight, len(members)))
+            rule.apply(
+                slow[i],
+                fast[i],
+                mean.tensors,
+                states[i],
+                RoundContext(key, weights[i], mean.weight, len(members)),
+            )
             assert torch.equal(fast[i][0], slow[i][0])
-            counted = dict(zip(members, counted_weights([weights[j] for j in members])[0], strict=True))
+            counted = dict(
+                zip(members, counted_weights([weights[j] for j in members])[0], strict=True)
+            )
             total += sum(counted[j] * moved[j] for j in members) / sum(counted.values())
     return total
 
 
 @settings(max_examples=60)
 @given(swarms(), st.floats(0.1, 1.5), st.floats(0, 0.9), st.one_of(st.none(), st.floats(0, 0.3)))
-def test_the_sum_of_slow_weights_changes_by_the_weighted_pseudo_gradients_alone(swarm, lr, momentum, pull):
+def test_the_sum_of_slow_weights_changes_by_the_weighted_pseudo_gradients_alone(
+    swarm, lr, momentum, pull
+):
     count, size, all_weights, seed = swarm
     rule = NoLoCoRule(lr, momentum, 0.0 if pull is None else pull, weighted=True)
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +132,9 @@ def test_without_a_partner_the_weighted_form_is_the_unweighted_one_bit_by_bit(la
     assert np.array_equal(path(), path(weight=lambda peer, _: 3.0))
 
 
-@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), partial(LocalSGD, lag=0), partial(GASLoC, lag=0)])
+@pytest.mark.parametrize(
+    "method", [partial(NoLoCo, lag=0), partial(LocalSGD, lag=0), partial(GASLoC, lag=0)]
+)
 def test_what_is_sent_holds_no_weight_so_that_float16_can_hold_it(lab, method):
     """Model weights divided by tokens would be 0 in float16."""
     options = {"size": 2, "begin": lab.own_start, "every": 5, "codec": codec_named("float16")}
@@ -145,7 +170,9 @@ def uneven(method, seconds, rounds, *, size=3, late=None, **options):
         while len(infos) < rounds:
             exchange.sleep(STEP_S[name])
             opt.zero_grad()
-            ((weight - OPTIMUM[name]).square() / 2 + (other - OPTIMUM[name]).square() / 2).sum().backward()
+            (
+                (weight - OPTIMUM[name]).square() / 2 + (other - OPTIMUM[name]).square() / 2
+            ).sum().backward()
             opt.count(1)
             before, last = exchange.simulation.now, len(infos)
             opt.step()
@@ -160,8 +187,12 @@ def uneven(method, seconds, rounds, *, size=3, late=None, **options):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seconds", [75.0, 80.0, 101.3])
 @pytest.mark.parametrize("late", [{}, {"bert": 33.0}, {"cleo": 1.7, "anna": 12.0}])
-def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligned(size, seconds, late):
-    found = uneven(partial(NoLoCo, lag=0), seconds, 12, size=size, late=late, weight=by_tokens, every=25)
+def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligned(
+    size, seconds, late
+):
+    found = uneven(
+        partial(NoLoCo, lag=0), seconds, 12, size=size, late=late, weight=by_tokens, every=25
+    )
     for peer, (infos, waits, made, _) in found.items():
         assert [info.key.round for info in infos] == list(range(12))
         # A joiner's first round may begin in the middle of the others'.
@@ -182,7 +213,9 @@ def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligne
         (DiLoCo, {"momentum": 0.5, "weight": by_tokens}), (DiLoCo, {"momentum": 0.5}),
     ],
 )  # fmt: skip
-def test_they_reach_the_optimum_of_the_weighted_objective_and_without_weights_another_one(method, options):
+def test_they_reach_the_optimum_of_the_weighted_objective_and_without_weights_another_one(
+    method, options
+):
     """Quadratics with one optimum each; the displacement of a round counts by its tokens, or all count the same."""
     found = uneven(method, 75.0, 60, every=20, **options)
     made = {"anna": 10, "bert": 30, "cleo": 100}  # inner steps, and tokens, in each round
@@ -196,9 +229,22 @@ def test_they_reach_the_optimum_of_the_weighted_objective_and_without_weights_an
 
 
 def test_fragments_of_uneven_peers_meet_in_the_same_rounds():
-    found = uneven(StreamingDiLoCo, 75.0, 24, every=20, fragments=2, lag=3, mix=0.0, lr=0.7, momentum=0.5, weight=by_rate)
+    found = uneven(
+        StreamingDiLoCo,
+        75.0,
+        24,
+        every=20,
+        fragments=2,
+        lag=3,
+        mix=0.0,
+        lr=0.7,
+        momentum=0.5,
+        weight=by_rate,
+    )
     for infos, waits, _, _ in found.values():
-        assert [(info.key.round, info.key.fragment) for info in infos] == [(round, round % 2) for round in range(24)]
+        assert [(info.key.round, info.key.fragment) for info in infos] == [
+            (round, round % 2) for round in range(24)
+        ]
         assert all(len(info.members) == 3 for info in infos)
         assert max(waits[1:]) <= STEP_S["anna"] * (1 + 1e-9)
     slow = [values for *_, values in found.values()]
@@ -249,11 +295,15 @@ def test_rounds_of_tokens_have_as_many_tokens_for_peers_with_other_batches():
         return counted
 
     for name, counted in Simulation(list(batches), size=3).run(peer).items():
-        assert all(100 * n <= tokens < 100 * n + batches[name] for n, (tokens, _) in enumerate(counted, 1))
+        assert all(
+            100 * n <= tokens < 100 * n + batches[name] for n, (tokens, _) in enumerate(counted, 1)
+        )
         assert {members for _, members in counted} == {tuple(sorted(batches))}
 
 
-WEIGHTED = pytest.mark.parametrize("options", [{}, {"weight": by_tokens}], ids=["equal", "weighted"])
+WEIGHTED = pytest.mark.parametrize(
+    "options", [{}, {"weight": by_tokens}], ids=["equal", "weighted"]
+)
 PAIRS, GROUPS = ("noloco", "local", "gasloc"), ("diloco", "eager", "co2", "sparseloco")
 
 
@@ -265,8 +315,13 @@ def tensors(value):
     ("stated", "values", "expected"),
     [((1.0, 0.0, 3.0), (4.0, 100.0, 8.0), (7.0, 4.0, 2)), ((0.0, 0.0), (4.0, 8.0), (6.0, 2.0, 2))],
 )
-def test_a_peer_without_weight_takes_part_and_is_not_in_the_mean_unless_all_are_without(stated, values, expected):
-    parts = [(peer, weight, tensors(value)) for peer, weight, value in zip("abc", stated, values, strict=False)]
+def test_a_peer_without_weight_takes_part_and_is_not_in_the_mean_unless_all_are_without(
+    stated, values, expected
+):
+    parts = [
+        (peer, weight, tensors(value))
+        for peer, weight, value in zip("abc", stated, values, strict=False)
+    ]
     mean = weighted_mean(parts[::-1])
     assert torch.equal(mean.tensors[0], torch.full((3,), expected[0]))
     assert (mean.weight, mean.counted, mean.members) == (*expected[1:], tuple("abc"[: len(stated)]))
@@ -331,7 +386,9 @@ def test_with_a_partner_it_takes_the_partners_mean(options):
 @WEIGHTED
 def test_two_newcomers_average_like_any_two(method, options):
     found = trained(method, ["a", "b"], listening=("a", "b"), **options)
-    usual = trained(method, ["a", "b"], **({"weight": lambda tokens, steps: 1.0} if options else {}))
+    usual = trained(
+        method, ["a", "b"], **({"weight": lambda tokens, steps: 1.0} if options else {})
+    )
     for peer in "ab":
         assert torch.allclose(found[peer][0], usual[peer][0], rtol=0, atol=1e-6)
 
@@ -346,9 +403,17 @@ def meet(exchange, method, steps=120, rest=False, seed=0, rounds=None):
     generator = torch.Generator().manual_seed(int(exchange.peer[1:]))
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
-    layers = {"fragments": [list(layer.parameters()) for layer in model]} if method in ("streaming", "decoupled") else {}
+    layers = (
+        {"fragments": [list(layer.parameters()) for layer in model]}
+        if method in ("streaming", "decoupled")
+        else {}
+    )
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    note = (lambda info: None) if rounds is None else lambda info: rounds.append((exchange.peer, info.key.round, info.members))
+    note = (
+        (lambda info: None)
+        if rounds is None
+        else lambda info: rounds.append((exchange.peer, info.key.round, info.members))
+    )
     opt = METHODS[method].make(inner, exchange, every=10, on_round=note, **layers)
     for step in range(steps):
         opt.zero_grad()
@@ -365,7 +430,11 @@ def meet(exchange, method, steps=120, rest=False, seed=0, rounds=None):
 
 def spread(found):
     first = next(iter(found.values()))
-    return max(float((one - other).abs().max()) for held in found.values() for one, other in zip(held, first, strict=True))
+    return max(
+        float((one - other).abs().max())
+        for held in found.values()
+        for one, other in zip(held, first, strict=True)
+    )
 
 
 @pytest.mark.parametrize("method", ANCHORED)
@@ -402,7 +471,9 @@ def test_a_failed_round_is_made_up_for_by_the_mean_of_what_each_did_alone():
     """DiLoCo is linear, so the mean of four lone outer steps is the outer step with the mean: nothing is lost."""
 
     def run(faults):
-        return Simulation(FOUR, size=4, faults=faults).run(lambda exchange: meet(exchange, "diloco", rest=True))
+        return Simulation(FOUR, size=4, faults=faults).run(
+            lambda exchange: meet(exchange, "diloco", rest=True)
+        )
 
     failed, whole = run(Faults(drop=lambda peer, key: key.round == 3)), run(None)
     assert spread(failed) == 0.0
@@ -411,7 +482,9 @@ def test_a_failed_round_is_made_up_for_by_the_mean_of_what_each_did_alone():
 
 
 def test_weights_that_began_differently_are_equal_after_the_first_round():
-    found = Simulation(FOUR, size=4).run(lambda exchange: meet(exchange, "diloco", steps=20, seed=int(exchange.peer[1:])))
+    found = Simulation(FOUR, size=4).run(
+        lambda exchange: meet(exchange, "diloco", steps=20, seed=int(exchange.peer[1:]))
+    )
     assert spread(found) == 0.0
 
 
@@ -451,7 +524,9 @@ def two_layers():
 
 LOSING = {
     "diloco": lambda inner, exchange, net: DiLoCo(inner, exchange, every=4),
-    "streaming": lambda inner, exchange, net: StreamingDiLoCo(inner, exchange, every=8, fragments=2, lag=3, model=net),
+    "streaming": lambda inner, exchange, net: StreamingDiLoCo(
+        inner, exchange, every=8, fragments=2, lag=3, model=net
+    ),
     "co2": lambda inner, exchange, net: CO2(inner, exchange, every=4),
 }
 
@@ -475,7 +550,9 @@ def missed(make, steps, adopt_at=None):
                     list(opt.applied),
                 )  # fmt: skip
             elif exchange.peer == "c" and adopt_at is not None and step >= adopt_at and astray:
-                slow, round, shared, applied = states[step - 1]  # as old as what comes over a network
+                slow, round, shared, applied = states[
+                    step - 1
+                ]  # as old as what comes over a network
                 assert round <= opt.round
                 taken = opt.adopt(slow, round=opt.round, shared=shared, applied=applied)
                 assert all(applied[p] >= 0 for p in taken)
@@ -523,7 +600,10 @@ def test_what_is_older_there_than_here_is_not_taken():
 
 @pytest.mark.parametrize(
     ("given", "reason"),
-    [({"shared": {"other": []}}, "does not share"), ({"applied": [1, 2, 3]}, "in 3 fragments, this optimizer's in 1")],
+    [
+        ({"shared": {"other": []}}, "does not share"),
+        ({"applied": [1, 2, 3]}, "in 3 fragments, this optimizer's in 1"),
+    ],
 )
 def test_what_does_not_fit_changes_nothing(given, reason):
     net = two_layers()
@@ -555,7 +635,9 @@ def test_what_is_dropped_is_given_up_in_the_exchange_too():
     exchange = Alone()
     exchange.start = lambda contribution: Waiting(contribution.key)
     net = two_layers()
-    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.05), exchange, every=4, fragments=2, lag=3, model=net)
+    opt = NoLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.05), exchange, every=4, fragments=2, lag=3, model=net
+    )
     while opt.round < 2:
         opt.step()
     slow = [t.clone() for t in opt.slow]

@@ -31,12 +31,18 @@ def trained(device, slow, method, codec, dtype, width=32, buffers="average"):
         torch.manual_seed(0)
         model = Net(width).to(device, dtype)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-        knobs = {"every": 10 if method == "decoupled" else 4} if "every" in METHODS[method].knobs else {}
+        knobs = (
+            {"every": 10 if method == "decoupled" else 4}
+            if "every" in METHODS[method].knobs
+            else {}
+        )
         if codec is not None:
             knobs["codec"] = codec_named(codec)
             if codec == "auto:2+ef":
                 knobs["codec"].codec.every = 1  # measures in each round
-        opt = METHODS[method].make(inner, exchange, model=model, slow_device=slow, run="r", buffers=buffers, **knobs)
+        opt = METHODS[method].make(
+            inner, exchange, model=model, slow_device=slow, run="r", buffers=buffers, **knobs
+        )
         generator = torch.Generator().manual_seed(int(exchange.peer))
         for step in range(STEPS):
             tokens = torch.randint(40, (16,), generator=generator)
@@ -45,7 +51,11 @@ def trained(device, slow, method, codec, dtype, width=32, buffers="average"):
             if exchange.peer == "0" and device != "cpu" and step > 8:
                 with sys.modules["standin"].waits() as found:
                     opt.step()
-                own = [why for why in found.elements() if why.split(" | ")[0] in ("peer-0", "MainThread")]
+                own = [
+                    why
+                    for why in found.elements()
+                    if why.split(" | ")[0] in ("peer-0", "MainThread")
+                ]
                 waits.append(own)
             else:
                 opt.step()
@@ -61,7 +71,11 @@ def trained(device, slow, method, codec, dtype, width=32, buffers="average"):
 def cases():
     lossy = ["float16", "int8+ef", "e3m0+ef", "topk2+ef:0.95", "sign+ef", "auto:2+ef"]
     for number, method in enumerate(METHODS):
-        codecs = [None, "int8"] if METHODS[method].sends == "weights" else [None, lossy[number % 6], lossy[(number + 3) % 6]]
+        codecs = (
+            [None, "int8"]
+            if METHODS[method].sends == "weights"
+            else [None, lossy[number % 6], lossy[(number + 3) % 6]]
+        )
         for codec in codecs:
             yield method, codec, torch.float32
         yield method, codecs[-1], torch.bfloat16
@@ -70,16 +84,22 @@ def cases():
 
 @pytest.mark.parametrize("slow", ["cpu", "cuda"])
 @pytest.mark.parametrize(("method", "codec", "dtype"), list(cases()))
-def test_an_exchange_waits_three_times_at_most_and_has_the_bits_of_the_cpu(method, codec, dtype, slow):
+def test_an_exchange_waits_three_times_at_most_and_has_the_bits_of_the_cpu(
+    method, codec, dtype, slow
+):
     found, waits = trained("cuda", slow, method, codec, dtype)
     wanted, _ = trained("cpu", "cpu", method, codec, dtype)
     for name in wanted:
-        assert all(torch.equal(one, other) for one, other in zip(found[name], wanted[name], strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(found[name], wanted[name], strict=True)
+        )
     assert len(waits) <= MOST, "\n".join(waits)
 
 
 @pytest.mark.parametrize("slow", ["cpu", "cuda"])
 @pytest.mark.parametrize("codec", [None, "topk2+ef:0.95"])
 def test_a_larger_model_waits_no_more_often(slow, codec):
-    few, many = (len(trained("cuda", slow, "diloco", codec, torch.float32, width)[1]) for width in (16, 300))
+    few, many = (
+        len(trained("cuda", slow, "diloco", codec, torch.float32, width)[1]) for width in (16, 300)
+    )
     assert few == many <= MOST

@@ -16,7 +16,11 @@ class Polled(Exchange):
         self.polls = 0
 
     def start(self, contribution):
-        return Poll(self, [tensor / 2 for tensor in contribution.tensors], [1, 4, 2, 9][contribution.key.round % 4])
+        return Poll(
+            self,
+            [tensor / 2 for tensor in contribution.tensors],
+            [1, 4, 2, 9][contribution.key.round % 4],
+        )
 
 
 class Poll(Handle):
@@ -51,7 +55,9 @@ def agreeing(kind):
         model = make_model()
         return polled(make("noloco, auto", model, Polled()), model)
     model, ranks = laid_out(kind), Ranks(groups()["ranks"], timeout=20.0)
-    return polled(make("noloco, auto", model, Polled() if ranks.first else Alone(), ranks=ranks), model, ranks)
+    return polled(
+        make("noloco, auto", model, Polled() if ranks.first else Alone(), ranks=ranks), model, ranks
+    )
 
 
 def interrupted(kind, method, at):

@@ -21,14 +21,18 @@ EVEN = [(8, 4), (4, 12), (12, 8)]
 
 def make_model(kind):
     torch.manual_seed(0)
-    return nn.ModuleList(nn.Linear(into, out) for into, out in (EVEN if kind == "tp and fsdp" else UNEVEN))
+    return nn.ModuleList(
+        nn.Linear(into, out) for into, out in (EVEN if kind == "tp and fsdp" else UNEVEN)
+    )
 
 
 def gradients(model):
     """Yield for each step the whole gradients by name."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        yield {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+        yield {
+            name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()
+        }
 
 
 @cache
@@ -41,7 +45,10 @@ def meshes():
 def laid_out(kind):
     model, mesh = make_model(kind), meshes()[kind]
     if kind.startswith("tp"):
-        plan = {str(at): ColwiseParallel() if at % 2 == 0 else RowwiseParallel() for at in range(len(model))}
+        plan = {
+            str(at): ColwiseParallel() if at % 2 == 0 else RowwiseParallel()
+            for at in range(len(model))
+        }
         parallelize_module(model, mesh["model"] if kind == "tp and fsdp" else mesh, plan)
     if kind != "tp":
         for layer in model:

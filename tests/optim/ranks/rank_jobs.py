@@ -21,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.optim import Alone, Distributed, Seconds, codec_named, method_named, muon
 from shoal.optim.exchange.base import Exchange, Handle
 from shoal.optim.ranks.group import RankLost, cut_like
-from shoal.optim.ranks.orders import adopt, load_whole, whole_shared, whole_slow, whole_slow_of, whole_state
+from shoal.optim.ranks.orders import (
+    adopt,
+    load_whole,
+    whole_shared,
+    whole_slow,
+    whole_slow_of,
+    whole_state,
+)
 from shoal.optim.ranks.ranks import Ranks
 
 STEPS, BATCH = 12, 8
@@ -82,9 +89,17 @@ def groups():
 
 
 def make(method, model, exchange, **options):
-    inner = muon(model, lr=0.05, weight_decay=0.1) if "muon" in method else torch.optim.AdamW(model.parameters(), lr=0.05)
-    knobs = KNOBS.get(method, {"every": 3}) | ({"codec": codec_named("mod4")} if "mod4" in method else {})
-    return method_named(method.partition(",")[0]).make(inner, exchange, model=model, **knobs, **options)
+    inner = (
+        muon(model, lr=0.05, weight_decay=0.1)
+        if "muon" in method
+        else torch.optim.AdamW(model.parameters(), lr=0.05)
+    )
+    knobs = KNOBS.get(method, {"every": 3}) | (
+        {"codec": codec_named("mod4")} if "mod4" in method else {}
+    )
+    return method_named(method.partition(",")[0]).make(
+        inner, exchange, model=model, **knobs, **options
+    )
 
 
 def numbers(tensors):
@@ -99,14 +114,21 @@ def full(model):
 def alone(exchange, method, dtype="float32", **options):
     """Train a peer in one process."""
     model, members = make_model(dtype), []
-    opt = make(method, model, exchange, on_round=lambda info: members.append(list(info.members)), **options)
+    opt = make(
+        method, model, exchange, on_round=lambda info: members.append(list(info.members)), **options
+    )
     for batch in batches(int(exchange.peer)):
         opt.zero_grad()
         opt.count(BATCH)
         backward(model, batch, dtype)
         opt.step()
     opt.finish()
-    return {"fast": full(model), "slow": numbers(opt.slow), "members": members, "state": listed(opt.whole_state())}
+    return {
+        "fast": full(model),
+        "slow": numbers(opt.slow),
+        "members": members,
+        "state": listed(opt.whole_state()),
+    }
 
 
 def laid_out(kind, dtype="float32"):
@@ -125,7 +147,9 @@ def rank(kind, exchange, method, dtype="float32", **options):
     model, members = laid_out(kind, dtype), []
     ranks = Ranks(groups()["ranks"], timeout=20.0)
     note = lambda info: members.append(list(info.members))  # noqa: E731
-    opt = make(method, model, exchange if ranks.first else Alone(), on_round=note, ranks=ranks, **options)
+    opt = make(
+        method, model, exchange if ranks.first else Alone(), on_round=note, ranks=ranks, **options
+    )
     for batch in batches(0):
         opt.zero_grad()
         opt.count(BATCH)
@@ -185,7 +209,9 @@ class Lost(Handle):
 
 def refused(kind):
     """Train with error feedback, with one round that fails after its contribution was encoded."""
-    exchange = Alone() if dist.get_rank() == 1 else Losing(Distributed(groups()["peers"], wait=20.0))
+    exchange = (
+        Alone() if dist.get_rank() == 1 else Losing(Distributed(groups()["peers"], wait=20.0))
+    )
     if dist.get_rank() == 2:
         return alone(exchange, "sparseloco")
     return rank(kind, exchange, "sparseloco")
@@ -210,7 +236,11 @@ def story(model, opt, ranks=None):
     with opt.averaged(), torch.no_grad():
         seen.append(model(torch.ones(1, 7)).tolist())
     seen.append(numbers(whole_slow_of(opt, opt.fragments - 1)))
-    seen += [list(opt.sketch_of(0)), numbers(whole_slow(opt)), {n: numbers(t) for n, t in whole_shared(opt).items()}]
+    seen += [
+        list(opt.sketch_of(0)),
+        numbers(whole_slow(opt)),
+        {n: numbers(t) for n, t in whole_shared(opt).items()},
+    ]
     swarm = [torch.full(shape, 0.1) for shape in opt.shapes] if first else ()
     momentum = {"momentum": [torch.full(shape, 0.01) for shape in opt.shapes]} if first else None
     seen.append(adopt(opt, swarm, round=7, shared=momentum, rebase={0}))
@@ -222,7 +252,9 @@ def story(model, opt, ranks=None):
         warnings.simplefilter("always")
         for _ in range(2):
             step_of(model, opt, next(steps), ranks)
-        seen.append([str(one.message) for one in found if "changed outside" in str(one.message)])  # a right step is not said
+        seen.append(
+            [str(one.message) for one in found if "changed outside" in str(one.message)]
+        )  # a right step is not said
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)  # as weights that a script loads
@@ -260,22 +292,38 @@ def misfits(kind):
     before = [numbers(opt.slow), full(model)]
     state = whole_state(opt)
     wrong = (
-        [{**state, "slow": state["slow"][1:]}, {**state, "inner": {"state": {}, "param_groups": []}}] if ranks.first else [{}, {}]
+        [
+            {**state, "slow": state["slow"][1:]},
+            {**state, "inner": {"state": {}, "param_groups": []}},
+        ]
+        if ranks.first
+        else [{}, {}]
     )
-    calls = [lambda: adopt(opt, [torch.ones(2)] if ranks.first else (), round=3), *(lambda s=s: load_whole(opt, s) for s in wrong)]
+    calls = [
+        lambda: adopt(opt, [torch.ones(2)] if ranks.first else (), round=3),
+        *(lambda s=s: load_whole(opt, s) for s in wrong),
+    ]
     for call in calls:
         try:
             call()
         except ValueError as error:
             errors.append(str(error))
-    return {"errors": errors, "same": [numbers(opt.slow), full(model)] == before, "round": opt.round}
+    return {
+        "errors": errors,
+        "same": [numbers(opt.slow), full(model)] == before,
+        "round": opt.round,
+    }
 
 
 def restore(model, weights):
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), weights, strict=True):
-            part = cut_like(torch.tensor(weight, dtype=parameter.dtype).reshape(parameter.shape), parameter)
-            getattr(parameter, "to_local", lambda p=parameter: p)().copy_(getattr(part, "to_local", lambda p=part: p)())
+            part = cut_like(
+                torch.tensor(weight, dtype=parameter.dtype).reshape(parameter.shape), parameter
+            )
+            getattr(parameter, "to_local", lambda p=parameter: p)().copy_(
+                getattr(part, "to_local", lambda p=part: p)()
+            )
 
 
 def relay(dtype, kinds, method="streaming"):
@@ -327,7 +375,11 @@ def dies(kind):
             before = [numbers(opt.slow), list(opt.applied)]
             step_of(model, opt, batch, ranks)
     except RankLost as error:
-        return {"error": str(error), "same": [numbers(opt.slow), list(opt.applied)] == before, "rounds": len(rounds)}
+        return {
+            "error": str(error),
+            "same": [numbers(opt.slow), list(opt.applied)] == before,
+            "rounds": len(rounds),
+        }
     finally:
         module.RankWeights.scatter = scatter
         exchange.close()
@@ -353,7 +405,9 @@ def normed():
     peers = Distributed(groups()["peers"], wait=20.0) if dist.get_rank() != 1 else Alone()
     torch.manual_seed(0)
     model, ranks = Normed(), Ranks(groups()["ranks"], timeout=20.0) if dist.get_rank() < 2 else None
-    clock = iter(range(100)) if dist.get_rank() != 1 else iter(range(0, 10000, 100))  # rank 1's is not asked
+    clock = (
+        iter(range(100)) if dist.get_rank() != 1 else iter(range(0, 10000, 100))
+    )  # rank 1's is not asked
     length = Seconds(3.0, lambda: float(next(clock)))
     more = {} if ranks is None else {"ranks": ranks}
     opt = make("diloco", model, peers, buffers="average", length=length, **more)
@@ -369,7 +423,14 @@ def normed():
         for parameter in model.parameters():
             parameter.grad.zero_()
         opt.step()
-        found.append({"own": own, "now": buffers_of(model), "averaged": opt.round > round, "position": opt.position})
+        found.append(
+            {
+                "own": own,
+                "now": buffers_of(model),
+                "averaged": opt.round > round,
+                "position": opt.position,
+            }
+        )
         assert before != own
     return found
 
@@ -393,5 +454,8 @@ def bounded(kind):
     ranks.take = counting
     for batch in batches(0):
         step_of(model, opt, batch, ranks)
-    sizes = [sum(math.prod(opt.shapes[index]) for index in opt.positions(fragment)) for fragment in range(opt.fragments)]
+    sizes = [
+        sum(math.prod(opt.shapes[index]) for index in opt.positions(fragment))
+        for fragment in range(opt.fragments)
+    ]
     return {"most": max(taken), "fragment": max(sizes), "all": sum(sizes)}

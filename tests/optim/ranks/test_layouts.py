@@ -26,7 +26,11 @@ def compare(found, wanted):
 
 PLAIN = [
     *(name for name in METHODS if name != "none"),
-    *(name for name in jobs.KNOBS if "," in name and not {"auto", "muon", "mod4"} & {*name.split(", ")}),
+    *(
+        name
+        for name in jobs.KNOBS
+        if "," in name and not {"auto", "muon", "mod4"} & {*name.split(", ")}
+    ),
 ]
 MOD4 = [name for name in jobs.KNOBS if "mod4" in name]
 
@@ -60,7 +64,9 @@ def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds
         assert one["averaged"] == two["averaged"] == three["averaged"]
         if one["averaged"]:
             assert one["now"] == two["now"] == three["now"]
-            for own, twin, theirs, now in zip(one["own"], two["own"], three["own"], one["now"], strict=True):
+            for own, twin, theirs, now in zip(
+                one["own"], two["own"], three["own"], one["now"], strict=True
+            ):
                 mean = [((a + b) / 2 + c) / 2 for a, b, c in zip(own, twin, theirs, strict=True)]
                 assert now == pytest.approx(mean, abs=1e-6)
 
@@ -70,17 +76,25 @@ def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds
 def test_all_ranks_apply_when_rank_0_sees_that_it_is_there(trio, kind):
     first, second, alone = trio.call(FLIGHTS, "agreeing", kind=kind)
     assert first == alone
-    assert {name: second[name] for name in ("lags", "lag", "fast")} == {name: alone[name] for name in ("lags", "lag", "fast")}
+    assert {name: second[name] for name in ("lags", "lag", "fast")} == {
+        name: alone[name] for name in ("lags", "lag", "fast")
+    }
     assert any(late for *_, late in alone["lags"])
     assert len({lag for _, _, lag, _ in alone["lags"]}) > 2
 
 
 @pytest.mark.thinned(5)
-@pytest.mark.parametrize("method", ["gasloc, overlapped", "noloco, two tensors", "decoupled", "co2", "eager"])
+@pytest.mark.parametrize(
+    "method", ["gasloc, overlapped", "noloco, two tensors", "decoupled", "co2", "eager"]
+)
 def test_what_is_in_flight_is_begun_anew_by_all_ranks(trio, method):
     for kind in ("ddp", "fsdp"):
         first, second, alone = trio.call(
-            FLIGHTS, "interrupted", kind=kind, method=method, at=13 if method in ("co2", "eager") else 20
+            FLIGHTS,
+            "interrupted",
+            kind=kind,
+            method=method,
+            at=13 if method in ("co2", "eager") else 20,
         )
         assert first.pop("in flight") == second.pop("in flight") != [0]
         assert first == alone

@@ -34,4 +34,6 @@ def expected(kind):
 def test_a_cut_matrix_steps_as_torchs_whole_one(four, kind):
     answers, wanted = four.call(JOBS, "stepped", kind=kind), expected(kind)
     assert all(answer["found"] == wanted for answer in answers)
-    assert kind == "tp and fsdp" or any(answer["empty"] for answer in answers)  # ranks without a row
+    assert kind == "tp and fsdp" or any(
+        answer["empty"] for answer in answers
+    )  # ranks without a row

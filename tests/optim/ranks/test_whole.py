@@ -27,7 +27,9 @@ def test_what_rank_0_asks_for_between_steps_is_that_of_one_process(trio, kind):
 @KINDS
 def test_a_contribution_that_was_refused_goes_back_into_the_residual_on_rank_0(trio, kind):
     first, _, other = trio.call(JOBS, "refused", kind=kind)
-    wanted = Simulation(["0", "1"]).run(lambda exchange: jobs.alone(jobs.Losing(exchange), "sparseloco"))
+    wanted = Simulation(["0", "1"]).run(
+        lambda exchange: jobs.alone(jobs.Losing(exchange), "sparseloco")
+    )
     assert [len(members) for members in first["members"]] == [2, 0, 2, 2]
     for found, peer in ((first, "0"), (other, "1")):
         assert (found["slow"], found["state"]) == (wanted[peer]["slow"], wanted[peer]["state"])

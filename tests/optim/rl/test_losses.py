@@ -38,7 +38,11 @@ def reference(name, per, new, old, behaviour, advantages, mask):
         for t in range(columns):
             if not mask[i][t]:
                 continue
-            share = 1 / sum(lengths) if per == "token" else 1 / lengths[i] / sum(length > 0 for length in lengths)
+            share = (
+                1 / sum(lengths)
+                if per == "token"
+                else 1 / lengths[i] / sum(length > 0 for length in lengths)
+            )
             gain = max(advantages[i], 0.0) if name == "positive" else advantages[i]
             weight = math.exp(old[i][t] - behaviour[i][t])
             if name == "tis":
@@ -99,16 +103,23 @@ def test_loss_and_gradient_equal_the_reference(name, per, seed):
 
 @given(REWARDS, st.integers(-640, 640).map(lambda n: n / 64))
 def test_advantages_do_not_change_when_all_rewards_of_a_group_rise(rewards, shift):
-    values, group = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.int64)
+    values, group = (
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.zeros(len(rewards), dtype=torch.int64),
+    )
     close(group_advantages(values + shift, group), group_advantages(values, group), atol=1e-9)
 
 
 @given(st.lists(REWARDS, min_size=1, max_size=4), st.randoms())
-def test_advantages_have_mean_0_and_spread_1_in_each_group_wherever_its_members_stand(groups, random):
+def test_advantages_have_mean_0_and_spread_1_in_each_group_wherever_its_members_stand(
+    groups, random
+):
     entries = [(place, reward) for place, rewards in enumerate(groups) for reward in rewards]
     random.shuffle(entries)
     group = torch.tensor([10 * place - 7 for place, _ in entries])
-    found = group_advantages(torch.tensor([reward for _, reward in entries], dtype=torch.float64), group)
+    found = group_advantages(
+        torch.tensor([reward for _, reward in entries], dtype=torch.float64), group
+    )
     for place, rewards in enumerate(groups):
         own = found[group == 10 * place - 7]
         alone = torch.tensor([reward for at, reward in entries if at == place], dtype=torch.float64)
@@ -150,7 +161,9 @@ def test_a_group_without_spread_adds_nothing_to_the_gradient(name, per, seed):
     batch = random_batch(seed, rows=6)
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.5], dtype=torch.float64)
     batch = replace(batch, advantages=group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1])))
-    loss = partial(LOSSES[name], penalty=0.0) if name == "prime" else LOSSES[name]  # the penalty holds without an advantage
+    loss = (
+        partial(LOSSES[name], penalty=0.0) if name == "prime" else LOSSES[name]
+    )  # the penalty holds without an advantage
     _, slope = loss_and_slope(batch, loss, per=per)
     assert not slope[:3].any()
     other = replace(batch, new=torch.cat([batch.new[:3] + 1, batch.new[3:]]).detach())
@@ -162,7 +175,10 @@ def test_a_group_without_spread_adds_nothing_to_the_gradient(name, per, seed):
 @given(SEEDS, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
 def test_what_stands_in_the_padding_never_matters(name, per, seed, rubbish):
     batch = random_batch(seed)
-    spoiled = [part.detach().masked_fill(~batch.mask, rubbish) for part in (batch.new, batch.old, batch.behaviour)]
+    spoiled = [
+        part.detach().masked_fill(~batch.mask, rubbish)
+        for part in (batch.new, batch.old, batch.behaviour)
+    ]
     other = Completions(spoiled[0], spoiled[1], batch.mask, batch.advantages, spoiled[2])
     value, slope = loss_and_slope(batch, LOSSES[name], per=per)
     other_value, other_slope = loss_and_slope(other, LOSSES[name], per=per)
@@ -194,7 +210,9 @@ def test_the_order_of_completions_does_not_matter(name, per, seed, order):
     batch = random_batch(seed)
     parts = (batch.new.detach(), batch.old, batch.mask, batch.advantages, batch.behaviour)
     value, slope = loss_and_slope(batch, LOSSES[name], per=per)
-    other_value, other_slope = loss_and_slope(Completions(*(part[order] for part in parts)), LOSSES[name], per=per)
+    other_value, other_slope = loss_and_slope(
+        Completions(*(part[order] for part in parts)), LOSSES[name], per=per
+    )
     assert other_value == pytest.approx(value, abs=1e-12)
     close(other_slope, slope[order])
 
@@ -207,7 +225,9 @@ def test_losses_of_micro_batches_add_up(name, per, seed, cut):
     parts = (batch.new.detach(), batch.old, batch.mask, batch.advantages, batch.behaviour)
     total = int(batch.mask.sum() if per == "token" else batch.mask.any(1).sum())
     value, slope = loss_and_slope(batch, LOSSES[name], per=per)
-    halves = [Completions(*(part[some] for part in parts)) for some in (slice(cut), slice(cut, None))]
+    halves = [
+        Completions(*(part[some] for part in parts)) for some in (slice(cut), slice(cut, None))
+    ]
     found = [loss_and_slope(half, LOSSES[name], per=per, total=total) for half in halves]
     assert sum(one for one, _ in found) == pytest.approx(value, abs=1e-12)
     close(torch.cat([one for _, one in found]), slope)
@@ -277,7 +297,10 @@ def test_nothing_is_pulled_further_than_the_clip(seed):
     assert gain[~up].min().item() >= 0.8 - 1e-12 if not up.all() else True
 
 
-@pytest.mark.parametrize(("behind", "tis_weight", "decoupled_weight"), [(0.5, 0.5, 0.5), (2.5, 2.0, 2.5), (5.5, 2.0, 0.0)])
+@pytest.mark.parametrize(
+    ("behind", "tis_weight", "decoupled_weight"),
+    [(0.5, 0.5, 0.5), (2.5, 2.0, 2.5), (5.5, 2.0, 0.0)],
+)
 def test_how_much_a_foreign_token_counts(behind, tis_weight, decoupled_weight):
     one = torch.ones(1, 1, dtype=torch.float64)
     batch = Completions(0 * one, 0 * one, one.bool(), one[0], -math.log(behind) * one)
@@ -302,17 +325,24 @@ def test_wild_log_probabilities_give_finite_numbers(name, size):
 def test_a_token_that_the_policy_excludes_by_now_gives_a_finite_loss_and_no_gradient(name):
     new = torch.tensor([[-math.inf, -1.0]])
     value, slope = loss_and_slope(
-        Completions(new, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.ones(1)), LOSSES[name]
+        Completions(new, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.ones(1)),
+        LOSSES[name],
     )
     assert math.isfinite(value)
     assert slope[0, 0] == 0
-    assert (slope[0, 1] != 0) == (name != "prime")  # whose mean over the completion leaves all of it out
+    assert (slope[0, 1] != 0) == (
+        name != "prime"
+    )  # whose mean over the completion leaves all of it out
 
 
 @EVERY
 def test_half_precision_is_computed_in_single(name):
     batch = random_batch(3)
-    half = Completions(*(part.detach().bfloat16() for part in (batch.new, batch.old)), batch.mask, batch.advantages.float())
+    half = Completions(
+        *(part.detach().bfloat16() for part in (batch.new, batch.old)),
+        batch.mask,
+        batch.advantages.float(),
+    )
     wide = Completions(half.new.float(), half.old.float(), batch.mask, half.advantages)
     assert policy_loss(half, LOSSES[name]).dtype == torch.float32
     assert policy_loss(half, LOSSES[name]).item() == policy_loss(wide, LOSSES[name]).item()
@@ -364,7 +394,9 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="behaviour holds a number that is not finite"):
             Completions(rows, rows, flags, row, rows + bad)
     for bad in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="new holds NaN or infinity: the policy that is updated has diverged"):
+        with pytest.raises(
+            ValueError, match="new holds NaN or infinity: the policy that is updated has diverged"
+        ):
             Completions(rows + bad, rows, flags, row)
     with pytest.raises(ValueError, match="reward is not finite"):
         group_advantages(torch.tensor([1.0, math.inf]), torch.tensor([0, 0]))

@@ -34,7 +34,9 @@ def test_what_is_picked_is_fit_and_everything_else_is_accounted_for(candidates, 
     chosen = [candidates[place] for place in picked.places]
     assert all(has_spread(one.rewards) and one.round >= 7 - options["max_age"] for one in chosen)
     assert len({one.key for one in chosen}) == len(chosen) <= options["count"]
-    assert max(Counter(one.sender for one in chosen).values(), default=0) <= (options["per_sender"] or 99)
+    assert max(Counter(one.sender for one in chosen).values(), default=0) <= (
+        options["per_sender"] or 99
+    )
     assert tuple(picked.left) == REASONS
     assert sum(picked.left.values()) + len(chosen) == len(candidates)
     assert picked.left["duplicate"] == len(candidates) - len({one.key for one in candidates})
@@ -44,16 +46,24 @@ def test_what_is_picked_is_fit_and_everything_else_is_accounted_for(candidates, 
 
 @given(CANDIDATES, OPTIONS, st.randoms())
 def test_the_order_in_which_groups_came_does_not_matter(candidates, options, random):
-    first, shuffled = select(candidates, round=7, **options), random.sample(candidates, len(candidates))
+    first, shuffled = (
+        select(candidates, round=7, **options),
+        random.sample(candidates, len(candidates)),
+    )
     second = select(shuffled, round=7, **options)
-    assert [candidates[place] for place in first.places] == [shuffled[place] for place in second.places]
+    assert [candidates[place] for place in first.places] == [
+        shuffled[place] for place in second.places
+    ]
     assert first.left == second.left
 
 
 @given(CANDIDATES, OPTIONS)
 def test_a_group_without_spread_changes_nothing_but_its_count(candidates, options):
     dull = [Candidate(f"dull-{number}", "anna", 7, (1.0,) * number) for number in range(4)]
-    without, with_them = select(candidates, round=7, **options), select(candidates + dull, round=7, **options)
+    without, with_them = (
+        select(candidates, round=7, **options),
+        select(candidates + dull, round=7, **options),
+    )
     assert with_them.places == without.places
     assert with_them.left == {**without.left, "no_spread": without.left["no_spread"] + 4}
 
@@ -64,19 +74,31 @@ def test_reasons():
         good,
         replace(good, sender="zora", round=9),  # sent again by someone else
         replace(good, key="stale", round=4),
-        replace(good, key="early", round=9, sender="bert"),  # from before this node went back to a checkpoint
+        replace(
+            good, key="early", round=9, sender="bert"
+        ),  # from before this node went back to a checkpoint
         replace(good, key="dull", rewards=(0.5, 0.5)),
         replace(good, key="empty", rewards=()),
         replace(good, key="more"),
     ]
     picked = select(candidates, 5, seed=0, round=7, max_age=2, per_sender=1)
-    assert picked.left == {"duplicate": 1, "stale": 1, "off_policy": 0, "no_spread": 2, "over_quota": 1, "not_drawn": 0}
+    assert picked.left == {
+        "duplicate": 1,
+        "stale": 1,
+        "off_policy": 0,
+        "no_spread": 2,
+        "over_quota": 1,
+        "not_drawn": 0,
+    }
     assert {candidates[place].sender for place in picked.places} == {"anna", "bert"}
 
 
 def test_a_group_does_not_grow_young_by_being_sent_again():
     old = Candidate("group", "bert", 1, (0.0, 1.0))
-    for copies in ([old, replace(old, sender="anna", round=7)], [replace(old, sender="anna", round=7), old]):
+    for copies in (
+        [old, replace(old, sender="anna", round=7)],
+        [replace(old, sender="anna", round=7), old],
+    ):
         assert select(copies, 1, seed=0, round=7, max_age=2).left["stale"] == 1
 
 
@@ -90,7 +112,12 @@ def test_the_draw_is_uniform_and_fresh_each_round():
         together.update([tuple(sorted(places))])
     expected = rounds * count / 10
     # Draws without replacement vary less than independent ones: by (1 - count / 10).
-    chi_square = sum((met[place] - expected) ** 2 / expected for place in range(10)) / (1 - count / 10) * 9 / 10
+    chi_square = (
+        sum((met[place] - expected) ** 2 / expected for place in range(10))
+        / (1 - count / 10)
+        * 9
+        / 10
+    )
     assert chi_square < 27.9  # 9 degrees of freedom: one in a thousand is above
     assert len(together) == 120
 
@@ -98,16 +125,24 @@ def test_the_draw_is_uniform_and_fresh_each_round():
 def test_of_a_sender_with_many_groups_some_are_drawn_and_others_get_their_share():
     flood = [Candidate(f"flood-{number}", "flood", 0, (0.0, 1.0)) for number in range(1000)]
     few = [Candidate(f"few-{number}", f"peer-{number}", 0, (0.0, 1.0)) for number in range(3)]
-    picked = [select(flood + few, 4, seed=1, round=round, max_age=200, per_sender=2) for round in range(200)]
+    picked = [
+        select(flood + few, 4, seed=1, round=round, max_age=200, per_sender=2)
+        for round in range(200)
+    ]
     assert all(one.left["over_quota"] == 998 and one.left["not_drawn"] == 1 for one in picked)
     drawn = [one.places for one in picked]
     from_flood = [[place for place in places if place < 1000] for places in drawn]
     assert all(len(places) <= 2 for places in from_flood)
-    assert len({place for places in from_flood for place in places}) > 250  # not always the same ones
+    assert (
+        len({place for places in from_flood for place in places}) > 250
+    )  # not always the same ones
 
 
 def test_the_order_is_by_the_documented_hash():
-    ordered = sorted(range(6), key=lambda place: hashlib.sha256(f"shoal/rollouts/1:7:3:{place}".encode()).digest())
+    ordered = sorted(
+        range(6),
+        key=lambda place: hashlib.sha256(f"shoal/rollouts/1:7:3:{place}".encode()).digest(),
+    )
     assert select(crowd(6), 4, seed=7, round=3, max_age=3).places == tuple(ordered[:4])
 
 

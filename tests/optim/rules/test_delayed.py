@@ -46,11 +46,15 @@ def co2(lab, peers, lr, momentum, penalty, clip, keep):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("penalty", "clip"), [(None, None), (None, 0.02), (1.5, None), (1.2, 0.05)])
+@pytest.mark.parametrize(
+    ("penalty", "clip"), [(None, None), (None, 0.02), (1.5, None), (1.2, 0.05)]
+)
 @pytest.mark.parametrize("count", [1, 4])
 def test_co2_is_the_reference(lab, count, penalty, clip, keep):
     peers = lab.PEERS[:count]
-    found = lab.run(CO2, STEPS, peers, every=EVERY, lr=0.8, momentum=0.3, penalty=penalty, clip=clip, keep=keep)
+    found = lab.run(
+        CO2, STEPS, peers, every=EVERY, lr=0.8, momentum=0.3, penalty=penalty, clip=clip, keep=keep
+    )
     for round, (slow, fast, _) in enumerate(co2(lab, peers, 0.8, 0.3, penalty, clip, keep)):
         for peer in peers:
             lab.close(ends(found[peer])[round], slow)
@@ -59,13 +63,19 @@ def test_co2_is_the_reference(lab, count, penalty, clip, keep):
 
 
 def at_once(inner, exchange, *, every, on_round, **knobs):
-    return OuterOptimizer(inner, exchange, rule=CO2Rule(**knobs), schedule=Every(every), on_round=on_round)
+    return OuterOptimizer(
+        inner, exchange, rule=CO2Rule(**knobs), schedule=Every(every), on_round=on_round
+    )
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_1_without_lag_penalty_and_clip_co2_is_diloco_with_heavy_ball(lab, keep):
-    found = lab.run(at_once, STEPS, every=EVERY, lr=0.7, momentum=0.5, penalty=1.0, clip=None, keep=keep)
-    for peer, expected in lab.run(DiLoCo, STEPS, every=EVERY, lr=0.7, momentum=0.5, nesterov=False).items():
+    found = lab.run(
+        at_once, STEPS, every=EVERY, lr=0.7, momentum=0.5, penalty=1.0, clip=None, keep=keep
+    )
+    for peer, expected in lab.run(
+        DiLoCo, STEPS, every=EVERY, lr=0.7, momentum=0.5, nesterov=False
+    ).items():
         lab.close(found[peer].slow, expected.slow)
         lab.close(found[peer].fast, expected.fast)
 
@@ -76,7 +86,11 @@ def test_3_a_transport_that_takes_up_to_a_round_changes_no_bit_and_costs_no_time
         return lab.run(method, STEPS, every=EVERY, faults=Faults(delay=delay))
 
     prompt = delayed(lambda peer, key: 0.0)
-    late = delayed(lambda peer, key: lab.STEP_S * (EVERY - 0.01) * ((lab.PEERS.index(peer) + key.round) % 4) / 3)
+    late = delayed(
+        lambda peer, key: (
+            lab.STEP_S * (EVERY - 0.01) * ((lab.PEERS.index(peer) + key.round) % 4) / 3
+        )
+    )
     later = delayed(lambda peer, key: lab.STEP_S * (EVERY + 1))
     for peer in lab.PEERS:
         for other in (late, later):
@@ -100,19 +114,33 @@ def test_4_no_value_of_the_momentum_passes_the_clip_and_a_wide_one_changes_nothi
     lab.run(clipped, STEPS, every=EVERY, lr=0.5, momentum=0.5, clip=0.03)
     assert len(peaks) == 4 * (ROUNDS - 1)
     assert max(peaks) == pytest.approx(0.03)
-    wide, none = (lab.run(CO2, STEPS, every=EVERY, lr=0.5, momentum=0.4, clip=clip)["anna"] for clip in (100.0, None))
+    wide, none = (
+        lab.run(CO2, STEPS, every=EVERY, lr=0.5, momentum=0.4, clip=clip)["anna"]
+        for clip in (100.0, None)
+    )
     assert np.array_equal(wide.slow, none.slow)
 
 
 @pytest.mark.parametrize(
-    ("momentum", "penalty", "stable"), [(0.5, 1.9, False), (0.5, 2.1, True), (0.2, 1.2, False), (0.2, 1.3, True)]
+    ("momentum", "penalty", "stable"),
+    [(0.5, 1.9, False), (0.5, 2.1, True), (0.2, 1.2, False), (0.2, 1.3, True)],
 )
-def test_5_for_one_peer_it_is_the_scalar_delayed_recursion_and_diverges_where_predicted(momentum, penalty, stable):
+def test_5_for_one_peer_it_is_the_scalar_delayed_recursion_and_diverges_where_predicted(
+    momentum, penalty, stable
+):
     """Each round's steps reach the optimum 0, so c = 1."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        opt = CO2(torch.optim.SGD([weight], lr=1.0), Alone(), every=1, lr=1.0, momentum=momentum, penalty=penalty, clip=None)
+        opt = CO2(
+            torch.optim.SGD([weight], lr=1.0),
+            Alone(),
+            every=1,
+            lr=1.0,
+            momentum=momentum,
+            penalty=penalty,
+            clip=None,
+        )
     assert ("may diverge" in "".join(str(w.message) for w in caught)) is not stable
     path, slow, velocity, fast, sent = [], 1.0, 0.0, 1.0, None
     for round in range(250):
@@ -131,14 +159,26 @@ def test_5_for_one_peer_it_is_the_scalar_delayed_recursion_and_diverges_where_pr
     assert bool(largest_root(1 / penalty, momentum, 1, nesterov=False) < 1) is stable
 
 
-@pytest.mark.parametrize(("rate", "momentum", "stable"), [(0.5, 0.6, True), (1.0, 0.2, True), (1.0, 0.3, True), (1.0, 0.6, False)])
-def test_the_gap_aware_penalty_widens_the_region_and_the_warning_knows_how_far(rate, momentum, stable):
+@pytest.mark.parametrize(
+    ("rate", "momentum", "stable"),
+    [(0.5, 0.6, True), (1.0, 0.2, True), (1.0, 0.3, True), (1.0, 0.6, False)],
+)
+def test_the_gap_aware_penalty_widens_the_region_and_the_warning_knows_how_far(
+    rate, momentum, stable
+):
     """One peer, c = 1; without a penalty all of these diverge."""
     assert rate > limit(momentum, 1, nesterov=False)
     weight = nn.Parameter(torch.ones(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        opt = CO2(torch.optim.SGD([weight], lr=1.0), Alone(), every=1, lr=rate, momentum=momentum, clip=None)
+        opt = CO2(
+            torch.optim.SGD([weight], lr=1.0),
+            Alone(),
+            every=1,
+            lr=rate,
+            momentum=momentum,
+            clip=None,
+        )
     assert bool(caught) is not stable
     for _ in range(80):
         weight.grad = weight.detach().clone()
@@ -185,21 +225,28 @@ def test_eager_is_the_reference_and_the_mean_of_what_is_applied_is_as_in_the_pap
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_eager_for_one_peer_is_diloco(lab, nesterov):
     options = {"every": EVERY, "lr": 0.4, "momentum": 0.9, "nesterov": nesterov}
-    found, expected = (lab.run(method, STEPS, ["anna"], **options)["anna"] for method in (Eager, DiLoCo))
+    found, expected = (
+        lab.run(method, STEPS, ["anna"], **options)["anna"] for method in (Eager, DiLoCo)
+    )
     lab.close(found.slow, expected.slow)
     lab.close(found.fast, expected.fast)
 
 
 def test_eager_without_lag_is_diloco(lab):
     def method(inner, exchange, *, every, on_round):
-        return OuterOptimizer(inner, exchange, rule=EagerRule(0.4, 0.9), schedule=Every(every), on_round=on_round)
+        return OuterOptimizer(
+            inner, exchange, rule=EagerRule(0.4, 0.9), schedule=Every(every), on_round=on_round
+        )
 
     found = lab.run(method, STEPS, every=EVERY)
     for peer, expected in lab.run(DiLoCo, STEPS, every=EVERY, lr=0.4, momentum=0.9).items():
         lab.close(found[peer].slow, expected.slow)
 
 
-@pytest.mark.parametrize("method", [partial(CO2, penalty=1.6, momentum=0.0, clip=None), partial(Eager, lr=1.0, momentum=0.0)])
+@pytest.mark.parametrize(
+    "method",
+    [partial(CO2, penalty=1.6, momentum=0.0, clip=None), partial(Eager, lr=1.0, momentum=0.0)],
+)
 def test_after_finish_every_motion_has_been_applied_once(lab, method):
     """Constant gradient, no momentum: the slow weights end at the start minus all displacements (over the penalty)."""
     found = lab.run(method, STEPS, every=EVERY, loss=lab.linear, finish=True)
@@ -228,7 +275,9 @@ def rests(rate, momentum, lag, nesterov=True, fresh=0.0):
      (False, 0, 0.9, 3.8), (False, 1, 0.5, 0.5), (False, 1, 0.9, 0.1),
      (False, 2, 0.0, 0.615), (False, 2, 0.2, 0.475), (False, 2, 0.5, 0.28), (False, 2, 0.9, 0.05)],
 )  # fmt: skip
-def test_the_stability_limits_are_those_of_the_tables_and_of_the_recursion_itself(nesterov, lag, momentum, table):
+def test_the_stability_limits_are_those_of_the_tables_and_of_the_recursion_itself(
+    nesterov, lag, momentum, table
+):
     found = limit(momentum, lag, nesterov=nesterov)
     assert found == pytest.approx(table, abs=0.006)
     for factor, stable in ((0.97, True), (1.03, False)):
@@ -248,9 +297,15 @@ def test_an_eager_part_widens_the_region(share, momentum):
 
 def test_warnings_name_the_knob():
     inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.warns(UserWarning, match=r"lr 1.5 with momentum 0.9 may diverge .*: keep lr below 1.36 or lower the momentum"):
+    with pytest.warns(
+        UserWarning,
+        match=r"lr 1.5 with momentum 0.9 may diverge .*: keep lr below 1.36 or lower the momentum",
+    ):
         DiLoCo(inner, Alone(), lr=1.5, momentum=0.9)
-    with pytest.warns(UserWarning, match=r"outer lr 0.7 with momentum 0.9 and a mean that comes 1 round late .* below 0.253"):
+    with pytest.warns(
+        UserWarning,
+        match=r"outer lr 0.7 with momentum 0.9 and a mean that comes 1 round late .* below 0.253",
+    ):
         warn_if_unstable(0.7, 0.9, 1, nesterov=True)
     with pytest.warns(UserWarning, match=r"a mean that comes 1 round late .* keep lr below 0.1 or"):
         CO2(inner, Alone(), lr=1.0, momentum=0.9, penalty=2.0)

@@ -50,9 +50,17 @@ def diloco(lab, peers, lr, momentum, nesterov, every=EVERY, rounds=ROUNDS, weigh
 
 
 @pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("method", [partial(DiLoCo, lr=1.0, momentum=0.0), partial(LocalSGD, lag=0)], ids=["DiLoCo", "LocalSGD"])
-def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_optimizer(lab, method, every):
-    found = lab.run(method, 12, every=every, inner=lambda weights: torch.optim.AdamW(weights, lr=0.01))
+@pytest.mark.parametrize(
+    "method",
+    [partial(DiLoCo, lr=1.0, momentum=0.0), partial(LocalSGD, lag=0)],
+    ids=["DiLoCo", "LocalSGD"],
+)
+def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_optimizer(
+    lab, method, every
+):
+    found = lab.run(
+        method, 12, every=every, inner=lambda weights: torch.optim.AdamW(weights, lr=0.01)
+    )
     replicas = {peer: torch.nn.Parameter(torch.tensor(lab.start())) for peer in lab.PEERS}
     inner = {peer: torch.optim.AdamW([weights], lr=0.01) for peer, weights in replicas.items()}
     for step in range(1, 13):
@@ -71,7 +79,9 @@ def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("peers", [["anna"], ["anna", "bert", "cleo", "dora"]])
 def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab, peers, nesterov):
-    found = lab.run(DiLoCo, EVERY * ROUNDS, peers, every=EVERY, lr=0.7, momentum=0.9, nesterov=nesterov)
+    found = lab.run(
+        DiLoCo, EVERY * ROUNDS, peers, every=EVERY, lr=0.7, momentum=0.9, nesterov=nesterov
+    )
     for peer in peers:
         lab.close(ends(found[peer]), diloco(lab, peers, 0.7, 0.9, nesterov))
         lab.close(found[peer].fast[EVERY - 1 :: EVERY], ends(found[peer]), atol=0)
@@ -80,22 +90,33 @@ def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab
 @pytest.mark.parametrize(("nesterov", "factor"), [(True, 0.81), (False, 0.9)])
 def test_5_when_nothing_is_learnt_only_the_momentum_moves_the_slow_weights(nesterov, factor):
     weight = torch.nn.Parameter(torch.ones(3))
-    opt = DiLoCo(torch.optim.SGD([weight], lr=0.0), Alone(), every=2, lr=0.7, momentum=0.9, nesterov=nesterov)
+    opt = DiLoCo(
+        torch.optim.SGD([weight], lr=0.0), Alone(), every=2, lr=0.7, momentum=0.9, nesterov=nesterov
+    )
     for _ in range(4):
         opt.step()
     assert opt.slow[0].tolist() == [1, 1, 1]
     opt.rule_state["momentum"][0].fill_(0.5)
     for _ in range(2):
         opt.step()
-    torch.testing.assert_close(opt.slow[0], torch.full((3,), 1 - 0.7 * factor * 0.5), rtol=0, atol=1e-7)
-    torch.testing.assert_close(opt.rule_state["momentum"][0], torch.full((3,), 0.45), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        opt.slow[0], torch.full((3,), 1 - 0.7 * factor * 0.5), rtol=0, atol=1e-7
+    )
+    torch.testing.assert_close(
+        opt.rule_state["momentum"][0], torch.full((3,), 0.45), rtol=0, atol=1e-7
+    )
 
 
 def test_6_all_replicas_have_the_same_bits_and_their_names_do_not_matter(lab):
     found = lab.run(DiLoCo, 40, every=EVERY)
     assert all(np.array_equal(ends(f), ends(found["anna"])) for f in found.values())
     renamed = dict(zip(lab.PEERS, ["dora", "cleo", "anna", "bert"], strict=True))
-    other = lab.run(DiLoCo, 40, every=EVERY, loss=lambda peer, weights: lab.least_squares(renamed[peer], weights))
+    other = lab.run(
+        DiLoCo,
+        40,
+        every=EVERY,
+        loss=lambda peer, weights: lab.least_squares(renamed[peer], weights),
+    )
     for peer in lab.PEERS:
         lab.close(ends(other[peer]), ends(found[renamed[peer]]))
 
@@ -121,10 +142,18 @@ def test_8_a_peer_of_weight_zero_is_as_good_as_absent(lab):
     lab.close(ends(found["dora"]), diloco(lab, ["dora"], 0.7, 0.6, True))
 
 
-@pytest.mark.parametrize(("weight", "tokens"), [(by_tokens, 12 * 8), (by_steps, 3), (by_rate, 96 * 96 / 3), (equal, 1), (2.5, 2.5)])
+@pytest.mark.parametrize(
+    ("weight", "tokens"),
+    [(by_tokens, 12 * 8), (by_steps, 3), (by_rate, 96 * 96 / 3), (equal, 1), (2.5, 2.5)],
+)
 def test_weights_count_what_was_done_since_the_fragment_was_sent(weight, tokens):
     exchange = Recording()
-    opt = DiLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), exchange, every=3, weight=weight)
+    opt = DiLoCo(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1),
+        exchange,
+        every=3,
+        weight=weight,
+    )
     for _ in range(6):
         opt.count(32)
         opt.step()
@@ -133,7 +162,12 @@ def test_weights_count_what_was_done_since_the_fragment_was_sent(weight, tokens)
 
 def test_weights_that_cannot_be_are_refused():
     def step(weight):
-        DiLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=1, weight=weight).step()
+        DiLoCo(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1),
+            Alone(),
+            every=1,
+            weight=weight,
+        ).step()
 
     for weight in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite and not negative"):
@@ -149,7 +183,14 @@ class TopWithMemory:
     name, displacement = "top-test", True
 
     def __init__(self, count, beta):
-        self.count, self.beta, self.error, self.sent, self.pending, self.rejections = count, beta, None, None, False, 0
+        self.count, self.beta, self.error, self.sent, self.pending, self.rejections = (
+            count,
+            beta,
+            None,
+            None,
+            False,
+            0,
+        )
 
     def nbytes(self, shapes):
         return 4 * sum(int(np.prod(shape)) for shape in shapes)
@@ -157,7 +198,12 @@ class TopWithMemory:
     def encode(self, tensors):
         error = self.error or [torch.zeros_like(t) for t in tensors]
         total = [self.beta * e + t for e, t in zip(error, tensors, strict=True)]
-        self.sent = [torch.where(t.abs() >= t.abs().flatten().topk(min(self.count, t.numel())).values[-1], t, 0.0) for t in total]
+        self.sent = [
+            torch.where(
+                t.abs() >= t.abs().flatten().topk(min(self.count, t.numel())).values[-1], t, 0.0
+            )
+            for t in total
+        ]
         self.error, self.pending = [t - s for t, s in zip(total, self.sent, strict=True)], True
         return torch.cat([s.flatten() for s in self.sent]).view(torch.uint8)
 
@@ -252,19 +298,28 @@ def test_it_is_the_recursion_with_either_mean(lab, codec, average):
                 kept[part][best] = np.sign(total[part][best]) * bfloat16(abs(total[part][best]))
             errors[peer] = total - kept
             sent.append(kept)
-        slow = slow - LR * np.concatenate([average([kept[part] for kept in sent]) for part in PARTS])
+        slow = slow - LR * np.concatenate(
+            [average([kept[part] for kept in sent]) for part in PARTS]
+        )
         for peer in lab.PEERS:
             lab.close(found[peer].slow[PACE - 1 :: PACE][round], slow, atol=3e-6)
 
 
 @settings(max_examples=60)
-@given(count=st.integers(1, 9), seed=st.integers(0, 2**16), density=st.sampled_from([0.05, 0.5, 1.0]))
+@given(
+    count=st.integers(1, 9), seed=st.integers(0, 2**16), density=st.sampled_from([0.05, 0.5, 1.0])
+)
 def test_the_mean_by_sender_is_that_of_the_authors_code(count, seed, density):
     rng = np.random.default_rng(seed)
     scales = rng.lognormal(sigma=2.0, size=count)
-    sent = [(s * rng.normal(size=(7, 11)) * (rng.random((7, 11)) < density)).astype(np.float32) for s in scales]
+    sent = [
+        (s * rng.normal(size=(7, 11)) * (rng.random((7, 11)) < density)).astype(np.float32)
+        for s in scales
+    ]
     found = sender_mean([1.0] * count, [torch.from_numpy(x.copy()) for x in sent])
-    np.testing.assert_allclose(found.numpy(), by_senders([x.astype(np.float64) for x in sent]), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        found.numpy(), by_senders([x.astype(np.float64) for x in sent]), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_weights_count_among_the_senders_and_who_has_none_is_not_asked():
@@ -280,7 +335,9 @@ def test_weights_count_among_the_senders_and_who_has_none_is_not_asked():
         weight = float(exchange.peer != "listener")
         value = torch.full((3,), {"a": 2.0, "b": 4.0, "listener": 100.0}[exchange.peer])
         tail = torch.full((1,), value[0].item())
-        mean = exchange.start(Contribution(RoundKey("run", 0), [value, tail], weight, codec_named("topk2-senders"))).result()
+        mean = exchange.start(
+            Contribution(RoundKey("run", 0), [value, tail], weight, codec_named("topk2-senders"))
+        ).result()
         return [tensor.tolist() for tensor in mean.tensors], mean.weight, mean.members, mean.counted
 
     for found in Simulation(["a", "b", "listener"], size=3).run(peer).values():
@@ -294,7 +351,9 @@ def test_averaged_buffers_are_a_plain_mean_beside_it():
         value = {"a": 2.0, "b": 8.0}[exchange.peer]
         tensors = [torch.tensor([value, 0.0]), torch.tensor([value, 0.0])]
         mean = exchange.start(
-            Contribution(RoundKey("run", 0), tensors, 1.0, BufferTailCodec(codec_named("topk2-senders"), 1))
+            Contribution(
+                RoundKey("run", 0), tensors, 1.0, BufferTailCodec(codec_named("topk2-senders"), 1)
+            )
         ).result()
         return [tensor.tolist() for tensor in mean.tensors]
 

@@ -29,19 +29,36 @@ STEPS = EVERY * ROUNDS
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("size", "mix", "momentum"), [(2, 1.0, 0.5), (2, 0.6, 0.3), (3, 1.0, 0.0), (4, 0.5, 0.9)])
+@pytest.mark.parametrize(
+    ("size", "mix", "momentum"), [(2, 1.0, 0.5), (2, 0.6, 0.3), (3, 1.0, 0.0), (4, 0.5, 0.9)]
+)
 def test_gasloc_is_the_papers_recursion_on_a_random_matching(lab, size, mix, momentum, weighted):
     weights = {"weight": lambda peer, _: 1.0 + lab.PEERS.index(peer)} if weighted else {}
-    options = {"every": EVERY, "size": size, "seed": 5, "begin": lab.own_start, "lr": 0.6, "momentum": momentum, "mix": mix}
+    options = {
+        "every": EVERY,
+        "size": size,
+        "seed": 5,
+        "begin": lab.own_start,
+        "lr": 0.6,
+        "momentum": momentum,
+        "mix": mix,
+    }
     found = lab.run(GASLoC, STEPS, **options, **weights, lag=0)
     slow = {peer: lab.own_start(peer) for peer in lab.PEERS}
     before = dict(slow)
     for round in range(ROUNDS):
-        u = {peer: slow[peer] + 0.6 * (lab.trained(peer, slow[peer], EVERY) - slow[peer]) for peer in lab.PEERS}
+        u = {
+            peer: slow[peer] + 0.6 * (lab.trained(peer, slow[peer], EVERY) - slow[peer])
+            for peer in lab.PEERS
+        }
         for group in groups(5, round, lab.PEERS, size):
             for peer in group:
-                laplacian = sum(u[peer] - u[other] for other in group)  # of the complete graph on the group
-                slow[peer] = u[peer] - mix / len(group) * laplacian + momentum * (u[peer] - before[peer])
+                laplacian = sum(
+                    u[peer] - u[other] for other in group
+                )  # of the complete graph on the group
+                slow[peer] = (
+                    u[peer] - mix / len(group) * laplacian + momentum * (u[peer] - before[peer])
+                )
         before = u
         for peer in lab.PEERS:
             lab.close(found[peer].slow[EVERY - 1 :: EVERY][round], slow[peer])
@@ -89,7 +106,9 @@ class Later:
 
 def test_sparta_keeps_what_was_learnt_while_a_late_mean_was_in_flight(lab):
     def method(inner, exchange, *, on_round):
-        return OuterOptimizer(inner, exchange, rule=SpartaRule(1.0), schedule=Later(), on_round=on_round)
+        return OuterOptimizer(
+            inner, exchange, rule=SpartaRule(1.0), schedule=Later(), on_round=on_round
+        )
 
     found = lab.run(method, 11, loss=lab.linear, begin=lab.own_start)
     mean = np.mean([lab.own_start(p) for p in lab.PEERS], axis=0)
@@ -99,7 +118,12 @@ def test_sparta_keeps_what_was_learnt_while_a_late_mean_was_in_flight(lab):
         lab.close(found[peer].fast[5], common - 2 * steps[peer])
 
 
-@given(count=st.integers(1, 3000), part=st.floats(0, 1), round=st.integers(0, 10**9), fragment=st.integers(0, 50))
+@given(
+    count=st.integers(1, 3000),
+    part=st.floats(0, 1),
+    round=st.integers(0, 10**9),
+    fragment=st.integers(0, 50),
+)
 def test_the_mask_has_a_fixed_number_of_different_positions(count, part, round, fragment):
     found = chosen(RoundKey("run", round, fragment), count, part).tolist()
     assert len(found) == min(max(builtin_round(part * count), 0), count)
@@ -116,7 +140,9 @@ def test_the_mask_follows_from_the_key_alone():
         "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from shoal.optim.rules.gossip import chosen;"
         "print(chosen(RoundKey('r', 7, 1), 1000, 0.008).tolist())"
     )
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
     torch.manual_seed(1)
     state = torch.get_rng_state()
     here = chosen(RoundKey("r", 7, 1), 1000, 0.008).tolist()
@@ -135,9 +161,13 @@ def test_every_value_is_chosen_equally_often_and_coverage_is_as_independent_draw
             covered = (hits > 0).float().mean().item()
     assert covered == pytest.approx(1 - (1 - part) ** 100, abs=0.05)
     expected = rounds * 10 / count
-    assert ((hits - expected) ** 2 / expected).sum().item() == pytest.approx(count, rel=0.15)  # chi-squared: sd 45
+    assert ((hits - expected) ** 2 / expected).sum().item() == pytest.approx(
+        count, rel=0.15
+    )  # chi-squared: sd 45
     together = torch.stack([chosen(RoundKey("run", r), count, part) for r in range(3000)]).float()
-    assert torch.corrcoef(together.T).fill_diagonal_(0).abs().max() < 0.07  # no run of positions knows of another
+    assert (
+        torch.corrcoef(together.T).fill_diagonal_(0).abs().max() < 0.07
+    )  # no run of positions knows of another
 
 
 def test_a_mask_over_billions_of_values_fits():
@@ -164,13 +194,24 @@ def test_small_tensors_are_reached_too():
     for _ in range(500):
         opt.step()
     assert reached.sum() == 5000
-    torch.testing.assert_close(reached, 500 * 10 * torch.tensor([0.9, 0.002, 0.098]), rtol=0.1, atol=7)
+    torch.testing.assert_close(
+        reached, 500 * 10 * torch.tensor([0.9, 0.002, 0.098]), rtol=0.1, atol=7
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_mean_over_the_peers_depends_neither_on_the_mixing_nor_on_the_matching(lab, size):
-    options = {"every": EVERY, "size": size, "loss": lab.linear, "begin": lab.own_start, "lr": 0.3, "momentum": 0.5}
-    found = lab.run(GASLoC, STEPS, weight=lambda peer, _: 1.0 + lab.PEERS.index(peer), mix=0.8, **options, lag=0)
+    options = {
+        "every": EVERY,
+        "size": size,
+        "loss": lab.linear,
+        "begin": lab.own_start,
+        "lr": 0.3,
+        "momentum": 0.5,
+    }
+    found = lab.run(
+        GASLoC, STEPS, weight=lambda peer, _: 1.0 + lab.PEERS.index(peer), mix=0.8, **options, lag=0
+    )
     alone = lab.run(GASLoC, STEPS, **options | {"size": 1}, lag=0)
     mean = [np.mean([f.slow for f in run.values()], axis=0) for run in (found, alone)]
     lab.close(*mean)

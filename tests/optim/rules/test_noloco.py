@@ -36,8 +36,12 @@ def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=
         for group in groups(SEED, round, peers, size):
             failed = any((peer, round) in lost for peer in group)
             for peer in group:
-                counted = [peer] if failed else [p for p in group if not (round == 0 and p in listens)]
-                share = [1.0 if weights is None or not counted else weights[p] for p in counted or group]
+                counted = (
+                    [peer] if failed else [p for p in group if not (round == 0 and p in listens)]
+                )
+                share = [
+                    1.0 if weights is None or not counted else weights[p] for p in counted or group
+                ]
                 counted = counted or list(group)
                 limit = 4 * median_low(share)
                 share = [min(weight, limit) for weight in share]
@@ -54,9 +58,17 @@ def check(lab, method, peers, size, expected, *, lost=(), weights=None, **option
     """Compare with the real optimizer. All begin each round at the same time, so that nobody is late after a lost one."""
 
     def peer(exchange):
-        parameter = torch.nn.Parameter(torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32))
-        more = options if weights is None else options | {"weight": lambda tokens, steps: weights[exchange.peer]}
-        opt = method(torch.optim.SGD([parameter], lr=lab.RATE), exchange, every=EVERY, lag=0, **more)
+        parameter = torch.nn.Parameter(
+            torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32)
+        )
+        more = (
+            options
+            if weights is None
+            else options | {"weight": lambda tokens, steps: weights[exchange.peer]}
+        )
+        opt = method(
+            torch.optim.SGD([parameter], lr=lab.RATE), exchange, every=EVERY, lag=0, **more
+        )
         path = []
         for round in range(ROUNDS):
             exchange.sleep(100.0 * (round + 1) - exchange.simulation.now)
@@ -64,7 +76,9 @@ def check(lab, method, peers, size, expected, *, lost=(), weights=None, **option
                 opt.zero_grad()
                 lab.least_squares(exchange.peer, [parameter]).backward()
                 opt.step()
-            path.append((opt.slow[0].double().numpy().copy(), parameter.detach().double().numpy().copy()))
+            path.append(
+                (opt.slow[0].double().numpy().copy(), parameter.detach().double().numpy().copy())
+            )
         return path
 
     faults = Faults(drop=lambda peer, key: (peer, key.round) in lost)
@@ -91,7 +105,18 @@ def test_it_is_the_authors_recursion(lab, count, size, lr, momentum, pull, lost)
 def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
     peers = [*lab.PEERS, "emil"]
     expected = noloco(lab, peers, size, 0.7, 0.5, 0.7 if pull is None else pull, LOST, WEIGHTS)
-    check(lab, NoLoCo, peers, size, expected, lr=0.7, momentum=0.5, pull=pull, lost=LOST, weights=WEIGHTS)
+    check(
+        lab,
+        NoLoCo,
+        peers,
+        size,
+        expected,
+        lr=0.7,
+        momentum=0.5,
+        pull=pull,
+        lost=LOST,
+        weights=WEIGHTS,
+    )
 
 
 @pytest.mark.thinned(6)
@@ -99,15 +124,28 @@ def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
 @pytest.mark.parametrize("pull", [None, 0.3])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("listens", [("bert",), ("anna", "cleo"), ("anna", "bert", "cleo", "dora")])
-def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him(lab, listens, size, pull, weights):
+def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him(
+    lab, listens, size, pull, weights
+):
     def listening(inner, exchange, **options):
         opt = NoLoCo(inner, exchange, **options)
         if exchange.peer in listens:
             opt.listen()
         return opt
 
-    expected = noloco(lab, lab.PEERS, size, 0.7, 0.5, 0.7 if pull is None else pull, weights=weights, listens=listens)
-    check(lab, listening, lab.PEERS, size, expected, lr=0.7, momentum=0.5, pull=pull, weights=weights)
+    expected = noloco(
+        lab,
+        lab.PEERS,
+        size,
+        0.7,
+        0.5,
+        0.7 if pull is None else pull,
+        weights=weights,
+        listens=listens,
+    )
+    check(
+        lab, listening, lab.PEERS, size, expected, lr=0.7, momentum=0.5, pull=pull, weights=weights
+    )
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
@@ -124,8 +162,13 @@ def test_local_sgd_is_federated_averaging(lab, size, weights):
 def rounds(lab, peers, *, size=2, begin=None, **options):
     """Return {peer: (slow weights after each round (ROUNDS, 5), members of each round, virtual seconds at the end)}."""
     begin = begin or lab.own_start
-    found = lab.run(NoLoCo, ROUNDS * EVERY, peers, size=size, begin=begin, every=EVERY, lag=0, **options)
-    return {peer: (each.slow[EVERY - 1 :: EVERY], each.members, each.now) for peer, each in found.items()}
+    found = lab.run(
+        NoLoCo, ROUNDS * EVERY, peers, size=size, begin=begin, every=EVERY, lag=0, **options
+    )
+    return {
+        peer: (each.slow[EVERY - 1 :: EVERY], each.members, each.now)
+        for peer, each in found.items()
+    }
 
 
 RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.789), (0.5, 1.4, 0.943), (0.5, 1.6, 1.044),
@@ -134,13 +177,25 @@ RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.7
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(("momentum", "pull", "rate"), RATES)
-def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_the_limit(momentum, pull, rate):
+def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_the_limit(
+    momentum, pull, rate
+):
     names = [f"peer-{index:02}" for index in range(64)]
-    first = dict(zip(names, torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), strict=True))
+    first = dict(
+        zip(names, torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), strict=True)
+    )
 
     def peer(exchange):
         weight = torch.nn.Parameter(first[exchange.peer].clone())
-        opt = NoLoCo(torch.optim.SGD([weight], lr=0.0), exchange, every=1, lr=0.0, momentum=momentum, pull=pull, lag=0)
+        opt = NoLoCo(
+            torch.optim.SGD([weight], lr=0.0),
+            exchange,
+            every=1,
+            lr=0.0,
+            momentum=momentum,
+            pull=pull,
+            lag=0,
+        )
         path = []
         for _ in range(30):
             opt.step()
@@ -151,9 +206,14 @@ def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         paths = np.array(list(Simulation(names).run(peer).values()))  # (peers, rounds, values)
-    assert any("lets the peers drift apart" in str(warning.message) for warning in caught) is not stable
+    assert (
+        any("lets the peers drift apart" in str(warning.message) for warning in caught)
+        is not stable
+    )
     variance = ((paths - paths.mean(axis=0)) ** 2).mean(axis=(0, 2))
-    measured = np.exp(np.polyfit(np.arange(7, 29), np.log(variance[7:29]), 1)[0])  # behind the transient, above the float floor
+    measured = np.exp(
+        np.polyfit(np.arange(7, 29), np.log(variance[7:29]), 1)[0]
+    )  # behind the transient, above the float floor
     assert measured == pytest.approx(rate, abs=0.02)
     assert bool(measured < 1) is stable
 
@@ -167,12 +227,20 @@ def test_when_the_partner_is_gone_it_goes_on_as_lookahead_on_its_own_data(lab, p
     assert members == [("anna", "bert")] * 4 + [()] * (ROUNDS - 4)
     assert now == pytest.approx(ROUNDS * EVERY * lab.STEP_S)  # nobody waits for the dead
     lost = {("bert", round) for round in range(4, ROUNDS)}
-    lab.close(path, noloco(lab, pair, 2, 0.7, 0.5, 0.7 if pull is None else pull, lost)["anna"], atol=2e-6)
+    lab.close(
+        path, noloco(lab, pair, 2, 0.7, 0.5, 0.7 if pull is None else pull, lost)["anna"], atol=2e-6
+    )
 
 
 def test_a_partner_that_stays_silent_costs_at_most_the_wait(lab):
     pair, lost = lab.PEERS[:2], {("bert", round) for round in range(1, ROUNDS, 3)}
-    found = rounds(lab, pair, lr=0.7, momentum=0.5, faults=Faults(drop=lambda peer, key: (peer, key.round) in lost))
+    found = rounds(
+        lab,
+        pair,
+        lr=0.7,
+        momentum=0.5,
+        faults=Faults(drop=lambda peer, key: (peer, key.round) in lost),
+    )
     expected = noloco(lab, pair, 2, 0.7, 0.5, 0.7, lost)
     for peer, (path, members, now) in found.items():
         assert members == [() if round % 3 == 1 else ("anna", "bert") for round in range(ROUNDS)]
@@ -190,7 +258,12 @@ class NoLoCoReference:
     """v <- a v + b mean(slow - fast) + c (slow - mean(slow)); slow <- slow - v. All as sent, but v."""
 
     def __init__(self, lr=1.0, momentum=0.3, pull=None, weights=None):
-        self.lr, self.momentum, self.pull, self.weights = lr, momentum, lr if pull is None else pull, weights
+        self.lr, self.momentum, self.pull, self.weights = (
+            lr,
+            momentum,
+            lr if pull is None else pull,
+            weights,
+        )
 
     def first(self, slow):
         return np.zeros_like(slow)
@@ -224,7 +297,11 @@ class GASLoCReference:
 
     def new(self, me, group, slow, fast, memory):
         u = {peer: slow[peer] + self.lr * (fast[peer] - slow[peer]) for peer in group}
-        found = u[me] - self.mix * (u[me] - np.mean(list(u.values()), axis=0)) + self.momentum * (u[me] - memory)
+        found = (
+            u[me]
+            - self.mix * (u[me] - np.mean(list(u.values()), axis=0))
+            + self.momentum * (u[me] - memory)
+        )
         memory[:] = u[me]
         return found
 
@@ -247,7 +324,9 @@ def expected(lab, reference, peers, steps, count, lag, *, every=ROUND, lost=(), 
         for group in groups(DRAWN, sent_round, peers, 2):
             together = not any((peer, sent_round) in lost for peer in group)
             for peer in group:
-                new = reference.new(peer, group if together else (peer,), sent_slow, sent_fast, memory[peer][part])
+                new = reference.new(
+                    peer, group if together else (peer,), sent_slow, sent_fast, memory[peer][part]
+                )
                 fast[peer][part] += new - sent_fast[peer]
                 slow[peer][part] = new
 
@@ -256,7 +335,10 @@ def expected(lab, reference, peers, steps, count, lag, *, every=ROUND, lost=(), 
             fast[peer] = lab.trained(peer, fast[peer], 1)
         for number, first in enumerate(sent_at):
             if (step - first) % every == 0 and step >= first:
-                own = [{peer: values[peer][parts[number]].copy() for peer in peers} for values in (slow, fast)]
+                own = [
+                    {peer: values[peer][parts[number]].copy() for peer in peers}
+                    for values in (slow, fast)
+                ]
                 under_way.append((step + lag, number, round, *own))
                 round += 1
         for due in [due for due in under_way if due[0] == step or (finish and step == steps)]:
@@ -273,9 +355,19 @@ def found(lab, method, peers, steps, count, lag, *, every=ROUND, lost=(), finish
     def peer(exchange):
         first = torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32)
         weights = [torch.nn.Parameter(part.clone()) for part in first.split(SIZES[count])]
-        more = {name: value(exchange.peer) if callable(value) else value for name, value in options.items()}
+        more = {
+            name: value(exchange.peer) if callable(value) else value
+            for name, value in options.items()
+        }
         fragments = [[weight] for weight in weights] if count > 1 else 1
-        opt = method(torch.optim.SGD(weights, lr=lab.RATE), exchange, every=every, fragments=fragments, lag=lag, **more)
+        opt = method(
+            torch.optim.SGD(weights, lr=lab.RATE),
+            exchange,
+            every=every,
+            fragments=fragments,
+            lag=lag,
+            **more,
+        )
         path = []
         for step in range(steps):
             exchange.sleep(100.0 * (step + 1) - exchange.simulation.now)
@@ -284,16 +376,35 @@ def found(lab, method, peers, steps, count, lag, *, every=ROUND, lost=(), finish
             opt.step()
             if finish and step == steps - 1:
                 opt.finish()
-            path.append((torch.cat(opt.slow).double().numpy(), torch.cat(weights).detach().double().numpy()))
+            path.append(
+                (torch.cat(opt.slow).double().numpy(), torch.cat(weights).detach().double().numpy())
+            )
         return path
 
     faults = Faults(drop=lambda peer, key: (peer, key.round) in lost)
     return Simulation(peers, size=2, seed=DRAWN, faults=faults).run(peer)
 
 
-def check_lag(lab, method, reference, peers, steps, count, lag, *, every=ROUND, lost=(), finish=False, **options):
-    there = expected(lab, reference, peers, steps, count, lag, every=every, lost=lost, finish=finish)
-    here = found(lab, method, peers, steps, count, lag, every=every, lost=lost, finish=finish, **options)
+def check_lag(
+    lab,
+    method,
+    reference,
+    peers,
+    steps,
+    count,
+    lag,
+    *,
+    every=ROUND,
+    lost=(),
+    finish=False,
+    **options,
+):
+    there = expected(
+        lab, reference, peers, steps, count, lag, every=every, lost=lost, finish=finish
+    )
+    here = found(
+        lab, method, peers, steps, count, lag, every=every, lost=lost, finish=finish, **options
+    )
     for peer in peers:
         lab.close(np.array(here[peer]), np.array(there[peer]))
 
@@ -301,34 +412,68 @@ def check_lag(lab, method, reference, peers, steps, count, lag, *, every=ROUND, 
 LOST_LATE = {("bert", 2), ("dora", 5), ("anna", 6)}
 
 
-KNOBS = [{"pull": 0.3}, {"lr": 0.4, "momentum": 0.2, "pull": 1.1}, {"momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]
-NOLOCO, LOCAL, GOSSIP = (NoLoCo, NoLoCoReference), (LocalSGD, LocalReference), (GASLoC, GASLoCReference)
+KNOBS = [
+    {"pull": 0.3},
+    {"lr": 0.4, "momentum": 0.2, "pull": 1.1},
+    {"momentum": 0.0},
+    {"lr": 0.7, "momentum": 0.5},
+]
+NOLOCO, LOCAL, GOSSIP = (
+    (NoLoCo, NoLoCoReference),
+    (LocalSGD, LocalReference),
+    (GASLoC, GASLoCReference),
+)
 FORMULAS = [
     *((*NOLOCO, {}, lag, count) for lag in range(ROUND) for count in SIZES),
     *((*NOLOCO, knobs, lag, 2) for lag in (2, 5) for knobs in KNOBS),
     *((*LOCAL, {}, lag, 2) for lag in range(ROUND)),
-    *((*GOSSIP, knobs, lag, 2) for lag in (0, 1, 3, 5) for knobs in ({}, {"lr": 0.4, "momentum": 0.2, "mix": 0.6}, {"lr": 0.0})),
+    *(
+        (*GOSSIP, knobs, lag, 2)
+        for lag in (0, 1, 3, 5)
+        for knobs in ({}, {"lr": 0.4, "momentum": 0.2, "mix": 0.6}, {"lr": 0.0})
+    ),
 ]
 
 
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize(("method", "reference", "knobs", "lag", "count"), FORMULAS)
 def test_at_every_lag_it_is_the_formula(lab, method, reference, knobs, lag, count):
-    check_lag(lab, method, reference(**knobs), lab.PEERS, 5 * ROUND, count, lag, lost=LOST_LATE, **knobs)
+    check_lag(
+        lab, method, reference(**knobs), lab.PEERS, 5 * ROUND, count, lag, lost=LOST_LATE, **knobs
+    )
 
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_weights_count_in_the_pseudo_gradients_alone_with_a_lag_too(lab, lag):
     reference = NoLoCoReference(weights=UNEQUAL)
-    check_lag(lab, NoLoCo, reference, lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, weight=lambda peer: lambda *_: UNEQUAL[peer])
+    check_lag(
+        lab,
+        NoLoCo,
+        reference,
+        lab.PEERS,
+        5 * ROUND,
+        2,
+        lag,
+        lost=LOST_LATE,
+        weight=lambda peer: lambda *_: UNEQUAL[peer],
+    )
 
 
 @pytest.mark.parametrize(("method", "reference"), [NOLOCO, LOCAL, GOSSIP])
 @settings(max_examples=15)
-@given(every=st.integers(4, 9), steps=st.integers(1, 30), count=st.sampled_from([1, 2, 4]), data=st.data())
-def test_after_finish_everything_sent_is_applied_whatever_the_lag(lab, method, reference, every, steps, count, data):
+@given(
+    every=st.integers(4, 9),
+    steps=st.integers(1, 30),
+    count=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)
+def test_after_finish_everything_sent_is_applied_whatever_the_lag(
+    lab, method, reference, every, steps, count, data
+):
     lag = data.draw(st.integers(0, every - 1))
-    check_lag(lab, method, reference(), ["anna", "bert"], steps, count, lag, every=every, finish=True)
+    check_lag(
+        lab, method, reference(), ["anna", "bert"], steps, count, lag, every=every, finish=True
+    )
 
 
 def test_the_defaults_by_lag():

@@ -50,7 +50,9 @@ def streaming(lab, peers, steps, *, every, slices, lag, mix, lr, momentum, merge
                 slow[part] -= lr * (mean + momentum * velocity[part])
                 for peer, own in zip(peers, sent, strict=True):
                     fast[peer] = fast[peer].copy()
-                    if mix == "keep":  # recipes: move = (slow - slow before) - d, where d = fast - slow when it was sent
+                    if (
+                        mix == "keep"
+                    ):  # recipes: move = (slow - slow before) - d, where d = fast - slow when it was sent
                         fast[peer][part] += (slow[part] - before) + own
                         continue
                     fast[peer][part] = mix * fast[peer][part] + (1 - mix) * slow[part]
@@ -67,12 +69,23 @@ def two(peer, weights):
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("lag", "mix"),
-    [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.25), (5, 0.5), (5, 0.0)] + [(lag, "keep") for lag in (0, 1, 3, 5)],
+    [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.25), (5, 0.5), (5, 0.0)]
+    + [(lag, "keep") for lag in (0, 1, 3, 5)],
 )
 def test_it_is_the_reference_with_fragments_in_flight(lab, lag, mix):
     """With a lag of more than EVERY / 2 both fragments are in flight at once."""
     found = lab.run(StreamingDiLoCo, 40, every=EVERY, fragments=two, lag=lag, mix=mix)
-    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[FIRST, SECOND], lag=lag, mix=mix, lr=0.7, momentum=0.6)
+    expected = streaming(
+        lab,
+        lab.PEERS,
+        40,
+        every=EVERY,
+        slices=[FIRST, SECOND],
+        lag=lag,
+        mix=mix,
+        lr=0.7,
+        momentum=0.6,
+    )
     for peer in lab.PEERS:
         lab.close(found[peer].slow, expected[peer][0])
         lab.close(found[peer].fast, expected[peer][1])
@@ -89,7 +102,9 @@ def test_1_one_fragment_without_lag_and_mix_is_diloco_to_the_bit(lab, mix):
 
 def test_a_weight_that_does_not_change_ends_as_exactly_the_slow_one(lab):
     def still(weights):
-        return torch.optim.SGD([{"params": [w], "lr": lab.RATE * (i == 0)} for i, w in enumerate(weights)])
+        return torch.optim.SGD(
+            [{"params": [w], "lr": lab.RATE * (i == 0)} for i, w in enumerate(weights)]
+        )
 
     found = lab.run(StreamingDiLoCo, 31, every=EVERY, fragments=2, lag=3, mix="keep", inner=still)
     for peer in lab.PEERS:
@@ -99,10 +114,14 @@ def test_a_weight_that_does_not_change_ends_as_exactly_the_slow_one(lab):
 @pytest.mark.parametrize("lag", [0, 2, 5])
 @pytest.mark.parametrize("count", [1, 4])
 def test_3_and_4_with_mix_one_the_fast_weights_never_hear_the_others(lab, lag, count):
-    found = lab.run(StreamingDiLoCo, 30, lab.PEERS[:count], every=EVERY, fragments=2, lag=lag, mix=1.0)
+    found = lab.run(
+        StreamingDiLoCo, 30, lab.PEERS[:count], every=EVERY, fragments=2, lag=lag, mix=1.0
+    )
     for peer in lab.PEERS[:count]:
         weights, path = torch.tensor(lab.start(), dtype=torch.float32), []
-        lab.close(found[peer].fast, [lab.trained(peer, lab.start(), steps) for steps in range(1, 31)])
+        lab.close(
+            found[peer].fast, [lab.trained(peer, lab.start(), steps) for steps in range(1, 31)]
+        )
         parameters = [nn.Parameter(weights[:3].clone()), nn.Parameter(weights[3:].clone())]
         alone = torch.optim.SGD(parameters, lr=lab.RATE)
         for _ in range(30):
@@ -114,14 +133,20 @@ def test_3_and_4_with_mix_one_the_fast_weights_never_hear_the_others(lab, lag, c
 
 
 @given(every=st.integers(1, 40), fragments=st.integers(1, 40), lag=st.integers(0, 39))
-def test_6_each_fragment_is_sent_once_a_round_evenly_apart_and_applied_after_the_lag(every, fragments, lag):
+def test_6_each_fragment_is_sent_once_a_round_evenly_apart_and_applied_after_the_lag(
+    every, fragments, lag
+):
     if fragments > every or lag >= every:
         with pytest.raises(ValueError, match=r"fragments must be between|lag must be at least 0"):
             Streaming(every, fragments, lag)
         return
     schedule = Streaming(every, fragments, lag)
     actions = [(step, action) for step in range(1, 3 * every + 1) for action in schedule.at(step)]
-    sends = {action.fragment: [s for s, a in actions if a == action] for _, action in actions if isinstance(action, Send)}
+    sends = {
+        action.fragment: [s for s, a in actions if a == action]
+        for _, action in actions
+        if isinstance(action, Send)
+    }
     assert sorted(sends) == list(range(fragments))
     for fragment, steps in sends.items():
         first = (fragment + 1) * every // fragments
@@ -139,17 +164,23 @@ def test_7_a_transport_that_takes_less_than_the_lag_changes_no_bit_and_costs_no_
     steps, lag = 40, 3
 
     def delayed(delay):
-        return lab.run(StreamingDiLoCo, steps, every=EVERY, fragments=2, lag=lag, faults=Faults(delay=delay))
+        return lab.run(
+            StreamingDiLoCo, steps, every=EVERY, fragments=2, lag=lag, faults=Faults(delay=delay)
+        )
 
     prompt = delayed(lambda peer, key: 0.0)
-    late = delayed(lambda peer, key: 0.1 * (lab.PEERS.index(peer) + key.round % 2) * 0.7)  # at most 2.8 steps
+    late = delayed(
+        lambda peer, key: 0.1 * (lab.PEERS.index(peer) + key.round % 2) * 0.7
+    )  # at most 2.8 steps
     later = delayed(lambda peer, key: 0.35)  # half a step more than there is
     for peer in lab.PEERS:
         assert np.array_equal(prompt[peer].slow, late[peer].slow)
         assert np.array_equal(prompt[peer].fast, late[peer].fast)
         assert np.array_equal(prompt[peer].fast, later[peer].fast)
         assert late[peer].now == pytest.approx(steps * lab.STEP_S)
-        assert later[peer].now == pytest.approx(steps * lab.STEP_S + 6 * 0.05)  # meanwhile the next one has a head start
+        assert later[peer].now == pytest.approx(
+            steps * lab.STEP_S + 6 * 0.05
+        )  # meanwhile the next one has a head start
 
 
 def test_each_fragment_has_a_momentum_of_its_own_and_a_lost_one_keeps_what_was_learnt(lab):
@@ -159,14 +190,18 @@ def test_each_fragment_has_a_momentum_of_its_own_and_a_lost_one_keeps_what_was_l
         for info in found[peer].infos:
             assert len(info.members) == (0 if info.key.fragment == 0 else 4)
         assert np.array_equal(found[peer].slow[-1][SECOND], found["anna"].slow[-1][SECOND])
-        assert peer == "anna" or not np.array_equal(found[peer].slow[-1][FIRST], found["anna"].slow[-1][FIRST])
+        assert peer == "anna" or not np.array_equal(
+            found[peer].slow[-1][FIRST], found["anna"].slow[-1][FIRST]
+        )
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)]
+        )
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
@@ -176,8 +211,15 @@ def test_fragments_are_strided_by_layer_and_hold_every_parameter_once():
     model = Net()
     names = {id(p): name for name, p in model.named_parameters()}
     parts = [[names[id(p)] for p in part] for part in strided(model, 3)]
-    layers = [list(dict.fromkeys(".".join(n.split(".")[: 2 if "blocks" in n else 1]) for n in part)) for part in parts]
-    assert layers == [["embed", "blocks.2", "norm"], ["blocks.0", "blocks.3"], ["blocks.1", "blocks.4"]]
+    layers = [
+        list(dict.fromkeys(".".join(n.split(".")[: 2 if "blocks" in n else 1]) for n in part))
+        for part in parts
+    ]
+    assert layers == [
+        ["embed", "blocks.2", "norm"],
+        ["blocks.0", "blocks.3"],
+        ["blocks.1", "blocks.4"],
+    ]
     assert Counter(name for part in parts for name in part) == Counter(names.values())
     with pytest.raises(ValueError, match="between 1 and the number of layers, 12, got 13"):
         strided(model, 13)
@@ -191,7 +233,12 @@ def test_fragments_named_by_modules_are_those_of_their_parameters_and_a_tied_one
     found = [{names[at].split(".")[0] for at in opt.positions(number)} for number in range(2)]
     assert found == [{"embed", "norm"}, {"blocks"}]  # the head's weight is the embedding's
     opt = NoLoCo(
-        inner, Alone(), fragments=[[model.embed, *model.blocks[:2]], nn.ModuleList([model.head, *model.blocks[2:], model.norm])]
+        inner,
+        Alone(),
+        fragments=[
+            [model.embed, *model.blocks[:2]],
+            nn.ModuleList([model.head, *model.blocks[2:], model.norm]),
+        ],
     )
     assert names[opt.positions(0)[0]] == "embed.weight"
     assert sum(len(opt.positions(number)) for number in range(2)) == len(names)
@@ -200,18 +247,32 @@ def test_fragments_named_by_modules_are_those_of_their_parameters_and_a_tied_one
 @pytest.mark.parametrize(
     ("fragments", "message"),
     [
-        (lambda net: [net, net.head], r"fragments\[1\] has a module of fragments\[0\]: put every module into exactly one"),
+        (
+            lambda net: [net, net.head],
+            r"fragments\[1\] has a module of fragments\[0\]: put every module into exactly one",
+        ),
         (lambda net: [net.blocks[0], net.blocks], r"fragments\[1\] has a module of fragments\[0\]"),
         (lambda net: [net.blocks, net.head], r"parameter \d+ of shape \(4,\) is in 0 fragments"),
         (lambda net: net, "fragments must be a number, or a list of modules, got Net"),
         (lambda net: "blocks", "fragments must be a number, or a list of modules, got 'blocks'"),
         (lambda net: 2.0, "fragments must be a number, or a list of modules, got 2.0"),
-        (lambda net: [net.blocks, "head"], r"fragments\[1\] must be a module, or a list of modules and parameters, got 'head'"),
-        (lambda net: [[net.blocks, 3]], r"fragments\[0\] must be a module, or a list of modules and parameters, got 3"),
-        (lambda net: [net.head.weight], r"fragments\[0\] must be a module, or a list of modules and parameters, got Parameter"),
+        (
+            lambda net: [net.blocks, "head"],
+            r"fragments\[1\] must be a module, or a list of modules and parameters, got 'head'",
+        ),
+        (
+            lambda net: [[net.blocks, 3]],
+            r"fragments\[0\] must be a module, or a list of modules and parameters, got 3",
+        ),
+        (
+            lambda net: [net.head.weight],
+            r"fragments\[0\] must be a module, or a list of modules and parameters, got Parameter",
+        ),
     ],
 )
-def test_fragments_that_overlap_lack_parameters_or_are_of_another_type_are_refused_in_one_sentence(fragments, message):
+def test_fragments_that_overlap_lack_parameters_or_are_of_another_type_are_refused_in_one_sentence(
+    fragments, message
+):
     model = Net()
     for method in (StreamingDiLoCo, NoLoCo):
         with pytest.raises(ValueError, match=message):
@@ -221,8 +282,14 @@ def test_fragments_that_overlap_lack_parameters_or_are_of_another_type_are_refus
 def test_a_method_that_sends_the_whole_model_refuses_fragments():
     """It catches fragments after the first that are never sent."""
     model = Net()
-    with pytest.raises(ValueError, match="sends one fragment, so of 2 fragments= most would never be averaged"):
-        DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), fragments=[model.blocks, [model.norm, model.embed]])
+    with pytest.raises(
+        ValueError, match="sends one fragment, so of 2 fragments= most would never be averaged"
+    ):
+        DiLoCo(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            Alone(),
+            fragments=[model.blocks, [model.norm, model.embed]],
+        )
 
 
 def test_every_parameter_must_be_in_exactly_one_fragment():
@@ -239,8 +306,19 @@ def test_every_parameter_must_be_in_exactly_one_fragment():
 def test_a_bfloat16_model_restarted_from_a_mix_loses_nothing_to_rounding():
     """Nothing is learnt: slow and fast weights must stay where the mix put them, whatever bfloat16 can hold."""
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    opt = StreamingDiLoCo(torch.optim.SGD([weight], lr=1.0), Alone(), every=2, fragments=1, lag=1, mix=0.5, lr=1.0, momentum=0.0)
-    opt.slow[0].fill_(1.001)  # the model holds 1, so the first pseudo-gradient is what it could not hold
+    opt = StreamingDiLoCo(
+        torch.optim.SGD([weight], lr=1.0),
+        Alone(),
+        every=2,
+        fragments=1,
+        lag=1,
+        mix=0.5,
+        lr=1.0,
+        momentum=0.0,
+    )
+    opt.slow[0].fill_(
+        1.001
+    )  # the model holds 1, so the first pseudo-gradient is what it could not hold
     opt.adopt([torch.full((4,), 1.001)], round=0, into_model=True)
     for _ in range(3):
         opt.step()
@@ -308,16 +386,33 @@ def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
 
     def method(inner, exchange, **options):
         second = inner.param_groups[0]["params"][1]
-        opt = DecoupledDiLoCo(inner, exchange, fragments=1, lag=2, plain=[second] if plain else [], **options)
+        opt = DecoupledDiLoCo(
+            inner, exchange, fragments=1, lag=2, plain=[second] if plain else [], **options
+        )
         inner.register_step_post_hook(lambda *_: opt.count(tokens[exchange.peer]))
         return opt
 
     found = lab.run(method, 40, every=EVERY)
-    expected = streaming(lab, lab.PEERS, 40, every=EVERY, slices=[slice(0, 5)], lag=2, mix=0.0, lr=0.7, momentum=0.6, merge=merge)
+    expected = streaming(
+        lab,
+        lab.PEERS,
+        40,
+        every=EVERY,
+        slices=[slice(0, 5)],
+        lag=2,
+        mix=0.0,
+        lr=0.7,
+        momentum=0.6,
+        merge=merge,
+    )
     for peer in lab.PEERS:
         lab.close(found[peer].slow, expected[peer][0])
-    alone = lab.run(DecoupledDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, weight=lambda *_: 1.0)["anna"]
-    diloco = lab.run(StreamingDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, mix=0.0, lr=0.7)["anna"]
+    alone = lab.run(
+        DecoupledDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, weight=lambda *_: 1.0
+    )["anna"]
+    diloco = lab.run(
+        StreamingDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, mix=0.0, lr=0.7
+    )["anna"]
     lab.close(alone.slow, diloco.slow)
 
 
@@ -329,7 +424,10 @@ def test_the_merge_of_equal_gradients_is_the_gradient_and_of_opposite_ones_zero(
 
 def test_a_schedule_with_more_fragments_than_there_are_is_refused():
     opt = OuterOptimizer(
-        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), Alone(), rule=DiLoCoRule(), schedule=Streaming(2, 2)
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
+        Alone(),
+        rule=DiLoCoRule(),
+        schedule=Streaming(2, 2),
     )
     opt.step()
     with pytest.raises(ValueError, match="the schedule sends fragment 1, but there are only 1"):

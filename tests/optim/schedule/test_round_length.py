@@ -49,7 +49,11 @@ def schedules(draw):
     kind = draw(st.sampled_from([Every, Streaming, Delayed]))
     if kind is Every:
         return Every(every)
-    return Delayed(every, fragments) if kind is Delayed else Streaming(every, fragments, draw(st.integers(0, every - 1)))
+    return (
+        Delayed(every, fragments)
+        if kind is Delayed
+        else Streaming(every, fragments, draw(st.integers(0, every - 1)))
+    )
 
 
 def visit(length, schedule, amounts):
@@ -70,7 +74,9 @@ def check_each_once_and_never_beyond_a_round(found, every):
 
 
 @given(schedules(), st.integers(1, 300), st.lists(st.integers(1, 700), min_size=1, max_size=60))
-def test_tokens_visit_every_position_once_and_end_a_round_when_they_are_there(schedule, size, batches):
+def test_tokens_visit_every_position_once_and_end_a_round_when_they_are_there(
+    schedule, size, batches
+):
     totals = torch.tensor(batches).cumsum(0).tolist()
     found = visit(Tokens(size), schedule, totals)
     check_each_once_and_never_beyond_a_round(found, schedule.every)
@@ -82,9 +88,15 @@ def test_tokens_visit_every_position_once_and_end_a_round_when_they_are_there(sc
 
 
 @given(
-    schedules(), st.floats(0.25, 50), st.floats(0, 2e9), st.lists(st.floats(0.01, 80), min_size=1, max_size=60), st.floats(0, 30)
+    schedules(),
+    st.floats(0.25, 50),
+    st.floats(0, 2e9),
+    st.lists(st.floats(0.01, 80), min_size=1, max_size=60),
+    st.floats(0, 30),
 )
-def test_seconds_visit_every_position_once_and_end_a_round_at_the_first_step_after_its_time(schedule, size, now, steps, exchange):
+def test_seconds_visit_every_position_once_and_end_a_round_at_the_first_step_after_its_time(
+    schedule, size, now, steps, exchange
+):
     clock = Clock(now)
     length = Seconds(size, clock)
     position, found, began = 0, [], None
@@ -99,7 +111,9 @@ def test_seconds_visit_every_position_once_and_end_a_round_at_the_first_step_aft
             began = before
         elif reached and reached[-1] % schedule.every == 0:
             assert before - began >= size / 2 * (1 - 1e-6)
-            assert before - seconds - began <= size * 1.5 * (1 + 1e-6)  # it had not been over one step earlier
+            assert before - seconds - began <= size * 1.5 * (
+                1 + 1e-6
+            )  # it had not been over one step earlier
             began = before
         else:
             assert before - began <= size * 1.5 * (1 + 1e-6)
@@ -114,7 +128,14 @@ def test_an_exchange_that_takes_long_shortens_the_next_round_and_does_not_move_t
         for _position in length.reached(len(ends), schedule, 0):
             ends.append(clock.now)
             clock.now += 4.0 if len(ends) == 2 else 7.0 if len(ends) == 4 else 0.0
-    assert ends[:6] == [10.0, 20.0, 30.0, 40.0, 60.0, 70.0]  # after 7 of 10 seconds the rest is not worth a round
+    assert ends[:6] == [
+        10.0,
+        20.0,
+        30.0,
+        40.0,
+        60.0,
+        70.0,
+    ]  # after 7 of 10 seconds the rest is not worth a round
 
 
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
@@ -154,7 +175,9 @@ def make(schedule, length, parts=1):
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.5)
     fragments = [[weight] for weight in weights] if parts > 1 else None
     rule = EagerRule(0.4, 0.6) if isinstance(schedule, Delayed) else DiLoCoRule(0.7, 0.9, mix=0.25)
-    opt = OuterOptimizer(inner, Alone(), rule=rule, schedule=schedule, length=length, fragments=fragments)
+    opt = OuterOptimizer(
+        inner, Alone(), rule=rule, schedule=schedule, length=length, fragments=fragments
+    )
     return weights, opt
 
 
@@ -167,10 +190,19 @@ def advance(weights, opt, batches):
 
 
 def bits(weights, opt):
-    return [t.clone() for t in (*[w.detach() for w in weights], *opt.slow, *(t for ts in opt.rule_state.values() for t in ts))]
+    return [
+        t.clone()
+        for t in (
+            *[w.detach() for w in weights],
+            *opt.slow,
+            *(t for ts in opt.rule_state.values() for t in ts),
+        )
+    ]
 
 
-@pytest.mark.parametrize("schedule", [Every(6), Streaming(6, 3, 0), Streaming(6, 3, 4), Delayed(6, 3)])
+@pytest.mark.parametrize(
+    "schedule", [Every(6), Streaming(6, 3, 0), Streaming(6, 3, 4), Delayed(6, 3)]
+)
 def test_tokens_of_one_batch_a_position_are_the_same_bits_as_steps(schedule):
     parts = getattr(schedule, "fragments", 1)
     rule = {"steps": Steps(), "tokens": Tokens(6 * 8)}
@@ -199,7 +231,9 @@ def test_a_run_of_tokens_resumed_at_any_step_ends_with_the_same_bits(batches, da
     for weight, value in zip(again, saved[1], strict=True):
         weight.data.copy_(value)
     advance(again, other, batches[at:])
-    assert all(torch.equal(a, b) for a, b in zip(bits(weights, opt), bits(again, other), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(bits(weights, opt), bits(again, other), strict=True)
+    )
     assert (other.position, other.round, other.tokens) == (opt.position, opt.round, opt.tokens)
 
 
@@ -256,7 +290,13 @@ def test_a_step_that_reaches_several_positions_does_all_that_they_ask_for():
 def test_a_delayed_method_keeps_one_round_of_delay():
     weight = torch.nn.Parameter(torch.ones(2))
     infos, clock = [], Clock(0.0)
-    opt = CO2(torch.optim.SGD([weight], lr=0.1), Alone(), every=4, length=Seconds(4.0, clock), on_round=infos.append)
+    opt = CO2(
+        torch.optim.SGD([weight], lr=0.1),
+        Alone(),
+        every=4,
+        length=Seconds(4.0, clock),
+        on_round=infos.append,
+    )
     for _ in range(30):
         clock.now += 1.0
         weight.grad = weight.detach().clone()
@@ -295,7 +335,10 @@ def test_agreed_seconds_let_the_slowest_useful_peer_make_its_steps(values, rando
     assert found == SHORTEST_S or found * useful <= STEPS * 2 ** (1 / GRID) * (1 + 1e-8)
 
 
-@given(st.lists(st.floats(1e-2, 1e2), min_size=2, max_size=12), st.one_of(st.floats(), st.just(1e-300), st.just(1e300)))
+@given(
+    st.lists(st.floats(1e-2, 1e2), min_size=2, max_size=12),
+    st.one_of(st.floats(), st.just(1e-300), st.just(1e300)),
+)
 def test_one_liar_cannot_move_it_beyond_what_honest_speeds_allow(honest, lie):
     found = agreed_seconds([*honest, lie])
     assert found >= agreed_seconds([max(honest)])
@@ -316,7 +359,9 @@ def test_agreed_seconds_by_example():
     assert agreed_seconds([]) == agreed_seconds([0.0, 0.0]) == SHORTEST_S
     assert agreed_seconds([10.0, 10.0]) == 1.0
     assert agreed_seconds([1.0, 10.0]) == pytest.approx(2 ** (14 / 4))  # 10 s, rounded up
-    assert agreed_seconds([1.0, 10.0, 10.0]) == pytest.approx(1.0)  # 10 times slower than the rest: not waited for
+    assert agreed_seconds([1.0, 10.0, 10.0]) == pytest.approx(
+        1.0
+    )  # 10 times slower than the rest: not waited for
     assert agreed_seconds([2.0, 10.0, 10.0]) == pytest.approx(2 ** (10 / 4))
     assert agreed_seconds([1e-9]) == LONGEST_S
     assert agreed_seconds([1e-320, 1e-320]) == LONGEST_S
@@ -451,7 +496,9 @@ def test_in_rounds_of_tokens_or_seconds_the_lag_is_in_positions(method):
     assert opt.position == 200
     assert {info.lag for info in infos} <= {0, 1}
     clock = iter(range(10_000))
-    opt, infos = run(exchange := Late(2), 60, method=method, length=Seconds(10.0, lambda: float(next(clock))))
+    opt, infos = run(
+        exchange := Late(2), 60, method=method, length=Seconds(10.0, lambda: float(next(clock)))
+    )
     assert exchange.waits == 0
     assert opt.round > 12
     assert infos[-1].lag <= 1
@@ -464,14 +511,22 @@ def test_polls_stop_once_it_is_there_and_a_simulation_may_skip_quiet_steps():
     assert opt.quiet(3) == 3
     opt, _ = run(Late(3), 5)
     assert (opt.in_flight(0), opt.quiet(100)) == ([0], 1)
-    fixed = StreamingDiLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), Alone(), every=9, fragments=1, lag=2)
+    fixed = StreamingDiLoCo(
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1),
+        Alone(),
+        every=9,
+        fragments=1,
+        lag=2,
+    )
     assert fixed.quiet(100) == 9
     assert not fixed.lag_auto
     assert fixed.lag == 2
 
 
 @pytest.mark.parametrize(("method", "more"), [("noloco", 0.0), ("streaming", 4 * 6.5)])
-def test_peers_at_unequal_distance_meet_each_in_its_own_time_and_begin_their_exchanges_in_the_same_order(method, more):
+def test_peers_at_unequal_distance_meet_each_in_its_own_time_and_begin_their_exchanges_in_the_same_order(
+    method, more
+):
     """Virtual time: a step takes 1 s, and what anna sends needs 6.5 s. The lag of bo is 13 at first.
 
     They begin with other weights, which streaming makes equal by a second exchange for each fragment, waited for; between processes
@@ -479,11 +534,20 @@ def test_peers_at_unequal_distance_meet_each_in_its_own_time_and_begin_their_exc
     """
 
     def peer(exchange):
-        weights = [torch.nn.Parameter(torch.full((2,), float(len(exchange.peer)))) for _ in range(4)]
+        weights = [
+            torch.nn.Parameter(torch.full((2,), float(len(exchange.peer)))) for _ in range(4)
+        ]
         infos, order, began = [], [], exchange.simulation.now
         real = exchange.start
         exchange.start = lambda mine: [order.append((mine.key, bool(mine.members))), real(mine)][1]
-        opt = METHODS[method](torch.optim.SGD(weights, lr=0.0), exchange, every=16, lag="auto", fragments=4, on_round=infos.append)
+        opt = METHODS[method](
+            torch.optim.SGD(weights, lr=0.0),
+            exchange,
+            every=16,
+            lag="auto",
+            fragments=4,
+            on_round=infos.append,
+        )
         if exchange.peer == "bo":
             opt._auto.observe(12)
         for _ in range(160):

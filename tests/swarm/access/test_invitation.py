@@ -7,7 +7,18 @@ import msgpack
 import pytest
 
 from shoal.swarm import access
-from shoal.swarm.access import SOON_S, AccessPolicy, Admission, AdmittedBy, Link, PeerLists, admission, entry_of, expiry, issue
+from shoal.swarm.access import (
+    SOON_S,
+    AccessPolicy,
+    Admission,
+    AdmittedBy,
+    Link,
+    PeerLists,
+    admission,
+    entry_of,
+    expiry,
+    issue,
+)
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import pack, seal, unpack
@@ -19,12 +30,16 @@ DAY = 86_400.0
 
 
 def entry(text, who, *, swarm=SWARM, shown=None, now=NOW):
-    return entry_of(admission(text, who, now) if shown is None else shown, who.peer_id, swarm, CREATOR.peer_id)
+    return entry_of(
+        admission(text, who, now) if shown is None else shown, who.peer_id, swarm, CREATOR.peer_id
+    )
 
 
 def access_policy(**options):
     clock = options.pop("clock", lambda: NOW)
-    return AccessPolicy(options.pop("me", "me"), swarm=SWARM, creator=CREATOR.peer_id, clock=clock, **options)
+    return AccessPolicy(
+        options.pop("me", "me"), swarm=SWARM, creator=CREATOR.peer_id, clock=clock, **options
+    )
 
 
 def test_the_holder_of_a_link_is_admitted_and_shows_only_what_is_of_no_use_to_others():
@@ -37,7 +52,9 @@ def test_the_holder_of_a_link_is_admitted_and_shows_only_what_is_of_no_use_to_ot
     _, seed = access._parts(text)
     assert len(seed) == 32
     assert seed not in shown
-    stolen = unpack(shown, Admission).model_copy(update={"since": NOW})  # an earlier moment, for a better place
+    stolen = unpack(shown, Admission).model_copy(
+        update={"since": NOW}
+    )  # an earlier moment, for a better place
     assert "used by another peer" in entry(text, ANNA, shown=pack(stolen))
 
 
@@ -63,7 +80,9 @@ def test_a_late_clock_is_no_reason_to_be_refused_but_a_moment_before_the_invitat
     text = issue(CREATOR, SWARM, lives=DAY, now=NOW)
     assert entry(text, ANNA, now=NOW - 1000).since == NOW
     sealed, seed = access._parts(text)
-    signature = access._one_time(seed).sign("shoal/entry/1", access._entry(sealed, ANNA.peer_id, 5.0))
+    signature = access._one_time(seed).sign(
+        "shoal/entry/1", access._entry(sealed, ANNA.peer_id, 5.0)
+    )
     early = pack(Admission(invitation=sealed, since=5.0, signature=signature))
     assert "before it was made" in entry(text, ANNA, shown=early)
 
@@ -100,8 +119,17 @@ def test_an_open_swarm_admits_all_peers_that_are_not_denied():
     assert AccessPolicy().admits(ANNA.peer_id)
     lists = PeerLists(allow=frozenset({ANNA.peer_id, BERT.peer_id}), deny=frozenset({BERT.peer_id}))
     picky = AccessPolicy("me", lists=lists)
-    assert [picky.admits(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id, "me")] == [True, False, False, True]
-    assert [picky.denies(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id)] == [False, True, False]
+    assert [picky.admits(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id, "me")] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert [picky.denies(peer) for peer in (ANNA.peer_id, BERT.peer_id, CREATOR.peer_id)] == [
+        False,
+        True,
+        False,
+    ]
     assert "does not want" in picky.refusal(BERT.peer_id, b"")
 
 
@@ -125,7 +153,9 @@ def test_the_first_come_are_in_whatever_the_order_in_which_they_are_seen(order):
         assert at.record(who.peer_id, admission(text, who, came), NOW + 5, True)
     assert [at.admits(who.peer_id) for who, _ in invited] == [True, True, False]
     last, came = invited[2]
-    assert f"is used by peer {invited[1][0].peer_id} already" in at.refusal(last.peer_id, admission(text, last, came))
+    assert f"is used by peer {invited[1][0].peer_id} already" in at.refusal(
+        last.peer_id, admission(text, last, came)
+    )
 
 
 def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
@@ -150,7 +180,12 @@ def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
 def test_an_invited_peer_is_out_when_its_invitation_expires_which_is_reported_before():
     time = [NOW]
     at = access_policy(me=ANNA.peer_id, ticket=admission(TEXT, ANNA, NOW), clock=lambda: time[0])
-    at.record(BERT.peer_id, admission(issue(CREATOR, SWARM, lives=DAY, peer=BERT.peer_id, now=NOW), BERT), NOW, True)
+    at.record(
+        BERT.peer_id,
+        admission(issue(CREATOR, SWARM, lives=DAY, peer=BERT.peer_id, now=NOW), BERT),
+        NOW,
+        True,
+    )
     at.check_own()
     assert at.admits(BERT.peer_id)
     assert at.expiry_event() == ""
@@ -170,6 +205,11 @@ def test_what_is_noted_of_peers_is_bounded(monkeypatch):
     at = access_policy()
     for _ in range(5):
         who = Identity.ephemeral()
-        at.record(who.peer_id, admission(issue(CREATOR, SWARM, lives=DAY, peer=who.peer_id, now=NOW), who), NOW, True)
+        at.record(
+            who.peer_id,
+            admission(issue(CREATOR, SWARM, lives=DAY, peer=who.peer_id, now=NOW), who),
+            NOW,
+            True,
+        )
     assert len(at._peers) == len(at._by_invitation) == 3
     assert at.admits(who.peer_id)

@@ -21,13 +21,21 @@ peers = st.binary(min_size=32, max_size=32).map(lambda key: b58encode(ID_HEADER 
 hosts = st.one_of(
     st.integers(0, 2**32 - 1).map(lambda n: f"/ip4/{ipaddress.IPv4Address(n)}"),
     st.integers(0, 2**128 - 1).map(lambda n: f"/ip6/{ipaddress.IPv6Address(n)}"),
-    st.from_regex(r"[a-z][a-z0-9-]{0,20}(\.[a-z]{2,10}){0,3}", fullmatch=True).map(lambda name: f"/dns4/{name}"),
+    st.from_regex(r"[a-z][a-z0-9-]{0,20}(\.[a-z]{2,10}){0,3}", fullmatch=True).map(
+        lambda name: f"/dns4/{name}"
+    ),
 )
 ports = st.integers(1, 65_535)
 transports = st.one_of(ports.map(lambda p: f"/tcp/{p}"), ports.map(lambda p: f"/udp/{p}/quic-v1"))
 relays = st.just("") | (peers | st.just(RELAY)).map(lambda peer: f"/p2p/{peer}/p2p-circuit")
-addresses = st.tuples(hosts, transports, relays, peers).map(lambda p: f"{p[0]}{p[1]}{p[2]}/p2p/{p[3]}")
-links = st.builds(Link, st.binary(max_size=8).map(swarm_id), st.lists(addresses, min_size=1, max_size=16).map(tuple))
+addresses = st.tuples(hosts, transports, relays, peers).map(
+    lambda p: f"{p[0]}{p[1]}{p[2]}/p2p/{p[3]}"
+)
+links = st.builds(
+    Link,
+    st.binary(max_size=8).map(swarm_id),
+    st.lists(addresses, min_size=1, max_size=16).map(tuple),
+)
 
 
 @given(links)
@@ -44,7 +52,11 @@ def test_fully_percent_encoded_addresses_are_read_too(link):
     assert Link.parse(head + "?" + query.replace("/", "%2F").replace(":", "%3a")) == link
 
 
-@given(st.one_of(st.text(max_size=200), st.text(max_size=200).map(lambda t: f"shoal://{SWARM}?peer={t}")))
+@given(
+    st.one_of(
+        st.text(max_size=200), st.text(max_size=200).map(lambda t: f"shoal://{SWARM}?peer={t}")
+    )
+)
 def test_anything_else_is_one_sentence(text):
     with pytest.raises(LinkError) as caught:
         Link.parse(text)
@@ -114,5 +126,9 @@ def test_a_long_address_gives_way_to_a_short_one():
 
 
 def test_address_problem_accepts_the_forms_of_the_daemon():
-    for good in (HERE, f"/ip6/::1/tcp/1/p2p/{PEER}", f"/dns/node.example.org/udp/65535/quic-v1/p2p/{PEER}"):
+    for good in (
+        HERE,
+        f"/ip6/::1/tcp/1/p2p/{PEER}",
+        f"/dns/node.example.org/udp/65535/quic-v1/p2p/{PEER}",
+    ):
         assert address_problem(good) is None

@@ -12,7 +12,11 @@ def values(handles):
 
 
 def refusals(caplog):
-    return [text for text in (record.getMessage() for record in caplog.records) if "has banned its caller" in text]
+    return [
+        text
+        for text in (record.getMessage() for record in caplog.records)
+        if "has banned its caller" in text
+    ]
 
 
 def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, caplog):
@@ -45,7 +49,9 @@ def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, sch
     a, b, bad = (Peer(network, wait=10.0) for _ in range(3))
     a.banned.add(bad.id)
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
-    round = next(round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
+    round = next(
+        round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id
+    )
     listener = a.start(round)
     meetings = a.exchange.state.under_way
     school.until(lambda: 0 in meetings and meetings[0].phase.step == Step.LISTENING)
@@ -105,7 +111,9 @@ def test_a_group_that_a_leader_formed_with_a_banned_one_is_refused(school):
     astray = [leader.start(0, 5.0), bad.start(0, 7.0)]
     assert school.values(handles) == [1.0, 1.0]
     assert school.values(astray) == [6.0, 6.0]
-    assert {handle.result().members for handle in handles} == {tuple(sorted(peer.id for peer in good))}
+    assert {handle.result().members for handle in handles} == {
+        tuple(sorted(peer.id for peer in good))
+    }
 
 
 @pytest.mark.ci

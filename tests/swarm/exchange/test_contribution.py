@@ -7,7 +7,12 @@ from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution, OnDemand, RoundKey, differences
 from shoal.swarm.exchange.context import ExchangeTimeouts
-from shoal.swarm.exchange.contribution import BorrowedPayload, Payload, encode_contribution, float32_digest
+from shoal.swarm.exchange.contribution import (
+    BorrowedPayload,
+    Payload,
+    encode_contribution,
+    float32_digest,
+)
 from shoal.swarm.wire.envelope import CHUNK, chunks, digest
 from tests.swarm.conftest import SWARM, paired
 
@@ -29,7 +34,9 @@ def test_a_borrowed_payload_has_the_bytes_and_the_digest_of_an_encoded_one(codec
     assert b"".join(blocks) == encoded.numpy().tobytes() == payload.whole().numpy().tobytes()
     assert payload.nbytes == encoded.numel()
     assert digest(payload.blocks()) == digest(chunks(encoded.numpy().data))
-    assert b"".join(payload.blocks()) == b"".join(Payload(encoded.numel(), lambda: encoded, list).blocks())
+    assert b"".join(payload.blocks()) == b"".join(
+        Payload(encoded.numel(), lambda: encoded, list).blocks()
+    )
 
 
 def test_the_bytes_of_a_tensor_are_not_copied():
@@ -52,7 +59,9 @@ def test_a_value_too_large_for_the_codec_is_refused():
 @pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", Payload)])
 def test_only_plain_floats_are_borrowed(name, kind):
     borrowed, encoded = (
-        encode_contribution("swarm", Contribution(RoundKey("swarm", 0), tensors, 1.0, codec_named(name))).payload
+        encode_contribution(
+            "swarm", Contribution(RoundKey("swarm", 0), tensors, 1.0, codec_named(name))
+        ).payload
         for tensors in (OnDemand(made(0)), made(0))
     )
     assert type(borrowed) is kind
@@ -75,11 +84,16 @@ CASES = {
 def test_in_a_group_everybody_gets_the_mean_of_those_who_count(school, case):
     weights, values, mean = CASES[case]
     peers = school.peers(len(weights))
-    handles = [peer.start(value=value, weight=weight) for peer, value, weight in zip(peers, values, weights, strict=True)]
+    handles = [
+        peer.start(value=value, weight=weight)
+        for peer, value, weight in zip(peers, values, weights, strict=True)
+    ]
     assert school.values(handles) == [pytest.approx(mean, abs=1e-6)] * len(peers)
     got = [handle.result() for handle in handles]
     counted = sum(weight > 0 for weight in weights) or len(weights)
-    assert {(len(one.members), one.counted, one.weight) for one in got} == {(len(peers), counted, sum(weights) or len(weights))}
+    assert {(len(one.members), one.counted, one.weight) for one in got} == {
+        (len(peers), counted, sum(weights) or len(weights))
+    }
 
 
 @pytest.mark.parametrize("case", ["one of two", "all of two"])
@@ -89,6 +103,7 @@ def test_with_a_partner_both_get_the_mean_of_those_who_count(school, network, ca
     tensors = [[torch.full((4,), value)] for value in values]
     key = RoundKey(SWARM, 0)
     handles = [
-        exchange.start(Contribution(key, one, weight)) for exchange, one, weight in zip(exchanges, tensors, weights, strict=True)
+        exchange.start(Contribution(key, one, weight))
+        for exchange, one, weight in zip(exchanges, tensors, weights, strict=True)
     ]
     assert school.values(handles) == [mean, mean]

@@ -11,7 +11,17 @@ import pytest
 from bench._overlap_report import line, records, work
 from shoal.optim.schedule import AutoLag
 from shoal.swarm.exchange import cost
-from shoal.swarm.exchange.cost import BUSY, Line, Work, exchange_s, expected_lag, forecast, least_every, members, sent
+from shoal.swarm.exchange.cost import (
+    BUSY,
+    Line,
+    Work,
+    exchange_s,
+    expected_lag,
+    forecast,
+    least_every,
+    members,
+    sent,
+)
 
 RECORD = Path(__file__).resolve().parents[3] / "bench" / "results" / "overlap.jsonl"
 PARAMS = 10_000_000
@@ -27,8 +37,13 @@ def recorded():
         for row in run["rows"]:
             done = work(row["method"], run["plan"])
             if done is not None:
-                over, name = line(run["plan"], row["delay_ms"]), f"{run['date']} {row['method']} {row['delay_ms']} ms"
-                latest[done, over] = pytest.param(done, over, row["utilisation"], run.get("loaded", False), id=name)
+                over, name = (
+                    line(run["plan"], row["delay_ms"]),
+                    f"{run['date']} {row['method']} {row['delay_ms']} ms",
+                )
+                latest[done, over] = pytest.param(
+                    done, over, row["utilisation"], run.get("loaded", False), id=name
+                )
     return list(latest.values())
 
 
@@ -40,10 +55,14 @@ def test_the_formula_agrees_with_what_was_measured(done, over, measured, loaded)
     slower = loaded and done.lag == 0
     # Where exchanges want more than there is, runs differ by more: 0.73 to 0.81 for gossip over 20 Mbit/s and 200 ms.
     full = forecast(done, over).filled > BUSY
-    assert forecast(done, over).utilisation == pytest.approx(measured, abs=0.15 if short or slower else 0.05 if full else 0.03)
+    assert forecast(done, over).utilisation == pytest.approx(
+        measured, abs=0.15 if short or slower else 0.05 if full else 0.03
+    )
 
 
-@pytest.mark.parametrize(("peers", "most", "count"), [(1, 32, 1), (2, 32, 2), (8, 32, 8), (33, 32, 17), (64, 32, 32)])
+@pytest.mark.parametrize(
+    ("peers", "most", "count"), [(1, 32, 1), (2, 32, 2), (8, 32, 8), (33, 32, 17), (64, 32, 32)]
+)
 def test_members_of_a_group(peers, most, count):
     assert members(replace(ALL, peers=peers, max_group=most)) == count
     assert members(replace(PAIR, peers=peers)) == min(peers, 2)
@@ -60,14 +79,20 @@ def test_bytes_of_a_round(task, payloads):
 
 
 def test_an_all_reduce_of_narrow_floats_returns_averages_in_float32():
-    assert sent(replace(ALL, peers=4, nbytes=2 * PARAMS)) == math.ceil(cost.WIRE * (2 + 4) * PARAMS * 3 / 4)
+    assert sent(replace(ALL, peers=4, nbytes=2 * PARAMS)) == math.ceil(
+        cost.WIRE * (2 + 4) * PARAMS * 3 / 4
+    )
 
 
 def test_seconds_of_an_exchange_are_bytes_round_trips_and_handling():
     each = cost.WIRE * 4 * PARAMS
     assert exchange_s(PAIR, FAST) == pytest.approx(each / 12.5e6 + each * cost.HANDLING)
-    assert exchange_s(PAIR, Line(12.5e6, 0.1)) == pytest.approx(exchange_s(PAIR, FAST) + 0.1 * cost.PAIR_ROUND_TRIPS)
-    assert exchange_s(ALL, Line(12.5e6, 0.1)) == pytest.approx(exchange_s(ALL, FAST) + 0.1 * cost.ROUND_TRIPS)
+    assert exchange_s(PAIR, Line(12.5e6, 0.1)) == pytest.approx(
+        exchange_s(PAIR, FAST) + 0.1 * cost.PAIR_ROUND_TRIPS
+    )
+    assert exchange_s(ALL, Line(12.5e6, 0.1)) == pytest.approx(
+        exchange_s(ALL, FAST) + 0.1 * cost.ROUND_TRIPS
+    )
     assert exchange_s(replace(PAIR, fragments=4), FAST) == pytest.approx(exchange_s(PAIR, FAST) / 4)
     assert exchange_s(replace(PAIR, group="nobody"), FAST) == 0
 
@@ -75,7 +100,9 @@ def test_seconds_of_an_exchange_are_bytes_round_trips_and_handling():
 def test_paced_bulk_leaves_a_part_of_a_slow_link_unused():
     slow, each = Line(2.5e6, 0.0), cost.WIRE * 4 * PARAMS
     assert exchange_s(PAIR, slow) == pytest.approx(each / (0.8 * 2.5e6))
-    assert exchange_s(replace(PAIR, costs=cost.Costs(handling=0, paced=1)), slow) == pytest.approx(each / 2.5e6)
+    assert exchange_s(replace(PAIR, costs=cost.Costs(handling=0, paced=1)), slow) == pytest.approx(
+        each / 2.5e6
+    )
 
 
 def test_with_the_longest_lag_the_latest_exchange_is_waited_for_once():
@@ -89,12 +116,16 @@ def test_with_the_longest_lag_the_latest_exchange_is_waited_for_once():
 
 def test_pairs_in_fragments_take_less_of_a_link_than_a_group_does():
     thin = Line(cost.WIRE * 4 * PARAMS / 10 / 0.8, 0.0)  # a round fills .8 of it
-    assert cost.waiting_s(replace(PAIR, fragments=4, lag="auto"), thin) == pytest.approx(10 * (0.8 / cost.PAIRED - 1))
+    assert cost.waiting_s(replace(PAIR, fragments=4, lag="auto"), thin) == pytest.approx(
+        10 * (0.8 / cost.PAIRED - 1)
+    )
     assert cost.waiting_s(replace(ALL, fragments=4, lag="auto"), thin) == pytest.approx(0)
 
 
 def test_who_sends_nothing_computes_all_the_time():
-    assert forecast(replace(PAIR, peers=1), Line(1.0, 10.0)).utilisation == pytest.approx(1, abs=0.01)
+    assert forecast(replace(PAIR, peers=1), Line(1.0, 10.0)).utilisation == pytest.approx(
+        1, abs=0.01
+    )
 
 
 def test_waiting_is_all_of_an_exchange_without_a_lag_and_what_exceeds_it_with_one():
@@ -128,11 +159,17 @@ def test_no_lag_makes_up_for_a_link_that_carries_too_little():
 AUTO, DELAYED = replace(PAIR, fragments=4, lag="auto"), replace(PAIR, lag=100)
 
 
-@pytest.mark.parametrize(("task", "over"), [(PAIR, Line(12.5e6, 0.1)), (AUTO, Line(1e6, 0.4)), (DELAYED, Line(5e6, 0.0))])
+@pytest.mark.parametrize(
+    ("task", "over"), [(PAIR, Line(12.5e6, 0.1)), (AUTO, Line(1e6, 0.4)), (DELAYED, Line(5e6, 0.0))]
+)
 def test_the_least_every_is_enough_and_leaves_room_and_one_less_does_not(task, over):
     def enough(every):
-        found = forecast(replace(task, every=every, lag=every if task.lag == 100 else task.lag), over)
-        assert found.filled == pytest.approx(cost.WIRE * 4 * PARAMS / over.rate / (every * task.step_s), rel=1e-6)
+        found = forecast(
+            replace(task, every=every, lag=every if task.lag == 100 else task.lag), over
+        )
+        assert found.filled == pytest.approx(
+            cost.WIRE * 4 * PARAMS / over.rate / (every * task.step_s), rel=1e-6
+        )
         assert found.good == (found.utilisation >= 0.97 and found.filled <= 0.8)
         return found.good
 

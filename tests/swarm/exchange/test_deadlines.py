@@ -3,7 +3,13 @@
 import pytest
 
 from shoal.optim.codecs.base import FLOAT32
-from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, TrainingTime
+from shoal.swarm.exchange.context import (
+    LARGEST_S,
+    LEAST_RATE,
+    LONGEST_S,
+    ExchangeTimeouts,
+    TrainingTime,
+)
 from shoal.swarm.exchange.group.leader import moved
 from shoal.swarm.pacing import SLOW_S, SLOWEST
 from shoal.swarm.state.selection import MAKE_S, making_s
@@ -43,7 +49,9 @@ def rounds_at(*times):
     ((), 10.0), ((0.0,), 10.0), ((0.0, 500.0), 10.0), ((0.0, 2.0, 4.0), 10.0),
     ((0.0, 2.0, 30_000.0), 10.0), ((0.0, 30_000.0, 30_002.0), 10.0),  # one long pause is no measure
 ])  # fmt: skip
-def test_long_rounds_wait_for_a_fifth_of_their_time_and_quick_ones_and_the_first_two_as_long_as_is_set(rounds, patience):
+def test_long_rounds_wait_for_a_fifth_of_their_time_and_quick_ones_and_the_first_two_as_long_as_is_set(
+    rounds, patience
+):
     assert rounds_at(*rounds).patience() == patience
 
 

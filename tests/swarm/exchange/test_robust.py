@@ -12,7 +12,16 @@ from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.averaging import GRID, UpdateScreen
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts
-from shoal.swarm.exchange.robust import FIRST, KNOWN, PATIENCE, SHOWN, TAKEN, DistanceScreen, LossCheck, Newcomers
+from shoal.swarm.exchange.robust import (
+    FIRST,
+    KNOWN,
+    PATIENCE,
+    SHOWN,
+    TAKEN,
+    DistanceScreen,
+    LossCheck,
+    Newcomers,
+)
 from tests.clocks import until
 from tests.swarm.conftest import SWARM, paired
 
@@ -24,7 +33,9 @@ class Choosy:
         self.bad, self.gathers, self.asked = bad, gathers, []
 
     def problem(self, key, own, peer, theirs):
-        self.asked.append((key.round, peer, own()[0].flatten()[0].item(), theirs[0].flatten()[0].item()))
+        self.asked.append(
+            (key.round, peer, own()[0].flatten()[0].item(), theirs[0].flatten()[0].item())
+        )
         return "it is bad" if theirs[0].flatten()[0].item() == self.bad else None
 
     def mean(self, me, fragment, contributions, even=0):
@@ -43,10 +54,17 @@ def two(network):
             exchange._screen = screen
 
         def run(caller, callee, round=0):
-            first = exchanges[0].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), caller)]))
+            first = exchanges[0].start(
+                Contribution(RoundKey(SWARM, round), [torch.full((4,), caller)])
+            )
             until(lambda: exchanges[1].held.calls)
-            second = exchanges[1].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), callee)]))
-            return [None if mean is None else mean.tensors[0][0].item() for mean in (first.result(), second.result())]
+            second = exchanges[1].start(
+                Contribution(RoundKey(SWARM, round), [torch.full((4,), callee)])
+            )
+            return [
+                None if mean is None else mean.tensors[0][0].item()
+                for mean in (first.result(), second.result())
+            ]
 
         return run
 
@@ -75,7 +93,10 @@ def test_each_side_of_a_pair_takes_what_its_own_defence_makes_of_it(two):
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_a_group_goes_on_without_whom_the_others_refuse(school, count, codec):
     peers = school.peers(count, screen=Choosy(bad=9.0, gathers=True))
-    handles = [peer.start(0, 9.0 if number == 1 else 2.0, codec_named(codec)) for number, peer in enumerate(peers)]
+    handles = [
+        peer.start(0, 9.0 if number == 1 else 2.0, codec_named(codec))
+        for number, peer in enumerate(peers)
+    ]
     expected = [None if number == 1 else 102.0 for number in range(count)]
     assert [value and round(value, 3) for value in school.values(handles)] == expected
     assert peers[1].id not in handles[0].result().members
@@ -96,7 +117,11 @@ def test_who_must_see_each_contribution_takes_no_part_in_an_all_reduce(school):
     handles = [peer.start(0, 2.0, FLOAT32) for peer in peers]
     values = school.values(handles)
     assert values[-1] is None
-    assert values[:-1] == [2.0, 2.0, 2.0]  # an all-reduce that fails is done once more, by gathering, with those who are left
+    assert values[:-1] == [
+        2.0,
+        2.0,
+        2.0,
+    ]  # an all-reduce that fails is done once more, by gathering, with those who are left
 
 
 HALF = GRID // 2

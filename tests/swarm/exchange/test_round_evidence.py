@@ -19,7 +19,9 @@ class Record:
 
 
 def evidence(members, fragments=1):
-    return RoundEvidence(PeerContext(None, Identity.ephemeral(), "a" * 52, MODEL, 0, lambda: members), fragments)
+    return RoundEvidence(
+        PeerContext(None, Identity.ephemeral(), "a" * 52, MODEL, 0, lambda: members), fragments
+    )
 
 
 def trained(members, fragments=1, until=10, met=()):
@@ -32,15 +34,26 @@ def trained(members, fragments=1, until=10, met=()):
 
 
 def test_a_hundred_free_records_and_a_member_that_says_the_same_move_a_node_nowhere():
-    members = {f"free{n}": Record(FAR) for n in range(100)} | {"liar": Record(FAR), "friend": Record(10)}
+    members = {f"free{n}": Record(FAR) for n in range(100)} | {
+        "liar": Record(FAR),
+        "friend": Record(10),
+    }
     node = trained(members, met=["friend"])
-    assert node.furthest("liar", FAR, 10.0) == 9  # where the friend has been, for its next round is 10
+    assert (
+        node.furthest("liar", FAR, 10.0) == 9
+    )  # where the friend has been, for its next round is 10
     node.heard("friend", 14)
     assert node.furthest("friend", 14, 10.0) == 14  # whom it has met is believed
 
 
 def test_of_those_met_the_median_decides_and_another_model_does_not_count():
-    members = {"a": Record(12), "b": Record(20), "liar": Record(FAR), "else": Record(FAR, OTHER), "more": Record(FAR, OTHER)}
+    members = {
+        "a": Record(12),
+        "b": Record(20),
+        "liar": Record(FAR),
+        "else": Record(FAR, OTHER),
+        "more": Record(FAR, OTHER),
+    }
     node = trained(members, met=["a", "b", "liar", "else", "more"])
     assert node.furthest("liar", FAR, 10.0) == 21
 
@@ -60,7 +73,9 @@ def test_a_met_liar_moves_two_nodes_that_follow_each_other_by_one_round_each_and
     """With one round for each of its words it drove both before it, as far as it liked."""
     names, at = ("one", "two"), {"one": 10, "two": 10}
     records = {name: Record(10) for name in names} | {"liar": Record(FAR)}
-    others = {name: {peer: record for peer, record in records.items() if peer != name} for name in names}
+    others = {
+        name: {peer: record for peer, record in records.items() if peer != name} for name in names
+    }
     nodes = {name: trained(others[name], met=list(others[name])) for name in names}
     for _ in range(50):
         for name, other in (names, names[::-1]):
@@ -74,7 +89,9 @@ def test_a_met_liar_moves_two_nodes_that_follow_each_other_by_one_round_each_and
 
 
 def test_two_met_liars_of_four_peers_move_a_node_by_two_rounds():
-    node = trained({name: Record(10) for name in "ab"} | {name: Record(FAR) for name in "cd"}, met="abcd")
+    node = trained(
+        {name: Record(10) for name in "ab"} | {name: Record(FAR) for name in "cd"}, met="abcd"
+    )
     for liar in "cdcd":
         node.heard(liar, FAR)
         assert node.furthest(liar, FAR, 10.0) <= 12

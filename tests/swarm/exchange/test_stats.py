@@ -8,7 +8,14 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.contribution import RECENT, WINDOW, ExchangeAttempt, ExchangeStats, encode_contribution, kind_of
+from shoal.swarm.exchange.contribution import (
+    RECENT,
+    WINDOW,
+    ExchangeAttempt,
+    ExchangeStats,
+    encode_contribution,
+    kind_of,
+)
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
@@ -30,7 +37,9 @@ def test_errors_say_their_kind(kind):
 
 def test_other_errors_are_of_the_network_or_of_what_came():
     assert kind_of(NetworkError("x")) == "broken"
-    assert [kind_of(MessageError("x", reason)) for reason in ("malformed", "forged", "oversized")] == ["damaged"] * 3
+    assert [
+        kind_of(MessageError("x", reason)) for reason in ("malformed", "forged", "oversized")
+    ] == ["damaged"] * 3
 
 
 def test_of_a_peer_only_the_first_failure_of_a_round_counts():
@@ -61,7 +70,9 @@ def test_what_is_long_over_is_forgotten_and_the_report_is_bounded():
 def test_being_turned_down_is_over_with_the_first_exchange():
     stats = ExchangeStats()
     stats.done(key(0), 1.0)
-    for round, (peer, kind) in enumerate([("a", "refused"), ("b", "suspicious"), ("c", "timeout"), ("a", "refused")], 1):
+    for round, (peer, kind) in enumerate(
+        [("a", "refused"), ("b", "suspicious"), ("c", "timeout"), ("a", "refused")], 1
+    ):
         stats.failed(key(round), peer, kind)
     assert stats.turned_down() == 2
     stats.done(key(9), 1.0)
@@ -71,7 +82,9 @@ def test_being_turned_down_is_over_with_the_first_exchange():
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "damaged"), (99.0, "suspicious")])
 def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind):
     mine = encode_contribution(SWARM, Contribution(key(0), [torch.ones(4)], 1.0, FLOAT32))
-    problem, _ = ExchangeAttempt(mine, screen=DistanceScreen()).problem("peer", FLOAT32.encode([torch.full((4,), value)]))
+    problem, _ = ExchangeAttempt(mine, screen=DistanceScreen()).problem(
+        "peer", FLOAT32.encode([torch.full((4,), value)])
+    )
     assert problem.kind == kind
 
 

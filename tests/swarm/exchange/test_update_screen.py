@@ -25,7 +25,12 @@ def tensors(seed, scale=1.0):
 
 def problem(screen, number, far, *, own=1.0, fragment=0):
     """The verdict on a contribution at the distance ``far``, to a node whose own has the norm ``own``."""
-    return screen.problem(RoundKey(RUN, number, fragment), lambda: [torch.tensor([own, 0.0])], "peer", [torch.tensor([own, far])])
+    return screen.problem(
+        RoundKey(RUN, number, fragment),
+        lambda: [torch.tensor([own, 0.0])],
+        "peer",
+        [torch.tensor([own, far])],
+    )
 
 
 def test_far_is_what_is_three_times_as_far_as_usual():
@@ -108,31 +113,43 @@ def test_a_quarter_of_giants_does_not_widen_the_bound(seed, order):
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.5, 3), st.floats(0, 8))
-def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(seed, times, magnitude):
+def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(
+    seed, times, magnitude
+):
     screen, own = DistanceScreen(robust="clipped-gossip", suspect=0, times=times), tensors(seed)
     seen = []
     for number in range(FIRST):
         other = [a + b for a, b in zip(own, tensors(seed + 1 + number, 0.1), strict=True)]
         screen.problem(RoundKey(RUN, number), lambda: own, "b", other)
-        seen.append(math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(own, other, strict=True))))
+        seen.append(
+            math.sqrt(
+                sum(float((a - b).double().square().sum()) for a, b in zip(own, other, strict=True))
+            )
+        )
     hostile = [a + 10**magnitude * b for a, b in zip(own, tensors(seed + 9), strict=True)]
     screen.problem(RoundKey(RUN, 9), lambda: own, "b", hostile)
     mean = screen.mean("a", 0, [("a", 1.0, [t.clone() for t in own]), ("b", 1.0, hostile)])
-    moved = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in zip(own, mean.tensors, strict=True)))
+    moved = math.sqrt(
+        sum(float((a - b).double().square().sum()) for a, b in zip(own, mean.tensors, strict=True))
+    )
     assert moved <= times * sorted(seen)[FIRST // 2] / 2 + 1e-3
     assert (mean.members, mean.weight) == (("a", "b"), 2.0)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 8), st.booleans())
-def test_without_attackers_and_with_a_large_radius_it_is_the_plain_mean_bit_by_bit(seed, count, pairs):
+def test_without_attackers_and_with_a_large_radius_it_is_the_plain_mean_bit_by_bit(
+    seed, count, pairs
+):
     names = [f"p{number}" for number in range(2 if pairs else count)]
     made = {name: tensors(seed + number) for number, name in enumerate(names)}
     screen = DistanceScreen(robust="clipped-gossip" if pairs else "centered-clip", times=1e6)
     for number in range(FIRST + 1):
         screen.problem(RoundKey(RUN, number), lambda: made["p0"], "p1", made["p1"])
     plain = weighted_mean([(name, 1.0, [t.clone() for t in some]) for name, some in made.items()])
-    found = screen.mean("p0", 0, [(name, 1.0, [t.clone() for t in some]) for name, some in made.items()])
+    found = screen.mean(
+        "p0", 0, [(name, 1.0, [t.clone() for t in some]) for name, some in made.items()]
+    )
     assert (found.members, found.weight) == (plain.members, plain.weight)
     assert all(torch.equal(a, b) for a, b in zip(found.tensors, plain.tensors, strict=True))
 
@@ -164,7 +181,9 @@ def test_where_nobody_has_weight_all_count_alike(robust):
     screen = DistanceScreen(robust=robust, suspect=0)
     for number in range(FIRST + 1):
         screen.problem(RoundKey(RUN, number), lambda: made["a"], "b", made["b"])
-    found, usual = (screen.mean("a", 0, copied(made, dict.fromkeys("ab", weight))) for weight in (0.0, 1.0))
+    found, usual = (
+        screen.mean("a", 0, copied(made, dict.fromkeys("ab", weight))) for weight in (0.0, 1.0)
+    )
     assert all(torch.equal(a, b) for a, b in zip(found.tensors, usual.tensors, strict=True))
     assert (found.counted, found.weight) == (2, 2.0)
 
@@ -181,7 +200,9 @@ def train(method, attack, make_defence, peers=8, hostile=2, rounds=24, warmup=0)
         weight = torch.nn.Parameter(torch.zeros(12))
         wire = Hostile(exchange, board, attack) if exchange.peer in bad else Honest(exchange, board)
         inner = torch.optim.SGD([weight], lr=0.05)
-        warm = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: min(1.0, (step + 1) / max(warmup, 1)))
+        warm = torch.optim.lr_scheduler.LambdaLR(
+            inner, lambda step: min(1.0, (step + 1) / max(warmup, 1))
+        )
         opt = METHODS[method](inner, wire)
         if isinstance(wire, Hostile) and method != "diloco":
             wire.slow = opt.slow
@@ -206,7 +227,9 @@ METHODS = {
 
 def defended(method):
     robust = "centered-clip" if method == "diloco" else "clipped-gossip"
-    return lambda: DistanceScreen(robust=robust, sends="displacement" if method == "diloco" else "weights")
+    return lambda: DistanceScreen(
+        robust=robust, sends="displacement" if method == "diloco" else "weights"
+    )
 
 
 @pytest.mark.thinned(3)
@@ -247,21 +270,33 @@ def test_all_members_of_a_group_take_the_same_bits():
     watches = {name: DistanceScreen(robust="centered-clip", suspect=0) for name in made}
     first, *others = Simulation(list(made), size=5, screens=watches).run(peer).values()
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    plain = weighted_mean([(name, 1.0, [t.clone() for t in some]) for name, some in made.items()]).tensors
+    plain = weighted_mean(
+        [(name, 1.0, [t.clone() for t in some]) for name, some in made.items()]
+    ).tensors
     assert first[0].norm() < 0.2 * plain[0].norm()
 
 
 def test_settings():
     assert make_screen(load().outer).robust == "none"
-    screen = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip"}).outer)
-    assert (screen.robust, screen.times, screen.gathers, screen.suspect) == ("centered-clip", 1.0, True, 0)
+    screen = make_screen(
+        load(None, {"outer.method": "diloco", "outer.robust": "centered-clip"}).outer
+    )
+    assert (screen.robust, screen.times, screen.gathers, screen.suspect) == (
+        "centered-clip",
+        1.0,
+        True,
+        0,
+    )
     screen = make_screen(load(None, {"outer.robust": "distance"}).outer)
     assert (screen.robust, screen.gathers, screen.suspect) == ("none", True, 3.0)
     assert not make_screen(load().outer).gathers
     uneven = load(None, {"outer.round": "seconds:5"}).outer
     assert uneven.weighing == "tokens"
     assert problem(make_screen(uneven), 0, 1e9) is None  # suspect is off
-    assert load(None, {"outer.round": "seconds:5", "outer.robust": "clipped-gossip"}).outer.weighing == "equal"
+    assert (
+        load(None, {"outer.round": "seconds:5", "outer.robust": "clipped-gossip"}).outer.weighing
+        == "equal"
+    )
 
 
 @pytest.mark.parametrize(("overrides", "words"), [

@@ -43,5 +43,8 @@ class Node:
 @contextlib.contextmanager
 def two(make, **second):
     """Make two nodes, of which the second, made with these options, knows the first."""
-    with contextlib.closing(make()) as first, contextlib.closing(make(first.host.addresses(), **second)) as other:
+    with (
+        contextlib.closing(make()) as first,
+        contextlib.closing(make(first.host.addresses(), **second)) as other,
+    ):
         yield first, other

@@ -43,7 +43,17 @@ def opened(data):
 
 
 def enveloped(body, **changes):
-    return pack(GossipEnvelope(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
+    return pack(
+        GossipEnvelope(
+            **{
+                "swarm": SWARM,
+                "encoding": body.encoding,
+                "size": body.size,
+                "body": body.data,
+                **changes,
+            }
+        )
+    )
 
 
 def plain(sealed):
@@ -68,7 +78,11 @@ def reason_of(data):
 def test_round_trip():
     record = rollout()
     found = opened(make_envelope(SWARM, make_body(record, ME)))
-    assert (found.author, found.message, found.content) == (ME.peer_id, record, content_of(ME.peer_id, record))
+    assert (found.author, found.message, found.content) == (
+        ME.peer_id,
+        record,
+        content_of(ME.peer_id, record),
+    )
 
 
 def test_text_is_compressed_and_what_would_grow_is_not(monkeypatch):

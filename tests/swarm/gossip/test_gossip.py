@@ -23,14 +23,18 @@ class Node(nodes.Node):
     def __init__(self, bootstrap=(), quota=None, handler=None):
         super().__init__(bootstrap)
         self.got = []
-        self.topic = self.gossip.join(Rollout, handler or (lambda author, record: self.got.append((author, record))), quota)
+        self.topic = self.gossip.join(
+            Rollout, handler or (lambda author, record: self.got.append((author, record))), quota
+        )
 
     def record(self, **changes):
         return nodes.rollout_of(self.identity.peer_id, **changes)
 
     def large(self):
         """About 1.4 MB on the wire."""
-        return self.record(completions=tuple(os.urandom(16_000).hex() for _ in range(64)), finish=("length",) * 64)
+        return self.record(
+            completions=tuple(os.urandom(16_000).hex() for _ in range(64)), finish=("length",) * 64
+        )
 
     def publish_raw(self, data):
         super().publish_raw(self.topic, data)
@@ -58,7 +62,12 @@ def start():
 
     def start(count, **last):
         for number in range(count):
-            made.append(Node(made[0].host.addresses() if made else (), **(last if number == count - 1 else {})))
+            made.append(
+                Node(
+                    made[0].host.addresses() if made else (),
+                    **(last if number == count - 1 else {}),
+                )
+            )
         meet(made)
         return list(made)
 
@@ -83,7 +92,9 @@ def in_order(found):
 
 @pytest.mark.ci
 def test_everybody_receives_what_the_others_publish_once(four):
-    published = [(node.identity.peer_id, node.record(index=index)) for node in four for index in range(5)]
+    published = [
+        (node.identity.peer_id, node.record(index=index)) for node in four for index in range(5)
+    ]
     published += [(node.identity.peer_id, node.large()) for node in four]
     by_peer = {node.identity.peer_id: node for node in four}
     for peer, record in published:
@@ -92,7 +103,12 @@ def test_everybody_receives_what_the_others_publish_once(four):
         foreign = [item for item in published if item[0] != node.identity.peer_id]
         until(lambda node=node, foreign=foreign: len(node.got) == len(foreign))
         assert in_order(node.got) == in_order(foreign)
-        until(lambda node=node: node.topic.counters.events() == {"sent": 6, "unsent": 0, "received": 18, "accepted": 18})
+        until(
+            lambda node=node: (
+                node.topic.counters.events()
+                == {"sent": 6, "unsent": 0, "received": 18, "accepted": 18}
+            )
+        )
         assert not any(node.rejected.values())
 
 
@@ -132,7 +148,9 @@ def test_the_others_go_on_without_the_node_they_all_joined_by(four):
     first, *rest = four
     first.close()
     meet(rest)
-    published = [(node.identity.peer_id, record) for node in rest for record in (node.record(), node.large())]
+    published = [
+        (node.identity.peer_id, record) for node in rest for record in (node.record(), node.large())
+    ]
     by_peer = {node.identity.peer_id: node for node in rest}
     for peer, record in published:
         by_peer[peer].topic.publish(record)
@@ -142,7 +160,9 @@ def test_the_others_go_on_without_the_node_they_all_joined_by(four):
         late = newcomer.record()
         newcomer.topic.publish(late)
         for node in rest:
-            expected = [item for item in published if item[0] != node.identity.peer_id] + [(newcomer.identity.peer_id, late)]
+            expected = [item for item in published if item[0] != node.identity.peer_id] + [
+                (newcomer.identity.peer_id, late)
+            ]
             until(lambda node=node, expected=expected: in_order(node.got) == in_order(expected))
     finally:
         newcomer.close()
@@ -164,7 +184,11 @@ def test_repeating_a_message_does_not_use_up_its_publishers_quota(start):
         first.publish_raw(data)
     first.topic.publish(first.record())
     until(lambda: second.received == 6 and len(second.got) == 2)
-    until(lambda: {reason: count for reason, count in second.rejected.items() if count} == {"replayed": 4})
+    until(
+        lambda: (
+            {reason: count for reason, count in second.rejected.items() if count} == {"replayed": 4}
+        )
+    )
 
 
 def test_quota_counts_what_a_body_decompresses_to(start):
@@ -256,7 +280,9 @@ def test_what_cannot_be_published_is_said_at_once(two):
         first.topic.publish(second.record())
     huge = ("x" * 32_768,) * 64
     tokens = tuple(bytes(40_000) for _ in range(64))
-    record = first.record(completions=huge, finish=("stop",) * 64, tokens=tokens, logps=tokens, tokenizer="0" * 64)
+    record = first.record(
+        completions=huge, finish=("stop",) * 64, tokens=tokens, logps=tokens, tokenizer="0" * 64
+    )
     with pytest.raises(MessageError, match="exceeds 4194304 bytes"):
         first.topic.publish(record)
 

@@ -11,7 +11,14 @@ import pytest
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import bodies as bodies_module
 from shoal.swarm.gossip import gossip as module
-from shoal.swarm.gossip.bodies import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher, BodyStore
+from shoal.swarm.gossip.bodies import (
+    FETCHERS,
+    MAX_PER_PUBLISHER,
+    MAX_SOURCES,
+    MAX_WAITING,
+    BodyFetcher,
+    BodyStore,
+)
 from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
@@ -154,7 +161,9 @@ class FakeShelf:
 
 def announcement(peer, number=0, size=9):
     digest = number.to_bytes(32, "big")
-    return BodyAnnouncement(swarm=SWARM, peer=peer, encoding="plain", size=size, nbytes=size, sha256=digest)
+    return BodyAnnouncement(
+        swarm=SWARM, peer=peer, encoding="plain", size=size, nbytes=size, sha256=digest
+    )
 
 
 class Fetch:
@@ -163,7 +172,9 @@ class Fetch:
     def __init__(self, met=None, **answers):
         self.body_store = FakeShelf({PEERS[int(key[1:])]: value for key, value in answers.items()})
         self.outcomes = asyncio.Queue()
-        self.fetching = BodyFetcher(self.body_store, self.fetched, self.outcomes.put_nowait, met=met)
+        self.fetching = BodyFetcher(
+            self.body_store, self.fetched, self.outcomes.put_nowait, met=met
+        )
         self.running = asyncio.ensure_future(self.fetching.run())
 
     async def fetched(self, publisher, encoding, size, body):
@@ -185,7 +196,9 @@ async def test_every_announcer_is_asked_until_one_has_it():
         with pytest.raises(MessageError) as caught:
             fetch.fetching.want(peer, announcement(peer))
         assert caught.value.reason == "replayed"
-    fetch.fetching.want(PEERS[1], announcement(PEERS[1], size=8))  # what another claims of the same digest stands apart
+    fetch.fetching.want(
+        PEERS[1], announcement(PEERS[1], size=8)
+    )  # what another claims of the same digest stands apart
     await fetch.busy()
     fetch.body_store.gate.set()
     assert {await fetch.outcome(), await fetch.outcome()} == {(PEERS[0], b"body"), "digest"}
@@ -219,7 +232,9 @@ async def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
     await fetch.busy()
     assert len(fetch.body_store.asked) == FETCHERS
     fetch.body_store.gate.set()
-    assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
+    assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == [
+        "unavailable"
+    ] * MAX_PER_PUBLISHER
     fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
     assert await fetch.outcome() == "unavailable"
 
@@ -258,7 +273,13 @@ class Host(LoopThread):
 
     def __init__(self):
         super().__init__()
-        self.pubsub, self.taken, self.allowed, self.failing, self.met = self, [], asyncio.Event(), False, {}
+        self.pubsub, self.taken, self.allowed, self.failing, self.met = (
+            self,
+            [],
+            asyncio.Event(),
+            False,
+            {},
+        )
 
     def serve(self, *args, **kwargs):
         pass

@@ -11,7 +11,15 @@ from pydantic import BaseModel, ValidationError
 from shoal.swarm import manifest as outer_settings
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import MAX_BUCKET, MIN_BUCKET, Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.manifest import (
+    MAX_BUCKET,
+    MIN_BUCKET,
+    Manifest,
+    OuterSettings,
+    TrainSettings,
+    open_manifest,
+    swarm_id,
+)
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS
 from shoal.swarm.wire.envelope import pack, seal
 
@@ -22,7 +30,16 @@ option = st.booleans() | numbers | st.text(max_size=50)
 
 
 def manifest(**changes):
-    return Manifest(**{"name": "fish", "created": time.time(), "creator": ME.peer_id, "task": "text", "model": "0" * 64, **changes})
+    return Manifest(
+        **{
+            "name": "fish",
+            "created": time.time(),
+            "creator": ME.peer_id,
+            "task": "text",
+            "model": "0" * 64,
+            **changes,
+        }
+    )
 
 
 def sealed_unchecked(**changes):
@@ -45,7 +62,9 @@ def test_round_trip_keeps_values_and_their_types(options, task, outer, train):
     sealed = seal(made, ME)
     got = open_manifest(sealed, swarm_id(sealed))
     assert got == made
-    assert [type(value) for value in got.task_options.values()] == [type(value) for value in options.values()]
+    assert [type(value) for value in got.task_options.values()] == [
+        type(value) for value in options.values()
+    ]
 
 
 def test_swarm_id_is_the_hash_of_the_sealed_bytes():
@@ -67,7 +86,9 @@ def test_a_manifest_signed_by_another_than_its_creator_is_refused():
 
 
 def test_another_protocol_is_named():
-    with pytest.raises(MessageError, match="speaks protocol 2, this node speaks 1: update shoal here"):
+    with pytest.raises(
+        MessageError, match="speaks protocol 2, this node speaks 1: update shoal here"
+    ):
         open_manifest(seal(manifest(protocol=2), ME))
 
 
@@ -109,11 +130,15 @@ PAIRS = pytest.mark.parametrize("method", ["noloco", "local", "gasloc"])
     ({"lag": 0}, 1, 0), ({"fragments": 1}, 1, "auto"), ({"lag": 7}, 4, 7), ({"fragments": 2}, 2, "auto"),
     ({"fragments": 2, "lag": 0}, 2, 0),
 ])  # fmt: skip
-def test_a_new_manifest_has_fragments_and_lag_written_out(method, given, fragments, lag, monkeypatch):
+def test_a_new_manifest_has_fragments_and_lag_written_out(
+    method, given, fragments, lag, monkeypatch
+):
     settings = OuterSettings(method=method, **given)
     written = settings.resolved()
     assert (written.fragments, written.lag) == (fragments, lag)
-    assert settings.knobs().items() <= written.knobs().items()  # this node trains as the manifest says
+    assert (
+        settings.knobs().items() <= written.knobs().items()
+    )  # this node trains as the manifest says
     sealed = seal(manifest(outer=written), ME)
     monkeypatch.setattr(outer_settings, "DEFAULT_LAG", 0)  # a later version, with another default
     assert open_manifest(sealed).outer == written
@@ -132,7 +157,10 @@ def test_settings_of_training_that_do_not_go_together(settings, words):
 
 def test_defaults_and_descriptions():
     outer = OuterSettings()
-    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.codec) == ("noloco", *[None] * 4)
+    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.codec) == (
+        "noloco",
+        *[None] * 4,
+    )
     assert (outer.wait_s, outer.buffers, outer.finish) == (10, "ignore", "none")
     train = TrainSettings()
     assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)

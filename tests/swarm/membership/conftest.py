@@ -15,7 +15,9 @@ from tests.sim.network import SimHost
 class Node:
     """A real host with a directory; ``beside``: what else runs on it."""
 
-    def __init__(self, bootstrap=(), swarm=SWARM, identity=None, ttl=20.0, period=1.0, cap=32, **options):
+    def __init__(
+        self, bootstrap=(), swarm=SWARM, identity=None, ttl=20.0, period=1.0, cap=32, **options
+    ):
         self.identity = identity or Identity.ephemeral()
         self.peer_id, self.beside = self.identity.peer_id, []
         options = {"validator": MemberValidator(swarm), "swarm": swarm, "timeout": 60, **options}

@@ -64,10 +64,27 @@ def test_a_record_is_believed_under_its_own_way_of_the_epoch_alone():
     right = bucket_prefix(12, own[:5])
     assert open_record(record(right)).prefix == right == f"12/{own[:5]}"
     other = own[:4] + ("0" if own[4] == "1" else "1")
-    wrong = [f"12/{other}", f"13/{own}", f"012/{own[:5]}", f"-12/{own[:5]}", f"1²/{own[:5]}", f"12/{own}0", "12/", "/0", "12/2"]
-    wrong += [f"12/12/{own[:5]}", f" 12/{own[:5]}", f"{10**12}/{bits_in(SWARM, 10**12, ME.peer_id)[:5]}", "9" * 999 + "/0"]
+    wrong = [
+        f"12/{other}",
+        f"13/{own}",
+        f"012/{own[:5]}",
+        f"-12/{own[:5]}",
+        f"1²/{own[:5]}",
+        f"12/{own}0",
+        "12/",
+        "/0",
+        "12/2",
+    ]
+    wrong += [
+        f"12/12/{own[:5]}",
+        f" 12/{own[:5]}",
+        f"{10**12}/{bits_in(SWARM, 10**12, ME.peer_id)[:5]}",
+        "9" * 999 + "/0",
+    ]
     assert [open_record(record(prefix)) for prefix in wrong] == [None] * len(wrong)
-    assert open_record(record(f"12/{own[:8]}", swarm="b" * 52)) is None  # there its position is another
+    assert (
+        open_record(record(f"12/{own[:8]}", swarm="b" * 52)) is None
+    )  # there its position is another
     assert open_record(msgpack.packb([12, b""])) is None
     trie = bits_of(ME.peer_id)[:3]
     assert open_record(record(trie)).prefix == trie
@@ -100,7 +117,15 @@ def test_peers_near_a_border_stay_where_they_are(most, depth, low):
 
 
 def test_a_swarm_of_one_bucket_is_not_split():
-    assert [depth_for(size, 0, 64) for size in (1, 64, 65, 256, 1000, 4000, 10_000)] == [0, 0, 1, 3, 5, 7, 8]
+    assert [depth_for(size, 0, 64) for size in (1, 64, 65, 256, 1000, 4000, 10_000)] == [
+        0,
+        0,
+        1,
+        3,
+        5,
+        7,
+        8,
+    ]
 
 
 def peers_of(*prefixes):
@@ -114,7 +139,10 @@ def test_peers_that_disagree_by_one_agree_at_the_first_reading(above, below, bes
     """``above`` and ``below`` are at both levels and would share the deeper bucket; ``beside`` are in the other half."""
     assume(above + below >= 4)
     way = "01" * 5
-    names, position = peers_of(*[way[: depth + 1]] * (above + below), *[way[:depth] + ("1" if depth % 2 == 0 else "0")] * beside)
+    names, position = peers_of(
+        *[way[: depth + 1]] * (above + below),
+        *[way[:depth] + ("1" if depth % 2 == 0 else "0")] * beside,
+    )
     higher, deeper, others = names[:above], names[above : above + below], names[above + below :]
     found = set()
     for peer in (*higher, *deeper):
@@ -122,7 +150,9 @@ def test_peers_that_disagree_by_one_agree_at_the_first_reading(above, below, bes
             depth: [other for other in (*higher, *others) if other != peer],
             depth + 1: [other for other in deeper if other != peer],
         }
-        found.add(agreed(depth if peer in higher else depth + 1, way.ljust(48, "0"), there, position, 64))
+        found.add(
+            agreed(depth if peer in higher else depth + 1, way.ljust(48, "0"), there, position, 64)
+        )
     assert found == {depth + 1 if below >= above else depth}
 
 
@@ -151,7 +181,9 @@ def test_a_few_forged_records_far_down_lure_nobody():
     names, position = peers_of(*["0"] * 20, *["0" * 12] * 16)
     bits = "0".ljust(48, "1")
     assert agreed(1, bits, {1: names[:20], 12: names[20:35]}, position, 64) == 1
-    assert agreed(1, bits, {1: names[:20], 12: names[20:]}, position, 64) == 12  # a quarter of a bucket is a swarm
+    assert (
+        agreed(1, bits, {1: names[:20], 12: names[20:]}, position, 64) == 12
+    )  # a quarter of a bucket is a swarm
 
 
 # -- the keys ----------------------------------------------------------------------------------------------------------------
@@ -165,7 +197,11 @@ class Table:
 
     def index(self, peer, **options):
         return Index(
-            SWARM, peer, clock=lambda: self.now, issued=lambda at: at, **{"bucket": 16, "epoch_s": 60.0, "limit": 1024, **options}
+            SWARM,
+            peer,
+            clock=lambda: self.now,
+            issued=lambda at: at,
+            **{"bucket": 16, "epoch_s": 60.0, "limit": 1024, **options},
         )
 
     async def get(self, prefix):
@@ -181,7 +217,9 @@ class Table:
     def fill(self, epoch, depth, count):
         for number in range(count):
             bits = bits_in(SWARM, epoch, f"peer{number}")
-            self.keys.setdefault(bucket_prefix(epoch, bits[:depth]) if depth else "", {})[f"peer{number}"] = self.now
+            self.keys.setdefault(bucket_prefix(epoch, bits[:depth]) if depth else "", {})[
+                f"peer{number}"
+            ] = self.now
 
 
 EPOCH = int(1e9 // 60)  # of which 20 seconds are over at 1e9
@@ -242,7 +280,9 @@ def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
     assert index.size(len(seen) + 1) == 16 * (len(seen) + 1)
     table.read(index, bucket_prefix(EPOCH, own[:4]))
     other = own[:4] + ("0" if own[4] == "1" else "1")
-    assert table.asked == [bucket_prefix(EPOCH, bits) for bits in (own[:3], own[:4], own[:5], other)]
+    assert table.asked == [
+        bucket_prefix(EPOCH, bits) for bits in (own[:3], own[:4], own[:5], other)
+    ]
     assert not index.moved
 
 
@@ -284,7 +324,9 @@ def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
     table.now = begins - 0.01
     assert index.shows("peer1") == bits_in(SWARM, EPOCH, "peer1").startswith(old)
     table.now = begins
-    assert [peer for peer in SIXTY if index.shows(peer)] == [p for p in SIXTY if bits_in(SWARM, EPOCH + 1, p).startswith(new)]
+    assert [peer for peer in SIXTY if index.shows(peer)] == [
+        p for p in SIXTY if bits_in(SWARM, EPOCH + 1, p).startswith(new)
+    ]
     assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
 
 
@@ -313,7 +355,11 @@ def test_the_estimate_is_smoothed_but_for_a_great_change():
     _, index = sixty(bucket=64, size=90)
     draw = index._draws[0]
     draw.read, draw.depth = True, 3
-    for count, expected in ((10, 80.0), (14, 88.0), (2, 16.0)):  # of 8 buckets: the first counts half, then a quarter of the change
+    for count, expected in (
+        (10, 80.0),
+        (14, 88.0),
+        (2, 16.0),
+    ):  # of 8 buckets: the first counts half, then a quarter of the change
         draw.count = count
         index._estimate = 80.0
         index._learn(draw)
@@ -338,16 +384,29 @@ def test_a_visitor_counts_the_members_of_eight_buckets_and_is_nearer_to_the_trut
             estimates.append(index.size(len(seen)) / peers - 1)
         errors[breadth] = math.sqrt(sum(error**2 for error in estimates) / len(estimates))
     assert errors[3] < 0.1 < errors[0]
-    assert len(table.asked) == len(set(table.asked)) < 40, "31 keys at most, and the level above its bucket's way"
+    assert len(table.asked) == len(set(table.asked)) < 40, (
+        "31 keys at most, and the level above its bucket's way"
+    )
 
 
 def test_a_visitor_sees_all_of_a_swarm_of_a_few_buckets_whatever_level_they_are_at():
     table, peers = Table(), 60
     for number in range(peers):
         bits = bits_in(SWARM, EPOCH, f"peer{number}")
-        table.keys.setdefault(bucket_prefix(EPOCH, bits[: 3 if bits[0] == "0" else 2]), {})[f"peer{number}"] = table.now
-    west = next(f"visitor{number}" for number in range(99) if bits_in(SWARM, EPOCH, f"visitor{number}")[0] == "0")
-    for visitor, broken in (("visitor0", ""), ("visitor1", ""), (west, ""), (west, bucket_prefix(EPOCH, "11"))):
+        table.keys.setdefault(bucket_prefix(EPOCH, bits[: 3 if bits[0] == "0" else 2]), {})[
+            f"peer{number}"
+        ] = table.now
+    west = next(
+        f"visitor{number}"
+        for number in range(99)
+        if bits_in(SWARM, EPOCH, f"visitor{number}")[0] == "0"
+    )
+    for visitor, broken in (
+        ("visitor0", ""),
+        ("visitor1", ""),
+        (west, ""),
+        (west, bucket_prefix(EPOCH, "11")),
+    ):
         index = table.index(visitor, breadth=3)
         table.read(index)
         table.broken = {broken}
@@ -410,12 +469,16 @@ HOUR = 3600.0
 def test_members_are_those_of_the_bucket_and_others_can_still_be_reached():
     shelf, epoch, me = Shelf(), int((time.time() + 60) // HOUR), Identity.ephemeral()
     own = bits_in(SWARM, epoch, me.peer_id)[:2]
-    skew = epoch * HOUR + 100.0 - time.time()  # by the clock of the others the epoch has begun a moment ago
+    skew = (
+        epoch * HOUR + 100.0 - time.time()
+    )  # by the clock of the others the epoch has begun a moment ago
     there = []
     for _ in range(40):
         peer = Identity.ephemeral()
         prefix = bucket_prefix(epoch, bits_in(SWARM, epoch, peer.peer_id)[:2])
-        shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = record(prefix, peer, issued=time.time() + skew)
+        shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = record(
+            prefix, peer, issued=time.time() + skew
+        )
         there += [peer.peer_id] * prefix.endswith(f"/{own}")
     directory = Directory(shelf, me, SWARM, bucket=32, epoch_s=HOUR)
     directory.skew = skew
@@ -441,10 +504,13 @@ def test_who_was_in_the_bucket_just_before_can_still_be_reached():
     assert directory.knows(peer.peer_id)
 
 
-def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_believed_by_them(monkeypatch):
+def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_believed_by_them(
+    monkeypatch,
+):
     shelf, me, peer, now = Shelf(), Identity.ephemeral(), Identity.ephemeral(), 1e9
     monkeypatch.setattr(
-        "shoal.swarm.membership.directory.time", SimpleNamespace(time=lambda: now - 125.0, monotonic=time.monotonic)
+        "shoal.swarm.membership.directory.time",
+        SimpleNamespace(time=lambda: now - 125.0, monotonic=time.monotonic),
     )
     wrong = Directory(shelf, me, SWARM, bucket=4, epoch_s=30.0)
     wrong._index.begin(64)
@@ -452,7 +518,9 @@ def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_
     wrong.skew = 125.0
     wrong.refresh(5)
     asyncio.run(wrong._publish())
-    (prefix,) = [key.rpartition("/m/")[2] for key, records in shelf.keys.items() if me.peer_id in records]
+    (prefix,) = [
+        key.rpartition("/m/")[2] for key, records in shelf.keys.items() if me.peer_id in records
+    ]
     assert prefix.startswith(f"{int(now // 30.0)}/") or not prefix
     assert wrong._index._current().epoch == int(now // 30.0)
     assert wrong.own().issued == now
@@ -469,6 +537,8 @@ def test_a_visitor_reads_again_once_it_knows_where_its_bucket_is_and_sees_the_on
         peer = Identity.ephemeral()
         for at in (epoch, epoch + 1):  # in case an hour ends here
             prefix = bucket_prefix(at, bits_in(SWARM, at, peer.peer_id)[:2])
-            shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = record(prefix, peer, issued=time.time())
+            shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = record(
+                prefix, peer, issued=time.time()
+            )
     directory.refresh(5)
     assert len(directory.members()) == directory.size() == 40

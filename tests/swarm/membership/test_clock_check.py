@@ -64,9 +64,18 @@ def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
 def test_an_address_range_has_one_voice():
     """Keys cost nothing: with five of one machine the node went by its clock, ten minutes off, and saw nobody."""
     directory, host = SimpleNamespace(skew=0.0), Quiet()
-    host.met = {"seed": "198.51.100.1", "honest": "203.0.113.1", **{f"liar-{n}": "192.0.2.7" for n in range(5)}}
+    host.met = {
+        "seed": "198.51.100.1",
+        "honest": "203.0.113.1",
+        **{f"liar-{n}": "192.0.2.7" for n in range(5)},
+    }
     check = ClockCheck(host, directory)
-    check._take([DialBackView(peer, "", 590.0 if peer.startswith("liar") else 0.1, 0.1) for peer in host.met])
+    check._take(
+        [
+            DialBackView(peer, "", 590.0 if peer.startswith("liar") else 0.1, 0.1)
+            for peer in host.met
+        ]
+    )
     assert (directory.skew, check.news()) == (0.0, "")
 
 
@@ -75,13 +84,17 @@ def behind(tmp_path, monkeypatch):
     """A swarm whose first node's clock is a minute ahead of the one that joins, which compares them often; and the link."""
     monkeypatch.setattr(overview, "FIRST_S", 0.1)
     monkeypatch.setattr(overview, "SOON_S", 0.2)
-    monkeypatch.setattr(membership, "ReachabilityProbe", lambda: ReachabilityProbe(lambda: time.time() + 60.0))
+    monkeypatch.setattr(
+        membership, "ReachabilityProbe", lambda: ReachabilityProbe(lambda: time.time() + 60.0)
+    )
 
     def settings(name):
         return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
 
     creator = Identity.ephemeral()
-    first = create(creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna")))
+    first = create(
+        creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna"))
+    )
     try:
         link = Link(first.swarm, first.link().bootstrap)
         second = join(Identity.ephemeral(), link, network(settings("bert")))
@@ -96,16 +109,22 @@ def behind(tmp_path, monkeypatch):
 def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
     node, link = behind
     node.directory.skew = 60.0
-    assert 59.0 < node.peers._clock() - time.time() <= 60.0, "or the records that others hand over are from the future"
+    assert 59.0 < node.peers._clock() - time.time() <= 60.0, (
+        "or the records that others hand over are from the future"
+    )
     node.directory.skew = 0.0
     found = [until(node.news) for _ in range(3)]
     # Measured to half a round trip, which a busy machine makes long.
     wrong = r"his machine's clock is (59|60)\.\d s behind that of the only peer that answered, so yours or theirs is wrong"
-    assert all(re.match(f"This node cannot meet the others: t{wrong}", line) for line in found), found
+    assert all(re.match(f"This node cannot meet the others: t{wrong}", line) for line in found), (
+        found
+    )
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     report = status.read_status(Link(link.swarm, (dead, *link.bootstrap)))
     assert re.match(f"T{wrong}", report["findings"][0])
-    assert dead not in Link.parse(report["link"]).bootstrap  # a link is handed on, and the dead with it
+    assert (
+        dead not in Link.parse(report["link"]).bootstrap
+    )  # a link is handed on, and the dead with it
 
 
 class Asked:

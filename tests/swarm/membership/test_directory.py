@@ -16,7 +16,15 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht
 from shoal.swarm.membership import directory as directory_module
-from shoal.swarm.membership.dht import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.dht import (
+    AHEAD,
+    MAX_TTL,
+    MemberValidator,
+    bits_of,
+    key_of,
+    make_record,
+    open_record,
+)
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.messages import Member
@@ -64,9 +72,11 @@ def test_no_key_exceeds_cap_and_every_reader_sees_all(count, cap):
     for peer in peers:
         shelf.settle(peer, cap)
     assert max(map(len, shelf.keys.values())) <= cap
-    assert {prefix for prefix in shelf.keys if not bits_of(next(iter(shelf.keys[prefix]), "")).startswith(prefix)} <= {
-        prefix for prefix, names in shelf.keys.items() if not names
-    }
+    assert {
+        prefix
+        for prefix in shelf.keys
+        if not bits_of(next(iter(shelf.keys[prefix]), "")).startswith(prefix)
+    } <= {prefix for prefix, names in shelf.keys.items() if not names}
     shelf.reads = 0
     seen = shelf.look(peers[0], cap=cap, limit=10**6)
     assert {peer for names in seen.values() for peer in names} == set(peers)
@@ -81,7 +91,9 @@ def test_all_that_raced_into_one_key_but_cap_move_on():
         for peer in peers:
             shelf.settle(peer, cap)
     assert max(map(len, shelf.keys.values())) <= cap
-    assert {p for names in shelf.look("x", cap=cap, limit=10**6).values() for p in names} == set(peers)
+    assert {p for names in shelf.look("x", cap=cap, limit=10**6).values() for p in names} == set(
+        peers
+    )
 
 
 def test_peers_below_a_key_that_empties_stay_in_view_and_move_up():
@@ -102,7 +114,9 @@ def test_peers_below_a_key_that_empties_stay_in_view_and_move_up():
 
     lose(5)  # less than half is left, but more than a quarter
     assert in_view() == set(peers)
-    below = next(iter(next(names for prefix, names in shelf.keys.items() if len(prefix) == 1 and names)))
+    below = next(
+        iter(next(names for prefix, names in shelf.keys.items() if len(prefix) == 1 and names))
+    )
     shelf.settle(below, cap, chance=dht.RISE)
     assert len(shelf.where(below)) == 1  # not all at once
     lose(2)
@@ -190,7 +204,9 @@ def test_forged_and_misplaced_records_are_refused(me):
         "under another swarm's key": dht_record(good, me.peer_id, swarm="b" * 52),
         "off its path": dht_record(make_record(wrong[:1], member(me), me), me.peer_id, wrong[:1]),
         "living too long": dht_record(good, me.peer_id, expires_in=MAX_TTL + 5),
-        "from the future": dht_record(make_record("", member(me, issued=time.time() + AHEAD + 9), me), me.peer_id),
+        "from the future": dht_record(
+            make_record("", member(me, issued=time.time() + AHEAD + 9), me), me.peer_id
+        ),
         "not of this kind": dht_record(b"anything", me.peer_id),
         "too large": dht_record(bytes(10_000), me.peer_id),
         "no subkey": dht_record(good, None),
@@ -225,7 +241,9 @@ def test_who_is_barred_is_no_member_but_can_be_found():
     barred = set()
     directory = Directory(Quiet(), me, SWARM, barred=barred.__contains__)
     directory.announce(**ABOUT)
-    directory._seen = {who.peer_id: member(who) for who in (good, bad)} | {gone.peer_id: member(gone, state="done")}
+    directory._seen = {who.peer_id: member(who) for who in (good, bad)} | {
+        gone.peer_id: member(gone, state="done")
+    }
     here, everybody = {me.peer_id, good.peer_id}, {me.peer_id, good.peer_id, bad.peer_id}
     assert set(directory.members()) == set(directory.everyone()) == everybody
     barred |= {bad.peer_id, gone.peer_id, me.peer_id}
@@ -269,7 +287,12 @@ def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
         assert node.directory.wait_for(4, 60)
         assert set(node.directory.members()) == everyone
     seen = four[0].directory.members()[four[3].peer_id]
-    assert (seen.name, seen.shard, seen.loss, seen.addresses) == ("n3", 3, 2.5, four[3].host.addresses())
+    assert (seen.name, seen.shard, seen.loss, seen.addresses) == (
+        "n3",
+        3,
+        2.5,
+        four[3].host.addresses(),
+    )
 
     four[1].say(name="n1", round=7)
     until(lambda: round_of(four[2], four[1]) == 7)
@@ -278,7 +301,9 @@ def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     four[3].host.close()
     rest = everyone - {four[3].peer_id}
     until(lambda: all(set(node.directory.members()) == rest for node in four[:3]))
-    assert set(four[0].directory.departed()) == {four[3].peer_id}  # by its word, not because its record expired
+    assert set(four[0].directory.departed()) == {
+        four[3].peer_id
+    }  # by its word, not because its record expired
 
     four[2].say(name="n2", state="done")
     until(lambda: four[2].peer_id not in four[0].directory.members())
@@ -357,7 +382,11 @@ def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
     four[0].directory.refresh(5)
     four[0].directory.refresh(5)
     assert me.peer_id not in four[0].directory.members()
-    warned = [r for r in caplog.records if "its clock, or ours" in r.getMessage() and me.peer_id[-8:] in r.getMessage()]
+    warned = [
+        r
+        for r in caplog.records
+        if "its clock, or ours" in r.getMessage() and me.peer_id[-8:] in r.getMessage()
+    ]
     assert 1 <= len(warned) <= len(four)
 
 
@@ -367,8 +396,14 @@ def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
     ("unknown", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], False, "relayed"),
     ("local", ["/ip4/192.168.1.2/tcp/1/p2p/me"], True, "local"),
 ])  # fmt: skip
-def test_a_record_says_by_which_way_exchanges_go_and_what_that_moves(dialled, addresses, punched, reach):
-    node = SimpleNamespace(dialled=dialled, _host=SimpleNamespace(addresses=lambda: addresses), ways=lambda: (punched, 1.5e6))
+def test_a_record_says_by_which_way_exchanges_go_and_what_that_moves(
+    dialled, addresses, punched, reach
+):
+    node = SimpleNamespace(
+        dialled=dialled,
+        _host=SimpleNamespace(addresses=lambda: addresses),
+        ways=lambda: (punched, 1.5e6),
+    )
     assert Directory.reach(node) == {"reach": reach, "throughput": 1.5e6}
 
 
@@ -464,7 +499,8 @@ class SlowBoard(Board):
 
 
 @pytest.mark.parametrize(
-    ("reading_s", "publication_s", "expected"), [(0.9, 0.9, set()), (1.2, 0.9, {3.6}), (0.9, 1.2, {3.6}), (20.0, 1.2, {4.5, 3.6})]
+    ("reading_s", "publication_s", "expected"),
+    [(0.9, 0.9, set()), (1.2, 0.9, {3.6}), (0.9, 1.2, {3.6}), (20.0, 1.2, {4.5, 3.6})],
 )
 def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_starve_each_other(
     monkeypatch, reading_s, publication_s, expected
@@ -480,8 +516,12 @@ def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_star
         await sleep(0)
 
     monkeypatch.setattr(Directory, "_sleep", pause)
-    monkeypatch.setattr(directory_module, "time", SimpleNamespace(monotonic=lambda: board.now, time=time.time))
-    monkeypatch.setattr(directory_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": resting}))
+    monkeypatch.setattr(
+        directory_module, "time", SimpleNamespace(monotonic=lambda: board.now, time=time.time)
+    )
+    monkeypatch.setattr(
+        directory_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": resting})
+    )
     try:
         directory = Directory(board, Identity.ephemeral(), SWARM, period=5.0, ttl=27.0)
         directory.announce(**ABOUT)

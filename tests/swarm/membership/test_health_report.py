@@ -30,8 +30,12 @@ def swarm(*names, **changes):
     made = {}
     for name in names:
         fields = {"steps_per_s": 10.0, "exchange_s": 0.5, "exchanges": 20} | changes.get(name, {})
-        fields["blamed"] = tuple((IDS.get(other, other), kind, count) for other, kind, count in fields.get("blamed", ()))
-        made[IDS[name]] = member_of(IDS[name], **{"name": name, "round": 3, "step": 9, "issued": NOW, **fields})
+        fields["blamed"] = tuple(
+            (IDS.get(other, other), kind, count) for other, kind, count in fields.get("blamed", ())
+        )
+        made[IDS[name]] = member_of(
+            IDS[name], **{"name": name, "round": 3, "step": 9, "issued": NOW, **fields}
+        )
     return made
 
 
@@ -50,14 +54,23 @@ def test_where_all_is_well_nothing_is_said(names):
 def test_members_without_partners_are_named_together_with_the_reason_and_what_to_do():
     """Mutants: a sentence for each of them; two reasons in one; the most rounds of them in place of the fewest."""
     rows = {"anna": ("taken", 12), "bert": ("taken", 5), "carl": ("model", 3)}
-    others, both = health_report(swarm(*ALL, **{name: {"partnerless": row} for name, row in rows.items()}), NOW)
-    assert others == f"carl had no partner in 3 rounds or more (all others train another model); {PARTNERLESS['model'][1]}."
-    assert both.startswith("anna and bert had no partner in 5 rounds or more (all others were taken, or in other rounds); if that")
+    others, both = health_report(
+        swarm(*ALL, **{name: {"partnerless": row} for name, row in rows.items()}), NOW
+    )
+    assert (
+        others
+        == f"carl had no partner in 3 rounds or more (all others train another model); {PARTNERLESS['model'][1]}."
+    )
+    assert both.startswith(
+        "anna and bert had no partner in 5 rounds or more (all others were taken, or in other rounds); if that"
+    )
 
 
 def test_the_slow_is_named_with_its_time_and_the_median():
     (said,) = health_report(swarm(*ALL, carl={"steps_per_s": 2.0}), NOW)
-    assert said.startswith("carl is slow: an inner step takes it 0.5 s, 5.0 times the median of all (0.1 s); ")
+    assert said.startswith(
+        "carl is slow: an inner step takes it 0.5 s, 5.0 times the median of all (0.1 s); "
+    )
     assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
 
 
@@ -71,7 +84,10 @@ def test_where_nobody_waits_for_the_slow_it_is_not_advised_to_begin_such_a_swarm
 def test_where_most_fail_with_each_other_none_of_them_is_blamed():
     names = ("anna", "bert", "carl")
     fields = {
-        name: {"failures": (("unreachable", 8),), "blamed": tuple((other, "unreachable", 4) for other in names if other != name)}
+        name: {
+            "failures": (("unreachable", 8),),
+            "blamed": tuple((other, "unreachable", 4) for other in names if other != name),
+        }
         for name in names
     }
     (said,) = health_report(swarm(*names, **fields), NOW)
@@ -90,14 +106,21 @@ def test_of_two_the_slower_can_be_the_slow_one_and_who_has_no_speed_yet_is_not()
 
 def test_a_slow_link_is_not_one_of_a_few_milliseconds():
     (said,) = health_report(swarm(*ALL, dora={"exchange_s": 5.0}), NOW)
-    assert said.startswith("dora has a slow link: an exchange takes it 5 s, 10.0 times the median of all (0.5 s); ")
+    assert said.startswith(
+        "dora has a slow link: an exchange takes it 5 s, 10.0 times the median of all (0.5 s); "
+    )
     quick = {name: {"exchange_s": 0.01} for name in ALL} | {"dora": {"exchange_s": SLOW_EXCHANGE_S}}
     assert health_report(swarm(*ALL, **quick), NOW) == []
 
 
 def test_who_is_named_by_two_others_fails_and_they_do_not():
     accusing = {"failures": (("timeout", 4),), "blamed": (("bert", "timeout", 4),), "exchanges": 10}
-    (said,) = health_report(swarm(*ALL, anna=accusing, carl=accusing, bert={"failures": (("broken", 8),), "exchanges": 8}), NOW)
+    (said,) = health_report(
+        swarm(
+            *ALL, anna=accusing, carl=accusing, bert={"failures": (("broken", 8),), "exchanges": 8}
+        ),
+        NOW,
+    )
     assert said == f"bert fails: 2 of 3 others met 8 x timeout with it; {REMEDY['timeout']}."
 
 
@@ -113,8 +136,13 @@ def test_one_peers_word_is_not_anothers_fault_but_the_way_between_them():
 
 def test_who_fails_with_everybody_fails_itself():
     blamed = (("bert", "broken", 3), ("carl", "broken", 2), ("dora", "damaged", 2))
-    (said,) = health_report(swarm(*ALL, anna={"failures": (("broken", 5), ("damaged", 2)), "blamed": blamed}), NOW)
-    assert said == f"anna fails: of its last 20 exchanges it met 5 x broken, 2 x damaged; {REMEDY['broken']}."
+    (said,) = health_report(
+        swarm(*ALL, anna={"failures": (("broken", 5), ("damaged", 2)), "blamed": blamed}), NOW
+    )
+    assert (
+        said
+        == f"anna fails: of its last 20 exchanges it met 5 x broken, 2 x damaged; {REMEDY['broken']}."
+    )
 
 
 def test_a_crash_of_somebody_else_is_nobodys_fault():
@@ -134,7 +162,12 @@ def test_who_was_not_heard_of_is_named():
 
 
 def test_a_partition_is_told_as_those_see_it_who_suspect_it():
-    lost = {"missing": 5, "missing_of": 8, "missing_within_s": 3.2, "missing_names": ("emil", "fred", "gina", "hans")}
+    lost = {
+        "missing": 5,
+        "missing_of": 8,
+        "missing_within_s": 3.2,
+        "missing_names": ("emil", "fred", "gina", "hans"),
+    }
     (said,) = health_report(swarm(*ALL, anna=lost, carl=lost), NOW)
     assert said == (
         "A partition is suspected: 5 of 8 members vanished within 3 s (emil, fred, gina, hans, …), says anna and carl; training "
@@ -150,14 +183,38 @@ def test_the_table_has_the_times_and_the_sentences_below():
         "tokens_per_s": 12345.6, "mfu": 0.41, "lag": 7, "lag_auto": True, "late": 2,
     }  # fmt: skip
     said = ["anna\x1b[31m is slow."]
-    report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "findings": said}
-    report |= {"optimizer": "task", "totals": totals({}, 1), "link": "shoal://x", "invite_only": False}
+    report = {
+        "name": "n",
+        "task": "text",
+        "method": "noloco",
+        "peers": 1,
+        "members": [member],
+        "findings": said,
+    }
+    report |= {
+        "optimizer": "task",
+        "totals": totals({}, 1),
+        "link": "shoal://x",
+        "invite_only": False,
+    }
     assert "Inner optimizer" not in table(report)
     report["optimizer"] = "muon"
     shown = table(report)
-    assert "\nInner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains).\n" in shown
+    assert (
+        "\nInner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains).\n"
+        in shown
+    )
     assert all(
-        text in shown for text in ("0.123 s", "2.5 s", "4/20 broken", "12,346", "41 % MFU", "7 auto, 2 late", "punched, 1.56 MB/s")
+        text in shown
+        for text in (
+            "0.123 s",
+            "2.5 s",
+            "4/20 broken",
+            "12,346",
+            "41 % MFU",
+            "7 auto, 2 late",
+            "punched, 1.56 MB/s",
+        )
     )
     assert shown.splitlines()[-2:] == ["anna?[31m is slow.", "Link: shoal://x"]
 
@@ -169,7 +226,14 @@ def members(count, **fields):
     made = {}
     for number in range(count):
         peer = Identity.ephemeral().peer_id
-        usual = {"name": f"n{number}", "round": 3, "step": 9, "loss": float(number), "steps_per_s": 10.0, "tokens_per_s": 100.0}
+        usual = {
+            "name": f"n{number}",
+            "round": 3,
+            "step": 9,
+            "loss": float(number),
+            "steps_per_s": 10.0,
+            "tokens_per_s": 100.0,
+        }
         made[peer] = member_of(peer, **{**usual, "issued": 1e9, **fields})
     return made
 
@@ -188,7 +252,12 @@ def test_with_all_in_view_everything_is_exact():
 
 def test_of_a_sample_sums_are_scaled_and_it_is_said_how_sure_they_are():
     found = totals(members(25), 400)
-    assert (found["peers"], found["listed"], found["sampled"], found["training"]) == (400, 25, True, 400)
+    assert (found["peers"], found["listed"], found["sampled"], found["training"]) == (
+        400,
+        25,
+        True,
+        400,
+    )
     assert found["tokens_per_s"] == pytest.approx(25 * 100 * 16)
     assert found["error"] == 0.2, "a bucket of 25 is 25 give or take 5"
     said = totals_said(found)
@@ -196,7 +265,9 @@ def test_of_a_sample_sums_are_scaled_and_it_is_said_how_sure_they_are():
     assert said.endswith(": 40,000 tokens a second in all, median loss 12.0000.")
 
 
-@pytest.mark.parametrize(("listed", "size", "says"), [(1, 64, "1 to 192"), (4, 32, "4 to 64"), (9, 72, "24 to 120")])
+@pytest.mark.parametrize(
+    ("listed", "size", "says"), [(1, 64, "1 to 192"), (4, 32, "4 to 64"), (9, 72, "24 to 120")]
+)
 def test_a_few_in_view_tell_bounds_and_no_number(listed, size, says):
     """Two standard errors each way, 2 / sqrt(listed), and at least those in view."""
     said = totals_said(totals(members(listed), size))

@@ -58,11 +58,17 @@ def test_a_node_behind_a_relay_stands_behind_those_that_can_be_dialled():
 
 def test_met_members_come_before_those_only_read_of():
     assert chosen(members(1, 2, 3), met={peer(3)}) == (at(3), at(1), at(2))
-    assert chosen({**members(1), peer(2): Record((relayed(2),))}, met={peer(2)}) == (at(1), relayed(2))
+    assert chosen({**members(1), peer(2): Record((relayed(2),))}, met={peer(2)}) == (
+        at(1),
+        relayed(2),
+    )
 
 
 def test_one_of_each_address_range_comes_before_the_second_of_any():
-    crowd = {peer(number): Record((at(number, f"203.0.{number}.1"),), 2000.0 + number) for number in range(1, 30)}
+    crowd = {
+        peer(number): Record((at(number, f"203.0.{number}.1"),), 2000.0 + number)
+        for number in range(1, 30)
+    }
     others = {**crowd, **members(40, 41)}
     found = chosen(others)
     assert found[:3] == (at(29, "203.0.29.1"), at(40), at(41))
@@ -82,7 +88,9 @@ def test_a_full_link_keeps_bootstrap_nodes_and_the_node_itself():
 
 def test_second_addresses_fill_what_is_left_and_others_come_last():
     others = {peer(1): Record((at(1), at(1, port=4002), at(1, port=4003)))}
-    found = chosen(others, seeds={peer(50): (at(50), at(50, port=4002))}, own=[at(7)], otherwise=[at(9), at(1)])
+    found = chosen(
+        others, seeds={peer(50): (at(50), at(50, port=4002))}, own=[at(7)], otherwise=[at(9), at(1)]
+    )
     assert found == (at(50), at(50, port=4002), at(7), at(1), at(1, port=4002), at(9))
 
 
@@ -95,11 +103,15 @@ def test_an_address_beyond_the_machine_is_preferred_and_a_relay_where_there_is_o
     assert chosen({peer(1): Record((here,))}) == (here,)
 
 
-@pytest.mark.parametrize("far", [at(50), at(50).replace("/ip4/198.50.0.1", "/dns4/seed.example.org"), relayed(50)])
+@pytest.mark.parametrize(
+    "far", [at(50), at(50).replace("/ip4/198.50.0.1", "/dns4/seed.example.org"), relayed(50)]
+)
 def test_private_addresses_are_handed_on_only_in_a_swarm_that_is_known_by_no_other(far):
     lan, cgnat = at(1, "192.168.0.7"), at(7, "100.64.1.2")
     others = {peer(1): Record((lan, at(1)), 2000.0), peer(2): Record((at(2, "10.0.0.2"),))}
-    assert chosen(others, seeds={peer(50): (far,)}, own=[cgnat], otherwise=[at(9, "172.16.0.9")]) == (far, at(1))
+    assert chosen(
+        others, seeds={peer(50): (far,)}, own=[cgnat], otherwise=[at(9, "172.16.0.9")]
+    ) == (far, at(1))
     assert chosen(others, own=[cgnat], otherwise=[far]) == (at(1), far)
     assert chosen(others, own=[cgnat, far])[0] == (at(1) if far == relayed(50) else far)
     assert not {lan, cgnat} & {*chosen(others, own=[cgnat, far])}
@@ -115,7 +127,9 @@ def test_what_a_stranger_names_of_others_or_malformed_is_left_out():
     victim = Record((at(2), "/ip4/1.2.3.4/tcp/1", f"/x/p2p/{peer(1)}"))
     with pytest.raises(LinkError, match="names no peer to join through"):
         chosen({peer(1): victim})
-    assert chosen({peer(1): victim}, own=["/ip4/0/tcp/1", at(7)], otherwise=["/nonsense"]) == (at(7),)
+    assert chosen({peer(1): victim}, own=["/ip4/0/tcp/1", at(7)], otherwise=["/nonsense"]) == (
+        at(7),
+    )
 
 
 def test_it_is_a_link_to_the_swarm_without_an_invitation():
@@ -136,11 +150,16 @@ MODEL = "0" * 64
 
 
 def sealed(host, name="mine"):
-    return seal(Manifest(name=name, created=0.0, creator=host.peer_id, task="text", model=MODEL), host.identity)
+    return seal(
+        Manifest(name=name, created=0.0, creator=host.peer_id, task="text", model=MODEL),
+        host.identity,
+    )
 
 
 def link(manifest, *hosts):
-    return Link(swarm_id(manifest), tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{host.peer_id}" for host in hosts))
+    return Link(
+        swarm_id(manifest), tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{host.peer_id}" for host in hosts)
+    )
 
 
 def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
@@ -159,7 +178,9 @@ def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
     assert (data, opened.name) == (manifest, "mine")
     with pytest.raises(MessageError, match=r"Wrong swarm id: the peer .* belongs to swarm"):
         fetch_manifest(me, link(manifest, dead, stranger))
-    with pytest.raises(MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"):
+    with pytest.raises(
+        MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"
+    ):
         fetch_manifest(me, link(manifest, liar))
     with pytest.raises(NetworkError, match=r"No peer of the link served .* ask for a fresh link\."):
         fetch_manifest(me, link(manifest, dead))
@@ -174,7 +195,9 @@ def test_a_peer_that_says_nothing_delays_nobody(network):
 
     silent.serve(MANIFEST_PROTOCOL, hang)
     serve_manifest(friend, swarm_id(manifest), manifest)
-    data, _ = fetch_manifest(me, link(manifest, silent, friend), timeout=5)  # half of what one that is silent may take
+    data, _ = fetch_manifest(
+        me, link(manifest, silent, friend), timeout=5
+    )  # half of what one that is silent may take
     assert data == manifest
 
 
@@ -183,10 +206,14 @@ PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
 
 class Scene:
     def __init__(self, count):
-        self.known = [f"/ip4/10.0.0.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS[:count])]
+        self.known = [
+            f"/ip4/10.0.0.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS[:count])
+        ]
         self.here, self.left = set(PEERS[:count]), set()
         host = SimpleNamespace(known=lambda: self.known)
-        self.reconnector = Reconnector(host, SimpleNamespace(everyone=self.members, departed=lambda: dict.fromkeys(self.left)))
+        self.reconnector = Reconnector(
+            host, SimpleNamespace(everyone=self.members, departed=lambda: dict.fromkeys(self.left))
+        )
 
     def members(self):
         return dict.fromkeys(self.here)

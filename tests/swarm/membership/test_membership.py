@@ -20,7 +20,9 @@ def test_a_creation_that_fails_closes_the_host_that_it_has_started(monkeypatch):
         raise NetworkError("the daemon has ended")
 
     policy = SimpleNamespace(access_policy=None)
-    host = SimpleNamespace(resource_manager=policy, serve=serve, close=lambda: closed.append("host"))
+    host = SimpleNamespace(
+        resource_manager=policy, serve=serve, close=lambda: closed.append("host")
+    )
     monkeypatch.setattr(membership.Host, "start", lambda *_, **__: host)
     settings, creator = load(None, {}), Identity.ephemeral()
     with pytest.raises(NetworkError, match="the daemon has ended"):

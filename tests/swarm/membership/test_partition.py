@@ -28,7 +28,9 @@ METHODS = {
     ),
     "co2": lambda inner, exchange, net, **o: CO2(inner, exchange, every=EVERY, **o),
     "noloco": lambda inner, exchange, net, **o: NoLoCo(inner, exchange, every=EVERY, **o, lag=0),
-    "overlapped": lambda inner, exchange, net, **o: NoLoCo(inner, exchange, every=EVERY, fragments=2, lag=3, model=net, **o),
+    "overlapped": lambda inner, exchange, net, **o: NoLoCo(
+        inner, exchange, every=EVERY, fragments=2, lag=3, model=net, **o
+    ),
 }
 
 
@@ -61,11 +63,15 @@ class Node:
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
         self.data = torch.Generator().manual_seed(number)
         context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members)
-        timeouts = ExchangeTimeouts(wait, 60.0, 60.0)  # a silence is the machine's here: who is cut off cannot be opened
+        timeouts = ExchangeTimeouts(
+            wait, 60.0, 60.0
+        )  # a silence is the machine's here: who is cut off cannot be opened
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.opt = METHODS[method](inner, Alone(), self.model, run=SWARM, on_round=self.on_round)
         if method in ("noloco", "overlapped"):
-            self.exchange = PairExchange(context, timeouts, fragments=self.opt.fragments, overlap=self.opt.lag > 0)
+            self.exchange = PairExchange(
+                context, timeouts, fragments=self.opt.fragments, overlap=self.opt.lag > 0
+            )
         else:
             self.exchange = GroupExchange(context, timeouts, fragments=self.opt.fragments)
         self.opt.exchange = self.exchange
@@ -73,7 +79,9 @@ class Node:
             identity=self.host.identity, directory=SimpleNamespace(members=self.members), host=self.host, swarm=SWARM,
             manifest=SimpleNamespace(outer=OuterSettings()), network=NetworkOptions(),
         )  # fmt: skip
-        self.outer_sync = OuterSync(membership, MODEL, self.opt, self.exchange, make_screen(OuterSettings()))
+        self.outer_sync = OuterSync(
+            membership, MODEL, self.opt, self.exchange, make_screen(OuterSettings())
+        )
         self.outer_sync.begin()
         self.rounds, self.took_over = [], 0
         self.everybody = [self]
@@ -83,7 +91,9 @@ class Node:
         for node in self.everybody:
             if not self.cut.between(self.id, node.id):
                 record = self.network.member(node.id, node.opt.round)
-                made[node.id] = record.model_copy(update={**node.outer_sync.diagnosis.details(), "issued": float(node.opt.steps)})
+                made[node.id] = record.model_copy(
+                    update={**node.outer_sync.diagnosis.details(), "issued": float(node.opt.steps)}
+                )
         return made
 
     def on_round(self, info):
@@ -106,7 +116,10 @@ class Node:
 class Swarm:
     def __init__(self, network, method, count, wait=WAIT):
         self.cut = Cut()
-        self.nodes = sorted((Node(network, self.cut, method, number, wait) for number in range(count)), key=lambda node: node.id)
+        self.nodes = sorted(
+            (Node(network, self.cut, method, number, wait) for number in range(count)),
+            key=lambda node: node.id,
+        )
         self.pool = ThreadPoolExecutor(count)
         for node in self.nodes:
             node.everybody = self.nodes
@@ -137,7 +150,9 @@ class Swarm:
                     node.between_steps()
                 if all(node.outer_sync._resynchronizer._pending is None for node in nodes):
                     break
-                threading.Event().wait(0.01)  # and if they do not come, training goes on: the source may wait for its next round
+                threading.Event().wait(
+                    0.01
+                )  # and if they do not come, training goes on: the source may wait for its next round
 
     def spread(self):
         weights = torch.stack([node.flat() for node in self.nodes])
@@ -172,7 +187,9 @@ LONG = [
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(("method", "first", "count"), [("diloco", 1, 4), ("diloco", 2, 4), ("co2", 2, 4), *LONG])
+@pytest.mark.parametrize(
+    ("method", "first", "count"), [("diloco", 1, 4), ("diloco", 2, 4), ("co2", 2, 4), *LONG]
+)
 def test_two_parts_of_a_group_in_the_same_round_end_with_equal_weights(swarm, method, first, count):
     whole = swarm(method, count)
     whole.train(3)

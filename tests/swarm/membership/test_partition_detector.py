@@ -38,7 +38,9 @@ class Scene:
     def until(self, end, step=1.0):
         while self.now < end:
             self.now += step
-            self.said += self.absence.look(self.members(), {PEERS[name] for name in self.left}, self.now)
+            self.said += self.absence.look(
+                self.members(), {PEERS[name] for name in self.left}, self.now
+            )
         return self
 
 
@@ -50,7 +52,9 @@ def test_two_that_vanish_together_are_a_partition_and_what_is_said_says_who():
     scene.until(60 + TTL + CONFIRM + PERIOD)
     (said,) = scene.said
     assert said.startswith("a partition is suspected: 2 of 5 members vanished within ")
-    assert said.endswith(" s (carl, dora); training goes on with 3, and they come together again by themselves")
+    assert said.endswith(
+        " s (carl, dora); training goes on with 3, and they come together again by themselves"
+    )
     assert scene.absence.suspected.fields()["missing_names"] == ("carl", "dora")
     assert member("me", 0.0, **scene.absence.suspected.fields()).missing == 2
 
@@ -80,7 +84,9 @@ def test_a_cut_at_one_moment_is_seen_as_one_whatever_the_phases(phases, moment):
 def test_one_by_one_is_no_partition():
     scene = Scene().until(60)
     for number, name in enumerate(("anna", "bert", "carl")):
-        scene.cut[name] = 60 + number * 18.0  # the last signs of a cut at one moment differ by less than 2 periods
+        scene.cut[name] = (
+            60 + number * 18.0
+        )  # the last signs of a cut at one moment differ by less than 2 periods
     scene.until(200)
     assert scene.said == []
 
@@ -92,7 +98,9 @@ def test_who_is_left_with_nobody_may_be_cut_off_itself():
     assert scene.said == []
     scene.cut["anna"] = 100.0
     scene.until(160)
-    assert scene.said[0].startswith("a partition is suspected: 1 of 2 members vanished within 0 s (anna); training goes on with 1")
+    assert scene.said[0].startswith(
+        "a partition is suspected: 1 of 2 members vanished within 0 s (anna); training goes on with 1"
+    )
 
 
 def test_goodbyes_are_no_partition():
@@ -104,7 +112,9 @@ def test_goodbyes_are_no_partition():
 def test_a_node_that_slept_itself_suspects_nobody():
     scene = Scene().until(60)
     scene.now = 300.0
-    assert scene.absence.look({PEERS["me"]: member("me", 300.0)}, set(), 300.0) == []  # all records are old until it reads again
+    assert (
+        scene.absence.look({PEERS["me"]: member("me", 300.0)}, set(), 300.0) == []
+    )  # all records are old until it reads again
     scene.until(400)
     assert scene.said == []
 

@@ -39,7 +39,12 @@ class Book:
     """A directory that reads nothing: it has what it was given, and what it hears."""
 
     def __init__(self, node):
-        self.node, self.heard, self.access_policy, self.given = node, {}, AccessPolicy(node.peer_id), {}
+        self.node, self.heard, self.access_policy, self.given = (
+            node,
+            {},
+            AccessPolicy(node.peer_id),
+            {},
+        )
         self.gone, self.barred, self.state = {}, set(), "training"
 
     def own(self):
@@ -71,13 +76,19 @@ class Node:
         self.host.at = f"10.{number}.0.1"
         self.address = f"/ip4/10.{number}.0.1/tcp/1/p2p/{self.peer_id}"
         self.book = Book(self)
-        self.exchange = PeerExchange(self.host, self.book, self.identity, SWARM, clock=self.now, chance=random.Random(number))
+        self.exchange = PeerExchange(
+            self.host, self.book, self.identity, SWARM, clock=self.now, chance=random.Random(number)
+        )
 
     def now(self):
         return EPOCH + self.world.loop.time()
 
     def member(self, **changes):
-        usual = {"addresses": (self.address,), "issued": self.now(), "admission": self.book.access_policy.ticket}
+        usual = {
+            "addresses": (self.address,),
+            "issued": self.now(),
+            "admission": self.book.access_policy.ticket,
+        }
         return member_of(self.peer_id, **{**usual, **self.fields, **changes})
 
     def sees(self):
@@ -140,7 +151,10 @@ def test_a_newcomer_that_knows_one_member_finds_the_others_without_a_directory(w
         node.told(nodes[0])
     world.run(3 * SHUFFLE)
     for node in nodes:
-        assert ids(nodes) - {node.peer_id} <= {*node.exchange.views.active, *node.exchange.views.passive}
+        assert ids(nodes) - {node.peer_id} <= {
+            *node.exchange.views.active,
+            *node.exchange.views.passive,
+        }
         assert len(node.exchange.views.active) == ACTIVE
         assert len(node.sees() - ids(nodes[:1])) >= ACTIVE - 1
 
@@ -164,7 +178,9 @@ def test_the_swarm_outlives_the_peer_by_which_all_came(world):
 
 def test_a_node_that_comes_back_begins_with_what_it_kept(world):
     nodes = world.many(4)
-    nodes[0].host.remember([nodes[2].address, f"/ip4/10.9.9.9/tcp/1/p2p/{world.network.identity('gone').peer_id}"])
+    nodes[0].host.remember(
+        [nodes[2].address, f"/ip4/10.9.9.9/tcp/1/p2p/{world.network.identity('gone').peer_id}"]
+    )
     for node in nodes[1:]:
         node.told(nodes[1])
     world.run(3 * SHUFFLE)
@@ -172,7 +188,9 @@ def test_a_node_that_comes_back_begins_with_what_it_kept(world):
     assert nodes[1].address in nodes[0].host.known()
 
 
-def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_asked_before_its_record_expires(world):
+def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_asked_before_its_record_expires(
+    world,
+):
     one, other = world.many(2)
     one.told(other)
     other.told(one)
@@ -246,7 +264,9 @@ def test_an_offered_peer_is_never_believed(world):
     """It is dialled, and only what it then says of itself is in the view."""
     one, liar = world.many(2)
     made_up = world.network.identity("made up")
-    ghost = liar.member(peer=made_up.peer_id, addresses=(f"/ip4/192.0.2.1/tcp/1/p2p/{made_up.peer_id}",))
+    ghost = liar.member(
+        peer=made_up.peer_id, addresses=(f"/ip4/192.0.2.1/tcp/1/p2p/{made_up.peer_id}",)
+    )
     liar.ask(one, offered=(seal(ghost, made_up),))
     assert made_up.peer_id in one.exchange.views.hints
     assert made_up.peer_id not in one.sees()
@@ -284,7 +304,12 @@ def test_what_one_partner_offers_is_a_part_of_a_view(world):
     crowd = [world.network.identity(f"crowd {number}") for number in range(40)]
     for at in range(0, 35, MAX_OFFERED):
         records = [
-            seal(liar.member(peer=each.peer_id, addresses=(f"/ip4/11.{at}.{n}.1/tcp/1/p2p/{each.peer_id}",)), each)
+            seal(
+                liar.member(
+                    peer=each.peer_id, addresses=(f"/ip4/11.{at}.{n}.1/tcp/1/p2p/{each.peer_id}",)
+                ),
+                each,
+            )
             for n, each in enumerate(crowd[at : at + MAX_OFFERED])
         ]
         liar.ask(one, offered=tuple(records))
@@ -346,9 +371,13 @@ def test_by_invitation_only_nobody_else_takes_part(world):
     creator, invited, stranger, third = world.many(4)
 
     def policy(node, ticket=b""):
-        return AccessPolicy(node.peer_id, swarm=SWARM, creator=creator.peer_id, ticket=ticket, clock=node.now)
+        return AccessPolicy(
+            node.peer_id, swarm=SWARM, creator=creator.peer_id, ticket=ticket, clock=node.now
+        )
 
-    invitation = issue(creator.identity, SWARM, lives=3600.0, peer=invited.peer_id, now=invited.now())
+    invitation = issue(
+        creator.identity, SWARM, lives=3600.0, peer=invited.peer_id, now=invited.now()
+    )
     invited.book.access_policy = policy(invited, admission(invitation, invited.identity))
     creator.book.access_policy = policy(creator)
     creator.told(invited)
@@ -364,7 +393,9 @@ def test_by_invitation_only_nobody_else_takes_part(world):
 
 def test_a_peer_that_the_user_does_not_want_to_meet_is_not_met(world):
     one, other = world.many(2)
-    one.book.access_policy = AccessPolicy(one.peer_id, lists=PeerLists(deny=frozenset({other.peer_id})))
+    one.book.access_policy = AccessPolicy(
+        one.peer_id, lists=PeerLists(deny=frozenset({other.peer_id}))
+    )
     one.told(other)
     world.run(3 * LOOK)
     assert one.exchange.views.active == {}

@@ -39,7 +39,9 @@ def ids(*nodes):
 
 
 @pytest.mark.ci
-def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_again_when_it_comes_back(nodes, tmp_path):
+def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_again_when_it_comes_back(
+    nodes, tmp_path
+):
     first = nodes()
     dead = first.host.addresses()[0]
     one, two = nodes(dead), nodes(dead)
@@ -48,7 +50,9 @@ def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_aga
     first.close()
 
     late = Identity.ephemeral()
-    joined = nodes(dead, one.host.addresses()[0], identity=late, known=tmp_path / "peers.json", captured=True)
+    joined = nodes(
+        dead, one.host.addresses()[0], identity=late, known=tmp_path / "peers.json", captured=True
+    )
     until(lambda: ids(one, two, joined) <= joined.sees())
     until(lambda: joined.peer_id in two.sees())
     until(lambda: two.peer_id in joined.exchange.views.active)

@@ -5,11 +5,26 @@ from collections import Counter
 
 import pytest
 
-from shoal.swarm.membership.peer_exchange import ACTIVE, FROM_ACTIVE, HINTS, PASSIVE, SHARE, Contact, PeerViews
+from shoal.swarm.membership.peer_exchange import (
+    ACTIVE,
+    FROM_ACTIVE,
+    HINTS,
+    PASSIVE,
+    SHARE,
+    Contact,
+    PeerViews,
+)
 
 
 def contact(name, where="", source="", issued=0.0):
-    return Contact(name, (f"/{name}",), source or name, where or f"range of {name}", f"record of {name}".encode(), issued)
+    return Contact(
+        name,
+        (f"/{name}",),
+        source or name,
+        where or f"range of {name}",
+        f"record of {name}".encode(),
+        issued,
+    )
 
 
 def views(seed=0):
@@ -81,7 +96,9 @@ def test_what_one_partner_names_fills_only_a_part():
     assert sum(taken) == len(view.hints) == SHARE
     meet(view, list(view.hints.values()))
     assert not view.hints
-    assert not any(view.hint(each) for each in crowd(100, "more", source="partner"))  # its share of the view is used up
+    assert not any(
+        view.hint(each) for each in crowd(100, "more", source="partner")
+    )  # its share of the view is used up
     assert any(view.hint(each) for each in crowd(100, "more", source="another"))
     assert SHARE <= PASSIVE / 4
 
@@ -178,7 +195,15 @@ def test_a_sample_is_of_both_views_fresh_and_without_its_partner():
 
 def test_the_next_partner_is_any_of_the_passive_view_and_active_only_if_all_are():
     view = views()
-    meet(view, [contact("a", issued=3.0), contact("b", issued=1.0), contact("c", issued=2.0), contact("d", issued=0.0)])
+    meet(
+        view,
+        [
+            contact("a", issued=3.0),
+            contact("b", issued=1.0),
+            contact("c", issued=2.0),
+            contact("d", issued=0.0),
+        ],
+    )
     view.promote("d")
     # Not that of the oldest record: hostile peers that the directory shows are never asked, and so have the oldest.
     found = Counter(view.partner().peer for _ in range(300))

@@ -21,20 +21,34 @@ SWARM, MOST = "a" * 52, 64
 
 
 def record(peer, address="/ip4/203.0.113.1/tcp/1", issued=0.0):
-    return Member.model_construct(peer=peer, addresses=(address,) if address else (), state="training", issued=issued)
+    return Member.model_construct(
+        peer=peer, addresses=(address,) if address else (), state="training", issued=issued
+    )
 
 
 def crowd(count, address="/ip4/198.51.{n}.7/tcp/1", name="made-up"):
-    return {f"{name}{n}": record(f"{name}{n}", address.format(n=n % 256, m=n)) for n in range(count)}
+    return {
+        f"{name}{n}": record(f"{name}{n}", address.format(n=n % 256, m=n)) for n in range(count)
+    }
 
 
 def test_as_long_as_there_is_room_all_nodes_see_all():
     members = crowd(MOST)
-    assert Room({}, MOST).choose(members, 0) == Room({"made-up3": "192.0.2.1"}, MOST, b"x").choose(members, 9) == members
+    assert (
+        Room({}, MOST).choose(members, 0)
+        == Room({"made-up3": "192.0.2.1"}, MOST, b"x").choose(members, 9)
+        == members
+    )
 
 
-@pytest.mark.parametrize("honest_at", ["/ip4/127.0.0.1/tcp/{m}", "/ip4/192.168.0.{n}/tcp/1", "/ip6/2001:db8::{n}/tcp/1", ""])
-@pytest.mark.parametrize("made_up_at", ["/ip4/198.51.{n}.7/tcp/1", "/ip4/{n}.{m}.0.1/tcp/1", "/ip4/127.0.0.1/tcp/{m}", ""])
+@pytest.mark.parametrize(
+    "honest_at",
+    ["/ip4/127.0.0.1/tcp/{m}", "/ip4/192.168.0.{n}/tcp/1", "/ip6/2001:db8::{n}/tcp/1", ""],
+)
+@pytest.mark.parametrize(
+    "made_up_at",
+    ["/ip4/198.51.{n}.7/tcp/1", "/ip4/{n}.{m}.0.1/tcp/1", "/ip4/127.0.0.1/tcp/{m}", ""],
+)
 def test_members_that_were_met_keep_their_place(honest_at, made_up_at):
     honest = crowd(30, honest_at, "honest")
     met = dict.fromkeys(honest, "127.0.0.1")
@@ -48,7 +62,9 @@ def test_members_that_were_met_keep_their_place(honest_at, made_up_at):
 
 def test_members_that_were_met_at_one_range_do_not_keep_out_those_of_others():
     hostile, honest = crowd(2000), crowd(20, name="honest")
-    met = dict.fromkeys(hostile, "198.51.100.1") | {peer: f"203.{n}.113.1" for n, peer in enumerate(honest)}
+    met = dict.fromkeys(hostile, "198.51.100.1") | {
+        peer: f"203.{n}.113.1" for n, peer in enumerate(honest)
+    }
     assert honest.keys() <= Room(met, MOST).choose(hostile | honest, 0).keys()
 
 
@@ -120,7 +136,9 @@ def signed(identity, prefix, issued):
 
 def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypatch):
     board, now = Shelf(), time.time()
-    people = sorted((Identity.ephemeral() for _ in range(200)), key=lambda who: bits_of(who.peer_id))
+    people = sorted(
+        (Identity.ephemeral() for _ in range(200)), key=lambda who: bits_of(who.peer_id)
+    )
     *_, last = people  # the one that the strangers displace
     board.keys[key_of(SWARM, "")] = {who.peer_id: signed(who, "", now) for who in people[:-1]}
     strangers, depth = people[:-1], 0
@@ -128,12 +146,17 @@ def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypa
         depth += 1
         prefix = bits_of(last.peer_id)[:depth]
         strangers = [who for who in strangers if bits_of(who.peer_id).startswith(prefix)]
-        board.keys[key_of(SWARM, prefix)] = {who.peer_id: signed(who, prefix, now) for who in strangers}
+        board.keys[key_of(SWARM, prefix)] = {
+            who.peer_id: signed(who, prefix, now) for who in strangers
+        }
     board.keys[key_of(SWARM, prefix)][last.peer_id] = signed(last, prefix, now)
     met = {last.peer_id: "192.0.2.1"}
     directory = Directory(board, Identity.ephemeral(), SWARM, cap=4, limit=8, met=met)
     opened = []
-    monkeypatch.setattr("shoal.swarm.membership.directory.open_record", lambda data: opened.append(data) or open_record(data))
+    monkeypatch.setattr(
+        "shoal.swarm.membership.directory.open_record",
+        lambda data: opened.append(data) or open_record(data),
+    )
     for _ in range(3):
         board.reads = 0
         opened.clear()

@@ -28,6 +28,8 @@ def start(**options):
 
 async def ask(host, peer_id, data=b"hello", addresses=()):
     """Send ``data`` to a peer that serves `ECHO`; return its answer."""
-    with contextlib.closing(await host.open(peer_id, ECHO, addresses=addresses, timeout=30)) as stream:
+    with contextlib.closing(
+        await host.open(peer_id, ECHO, addresses=addresses, timeout=30)
+    ) as stream:
         await stream.send(data, 30)
         return await stream.receive(1 << 20, 30)

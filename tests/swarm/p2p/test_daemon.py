@@ -59,7 +59,9 @@ def test_importing_is_quiet_and_leaves_signals_alone():
         "import shoal.swarm.p2p.host\n"
         "assert before == [signal.getsignal(n) for n in (2, 15)]"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
@@ -134,12 +136,19 @@ def test_a_daemon_that_never_answers_is_killed(monkeypatch, tmp_path):
     with pytest.raises(StartupError, match="did not answer within 1 s"):
         start(timeout=1)
     assert list(base().iterdir()) == []
-    assert not [p for p in psutil.Process().children(recursive=True) if "p2pd" in " ".join(p.cmdline())]
+    assert not [
+        p for p in psutil.Process().children(recursive=True) if "p2pd" in " ".join(p.cmdline())
+    ]
 
 
 def test_port_taken_is_named():
     held, port = taken_port()
-    with held, pytest.raises(StartupError, match=f"/ip4/127.0.0.1/tcp/{port}: the port is taken by another program"):
+    with (
+        held,
+        pytest.raises(
+            StartupError, match=f"/ip4/127.0.0.1/tcp/{port}: the port is taken by another program"
+        ),
+    ):
         start(listen=[ANY, f"/ip4/127.0.0.1/tcp/{port}"])
     held, port = taken_port(socket.SOCK_DGRAM)
     with held, pytest.raises(StartupError, match=f"udp/{port}/quic-v1: the port is taken"):
@@ -162,9 +171,19 @@ def test_bad_listen_addresses(address, why):
 
 def test_ports_stay_the_same():
     addresses = ["/ip4/127.0.0.1/tcp/41001/p2p/X", "/ip4/10.0.0.1/udp/41002/quic-v1/p2p/X"]
-    listen = ["/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7"]
+    listen = [
+        "/ip4/0.0.0.0/tcp/0",
+        "/ip4/0.0.0.0/udp/0/quic-v1",
+        "/ip6/::/tcp/0",
+        "/ip4/0.0.0.0/tcp/7",
+    ]
     fixed = fixed_ports(listen, addresses)
-    assert fixed == ("/ip4/0.0.0.0/tcp/41001", "/ip4/0.0.0.0/udp/41002/quic-v1", "/ip6/::/tcp/0", "/ip4/0.0.0.0/tcp/7")
+    assert fixed == (
+        "/ip4/0.0.0.0/tcp/41001",
+        "/ip4/0.0.0.0/udp/41002/quic-v1",
+        "/ip6/::/tcp/0",
+        "/ip4/0.0.0.0/tcp/7",
+    )
     (chosen,) = obtain_ports(["/ip4/127.0.0.1/tcp/0"])
     assert 0 < int(chosen.rpartition("/")[2]) < 65536
 
@@ -193,7 +212,10 @@ def test_one_bootstrap_peer_that_answers_is_enough(caplog):
     caplog.set_level("INFO")
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     with start() as host, start(bootstrap=[dead, *host.addresses()]):
-        assert any(dead in record.getMessage() and "refused" in record.getMessage() for record in caplog.records)
+        assert any(
+            dead in record.getMessage() and "refused" in record.getMessage()
+            for record in caplog.records
+        )
 
 
 NODE = """
@@ -208,10 +230,15 @@ time.sleep(60)
 
 
 def node_process(tmp_path):
-    child = subprocess.Popen([sys.executable, "-c", NODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", NODE, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout.readline() == "up\n"
     family = psutil.Process(child.pid).children(recursive=True)
-    assert sorted("p2pd" in process.name() for process in family) == [False, True]  # the guard and the daemon
+    assert sorted("p2pd" in process.name() for process in family) == [
+        False,
+        True,
+    ]  # the guard and the daemon
     return child, family
 
 
@@ -264,17 +291,35 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_daemon():
 
 def test_the_guard_passes_on_the_status_of_its_command(tmp_path):
     run_dir = tmp_path / "run"
-    for code, expected in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 256 - 9)):
+    for code, expected in (
+        ("raise SystemExit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", 256 - 9),
+    ):
         run_dir.mkdir()
-        command = [sys.executable, "-I", "-S", guard.__file__, str(run_dir), str(os.getpid()), sys.executable, "-c", code]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            guard.__file__,
+            str(run_dir),
+            str(os.getpid()),
+            sys.executable,
+            "-c",
+            code,
+        ]
         assert subprocess.run(command, timeout=10, check=False).returncode == expected
         assert not run_dir.exists()
 
 
 async def test_reasons_are_read_from_the_daemons_words():
-    error = DaemonError("all dials failed\n * [/ip4/1.2.3.4/tcp/5] i/o timeout\n * [/ip4/9.9.9.9/tcp/1] odd")
+    error = DaemonError(
+        "all dials failed\n * [/ip4/1.2.3.4/tcp/5] i/o timeout\n * [/ip4/9.9.9.9/tcp/1] odd"
+    )
     assert connections.why(error, "/ip4/1.2.3.4/tcp/5/p2p/X").startswith("timed out")
-    assert connections.why(DaemonError("what\nnow"), "/ip4/7/p2p/X") == "could not be connected to (now)"
+    assert (
+        connections.why(DaemonError("what\nnow"), "/ip4/7/p2p/X")
+        == "could not be connected to (now)"
+    )
     assert connections.why(ValueError("bad"), "x") == "is not a valid address (bad)"
 
     class Refuses:
@@ -301,13 +346,17 @@ def test_addresses_are_written_and_read_as_libp2p_does():
     plain = to_bytes("/ip4/1.2.3.4/tcp/1")
     assert plain == bytes.fromhex("0401020304060001")
     relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{relay}/p2p-circuit"
-    assert to_bytes(relayed) == plain + bytes.fromhex("a50326") + peer_bytes(relay) + bytes.fromhex("a202")
+    assert to_bytes(relayed) == plain + bytes.fromhex("a50326") + peer_bytes(relay) + bytes.fromhex(
+        "a202"
+    )
     addresses = (
         relayed, f"{relayed}/p2p/{peer}", "/ip6/2001:db8::1/udp/65535/quic-v1", "/ip6/::1/tcp/80/ws",
         "/dns4/node_1.example.org/tcp/443/tls/ws", "/ip4/10.0.0.1/udp/4001/quic",
     )  # fmt: skip
     assert [to_text(to_bytes(address)) for address in addresses] == list(addresses)
-    for address in addresses[2:]:  # hivemind writes a peer id as a CID, which libp2p's Go code does not read
+    for address in addresses[
+        2:
+    ]:  # hivemind writes a peer id as a CID, which libp2p's Go code does not read
         if "_" not in address:
             assert Multiaddr(address).to_bytes() == to_bytes(address)
 
@@ -322,7 +371,18 @@ def test_what_is_no_address_is_refused(wrong):
         to_bytes(wrong)
 
 
-@pytest.mark.parametrize("wrong", ["0401020304060001"[:-2], "04010203", "a503", "a50326aa", "ff", "d1030401020304", "ffffffffff01"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "0401020304060001"[:-2],
+        "04010203",
+        "a503",
+        "a50326aa",
+        "ff",
+        "d1030401020304",
+        "ffffffffff01",
+    ],
+)
 def test_what_is_no_binary_address_is_refused(wrong):
     with pytest.raises(ValueError, match=r"."):
         to_text(bytes.fromhex(wrong))

@@ -18,7 +18,17 @@ from hivemind.proto.dht_pb2 import NodeInfo, PingResponse
 from bench._link import LinkError, Namespaces
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import hivemind_adapter as adapter
-from shoal.swarm.p2p.addresses import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, RELAYED, DialBackoff, peer_bytes
+from shoal.swarm.p2p.addresses import (
+    FIRST,
+    FORGET,
+    LONGEST,
+    MAX_HOSTS,
+    MAX_MET,
+    PORTS,
+    RELAYED,
+    DialBackoff,
+    peer_bytes,
+)
 from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
 from shoal.swarm.p2p.host import Host
 from tests.clocks import Clock
@@ -65,7 +75,9 @@ def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backof
     ],
     ids=["tcp", "quic", "ip6", "mapped", "dns", "relay"],
 )  # fmt: skip
-def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(backoff, clock, pattern):
+def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(
+    backoff, clock, pattern
+):
     ids = itertools.count()
 
     def named():
@@ -85,7 +97,12 @@ def test_keys_of_one_address_range_do_not_push_out_who_was_met_elsewhere(backoff
     backoff.meet(f"peer{2 * MAX_MET - 1}", "192.0.2.1")
     assert len(backoff.met) == MAX_MET
     assert (backoff.met["relayed"], backoff.met["honest"]) == (RELAYED, "198.51.100.2")
-    assert backoff._ranges == {"203.0.0.0/16": MAX_MET - 3, "192.0.0.0/16": 1, "198.51.0.0/16": 1, "relayed": 1}
+    assert backoff._ranges == {
+        "203.0.0.0/16": MAX_MET - 3,
+        "192.0.0.0/16": 1,
+        "198.51.0.0/16": 1,
+        "relayed": 1,
+    }
 
 
 def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):
@@ -131,10 +148,18 @@ def test_faults_that_are_not_the_hosts_do_not_count(clock):
     chosen = f"/ip4/192.0.2.1/tcp/1/p2p/{OWN}"
     backoff = DialBackoff([chosen], clock)
     other = f"/ip4/192.0.2.2/tcp/1/p2p/{OTHER}"
-    backoff.fail(OTHER, [other], "all dials failed\n  * [/ip4/192.0.2.2/tcp/1] connect: network is unreachable")
+    backoff.fail(
+        OTHER,
+        [other],
+        "all dials failed\n  * [/ip4/192.0.2.2/tcp/1] connect: network is unreachable",
+    )
     assert backoff.due(OTHER, [other])
     both = [other, "/ip6/2001:db8::1/tcp/1/p2p/x"]  # of one line it does not follow for the other
-    backoff.fail("x", both, "* [/ip6/2001:db8::1/tcp/1] network is unreachable\n* [/ip4/192.0.2.2/tcp/1] i/o timeout")
+    backoff.fail(
+        "x",
+        both,
+        "* [/ip6/2001:db8::1/tcp/1] network is unreachable\n* [/ip4/192.0.2.2/tcp/1] i/o timeout",
+    )
     assert backoff.due("x", both) == both[1:]
     backoff.fail(OWN, [chosen])
     assert backoff.due(OWN, [chosen])  # the user gave it
@@ -149,7 +174,9 @@ class Silent(Daemon):
 
     async def _ask(self, kind, **fields):
         if kind == "LIST_PEERS":
-            return messages().Response(type=0, peers=[messages().PeerInfo(id=peer_bytes(p), addrs=[]) for p in self.here])
+            return messages().Response(
+                type=0, peers=[messages().PeerInfo(id=peer_bytes(p), addrs=[]) for p in self.here]
+            )
         self.asked.append(len(fields["connect"].addrs))
         if self.hangs:
             await asyncio.Event().wait()
@@ -191,7 +218,10 @@ def test_the_nearest_nodes_are_asked_twice_as_many_as_hold_a_record(monkeypatch)
     node.num_replicas = 5  # hivemind's, which no call of ours changes
     assert asyncio.run(node.get("key", latest=True)) == "found"
     assert asyncio.run(node.get("key", latest=True, beam_size=3)) == "found"
-    assert asked == [(("key",), {"latest": True, "beam_size": 2 * 5}), (("key",), {"latest": True, "beam_size": 3})]
+    assert asked == [
+        (("key",), {"latest": True, "beam_size": 2 * 5}),
+        (("key",), {"latest": True, "beam_size": 3}),
+    ]
 
 
 async def test_a_node_id_that_is_none_counts_as_no_answer():
@@ -263,8 +293,20 @@ def test_peers_that_dial_each_other_at_once_both_get_through():
     peers = []
     try:
         for node in range(2):
-            command, env = [*link.enter(node), sys.executable, "-c", PEER, link.ip(node)], {**os.environ, "PYTHONPATH": str(ROOT)}
-            peers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env))
+            command, env = (
+                [*link.enter(node), sys.executable, "-c", PEER, link.ip(node)],
+                {**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            peers.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=ROOT,
+                    env=env,
+                )
+            )
         places = [json.loads(peer.stdout.readline()) for peer in peers]
         at = time.time() + 0.5
         for peer, place in zip(peers, reversed(places), strict=True):
@@ -278,10 +320,15 @@ def test_peers_that_dial_each_other_at_once_both_get_through():
 
 
 def test_a_peer_does_not_dial_from_the_port_it_listens_on_and_is_remembered_by_that_port():
-    with Host.start(Identity.ephemeral()) as a, Host.start(Identity.ephemeral(), bootstrap=a.addresses()) as b:
+    with (
+        Host.start(Identity.ephemeral()) as a,
+        Host.start(Identity.ephemeral(), bootstrap=a.addresses()) as b,
+    ):
         (p2pd,) = psutil.Process(b._supervisor.daemon._child.pid).children()
         theirs, ours = (int(host.addresses()[0].split("/")[4]) for host in (a, b))
-        used = [c.laddr.port for c in p2pd.net_connections("tcp") if c.raddr and c.raddr.port == theirs]
+        used = [
+            c.laddr.port for c in p2pd.net_connections("tcp") if c.raddr and c.raddr.port == theirs
+        ]
         assert used
         assert ours not in used
         assert a.call(a._supervisor.daemon.where(b.peer_id), 60) == b.addresses()

@@ -60,7 +60,9 @@ def test_a_message_both_ways_and_8_mb(two):
         await swap(stream, theirs, got)
 
     async def swap(stream, out, into):
-        await stream.swap(memoryview(out), memoryview(into), chunk_timeout=5, deadline=time.monotonic() + 20)
+        await stream.swap(
+            memoryview(out), memoryview(into), chunk_timeout=5, deadline=time.monotonic() + 20
+        )
 
     async def take():
         stream = await b.open(a.peer_id, "/test/bulk/1", timeout=30)
@@ -93,11 +95,16 @@ def test_peers_are_found_by_address():
 
 def test_open_says_why_it_failed(two):
     a, b = two
-    with pytest.raises(NetworkError, match="does not offer /nothing/1: it is not ready, or its shoal is of another version"):
+    with pytest.raises(
+        NetworkError,
+        match="does not offer /nothing/1: it is not ready, or its shoal is of another version",
+    ):
         b.call(b.open(a.peer_id, "/nothing/1", timeout=30), 60)
     nobody = Identity.ephemeral().peer_id
     with pytest.raises(NetworkError, match=f"{nobody[-8:]} refused the connection"):
-        b.call(b.open(nobody, ECHO, addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"], timeout=30), 60)
+        b.call(
+            b.open(nobody, ECHO, addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}"], timeout=30), 60
+        )
     with pytest.raises(NetworkError):
         b.call(b.open("not a peer id", ECHO, timeout=30), 60)
 
@@ -123,7 +130,9 @@ def test_a_failing_handler_ends_its_stream_and_nothing_else(two, caplog):
     for protocol in ("/test/fail/1", "/test/refuse/1"):
         with pytest.raises(NetworkError, match="ended early"):
             b.call(call(protocol), 60)
-    assert [r.levelname for r in caplog.records if "answering /test/fail/1 of peer" in r.getMessage()] == ["WARNING"]
+    assert [
+        r.levelname for r in caplog.records if "answering /test/fail/1 of peer" in r.getMessage()
+    ] == ["WARNING"]
     assert b.call(ask(b, a.peer_id), 60) == b"hello"
 
 
@@ -148,7 +157,10 @@ def test_one_peer_cannot_take_all_handlers(two):
 def test_where_a_peer_is_is_known_once_it_was_dialled_or_a_stream_to_it_opened(two):
     a, b = two
     gone = Identity.ephemeral().peer_id
-    for work in (b.locate([(gone, ["/ip4/127.0.0.1/tcp/1"]), (a.peer_id, a.addresses()), ("none", ())], 20), ask(b, a.peer_id)):
+    for work in (
+        b.locate([(gone, ["/ip4/127.0.0.1/tcp/1"]), (a.peer_id, a.addresses()), ("none", ())], 20),
+        ask(b, a.peer_id),
+    ):
         b._supervisor.backoff.met.clear()
         b.call(work, 60)
         assert b.met == {a.peer_id: "127.0.0.1"}
@@ -275,7 +287,10 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
             b.call(new(), 60)
         except NetworkError as error:  # b's daemon may have dialled while there was nobody, and then does not for five seconds
             # By a connection to the dead one, or its dial.
-            if not any(said in str(error) for said in ("did not answer lately", "ended early", "did not open a stream")):
+            if not any(
+                said in str(error)
+                for said in ("did not answer lately", "ended early", "did not open a stream")
+            ):
                 raise
             return False
         return True
@@ -328,7 +343,9 @@ def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
     def answers():
         try:
             return b.call(ask(b, a.peer_id), 60) == b"hello"
-        except NetworkError:  # it tried while the daemon was down, and libp2p does not try again for 5 s
+        except (
+            NetworkError
+        ):  # it tried while the daemon was down, and libp2p does not try again for 5 s
             return False
 
     until(answers)
@@ -336,7 +353,11 @@ def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
 
 def test_the_swarm_is_found_again_through_remembered_peers():
     """Let the bootstrap peer be gone for good when the daemon dies, while a third peer is known."""
-    with start() as first, start(bootstrap=first.addresses()) as b, start(bootstrap=first.addresses()) as c:
+    with (
+        start() as first,
+        start(bootstrap=first.addresses()) as b,
+        start(bootstrap=first.addresses()) as c,
+    ):
         b.serve(ECHO, echo)
         c.remember(b.addresses())
         first.close()
@@ -363,7 +384,9 @@ def test_an_address_that_no_record_could_hold_is_not_announced(announced, says):
 def test_an_address_by_a_relay_with_a_long_name_is_left_out(monkeypatch):
     with start() as a:
         (own, *_) = a.addresses()
-        long = f"/dns4/{'.'.join(['a' * 50] * 3)}/tcp/4001/p2p/{a.peer_id}/p2p-circuit/p2p/{a.peer_id}"
+        long = (
+            f"/dns4/{'.'.join(['a' * 50] * 3)}/tcp/4001/p2p/{a.peer_id}/p2p-circuit/p2p/{a.peer_id}"
+        )
         monkeypatch.setattr(a._supervisor, "addresses", (long, own))
         assert a.addresses() == (own,)
 
@@ -375,7 +398,9 @@ def test_announced_addresses_replace_the_own():
         (listen,) = a._supervisor._listen
         with start() as b:
             a.serve(ECHO, echo)
-            assert b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 60) == b"hello"
+            assert (
+                b.call(ask(b, a.peer_id, addresses=[f"{listen}/p2p/{a.peer_id}"]), 60) == b"hello"
+            )
 
 
 def test_close_needs_no_force_and_is_final_and_repeatable(two, caplog):
@@ -408,7 +433,12 @@ def test_close_does_not_wait_for_a_stuck_loop(two):
 
 
 def test_a_host_imports_while_its_daemon_starts_and_meets_the_swarm_after(monkeypatch):
-    launch, join, launched, done = DaemonSupervisor._launch, hivemind_adapter.join_dht, threading.Event(), []
+    launch, join, launched, done = (
+        DaemonSupervisor._launch,
+        hivemind_adapter.join_dht,
+        threading.Event(),
+        [],
+    )
 
     async def noted_launch(*arguments):
         daemon = await launch(*arguments)
@@ -497,9 +527,17 @@ def test_dials_whose_time_is_over_while_the_machine_stands_still_reach_nobody_an
             stood[0] += 60.0  # for so long nothing runs
             await asyncio.Event().wait()
 
-        options = HostOptions((), (), (f"/ip4/192.0.2.1/tcp/1/p2p/{peer}",), None, False, "off", "a swarm", True)
-        supervisor = DaemonSupervisor(me, options, Peerstore(me.peer_id, None, "a swarm"), lambda peer, size: "")
-        supervisor.daemon, supervisor.dht, supervisor._down = SimpleNamespace(connect=connect), object(), loop.create_future()
+        options = HostOptions(
+            (), (), (f"/ip4/192.0.2.1/tcp/1/p2p/{peer}",), None, False, "off", "a swarm", True
+        )
+        supervisor = DaemonSupervisor(
+            me, options, Peerstore(me.peer_id, None, "a swarm"), lambda peer, size: ""
+        )
+        supervisor.daemon, supervisor.dht, supervisor._down = (
+            SimpleNamespace(connect=connect),
+            object(),
+            loop.create_future(),
+        )
         await supervisor.bootstrapper.meet(options.bootstrap)
         await supervisor.bootstrapper.find_seeds()
         assert dialled == [peer, peer]

@@ -22,7 +22,9 @@ def at(peer, host=1, port=4001):
 def test_what_was_met_is_there_in_the_next_run(tmp_path):
     path = tmp_path / "run" / "peers.json"
     first = Peerstore(OWN, path, SWARM)
-    first.remember([at(OTHER), at(OTHER, 2), at(OWN), "junk", "/ip4/1.2.3.4/tcp/70000/p2p/" + THIRD])
+    first.remember(
+        [at(OTHER), at(OTHER, 2), at(OWN), "junk", "/ip4/1.2.3.4/tcp/70000/p2p/" + THIRD]
+    )
     first.remember([at(THIRD, 3)])
     first.save()
     again = Peerstore(OWN, path, SWARM)
@@ -51,10 +53,22 @@ def test_the_own_port_is_there_in_the_next_run(tmp_path):
 def test_the_port_of_before_is_taken_if_any_will_do():
     wanted, before = ("/ip4/127.0.0.1/tcp/0",), "/ip4/127.0.0.1/tcp/4001"
     assert as_before(wanted, (before,)) == (before,)
-    for other in ((), (before, before), ("/ip4/127.0.0.2/tcp/4001",), ("/ip4/127.0.0.1/udp/4001",), ("junk",), (before + "/ws",)):
+    for other in (
+        (),
+        (before, before),
+        ("/ip4/127.0.0.2/tcp/4001",),
+        ("/ip4/127.0.0.1/udp/4001",),
+        ("junk",),
+        (before + "/ws",),
+    ):
         assert as_before(wanted, other) == wanted
-    assert as_before(("/ip4/127.0.0.1/tcp/1",), (before,)) == ("/ip4/127.0.0.1/tcp/1",)  # another port was asked for
-    assert as_before((before + "/ws", wanted[0]), (before + "/ws", before)) == (before + "/ws", before)
+    assert as_before(("/ip4/127.0.0.1/tcp/1",), (before,)) == (
+        "/ip4/127.0.0.1/tcp/1",
+    )  # another port was asked for
+    assert as_before((before + "/ws", wanted[0]), (before + "/ws", before)) == (
+        before + "/ws",
+        before,
+    )
 
 
 def test_a_relayed_address_survives(tmp_path):
@@ -73,7 +87,9 @@ def test_it_is_bounded_and_the_newest_stay():
         known.remember(at(peer, host) for host in range(1, 9))
     known.remember([at(peers[5], 99)])
     assert peers[4] not in known
-    assert known.addresses()[: MAX_EACH + 1] == [at(peers[5], h) for h in (99, 1, 2, 3)] + [at(peers[-1], 1)]
+    assert known.addresses()[: MAX_EACH + 1] == [at(peers[5], h) for h in (99, 1, 2, 3)] + [
+        at(peers[-1], 1)
+    ]
     assert len(known.addresses()) == MAX_PEERS * MAX_EACH
 
 
@@ -83,7 +99,9 @@ def test_peers_that_answered_keep_their_places_however_many_others_are_heard_of(
     known.remember([at(OTHER), at(THIRD, 2)])
     known.learn([OTHER])
     for number in range(10):
-        known.remember(at(Identity.ephemeral().peer_id, number, port) for port in range(1, MAX_PEERS))
+        known.remember(
+            at(Identity.ephemeral().peer_id, number, port) for port in range(1, MAX_PEERS)
+        )
     assert OTHER in known
     assert THIRD not in known
 
@@ -126,7 +144,11 @@ def test_the_address_that_answered_is_kept_and_known_in_the_next_run(tmp_path):
 @pytest.mark.parametrize("when", ["x", None, 10**400, -(10**400), 1.5, [1]], ids=range(6))
 def test_a_time_that_cannot_be_does_no_harm(tmp_path, when):
     path = tmp_path / "peers.json"
-    path.write_text(json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "answered": {at(OTHER): when, "x": 1}}))
+    path.write_text(
+        json.dumps(
+            {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "answered": {at(OTHER): when, "x": 1}}
+        )
+    )
     known = Peerstore(OWN, path, SWARM)
     assert known.addresses() in ([at(OTHER)], [])
     known.remember([at(THIRD, 3)])
@@ -145,7 +167,12 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     assert known.addresses() == []
     known.remember([at(OTHER)])
     known.save()
-    assert json.loads(path.read_text()) == {"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}, "listened": [], "answered": {}}
+    assert json.loads(path.read_text()) == {
+        "swarm": SWARM,
+        "peers": {OTHER: [at(OTHER)]},
+        "listened": [],
+        "answered": {},
+    }
     assert all(r.levelno == logging.WARNING for r in caplog.records if r.name.startswith("shoal"))
 
 
@@ -164,7 +191,9 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     assert "were not saved" in caplog.text
 
 
-addresses = st.sampled_from([OTHER, THIRD]).flatmap(lambda p: st.builds(at, st.just(p), st.integers(1, 250))) | st.text(max_size=40)
+addresses = st.sampled_from([OTHER, THIRD]).flatmap(
+    lambda p: st.builds(at, st.just(p), st.integers(1, 250))
+) | st.text(max_size=40)
 
 
 @given(st.lists(st.lists(addresses, max_size=6), max_size=6))

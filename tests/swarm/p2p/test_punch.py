@@ -16,7 +16,17 @@ from shoal.swarm.p2p.connections import beside
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import ResourceManager
-from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, tell_seen, usable
+from shoal.swarm.p2p.punch import (
+    ALL,
+    EACH,
+    HOST,
+    PUNCH_PROTOCOL,
+    Punch,
+    Puncher,
+    Seen,
+    tell_seen,
+    usable,
+)
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack
@@ -37,21 +47,36 @@ def at_once(monkeypatch):
 def asked(by, of, side=None, address=THERE, key=None):
     """Return the message of ``by``, whose second daemon has the identity ``side``, for ``of``; signed with ``key``."""
     side = side or Identity.ephemeral()
-    return pack(Punch(peer=side.peer_id, addresses=(address,), proof=(key or side).sign(PUNCH_PROTOCOL, f"{by} {of}".encode())))
+    return pack(
+        Punch(
+            peer=side.peer_id,
+            addresses=(address,),
+            proof=(key or side).sign(PUNCH_PROTOCOL, f"{by} {of}".encode()),
+        )
+    )
 
 
 class FakeDaemon:
     """The second daemon: its dials, who is connected to it, and what it serves."""
 
     def __init__(self, identity, own):
-        self.peer_id, self.own, self.here, self.dialled, self.served = identity.peer_id, own, {SEED}, [], {}
+        self.peer_id, self.own, self.here, self.dialled, self.served = (
+            identity.peer_id,
+            own,
+            {SEED},
+            [],
+            {},
+        )
         self.gone, self.nobody, self.hangs = asyncio.Event(), False, False
 
     async def peers(self):
         return tuple(self.here)
 
     async def addresses(self):
-        return (f"/ip4/192.168.1.2/udp/4001/quic-v1/p2p/{self.peer_id}", *(f"{a}/p2p/{self.peer_id}" for a in self.own))
+        return (
+            f"/ip4/192.168.1.2/udp/4001/quic-v1/p2p/{self.peer_id}",
+            *(f"{a}/p2p/{self.peer_id}" for a in self.own),
+        )
 
     async def connect(self, peer, addresses, *, seconds):
         if peer == SEED:
@@ -140,7 +165,10 @@ async def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
     daemon = SimpleNamespace(ways=lambda: asyncio.sleep(0, {FIRST: ways}))
     mine, theirs = stream_pair()
     await tell_seen(daemon, Stream(FIRST, *theirs, TrafficMeter(), "9.9.9.9"))
-    assert unpack(await Stream(SEED, *mine, TrafficMeter()).receive(Seen.LIMIT, 5), Seen).address == told
+    assert (
+        unpack(await Stream(SEED, *mine, TrafficMeter()).receive(Seen.LIMIT, 5), Seen).address
+        == told
+    )
 
 
 @pytest.mark.parametrize(("address", "may"), [
@@ -177,7 +205,9 @@ async def test_a_member_is_answered_and_dialled_at_once(world):
     ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
     ("not public", lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")}),
 ])  # fmt: skip
-async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(world, caplog, why, request_of):
+async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(
+    world, caplog, why, request_of
+):
     for _ in range(3):
         with caplog.at_level(logging.WARNING), pytest.raises(NetworkError, match=why):
             await world.asks(**request_of())
@@ -189,7 +219,11 @@ async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(world
 async def test_a_thousand_requests_are_six_and_two_dials_of_one_host(world, caplog):
     for number in range(1000):
         with contextlib.suppress(NetworkError):
-            await world.asks(asked(SECOND, FIRST, address=f"/ip4/8.8.8.{number // 3}/udp/{2000 + number}/quic-v1"))
+            await world.asks(
+                asked(
+                    SECOND, FIRST, address=f"/ip4/8.8.8.{number // 3}/udp/{2000 + number}/quic-v1"
+                )
+            )
     hosts = [address.split("/")[2] for address in world.started[0].dialled]
     assert hosts == ["8.8.8.0"] * HOST + ["8.8.8.1"] * HOST
     assert len(hosts) + 2 == EACH
@@ -307,7 +341,10 @@ async def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, mo
     assert await world.puncher.open(SECOND, "/x/1")
     assert world.puncher.wanted(SECOND)
     world.started[0].hangs = True
-    assert await asyncio.gather(*(world.puncher.open(SECOND, "/x/1") for _ in range(2))) == [None, None]
+    assert await asyncio.gather(*(world.puncher.open(SECOND, "/x/1") for _ in range(2))) == [
+        None,
+        None,
+    ]
     world.started[0].hangs = False
     assert await world.puncher.open(SECOND, "/x/1") is None
     assert SECOND in world.puncher.reached, "still connected, so it is not asked again"
@@ -331,8 +368,12 @@ async def test_a_second_daemon_that_serves_not_all_is_ended(world, monkeypatch):
     assert "/x/1" in world.started[1].served
 
 
-@pytest.mark.parametrize(("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"])
-async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(monkeypatch, me, other):
+@pytest.mark.parametrize(
+    ("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"]
+)
+async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(
+    monkeypatch, me, other
+):
     world = World(monkeypatch, me, other)
 
     await world.puncher._try(other)
@@ -365,7 +406,10 @@ async def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_a
     assert world.puncher.daemon is None
     await world.puncher._ask(world.other)
     assert ways.rate() == 0
-    for side, left in ((world.side.peer_id, 9e5), (Identity.ephemeral().peer_id, 0)):  # the second: it has moved
+    for side, left in (
+        (world.side.peer_id, 9e5),
+        (Identity.ephemeral().peer_id, 0),
+    ):  # the second: it has moved
         ways.note(world.other, False, 9e5)
         await world.puncher._dial(world.other, SimpleNamespace(peer=side, addresses=[THERE]))
         assert ways.rate() == left

@@ -38,7 +38,10 @@ PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
 
 @pytest.fixture(scope="module")
 def pair():
-    with Host.start(Identity.ephemeral()) as callee, Host.start(Identity.ephemeral(), bootstrap=callee.addresses()) as caller:
+    with (
+        Host.start(Identity.ephemeral()) as callee,
+        Host.start(Identity.ephemeral(), bootstrap=callee.addresses()) as caller,
+    ):
         callee.serve(DIAL_PROTOCOL, ReachabilityProbe(clock=lambda: 1000.0).answer)
         callee.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
         yield caller, callee.peer_id
@@ -69,13 +72,21 @@ def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
 
     async def work():
         async with listen_for_dial_back() as (port, token):
-            right = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
-            wrong = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, bytes(16)))
+            right = await opened(
+                caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token)
+            )
+            wrong = await opened(
+                caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, bytes(16))
+            )
         closed = await opened(caller, peer, DIAL_PROTOCOL, lambda stream: ask(stream, port, token))
         return right, wrong, closed
 
     right, wrong, closed = caller.call(work(), 60)
-    assert [seen.outcome for seen in (right, wrong, closed)] == ["reached", "unreached", "unreached"]
+    assert [seen.outcome for seen in (right, wrong, closed)] == [
+        "reached",
+        "unreached",
+        "unreached",
+    ]
     assert {seen.address for seen in (right, wrong, closed)} == {"127.0.0.1"}
 
 

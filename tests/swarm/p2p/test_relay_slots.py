@@ -16,7 +16,9 @@ from shoal.swarm.p2p.daemon import Daemon, DaemonError
 from shoal.swarm.p2p.daemon_process import options
 
 ME, SEED, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(4))
-AT = {peer: f"/ip4/203.0.113.{n}/tcp/4001/p2p/{peer}" for n, peer in enumerate((SEED, OTHER, THIRD))}
+AT = {
+    peer: f"/ip4/203.0.113.{n}/tcp/4001/p2p/{peer}" for n, peer in enumerate((SEED, OTHER, THIRD))
+}
 GRANTED, FULL = bytes([4, 8, 2, 40, 100]), bytes([5, 8, 2, 40, 201, 1])
 CIRCUIT = [f"{AT[SEED]}/p2p-circuit/p2p/{ME}"]
 
@@ -98,7 +100,13 @@ def test_no_relay_is_asked_until_libp2p_has_found_that_nobody_can_dial_this_node
 def test_a_node_that_libp2p_has_dialled_after_all_gives_its_slots_up(monkeypatch):
     world = World(monkeypatch)
     hidden, opened = ["/ip4/192.168.0.7/tcp/1/p2p/" + ME], ["/ip4/9.9.9.9/tcp/1/p2p/" + ME]
-    for known, slots in ((CIRCUIT, CIRCUIT), (hidden, CIRCUIT), (hidden + CIRCUIT, CIRCUIT), (hidden + opened, []), (hidden, [])):
+    for known, slots in (
+        (CIRCUIT, CIRCUIT),
+        (hidden, CIRCUIT),
+        (hidden + CIRCUIT, CIRCUIT),
+        (hidden + opened, []),
+        (hidden, []),
+    ):
         world.look(known=known)
         assert world.slots.addresses() == slots
     world.look(known=CIRCUIT)
@@ -148,7 +156,9 @@ def test_the_address_of_this_machine_is_there_and_another_is_not():
     assert connections.is_gone("203.0.113.77")
 
 
-def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(monkeypatch):
+def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(
+    monkeypatch,
+):
     world = World(monkeypatch, needed=True)
     world.look()
     world.goes(SEED)
@@ -178,11 +188,15 @@ def test_where_one_relay_stays_away_the_next_one_takes_its_place(monkeypatch):
     assert sorted(world.at()) == sorted([OTHER, THIRD])
 
 
-def test_a_daemon_that_puts_off_a_relay_that_answers_is_restarted_but_not_again_and_again(monkeypatch):
+def test_a_daemon_that_puts_off_a_relay_that_answers_is_restarted_but_not_again_and_again(
+    monkeypatch,
+):
     world = World(monkeypatch, needed=True)
     world.goes(SEED)
     world.daemon.refusal = "failed to dial: dial backoff"
-    assert not any(world.look() for _ in range(20))  # it does not answer, so a restart would not help
+    assert not any(
+        world.look() for _ in range(20)
+    )  # it does not answer, so a restart would not help
     world.up.add(AT[SEED])
     looks = [world.look() for _ in range(100)]
     assert [at * 5 for at, restart in enumerate(looks) if restart] == [STUCK_S, STUCK_S + RESTART_S]
@@ -193,7 +207,9 @@ def test_a_relay_that_has_no_slot_left_is_no_reason_for_a_restart(monkeypatch):
     world.daemon.answers[SEED] = FULL
     assert not any(world.look() for _ in range(100))
     assert world.at() == []
-    assert len(world.daemon.asked) == 9  # in 500 seconds: members relay too, but not for who comes over a relay
+    assert (
+        len(world.daemon.asked) == 9
+    )  # in 500 seconds: members relay too, but not for who comes over a relay
 
 
 def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
@@ -206,7 +222,16 @@ def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", b"\x04", b"\xff\xff\xff\x7f", b"\x02\x08\x02", b"\x03\xff\xff\xff", b"\x04\x2a\x02\x00\x01", FULL]
+    "answer",
+    [
+        b"",
+        b"\x04",
+        b"\xff\xff\xff\x7f",
+        b"\x02\x08\x02",
+        b"\x03\xff\xff\xff",
+        b"\x04\x2a\x02\x00\x01",
+        FULL,
+    ],
 )
 async def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expected(answer):
     daemon = FakeDaemon()
@@ -217,13 +242,16 @@ async def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expe
 
 def limited(data, seconds=120):
     """Return a relay's answer: a slot whose connections end after ``data`` bytes, below 2^28, or ``seconds``."""
-    limit = bytes([8, seconds, 16, *(data >> shift & 127 | 128 for shift in (0, 7, 14)), data >> 21])
+    limit = bytes(
+        [8, seconds, 16, *(data >> shift & 127 | 128 for shift in (0, 7, 14)), data >> 21]
+    )
     answer = bytes([8, 2, 34, len(limit), *limit, 40, 100])
     return bytes([len(answer), *answer])
 
 
 @pytest.mark.parametrize(
-    ("answer", "most"), [(GRANTED, float("inf")), (limited(131072), 131072), (limited(200_000_000), 200_000_000)]
+    ("answer", "most"),
+    [(GRANTED, float("inf")), (limited(131072), 131072), (limited(200_000_000), 200_000_000)],
 )
 async def test_a_slot_says_after_how_many_bytes_a_connection_ends(answer, most):
     daemon = FakeDaemon()
@@ -231,7 +259,10 @@ async def test_a_slot_says_after_how_many_bytes_a_connection_ends(answer, most):
     assert await reserve(daemon, SEED) == most
 
 
-@pytest.mark.parametrize(("answers", "starts"), [([None], 1), ([limited(131072), GRANTED], 2), ([limited(131072)] * 9, 6)])
+@pytest.mark.parametrize(
+    ("answers", "starts"),
+    [([None], 1), ([limited(131072), GRANTED], 2), ([limited(131072)] * 9, 6)],
+)
 def test_a_daemon_that_cuts_off_what_it_forwards_is_started_anew(monkeypatch, answers, starts):
     launched, ended = [], []
 
@@ -253,7 +284,9 @@ def test_a_daemon_that_cuts_off_what_it_forwards_is_started_anew(monkeypatch, an
     monkeypatch.setattr(connections.Daemon, "launch", launch)
     monkeypatch.setattr(connections, "ASK_S", 0.1)
     listen = ["/ip4/0.0.0.0/tcp/4001"]
-    daemon = asyncio.run(connections.launch_relay(Identity.ephemeral(), listen=listen, relay="auto"))
+    daemon = asyncio.run(
+        connections.launch_relay(Identity.ephemeral(), listen=listen, relay="auto")
+    )
     assert daemon is launched[-1]
     assert len(launched) == starts
     assert [one for one in ended if one in launched] == launched[:-1]
@@ -268,8 +301,13 @@ def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
     assert asyncio.run(connections.launch_relay(Identity.ephemeral(), listen=listen)) == listen
 
 
-@pytest.mark.parametrize(("error", "ended"), [(StartupError("no second daemon"), []), (asyncio.CancelledError(), ["ended"])])
-async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off_it_ends(monkeypatch, error, ended):
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [(StartupError("no second daemon"), []), (asyncio.CancelledError(), ["ended"])],
+)
+async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off_it_ends(
+    monkeypatch, error, ended
+):
     found = []
 
     async def launch(identity, *, relay, **chosen):
@@ -284,7 +322,9 @@ async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_call
         return daemon
 
     monkeypatch.setattr(connections.Daemon, "launch", launch)
-    starting = connections.launch_relay(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto")
+    starting = connections.launch_relay(
+        Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto"
+    )
     with pytest.raises(asyncio.CancelledError) if ended else contextlib.nullcontext():
         await starting
     assert found == ended
@@ -294,12 +334,18 @@ async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_call
 async def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
     """With its option -relay=0 alone p2pd gave slots all the same, and cut what it forwarded off after 128 KiB."""
 
-    there = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/0"], public=True, relay=relay)
+    there = await Daemon.launch(
+        Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/0"], public=True, relay=relay
+    )
     here = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
     try:
         local = [address for address in await there.addresses() if "/127.0.0.1/" in address]
         await here.connect(there.peer_id, local)
-        with contextlib.nullcontext() if slot else pytest.raises(DaemonError, match="protocols not supported"):
+        with (
+            contextlib.nullcontext()
+            if slot
+            else pytest.raises(DaemonError, match="protocols not supported")
+        ):
             assert await reserve(here, there.peer_id) > 0
     finally:
         await here.shutdown()
@@ -340,7 +386,9 @@ def test_options_about_relays(given, expected):
 
     found = of("/ip4/0.0.0.0/tcp/1")
     about = ("-trustedRelays", "-forceReachabilityPrivate", "-forceReachabilityPublic")
-    assert {key: value for key, value in found.items() if key in expected or key in about} == expected
+    assert {
+        key: value for key, value in found.items() if key in expected or key in about
+    } == expected
     # On loopback nobody is private or public.
     assert not {key for key in of("/ip4/127.0.0.1/tcp/1") if key in about}
 
@@ -351,6 +399,8 @@ def test_options_about_relays(given, expected):
     (["/ip4/127.0.0.1/tcp/1"], [], "0"), (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
     (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
 ])  # fmt: skip
-def test_a_router_is_asked_to_open_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(listen, announce, expected):
+def test_a_router_is_asked_to_open_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(
+    listen, announce, expected
+):
     said = options(control="/unix/x", key=Path("k"), listen=listen, announce=announce)
     assert [option for option in said if "natPortMap" in option] == [f"-natPortMap={expected}"]

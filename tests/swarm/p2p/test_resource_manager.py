@@ -53,7 +53,9 @@ def test_one_peer_has_few_streams_at_a_time_and_strangers_few_of_all():
     at, _ = resource_manager(Rates())
     members = {f"m{i}" for i in range(MAX_HANDLERS)}
     at.known = members.__contains__
-    assert [at.acquire(Caller("m0"), ECHO) for _ in range(MAX_HANDLERS_PER_PEER + 1)] == [""] * MAX_HANDLERS_PER_PEER + ["crowded"]
+    assert [at.acquire(Caller("m0"), ECHO) for _ in range(MAX_HANDLERS_PER_PEER + 1)] == [
+        ""
+    ] * MAX_HANDLERS_PER_PEER + ["crowded"]
     said = [at.acquire(Caller(f"s{i}"), ECHO) for i in range(MAX_STRANGERS + 1)]
     assert said == [""] * MAX_STRANGERS + ["crowded"]
     assert at.acquire(Caller("m1"), ECHO) == ""  # strangers cannot keep a member out
@@ -69,12 +71,20 @@ def test_members_that_hold_all_their_streams_do_not_keep_out_one_that_has_none()
     at, _ = resource_manager(Rates())
     at.known = lambda peer: not peer.startswith("stranger")
     hostile = [f"hostile{number}" for number in range(100)]
-    held = [peer for _ in range(MAX_HANDLERS_PER_PEER) for peer in hostile if not at.acquire(Caller(peer), ECHO)]
+    held = [
+        peer
+        for _ in range(MAX_HANDLERS_PER_PEER)
+        for peer in hostile
+        if not at.acquire(Caller(peer), ECHO)
+    ]
     assert len(held) == MAX_HANDLERS
     assert at.acquire(Caller("honest"), ECHO) == ""
     assert at.acquire(Caller("honest"), ECHO) == "crowded"
     assert at.acquire(Caller("stranger"), ECHO) == "crowded"
-    assert sum(not at.acquire(Caller(f"late{number}"), ECHO) for number in range(1000)) == MAX_FIRST - 1
+    assert (
+        sum(not at.acquire(Caller(f"late{number}"), ECHO) for number in range(1000))
+        == MAX_FIRST - 1
+    )
     assert at._busy.total() == MAX_HANDLERS + MAX_FIRST
 
 
@@ -95,10 +105,16 @@ def test_a_crowded_range_of_strangers_or_of_members_gives_a_stream_up_to_another
     at, _ = resource_manager(Rates())
     at.known = lambda peer: peer.startswith("member")
     crowd = [Caller(f"s{n}", "10.1.0.1") for n in range(MAX_STRANGERS)]
-    crowd += [Caller(f"member{n}", "10.1.0.1") for n in range(MAX_HANDLERS + MAX_FIRST - MAX_STRANGERS)]
+    crowd += [
+        Caller(f"member{n}", "10.1.0.1") for n in range(MAX_HANDLERS + MAX_FIRST - MAX_STRANGERS)
+    ]
     assert not any(at.acquire(each, ECHO) for each in crowd)
     assert at.acquire(Caller("s", "10.1.0.2"), ECHO) == "crowded"
-    assert at.acquire(Caller("s", "10.2.0.1"), ECHO) == "" != at.acquire(Caller("member", "10.1.0.1"), ECHO)
+    assert (
+        at.acquire(Caller("s", "10.2.0.1"), ECHO)
+        == ""
+        != at.acquire(Caller("member", "10.1.0.1"), ECHO)
+    )
     assert at.acquire(Caller("member", "10.2.0.1"), ECHO) == ""
     assert [n for n, each in enumerate(crowd) if each.aborted] == [0, 1]
     at.release(crowd[0], ECHO, 0)
@@ -130,7 +146,9 @@ def test_streams_and_calls_have_a_rate():
     assert burst("a", 30) == 20
     assert burst("b", 30) == 20
     assert burst("c", 30) == 10  # all of their range together
-    assert at.acquire(Caller("d", "10.2.0.1"), ECHO) == ""  # the fault: ten keys of one host used up what all may open
+    assert (
+        at.acquire(Caller("d", "10.2.0.1"), ECHO) == ""
+    )  # the fault: ten keys of one host used up what all may open
     clock.now += 30
     assert burst("a", 30) == 10
     assert [at.calls("a", 100) for _ in range(6)] == [""] * 5 + ["rate"]
@@ -140,7 +158,9 @@ def test_streams_and_calls_have_a_rate():
 
 def test_a_further_request_on_a_stream_counts_as_one_on_a_new_stream():
     """Also of a peer that has all the streams that it may have."""
-    at, _ = resource_manager(Rates(streams=MAX_HANDLERS_PER_PEER + 3), access_policy=AccessPolicy("me"))
+    at, _ = resource_manager(
+        Rates(streams=MAX_HANDLERS_PER_PEER + 3), access_policy=AccessPolicy("me")
+    )
     streams = [Caller("a") for _ in range(MAX_HANDLERS_PER_PEER)]
     assert {at.acquire(stream, ECHO) for stream in streams} == {""}
     assert [at.renew(streams[0], ECHO) for _ in range(4)] == [True, True, True, False]
@@ -173,10 +193,14 @@ def test_a_debt_is_paid_before_more_is_given():
 
 
 def test_who_is_denied_gets_nothing():
-    at, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(deny=frozenset({"a"}))))
+    at, _ = resource_manager(
+        access_policy=AccessPolicy("me", lists=PeerLists(deny=frozenset({"a"})))
+    )
     assert at.acquire(Caller("a"), "/shoal/manifest/1") == "denied"
     assert at.calls("a", 1) == "denied"
-    picky, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(allow=frozenset({"a"}))))
+    picky, _ = resource_manager(
+        access_policy=AccessPolicy("me", lists=PeerLists(allow=frozenset({"a"})))
+    )
     assert [picky.acquire(Caller("b"), "/shoal/manifest/1"), picky.acquire(Caller("b"), ECHO), picky.calls("b", 1)] == [
         "", "denied", "",
     ]  # fmt: skip
@@ -208,7 +232,9 @@ def test_who_opens_streams_without_end_is_cut_off_and_the_others_are_served(thre
     async def flood():
         served = ended = 0
         for _ in range(25):
-            said = await asyncio.gather(*(ask(flooder, victim.peer_id) for _ in range(8)), return_exceptions=True)
+            said = await asyncio.gather(
+                *(ask(flooder, victim.peer_id) for _ in range(8)), return_exceptions=True
+            )
             served += said.count(b"hello")
             ended += sum(isinstance(answer, NetworkError) for answer in said)
         return served, ended
@@ -231,7 +257,10 @@ def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three
 
     victim.serve("/test/slow/1", wait_for_ever)
 
-    held = [slow.call(slow.open(victim.peer_id, "/test/slow/1", timeout=30), 60) for _ in range(MAX_HANDLERS_PER_PEER + 10)]
+    held = [
+        slow.call(slow.open(victim.peer_id, "/test/slow/1", timeout=30), 60)
+        for _ in range(MAX_HANDLERS_PER_PEER + 10)
+    ]
     until(lambda: victim.resource_manager.refused().get("crowded", 0) >= 10)
     assert honest.call(ask(honest, victim.peer_id), 60) == b"hello"
     assert victim.resource_manager._busy[slow.peer_id] == MAX_HANDLERS_PER_PEER < len(held)
@@ -244,12 +273,17 @@ def test_calls_to_the_dht_node_are_bounded_and_who_is_denied_makes_none(three):
 
     async def pings():
         node = caller._supervisor.running_dht()
-        return [await node.protocol.call_ping(PeerID.from_base58(victim.peer_id)) is not None for _ in range(6)]
+        return [
+            await node.protocol.call_ping(PeerID.from_base58(victim.peer_id)) is not None
+            for _ in range(6)
+        ]
 
     assert caller.call(pings(), 60) == [True] * 3 + [False] * 3
     assert victim.resource_manager.refused() == {"rate": 3}
     victim.resource_manager._calls = TokenBuckets(RateLimit(messages=1000, senders=8))
-    victim.resource_manager.access_policy = AccessPolicy(victim.peer_id, lists=PeerLists(deny=frozenset({caller.peer_id})))
+    victim.resource_manager.access_policy = AccessPolicy(
+        victim.peer_id, lists=PeerLists(deny=frozenset({caller.peer_id}))
+    )
     assert caller.call(pings(), 60) == [False] * 6
     assert victim.resource_manager.refused() == {"rate": 3, "denied": 6}
     assert honest.call(ask(honest, victim.peer_id), 60) == b"hello"

@@ -22,7 +22,10 @@ PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 async def pair():
     """Yield both ends of a stream, for 30 seconds at most."""
     async with asyncio.timeout(30):
-        ends = [Stream(PEER, *await asyncio.open_connection(sock=end), TrafficMeter()) for end in socket.socketpair()]
+        ends = [
+            Stream(PEER, *await asyncio.open_connection(sock=end), TrafficMeter())
+            for end in socket.socketpair()
+        ]
         try:
             yield ends
         finally:
@@ -39,11 +42,16 @@ async def swap(stream, out, into, **options):
     await stream.swap(memoryview(out), memoryview(into), **options)
 
 
-@pytest.mark.parametrize(("out", "into", "measured"), [(LARGE, LARGE, True), (LARGE, LARGE - 1, False), (4 * LARGE, 0, False)])
+@pytest.mark.parametrize(
+    ("out", "into", "measured"),
+    [(LARGE, LARGE, True), (LARGE, LARGE - 1, False), (4 * LARGE, 0, False)],
+)
 async def test_many_bytes_each_way_measure_their_way(out, into, measured):
     async with pair() as (a, b):
         a.way = "past"
-        await asyncio.gather(swap(a, bytes(out), bytearray(into)), swap(b, bytes(into), bytearray(out)))
+        await asyncio.gather(
+            swap(a, bytes(out), bytearray(into)), swap(b, bytes(into), bytearray(out))
+        )
         assert (a._traffic.ways.rate() > 0) is measured
         assert a._traffic.ways.best(PEER) is not measured  # the other way is not known
 
@@ -93,7 +101,9 @@ async def test_an_announced_size_over_the_limit_is_refused_unread():
             await b.receive(100, 30)
 
 
-@pytest.mark.parametrize(("left", "right"), [(5 * CHUNK + 3, 2 * CHUNK), (0, 3 * CHUNK), (1, 0), (0, 0), (70_000, 7)])
+@pytest.mark.parametrize(
+    ("left", "right"), [(5 * CHUNK + 3, 2 * CHUNK), (0, 3 * CHUNK), (1, 0), (0, 0), (70_000, 7)]
+)
 async def test_swap_both_ways_then_messages_again(left, right):
     async with pair() as (a, b):
         out, back = os.urandom(left), os.urandom(right)
@@ -104,10 +114,14 @@ async def test_swap_both_ways_then_messages_again(left, right):
             await stream.send(b"begin", 30)
             assert await stream.receive(5, 30) == b"begin"
             await swap(stream, data, into, on_progress=seen.append if stream is a else None)
-            await stream.send(last, 30)  # right behind the bulk, where the peer may still be busy with it
+            await stream.send(
+                last, 30
+            )  # right behind the bulk, where the peer may still be busy with it
             return await stream.receive(1 << 20, 30)
 
-        got = await asyncio.gather(one(a, out, into_a, b"from a" * 30_000), one(b, back, into_b, b"from b"))
+        got = await asyncio.gather(
+            one(a, out, into_a, b"from a" * 30_000), one(b, back, into_b, b"from b")
+        )
         assert got == [b"from b", b"from a" * 30_000]
         assert into_b == out
         assert into_a == back
@@ -148,7 +162,10 @@ def test_a_stream_that_is_kept_keeps_neither_buffer_nor_who_was_told_of_progress
         async with pair() as (a, b):
             out, into, told = bytearray(3 * CHUNK), bytearray(3 * CHUNK), Told()
             gone = weakref.ref(told)
-            await asyncio.gather(swap(a, out, into, on_progress=told), swap(b, bytes(3 * CHUNK), bytearray(3 * CHUNK)))
+            await asyncio.gather(
+                swap(a, out, into, on_progress=told),
+                swap(b, bytes(3 * CHUNK), bytearray(3 * CHUNK)),
+            )
             del told
             gc.collect()
             assert gone() is None
@@ -157,7 +174,9 @@ def test_a_stream_that_is_kept_keeps_neither_buffer_nor_who_was_told_of_progress
             await a.send(b"after", 30)
             assert await b.receive(5, 30) == b"after"
 
-    uvloop.run(kept())  # a host's loop, which refers to the last protocol that took bytes into a buffer
+    uvloop.run(
+        kept()
+    )  # a host's loop, which refers to the last protocol that took bytes into a buffer
 
 
 async def test_eof_before_the_last_byte_is_a_failure():
@@ -199,14 +218,24 @@ async def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(firs
                 await asyncio.sleep(0.05)
 
         taking = asyncio.ensure_future(take())
-        with pytest.raises(NetworkError, match=r"sent no byte for 0\.3 s"):  # and not only at the deadline
-            await swap(a, bytes(500 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3, deadline=time.monotonic() + 20)
+        with pytest.raises(
+            NetworkError, match=r"sent no byte for 0\.3 s"
+        ):  # and not only at the deadline
+            await swap(
+                a,
+                bytes(500 * CHUNK),
+                bytearray(CHUNK),
+                chunk_timeout=0.3,
+                deadline=time.monotonic() + 20,
+            )
         taking.cancel()
 
 
 async def test_a_slow_peer_is_not_silent():
     async with pair() as (a, b):
-        size = 2 * CHUNK  # all fits the write buffer at once: only its draining shows that the peer lives
+        size = (
+            2 * CHUNK
+        )  # all fits the write buffer at once: only its draining shows that the peer lives
 
         async def slowly():
             left = size
@@ -248,7 +277,12 @@ async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
     """While messages come the other way; ``there``: what came ahead was received before the swap."""
 
     async with pair() as (a, b):
-        out, back, into, taken = os.urandom(size), os.urandom(size), bytearray(size), bytearray(size)
+        out, back, into, taken = (
+            os.urandom(size),
+            os.urandom(size),
+            bytearray(size),
+            bytearray(size),
+        )
         a.send_ahead(memoryview(out))
         assert a.ahead
         assert not a.idle
@@ -257,7 +291,9 @@ async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
         arrived = [0]
         if there:
             receiving = asyncio.ensure_future(b.receive_ahead(memoryview(into), arrived.append))
-            while arrived[-1] < min(size, CHUNK):  # of a large one the rest has to wait for the swap
+            while arrived[-1] < min(
+                size, CHUNK
+            ):  # of a large one the rest has to wait for the swap
                 await asyncio.sleep(0.001)
             receiving.cancel()
             await asyncio.wait({receiving})

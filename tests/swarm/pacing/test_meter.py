@@ -43,7 +43,9 @@ def test_a_relay_that_was_measured_before_is_kept_only_if_it_is_quicker():
 
 
 @given(st.floats(1e3, 1e9), st.floats(1 / MOST, MOST), st.integers(2, 5 * EVERY))
-def test_it_is_slower_than_the_better_way_by_the_first_try_and_a_part_of_the_time(relay, ratio, exchanges):
+def test_it_is_slower_than_the_better_way_by_the_first_try_and_a_part_of_the_time(
+    relay, ratio, exchanges
+):
     past = relay * ratio
     took, chosen, _ = run(Ways(), {RELAY: relay, PAST: past}, exchanges)
     best, worst = 1 / max(relay, past), 1 / min(relay, past)

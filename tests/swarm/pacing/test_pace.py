@@ -68,7 +68,9 @@ class Net:
             if self.peer == "lies":
                 data = bytes(len(data))
             if self.peer != "is silent":
-                (self.others[peer].up if self.others else self.down).push(100, lambda: answers.put_nowait(data))
+                (self.others[peer].up if self.others else self.down).push(
+                    100, lambda: answers.put_nowait(data)
+                )
 
         yield Echo(lambda data: self.up.push(100, lambda: back(data)), answers.get)
 
@@ -110,13 +112,17 @@ def run(loop, net, *transfers):
             return await asyncio.gather(*transfers)
         finally:
             watching.cancel()
-            while rest := asyncio.all_tasks() - {asyncio.current_task()}:  # they measure for a moment more
+            while rest := asyncio.all_tasks() - {
+                asyncio.current_task()
+            }:  # they measure for a moment more
                 await asyncio.wait(rest)
 
     return loop.run_until_complete(work()), waits
 
 
-@pytest.mark.parametrize(("mbit", "delay"), [(0.5, 0.05), (1, 0.001), (1, 0.05), (1, 0.6), (5, 0.03), (20, 0.1)])
+@pytest.mark.parametrize(
+    ("mbit", "delay"), [(0.5, 0.05), (1, 0.001), (1, 0.05), (1, 0.6), (5, 0.03), (20, 0.1)]
+)
 def test_a_slow_uplink_is_used_and_small_messages_hardly_wait(loop, mbit, delay):
     net = Net(loop, mbit, delay)
     nbytes = round(mbit * MBIT * 60)
@@ -128,7 +134,10 @@ def test_a_slow_uplink_is_used_and_small_messages_hardly_wait(loop, mbit, delay)
     assert statistics.mean(late) < 0.1 + 1.2 * pacing.SURPLUS / (mbit * MBIT)
 
 
-@pytest.mark.parametrize(("mbit", "delay", "most"), [(1000, 0.0003, 1.2), (1000, 0.02, 1.9), (100, 0.1, 1.6), (100, 0.4, 2.3)])
+@pytest.mark.parametrize(
+    ("mbit", "delay", "most"),
+    [(1000, 0.0003, 1.2), (1000, 0.02, 1.9), (100, 0.1, 1.6), (100, 0.4, 2.3)],
+)
 def test_a_fast_link_stays_fast(loop, mbit, delay, most):
     net = Net(loop, mbit, delay, down=mbit)
     (end,), _ = run(loop, net, net.send(40 * MB))

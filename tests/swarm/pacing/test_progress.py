@@ -64,7 +64,12 @@ def test_who_slows_down_to_a_trickle_is_dropped_soon():
 
 
 def test_nothing_goes_on_beyond_the_longest():
-    assert given_up([lambda now: 15 * MB / 1800 * 1.2 if now < 1795 else 0, steady(1e6)], nbytes=18 * MB) <= 1800
+    assert (
+        given_up(
+            [lambda now: 15 * MB / 1800 * 1.2 if now < 1795 else 0, steady(1e6)], nbytes=18 * MB
+        )
+        <= 1800
+    )
 
 
 @pytest.fixture
@@ -81,12 +86,16 @@ def exchanged(network, kind, exchange=10.0, chunk=5.0):
     hosts = [network.host(name, network.identity(name)) for name in "ab"]
     members = {host.peer_id: member_of(host.peer_id, name=host.name) for host in hosts}
     timeouts = ExchangeTimeouts(10.0, chunk, exchange)
-    exchanges = [kind(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), timeouts) for host in hosts]
+    exchanges = [
+        kind(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), timeouts)
+        for host in hosts
+    ]
 
     async def both():
         values = [torch.full((750_000,), value) for value in (1.0, 3.0)]
         begun = [
-            one.start(Contribution(RoundKey(SWARM, 0), [value], 1.0, FLOAT32)) for one, value in zip(exchanges, values, strict=True)
+            one.start(Contribution(RoundKey(SWARM, 0), [value], 1.0, FLOAT32))
+            for one, value in zip(exchanges, values, strict=True)
         ]
         return await asyncio.gather(*map(settled, begun))
 
@@ -105,7 +114,9 @@ def test_peers_on_a_slow_link_exchange_more_than_their_deadline_allows_for(netwo
 @pytest.mark.parametrize(("kind", "least"), [(PairExchange, 3e6 / FIRST_RATE), (GroupExchange, 60)])
 def test_a_peer_whose_bytes_only_trickle_is_given_up(network, kind, least):
     """A group does at the deadline; a pair once training has waited for as long as half 1 Mbit/s takes."""
-    network.links = Links(0.02, 0.0, 3e3)  # something moves within each chunk timeout, and 3 MB take a quarter of an hour
+    network.links = Links(
+        0.02, 0.0, 3e3
+    )  # something moves within each chunk timeout, and 3 MB take a quarter of an hour
     got, seconds = exchanged(network, kind, exchange=60.0, chunk=30.0)
     assert got == [None, None]
     assert least <= seconds < 300

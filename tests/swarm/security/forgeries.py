@@ -28,7 +28,10 @@ ROUND = 5
 
 
 def member(**changes):
-    return member_of(HONEST.peer_id, **{"round": ROUND, "step": 1, "steps_per_s": 1.0, "issued": time.time(), **changes})
+    return member_of(
+        HONEST.peer_id,
+        **{"round": ROUND, "step": 1, "steps_per_s": 1.0, "issued": time.time(), **changes},
+    )
 
 
 def status(**changes):
@@ -55,28 +58,55 @@ def rollout(**changes):
 
 
 def attestation(**changes):
-    fields = {"swarm": SWARM, "peer": HONEST.peer_id, "record": b"r", "signature": sign_record(HONEST, b"r")}
+    fields = {
+        "swarm": SWARM,
+        "peer": HONEST.peer_id,
+        "record": b"r",
+        "signature": sign_record(HONEST, b"r"),
+    }
     return Attestation(**{**fields, **changes})
 
 
 def notice(**changes):
-    fields = {"swarm": SWARM, "peer": HONEST.peer_id, "encoding": "zlib", "size": 300_000, "nbytes": 100, "sha256": bytes(32)}
+    fields = {
+        "swarm": SWARM,
+        "peer": HONEST.peer_id,
+        "encoding": "zlib",
+        "size": 300_000,
+        "nbytes": 100,
+        "sha256": bytes(32),
+    }
     return BodyAnnouncement(**{**fields, **changes})
 
 
 def manifest(**changes):
-    fields = {"name": "x", "created": 1.0, "creator": HONEST.peer_id, "task": "bytes", "model": MODEL}
+    fields = {
+        "name": "x",
+        "created": 1.0,
+        "creator": HONEST.peer_id,
+        "task": "bytes",
+        "model": MODEL,
+    }
     return Manifest(**{**fields, **changes})
 
 
 def invitation(**changes):
     now = time.time()
-    fields = {"swarm": SWARM, "id": bytes(16), "issued": now - 500, "expires": now + 500, "uses": 1, "peer": GUEST.peer_id}
+    fields = {
+        "swarm": SWARM,
+        "id": bytes(16),
+        "issued": now - 500,
+        "expires": now + 500,
+        "uses": 1,
+        "peer": GUEST.peer_id,
+    }
     return Invitation(**{**fields, **changes})
 
 
 def mine(round=ROUND):
-    return encode_contribution(SWARM, Contribution(RoundKey(SWARM, round), [torch.zeros(4)], 1.0, FLOAT32))
+    return encode_contribution(
+        SWARM, Contribution(RoundKey(SWARM, round), [torch.zeros(4)], 1.0, FLOAT32)
+    )
 
 
 def offer(**changes):
@@ -102,7 +132,9 @@ def decision(**changes):
 def rekeyed(message):
     """With the liar's key: in the honest peer's name, and in its own."""
     payload = pack(message)
-    yield msgpack.packb([HONEST.peer_id, payload, LIAR.sign(f"shoal/{message.KIND}/{message.VERSION}", payload)])
+    yield msgpack.packb(
+        [HONEST.peer_id, payload, LIAR.sign(f"shoal/{message.KIND}/{message.VERSION}", payload)]
+    )
     yield seal(message, LIAR)
 
 

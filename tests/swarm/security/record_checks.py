@@ -37,7 +37,15 @@ from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts, Tally
 from shoal.swarm.wire.envelope import ENVELOPE, NONCES, pack, seal, unpack
-from shoal.swarm.wire.messages import Announcement, Answer, GroupFormed, GroupReceipt, Offer, SeedRequest, SwarmsRequest
+from shoal.swarm.wire.messages import (
+    Announcement,
+    Answer,
+    GroupFormed,
+    GroupReceipt,
+    Offer,
+    SeedRequest,
+    SwarmsRequest,
+)
 from tests.clocks import until
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
 from tests.swarm.membership.conftest import Quiet
@@ -185,9 +193,13 @@ class Pairs(Court):
     def judge(self, sealed, sender):
         stream = called(self.network, self.host, EXCHANGE_PROTOCOL, sender, sealed)
         handle = None
-        if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
+        if (
+            sealed == seal(offer(), HONEST) and sender is HONEST
+        ):  # it is held until this node comes to its round
             until(lambda: self.exchange.held.calls)
-            handle = self.exchange.start(Contribution(mine().key, mine().payload.tensors(), 1.0, FLOAT32))
+            handle = self.exchange.start(
+                Contribution(mine().key, mine().payload.tensors(), 1.0, FLOAT32)
+            )
         answer = unpack(self.host.call(stream.receive(Answer.LIMIT, 5), 6), Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)
         if answer.verdict == "accept":
@@ -201,7 +213,9 @@ def called(network, host, protocol, sender, data):
 
     async def call():
         caller, callee = await network.wire()
-        network.tasks.add(asyncio.ensure_future(host.answer(protocol, stream_from(sender.peer_id, callee))))
+        network.tasks.add(
+            asyncio.ensure_future(host.answer(protocol, stream_from(sender.peer_id, callee)))
+        )
         stream = stream_from(host.peer_id, caller)
         await stream.send(data, 2)
         return stream
@@ -259,9 +273,17 @@ class Leaders(Court):
 
     def judge(self, sealed, sender):
         stream = called(self.network, self.peer.host, LEADER_PROTOCOL, sender, sealed)
-        receipt = unpack(self.peer.host.call(stream.receive(GroupReceipt.LIMIT, 5), 6), GroupReceipt)
+        receipt = unpack(
+            self.peer.host.call(stream.receive(GroupReceipt.LIMIT, 5), 6), GroupReceipt
+        )
         self.network.loop.call_soon_threadsafe(stream.abort)
-        return "" if receipt.verdict == "noted" else word(receipt.reason) if receipt.verdict == "refuse" else receipt.verdict
+        return (
+            ""
+            if receipt.verdict == "noted"
+            else word(receipt.reason)
+            if receipt.verdict == "refuse"
+            else receipt.verdict
+        )
 
 
 class Rosters(Court):
@@ -273,7 +295,12 @@ class Rosters(Court):
         self.mine = seal(ready(), VICTIM)
 
     def judge(self, sealed, sender):
-        formed = GroupFormed(nonce=bytes(16), reduction="gather", alone=True, members=encode_roster([self.mine, sealed]))
+        formed = GroupFormed(
+            nonce=bytes(16),
+            reduction="gather",
+            alone=True,
+            members=encode_roster([self.mine, sealed]),
+        )
         return reason_of(open_roster, formed, LIAR.peer_id, self.mine, 32)
 
 
@@ -323,8 +350,21 @@ class Topics(Court):
         ended = sum(before.values()) + self.topic.counters.events().get("accepted", 0)
         data = make_envelope(SWARM, Body("plain", len(sealed), sealed))
         self.network.loop.call_soon_threadsafe(self.pubsub.queue.put_nowait, (sender.peer_id, data))
-        until(lambda: sum(self.topic.counters.rejected().values()) + self.topic.counters.events().get("accepted", 0) == ended + 1)
-        return next((reason for reason, count in self.topic.counters.rejected().items() if count != before.get(reason, 0)), "")
+        until(
+            lambda: (
+                sum(self.topic.counters.rejected().values())
+                + self.topic.counters.events().get("accepted", 0)
+                == ended + 1
+            )
+        )
+        return next(
+            (
+                reason
+                for reason, count in self.topic.counters.rejected().items()
+                if count != before.get(reason, 0)
+            ),
+            "",
+        )
 
 
 class Pools(Topics):
@@ -361,7 +401,9 @@ class Tallies(Topics):
 
     def join(self):
         tally = Tally(GUEST.peer_id, SWARM)
-        topic = self.gossip.join(Receipts, lambda author, record: tally.take(record, topic.sealed, ""))
+        topic = self.gossip.join(
+            Receipts, lambda author, record: tally.take(record, topic.sealed, "")
+        )
         return topic
 
 
@@ -374,7 +416,9 @@ class Gates(Court):
         self.gate = RecordFilter(Status, SWARM)
 
     def judge(self, sealed, sender):
-        return reason_of(self.gate.open, sender.peer_id, make_envelope(SWARM, Body("plain", len(sealed), sealed)))
+        return reason_of(
+            self.gate.open, sender.peer_id, make_envelope(SWARM, Body("plain", len(sealed), sealed))
+        )
 
 
 class Counters(Gates):
@@ -454,7 +498,9 @@ class Boards(Court):
         registry = SeedRegistry()
         for who in (HONEST, LIAR):  # membership proves nothing: anybody may be a member
             record = seal(member(swarm=PUBLIC, peer=who.peer_id), who)
-            assert registry.answer(who.peer_id, SeedRequest(swarm=PUBLIC, record=record)).reason == ""
+            assert (
+                registry.answer(who.peer_id, SeedRequest(swarm=PUBLIC, record=record)).reason == ""
+            )
         self.registry = registry
 
     def judge(self, sealed, sender):

@@ -42,17 +42,28 @@ class Members:
         self.rounds = itertools.count()
         identities = [Identity.ephemeral() for _ in range(2)]
         self.hosts = [Host.start(identities[0], timeout=60)]
-        self.hosts.append(Host.start(identities[1], timeout=60, bootstrap=self.hosts[0].addresses()))
-        records = {host.peer_id: member(peer=host.peer_id, addresses=host.addresses()) for host in self.hosts}
+        self.hosts.append(
+            Host.start(identities[1], timeout=60, bootstrap=self.hosts[0].addresses())
+        )
+        records = {
+            host.peer_id: member(peer=host.peer_id, addresses=host.addresses())
+            for host in self.hosts
+        }
         self.exchanges = [
-            PairExchange(PeerContext(host, identity, SWARM, MODEL, 0, lambda: records), ExchangeTimeouts(30.0, 15.0, 60.0))
+            PairExchange(
+                PeerContext(host, identity, SWARM, MODEL, 0, lambda: records),
+                ExchangeTimeouts(30.0, 15.0, 60.0),
+            )
             for host, identity in zip(self.hosts, identities, strict=True)
         ]
         (self.daemon,) = psutil.Process(self.hosts[0]._supervisor.daemon._child.pid).children()
 
     def exchange(self):
         key = RoundKey(SWARM, next(self.rounds))
-        handles = [exchange.start(Contribution(key, [torch.ones(1 << 18)], 1.0, FLOAT32)) for exchange in self.exchanges]
+        handles = [
+            exchange.start(Contribution(key, [torch.ones(1 << 18)], 1.0, FLOAT32))
+            for exchange in self.exchanges
+        ]
         means = [handle.result() for handle in handles]
         assert [len(mean.members) for mean in means] == [2, 2]
 
@@ -83,10 +94,14 @@ def two():
 def test_connections_of_several_identities_are_cut_down_and_a_member_exchanges_meanwhile(two):
     before = two.daemon.memory_info().rss
     command = [sys.executable, FLOOD, two.hosts[0].addresses()[0], str(COUNT), str(IDENTITIES)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as flood:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as flood:
         try:
             said = []
-            reading = threading.Thread(target=lambda: said.append(flood.stdout.readline()), daemon=True)
+            reading = threading.Thread(
+                target=lambda: said.append(flood.stdout.readline()), daemon=True
+            )
             reading.start()
             peak = 0
             while reading.is_alive():

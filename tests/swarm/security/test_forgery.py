@@ -15,9 +15,17 @@ CASES = ("key", "bit", "stale", "swarm", "place", "kind")
 
 def table():
     """(record, case) -> the words of the cell, from the page."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.splitlines()
+        if line.startswith("|")
+    ]
     rows = {row[0]: row[1:] for row in cells if row[0] in COURTS and len(row) == len(CASES) + 1}
-    return {(name, case): said for name, row in rows.items() for case, said in zip(CASES, row, strict=True)}
+    return {
+        (name, case): said
+        for name, row in rows.items()
+        for case, said in zip(CASES, row, strict=True)
+    }
 
 
 def attack(court, case):

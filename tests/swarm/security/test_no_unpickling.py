@@ -87,11 +87,17 @@ def victim():
         AdmissionHandshake(host, AccessPolicy())
         serve_manifest(host, SWARM, b"manifest")
         StateServer(host, SWARM, MODEL, [(4,)])
-        context, timeouts = PeerContext(host, identity, SWARM, MODEL, 0, directory.members), ExchangeTimeouts(1.0, 1.0, 2.0)
+        context, timeouts = (
+            PeerContext(host, identity, SWARM, MODEL, 0, directory.members),
+            ExchangeTimeouts(1.0, 1.0, 2.0),
+        )
         PairExchange(context, timeouts)
         GroupExchange(context, timeouts)
         gossip = Gossip(host, identity, SWARM)
-        topics = [RolloutPool(gossip, lambda *env: True).topic, Attestations(gossip, lambda *record: None).topic]
+        topics = [
+            RolloutPool(gossip, lambda *env: True).topic,
+            Attestations(gossip, lambda *record: None).topic,
+        ]
         EvidenceStore(host, SWARM)
         logs = LogServer(host, SWARM, lambda since: b"log")
         yield host, topics
@@ -103,10 +109,14 @@ def victim():
 def bombs(tmp_path):
     """Pickles of several kinds, and the folders that they would make. That they go off is seen first."""
     folder = tmp_path / "went off"
-    kinds = [pickle.dumps(Bomb(folder), protocol) for protocol in (0, 2, 5)] + [in_torch(Bomb(folder))]
+    kinds = [pickle.dumps(Bomb(folder), protocol) for protocol in (0, 2, 5)] + [
+        in_torch(Bomb(folder))
+    ]
     listening.set()
     for bomb in kinds:
-        torch.load(io.BytesIO(bomb), weights_only=False) if bomb is kinds[-1] else pickle.loads(bomb)
+        torch.load(io.BytesIO(bomb), weights_only=False) if bomb is kinds[-1] else pickle.loads(
+            bomb
+        )
         folder.rmdir()
     assert heard
     heard.clear()
@@ -135,7 +145,9 @@ async def throw(host, peer, protocol, data):
     stream._writer.write(data)
     stream._writer.write_eof()
     with contextlib.suppress(OSError, EOFError):
-        while await stream._reader.read(1 << 16):  # until the other side ends the stream: by then it has read what it wants
+        while await stream._reader.read(
+            1 << 16
+        ):  # until the other side ends the stream: by then it has read what it wants
             pass
     stream.close()
 
@@ -144,41 +156,67 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     host, topics = victim
     kinds, folder = bombs
     monkeypatch.setattr("shoal.swarm.membership.admission.MANIFEST_S", 0.5)
-    monkeypatch.setattr("shoal.swarm.p2p.limits.MAX_HANDLERS_PER_PEER", 256)  # all must reach their handlers
-    monkeypatch.setattr("shoal.swarm.state.selection.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
+    monkeypatch.setattr(
+        "shoal.swarm.p2p.limits.MAX_HANDLERS_PER_PEER", 256
+    )  # all must reach their handlers
+    monkeypatch.setattr(
+        "shoal.swarm.state.selection.MAKE_S", 0.1
+    )  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor.handlers)
     assert len(served) >= 10
     with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=60) as attacker:
 
         async def at_streams():
             for protocol in served:
-                throws = [throw(attacker, host.peer_id, protocol, data) for bomb in kinds for data in wrapped(bomb)]
+                throws = [
+                    throw(attacker, host.peer_id, protocol, data)
+                    for bomb in kinds
+                    for data in wrapped(bomb)
+                ]
                 for start in range(0, len(throws), 8):
                     await asyncio.gather(*throws[start : start + 8])
-                    while host.resource_manager._busy:  # else those that follow would be refused unread
+                    while (
+                        host.resource_manager._busy
+                    ):  # else those that follow would be refused unread
                         await asyncio.sleep(0.005)
 
         attacker.call(at_streams(), 240)
         assert host.resource_manager.refused() == {}
 
         async def at_the_dht():
-            protocol, peer = attacker._supervisor.running_dht().protocol, PeerID.from_base58(host.peer_id)
+            protocol, peer = (
+                attacker._supervisor.running_dht().protocol,
+                PeerID.from_base58(host.peer_id),
+            )
             later = get_dht_time() + 60
             for bomb in kinds:
                 key = DHTID.generate(source=key_of(SWARM, ""))
-                values = [bomb, msgpack.packb(bomb), *(msgpack.packb(msgpack.ExtType(code, bomb)) for code in (0x40, 0x50))]
+                values = [
+                    bomb,
+                    msgpack.packb(bomb),
+                    *(msgpack.packb(msgpack.ExtType(code, bomb)) for code in (0x40, 0x50)),
+                ]
                 for value in values:
                     for subkey in (None, protocol.IS_DICTIONARY, bomb):
                         await protocol.call_store(peer, [key], [value], [later], [subkey])
 
         attacker.call(at_the_dht(), 60)
 
-        until(lambda: all(host.peer_id in attacker.call(attacker.pubsub.listeners(topic.name), 60) for topic in topics))
+        until(
+            lambda: all(
+                host.peer_id in attacker.call(attacker.pubsub.listeners(topic.name), 60)
+                for topic in topics
+            )
+        )
         for topic in topics:
             for bomb in kinds:
                 body = zlib.compress(bomb)
-                envelopes = [GossipEnvelope(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)]
-                envelopes += [GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)]
+                envelopes = [
+                    GossipEnvelope(swarm=SWARM, encoding="zlib", size=len(bomb), body=body)
+                ]
+                envelopes += [
+                    GossipEnvelope(swarm=SWARM, encoding="plain", size=len(bomb), body=bomb)
+                ]
                 for data in (bomb, *map(pack, envelopes)):
                     attacker.call(attacker.pubsub.publish(topic.name, data), 60)
             until(lambda topic=topic: sum(topic.counters.rejected().values()) == 3 * len(kinds))
@@ -189,8 +227,15 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
 def test_hivemind_unpickles_nothing_either():
     """Check all of it that meets the network: the DHT node's three calls, over the daemon's socket, and its serializer."""
     root = Path(importlib.util.find_spec("hivemind").origin).parent
-    for file in (*(root / "dht").glob("*.py"), *(root / "p2p").rglob("*.py"), root / "utils" / "serializer.py"):
+    for file in (
+        *(root / "dht").glob("*.py"),
+        *(root / "p2p").rglob("*.py"),
+        root / "utils" / "serializer.py",
+    ):
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"pickle|marshal|torch\.load|\b(eval|exec)\(", text), file
     # What its serializer makes of extension types: a dictionary of the DHT, and a tensor's shape and type without any content.
-    assert {kind.__name__ for kind in MSGPackSerializer._ext_types} <= {"DictionaryDHTValue", "BatchTensorDescriptor"}
+    assert {kind.__name__ for kind in MSGPackSerializer._ext_types} <= {
+        "DictionaryDHTValue",
+        "BatchTensorDescriptor",
+    }

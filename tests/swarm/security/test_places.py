@@ -152,7 +152,9 @@ def test_a_group_leader_gives_places_to_other_ranges_and_never_its_own_away(monk
         tasks = [asyncio.ensure_future(leader.serve(each)) for each in (own, *crowd)]
         for _ in range(5):
             await asyncio.sleep(0)
-        assert [GroupReceipt.KIND.encode() in each.answers[0] for each in crowd] == [True] * len(crowd)
+        assert [GroupReceipt.KIND.encode() in each.answers[0] for each in crowd] == [True] * len(
+            crowd
+        )
         assert [b"noted" in each.answers[0] for each in crowd] == [True] * MOST + [False]
         tasks.append(asyncio.ensure_future(leader.serve(home)))
         for _ in range(5):
@@ -171,11 +173,16 @@ def test_a_leader_whose_rounds_are_taken_gives_the_furthest_up(school):
     one = school.peers(1)[0]
     leader, context, gone = one.exchange._leader, one.exchange._context, []
     waiting = lambda round: SimpleNamespace(dismiss=lambda: gone.append(round))  # noqa: E731
-    leader._pending = {(round, 0): PendingGroup({"x": waiting(round)}) for round in range(100, 100 + MAX_PENDING)}
+    leader._pending = {
+        (round, 0): PendingGroup({"x": waiting(round)}) for round in range(100, 100 + MAX_PENDING)
+    }
     ready = GroupReady(
         swarm=context.swarm, round=3, fragment=0, model=context.model, codec="float32", shapes=bytes(32), nbytes=4, weight=1.0,
         sha256=bytes(32), patience=9.0, nonce=bytes(16),
     )  # fmt: skip
     assert leader._judge("y", ready).verdict == "noted"
     assert gone == [99 + MAX_PENDING]
-    assert leader._judge("y", ready.model_copy(update={"round": 99 + MAX_PENDING + 1})).verdict == "busy"
+    assert (
+        leader._judge("y", ready.model_copy(update={"round": 99 + MAX_PENDING + 1})).verdict
+        == "busy"
+    )

@@ -34,11 +34,20 @@ def test_an_old_record_that_is_replayed_does_not_displace_a_newer_one():
         record = dht_record(value, me.peer_id, now + expires_in)
         if not MemberValidator(SWARM).validate(record):
             return False
-        return storage.store(DHTID(int.from_bytes(record.key, "big")), record.value, record.expiration_time, record.subkey)
+        return storage.store(
+            DHTID(int.from_bytes(record.key, "big")),
+            record.value,
+            record.expiration_time,
+            record.subkey,
+        )
 
     old, new = (make_record("", member(me, now + at), me) for at in (-10.0, 0.0))
     assert put(old, 20.0)
     assert put(new, 30.0)
-    assert [put(old, life) for life in (20.0, 30.5, 60.0)] == [False] * 3  # the last two: a life of its own choice
-    kept = storage.get(DHTID.generate(source=key_of(SWARM, ""))).value.get(DHTProtocol.serializer.dumps(me.peer_id))
+    assert [put(old, life) for life in (20.0, 30.5, 60.0)] == [
+        False
+    ] * 3  # the last two: a life of its own choice
+    kept = storage.get(DHTID.generate(source=key_of(SWARM, ""))).value.get(
+        DHTProtocol.serializer.dumps(me.peer_id)
+    )
     assert DHTProtocol.serializer.loads(kept.value) == new

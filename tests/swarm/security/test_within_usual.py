@@ -18,7 +18,10 @@ DEFENDED = {"in line": 0.5, "ascent": 0.5, "shrinking": 0.35, "slow drift": 0.5}
 def test_what_is_within_the_usual_does_bounded_harm(method, attack):
     far, screens = train(method, attack, defended(method))
     assert far <= DEFENDED[attack]
-    assert {found.peer for screen in screens.values() for found in screen.rejections()} <= {"p6", "p7"}
+    assert {found.peer for screen in screens.values() for found in screen.rejections()} <= {
+        "p6",
+        "p7",
+    }
     plain, _ = train(method, attack, lambda: DistanceScreen(suspect=0))
     assert plain <= UNDEFENDED[attack]
 
@@ -35,12 +38,17 @@ def test_a_direction_that_all_attackers_agree_on_is_not_seen(method):
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", list(METHODS))
-def test_ascent_at_a_stated_weight_of_1e30_is_bounded_undefended_and_nothing_defended(method, monkeypatch):
+def test_ascent_at_a_stated_weight_of_1e30_is_bounded_undefended_and_nothing_defended(
+    method, monkeypatch
+):
     far, _ = train(method, "weight", lambda: DistanceScreen(suspect=0))
     assert far <= 45
     kept, screens = train(method, "weight", defended(method))
     assert kept <= 0.25
-    assert {found.peer for screen in screens.values() for found in screen.rejections()} == {"p6", "p7"}
+    assert {found.peer for screen in screens.values() for found in screen.rejections()} == {
+        "p6",
+        "p7",
+    }
     monkeypatch.setattr("shoal.optim.exchange.base.MOST", 1e40)  # believed
     believed, _ = train(method, "weight", lambda: DistanceScreen(suspect=0))
     assert believed > 7 * far

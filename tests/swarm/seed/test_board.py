@@ -12,7 +12,13 @@ from shoal.swarm.membership import swarm_list
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
 from shoal.swarm.seed import MAX_MEMBERS, TTL, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from shoal.swarm.wire.messages import MAX_LISTED, Announcement, ListedSwarm, SeedRequest, SwarmsRequest
+from shoal.swarm.wire.messages import (
+    MAX_LISTED,
+    Announcement,
+    ListedSwarm,
+    SeedRequest,
+    SwarmsRequest,
+)
 from tests.records import member_of
 from tests.sim.memory_stream import stream_pair
 
@@ -20,17 +26,33 @@ SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2k
 
 
 def manifest(creator, name="ours", **fields):
-    made = Manifest(name=name, created=0.0, creator=creator.peer_id, task="text", model="0" * 64, **{"public": True, **fields})
+    made = Manifest(
+        name=name,
+        created=0.0,
+        creator=creator.peer_id,
+        task="text",
+        model="0" * 64,
+        **{"public": True, **fields},
+    )
     return seal(made, creator)
 
 
 def announcement(who, sealed, **fields):
-    values = {"params": 1000, "round_bytes": 4000, "memory": 0, "device": "cpu", "issued": 0.0, "swarm": swarm_id(sealed)}
+    values = {
+        "params": 1000,
+        "round_bytes": 4000,
+        "memory": 0,
+        "device": "cpu",
+        "issued": 0.0,
+        "swarm": swarm_id(sealed),
+    }
     return seal(Announcement(peer=who.peer_id, manifest=sealed, **{**values, **fields}), who)
 
 
 def member(who, swarm):
-    return member_of(who.peer_id, swarm=swarm, addresses=(f"/ip4/203.0.113.1/tcp/1/p2p/{who.peer_id}",))
+    return member_of(
+        who.peer_id, swarm=swarm, addresses=(f"/ip4/203.0.113.1/tcp/1/p2p/{who.peer_id}",)
+    )
 
 
 class Place:
@@ -41,12 +63,16 @@ class Place:
         self.registry = SeedRegistry(lambda: self.now)
 
     def joins(self, who, swarm, host=""):
-        reply = self.registry.answer(who.peer_id, SeedRequest(swarm=swarm, record=seal(member(who, swarm), who)), host)
+        reply = self.registry.answer(
+            who.peer_id, SeedRequest(swarm=swarm, record=seal(member(who, swarm), who)), host
+        )
         assert reply.reason == ""
 
     def says(self, who, sealed, **fields):
         """Return why the announcement was refused."""
-        return self.registry.listing(who.peer_id, SwarmsRequest(announcement=announcement(who, sealed, **fields))).reason
+        return self.registry.listing(
+            who.peer_id, SwarmsRequest(announcement=announcement(who, sealed, **fields))
+        ).reason
 
     def listed(self, after=None):
         reply = self.registry.listing("somebody", SwarmsRequest(after=after))
@@ -60,7 +86,11 @@ def test_a_public_swarm_is_listed_with_what_its_member_says():
     assert place.says(ada, sealed, params=135_000_000, round_bytes=5, memory=7) == ""
     (found,), more = place.listed()
     assert not more
-    assert (found.swarm, found.title[:3], found.peers) == (swarm_id(sealed), ("ours", "text", "noloco"), 1)
+    assert (found.swarm, found.title[:3], found.peers) == (
+        swarm_id(sealed),
+        ("ours", "text", "noloco"),
+        1,
+    )
     assert (found.params, found.round_bytes, found.memory) == (135_000_000, 5, 7)
     assert found.addresses == (SEED, f"/ip4/203.0.113.1/tcp/1/p2p/{ada.peer_id}")
 
@@ -77,7 +107,9 @@ def test_only_members_may_announce_and_only_what_its_creator_made_public():
     assert place.says(ada, unread) == "malformed", "nobody can read what it is"
     assert place.says(eve, public) == "unknown"
     stolen = announcement(ada, public)
-    assert place.registry.listing(eve.peer_id, SwarmsRequest(announcement=stolen)).reason == "forged"
+    assert (
+        place.registry.listing(eve.peer_id, SwarmsRequest(announcement=stolen)).reason == "forged"
+    )
     assert place.says(ada, public, swarm=swarm_id(private)) == "forged"
     assert place.registry.listing(ada.peer_id, SwarmsRequest(announcement=stolen[:-1])).reason in (
         "truncated",
@@ -196,11 +228,15 @@ def test_what_a_seed_lists_is_checked():
     public, private = manifest(ada), manifest(ada, public=False)
 
     def listed(**fields):
-        return pack(ListedSwarm(**{"announcement": announcement(ada, public), "peers": 1, **fields}))
+        return pack(
+            ListedSwarm(**{"announcement": announcement(ada, public), "peers": 1, **fields})
+        )
 
     assert read_listed(listed(), SEED).addresses == (SEED,)
     other = seal(member(ada, "b" * 52), ada)
-    assert read_listed(listed(contacts=(other,)), SEED).addresses == (SEED,), "a member of another swarm"
+    assert read_listed(listed(contacts=(other,)), SEED).addresses == (SEED,), (
+        "a member of another swarm"
+    )
     for wrong in (
         listed(announcement=announcement(ada, private)),
         listed(announcement=announcement(ada, public, swarm=swarm_id(private))),
@@ -259,8 +295,17 @@ def test_several_seeds_are_merged():
     title = Title("n", "text", "noloco")
     small, large, other = (
         PublicSwarm(swarm, title, peers, params, 1, 0, "cpu", addresses)
-        for swarm, peers, params, addresses in (("a", 2, 1, ("x", "y")), ("a", 5, 9, ("z", "x")), ("b", 3, 1, ("w",)))
+        for swarm, peers, params, addresses in (
+            ("a", 2, 1, ("x", "y")),
+            ("a", 5, 9, ("z", "x")),
+            ("b", 3, 1, ("w",)),
+        )
     )
     first, second = merged([small, other, large])
-    assert (first.swarm, first.peers, first.params, set(first.addresses)) == ("a", 5, 9, {"x", "y", "z"})
+    assert (first.swarm, first.peers, first.params, set(first.addresses)) == (
+        "a",
+        5,
+        9,
+        {"x", "y", "z"},
+    )
     assert second == other

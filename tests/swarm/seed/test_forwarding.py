@@ -70,7 +70,15 @@ def test_a_topic_with_more_than_its_budget_rests_for_a_minute(forwards, clock):
 
 
 @pytest.mark.parametrize(
-    "topics", [("status",), ("status/x",), ("../4",), ("status/4/5",), ("s" * 33 + "/4",), ("status/4",) * (NAMED + 1)]
+    "topics",
+    [
+        ("status",),
+        ("status/x",),
+        ("../4",),
+        ("status/4/5",),
+        ("s" * 33 + "/4",),
+        ("status/4",) * (NAMED + 1),
+    ],
 )
 def test_a_request_names_few_short_topics(topics):
     with pytest.raises(ValidationError):
@@ -82,7 +90,11 @@ def running(**options):
     """A bootstrap node in a thread of its own; its addresses."""
     told = queue.Queue()
     with contextlib.closing(LoopThread()) as loop:
-        loop.submit(Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put, **options).run())
+        loop.submit(
+            Seed(
+                Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put, **options
+            ).run()
+        )
         yield told.get(timeout=30)
 
 
@@ -91,17 +103,26 @@ def report(host, identity, seed, topics):
     record = member_of(identity.peer_id, state="waiting", issued=time.time())
 
     async def asked():
-        with contextlib.closing(await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)) as stream:
+        with contextlib.closing(
+            await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)
+        ) as stream:
             await ask_seed(stream, SWARM, seal(record, identity), topics)
 
     host.call(asked(), 60)
 
 
-def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_node_alone(monkeypatch):
+def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_node_alone(
+    monkeypatch,
+):
     monkeypatch.setattr(server_module, "LOOK_S", 0.05)
     with running() as seed, contextlib.ExitStack() as hosts:
         keys = [Identity.ephemeral(), Identity.ephemeral()]
-        a, b = (hosts.enter_context(Host.start(key, bootstrap=seed, must_join=False, light=True, timeout=30)) for key in keys)
+        a, b = (
+            hosts.enter_context(
+                Host.start(key, bootstrap=seed, must_join=False, light=True, timeout=30)
+            )
+            for key in keys
+        )
         report(a, keys[0], seed[0], ["status/4"])
         heard = queue.Queue()
 
@@ -144,6 +165,8 @@ def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does(monk
     announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
     monkeypatch.setattr(swarm_list, "ask_seed", ask)
     asyncio.run(announcer._report())
-    addresses.append(f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}")
+    addresses.append(
+        f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}"
+    )
     asyncio.run(announcer._report())
     assert asked == [[], ["rollout/2", "status/4"]]

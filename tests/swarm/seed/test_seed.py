@@ -16,7 +16,16 @@ from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, Seed, SeedRegistry, crowding_peers
+from shoal.swarm.seed import (
+    MAX_MEMBERS,
+    MAX_OF_RANGE,
+    MAX_PLACES,
+    MAX_SWARMS,
+    TTL,
+    Seed,
+    SeedRegistry,
+    crowding_peers,
+)
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_NAMED, SeedRequest
 from tests.clocks import Clock, until
@@ -69,8 +78,17 @@ def test_only_the_own_record_for_the_swarm_asked_about_is_noted():
     registry = SeedRegistry()
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
     stolen = seal(member(ada), ada)
-    for record, swarm in ((stolen, SWARM), (seal(member(bob, "b" * 52), bob), SWARM), (stolen[:-1], SWARM), (b"", SWARM)):
-        assert registry.answer(bob.peer_id, SeedRequest(swarm=swarm, record=record)).reason in ("forged", "malformed", "truncated")
+    for record, swarm in (
+        (stolen, SWARM),
+        (seal(member(bob, "b" * 52), bob), SWARM),
+        (stolen[:-1], SWARM),
+        (b"", SWARM),
+    ):
+        assert registry.answer(bob.peer_id, SeedRequest(swarm=swarm, record=record)).reason in (
+            "forged",
+            "malformed",
+            "truncated",
+        )
     assert counted(registry) == (0, 0)
 
 
@@ -83,7 +101,10 @@ def test_the_registry_is_bounded(monkeypatch):
     seen = {record for _ in range(200) for record in asked(registry)}
     assert seen == {seal(member(one), one) for one in many[3:]}
     assert len(asked(registry)) == MAX_NAMED
-    names = [f"{'abcdefghijklmnop'[i // 16]}{'abcdefghijklmnop'[i % 16]}" + "a" * 50 for i in range(1, MAX_SWARMS + 1)]
+    names = [
+        f"{'abcdefghijklmnop'[i // 16]}{'abcdefghijklmnop'[i % 16]}" + "a" * 50
+        for i in range(1, MAX_SWARMS + 1)
+    ]
     reasons = [note(registry, many[0], swarm).reason for swarm in names[: MAX_PLACES + 1]]
     assert reasons == [""] * MAX_PLACES + ["places"]
     for i, swarm in enumerate(names):
@@ -101,7 +122,10 @@ def test_many_keys_of_three_ranges_keep_no_honest_swarm_out_and_hide_no_member()
     clock = Clock()
     registry = SeedRegistry(clock, chance=random.Random(0))
     keys = [Identity.ephemeral() for _ in range(198)]
-    names = ["".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz234567", k=51)) + "a" for n in range(200)]
+    names = [
+        "".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz234567", k=51)) + "a"
+        for n in range(200)
+    ]
     anna, bert, honest, known = Identity.ephemeral(), Identity.ephemeral(), names[0], names[1]
     assert note(registry, bert, known, "192.0.2.7").reason == ""
     for minute in range(3):
@@ -122,7 +146,9 @@ def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
     monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 2)
     ada, bob, eve = (Identity.ephemeral() for _ in range(3))
     for key, swarm, host in ((ada, "a", "10.1.0.1"), (bob, "b", "10.2.0.1")):
-        assert note(registry, key, swarm * 52 if swarm == "a" else "b" * 51 + "a", host).reason == ""
+        assert (
+            note(registry, key, swarm * 52 if swarm == "a" else "b" * 51 + "a", host).reason == ""
+        )
     assert note(registry, eve, "c" * 51 + "a", "10.3.0.1").reason == "full"
 
 
@@ -136,7 +162,9 @@ def test_members_of_a_crowded_range_do_not_make_a_swarm_one_of_theirs(monkeypatc
     for eve, letter in zip(eves[1:], "bcd", strict=False):
         clock.now += 1.0
         assert note(registry, eve, letter * 51 + "a", "10.2.0.1").reason == ""
-    assert note(registry, eves[4], "e" * 51 + "a", "10.3.0.1").reason == ""  # in place of one of the crowded range
+    assert (
+        note(registry, eves[4], "e" * 51 + "a", "10.3.0.1").reason == ""
+    )  # in place of one of the crowded range
     assert seal(member(ada), ada) in asked(registry)
 
 
@@ -201,7 +229,14 @@ def test_a_seed_runs_without_torch_and_hivemind():
         "asyncio.run(main())\n"
         "assert not {'torch', 'hivemind', 'numpy'} & set(sys.modules), sorted(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("/ip4/127.0.0.1/tcp/")
 
@@ -228,7 +263,8 @@ def test_two_that_started_apart_are_brought_together(seed, nodes):
 @pytest.mark.ci
 def test_a_seed_that_knows_nobody_is_named(seed):
     with pytest.raises(
-        StartupError, match=r"the bootstrap node \w+ knows no member of this swarm that can be reached: its last one may"
+        StartupError,
+        match=r"the bootstrap node \w+ knows no member of this swarm that can be reached: its last one may",
     ):
         Host.start(Identity.ephemeral(), bootstrap=seed.addresses, swarm=SWARM, timeout=7)
 
@@ -300,7 +336,13 @@ def test_a_request_that_the_bootstrap_node_does_not_understand_ends_its_stream()
 def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
     few = {f"e{n}": f"10.{n % 3}.0.1" for n in range(3 * MAX_OF_RANGE)}
     assert crowding_peers(few) == []
-    many = {**few, **{f"f{n}": "10.0.0.1" for n in range(50)}, "ada": "10.0.0.2", "bob": "10.9.0.1", "relayed": ""}
+    many = {
+        **few,
+        **{f"f{n}": "10.0.0.1" for n in range(50)},
+        "ada": "10.0.0.2",
+        "bob": "10.9.0.1",
+        "relayed": "",
+    }
     gone = crowding_peers(many)
     assert len(gone) == 51
     assert {many[peer] for peer in gone} == {"10.0.0.1"}
@@ -322,7 +364,11 @@ def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
         assert [caller.peer_id for caller in crowd if caller.said] == ["e4", "e5"]
         await seed._limited(ada, lambda stream: asyncio.sleep(0))
         assert ada.said == "answered"
-        assert [caller.peer_id for caller in crowd if caller.said == "aborted"] == ["e0", "e4", "e5"]
+        assert [caller.peer_id for caller in crowd if caller.said == "aborted"] == [
+            "e0",
+            "e4",
+            "e5",
+        ]
         end.set()
         await asyncio.gather(*held)
         assert not seed._places.peers

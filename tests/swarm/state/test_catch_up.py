@@ -27,19 +27,31 @@ class Swarm:
     """Members whose rounds go on while a newcomer downloads; ``given`` are the rounds of the weights that it gets, in turn."""
 
     def __init__(self, monkeypatch, members, given=(), seconds=100.0, pace=0, task="text"):
-        self.now, self.seconds, self.pace, self.given, self.queries = 0.0, seconds, pace, list(given), []
+        self.now, self.seconds, self.pace, self.given, self.queries = (
+            0.0,
+            seconds,
+            pace,
+            list(given),
+            [],
+        )
         self.listed = {m.peer: m for m in members}
         self.identity, self.swarm, self.directory = ME, "a" * 52, self
-        self.host = types.SimpleNamespace(met={}, locate=self.locate, call=lambda done, seconds: None)
+        self.host = types.SimpleNamespace(
+            met={}, locate=self.locate, call=lambda done, seconds: None
+        )
         self.at, self.dialled = {}, 0  # where each peer is found
-        self.manifest = types.SimpleNamespace(model=MODEL, task=task, creator=members[-1].peer if members else "")
+        self.manifest = types.SimpleNamespace(
+            model=MODEL, task=task, creator=members[-1].peer if members else ""
+        )
         monkeypatch.setattr(resync, "fetch_state", self.fetch)
 
     def members(self):
         return self.listed
 
     def refresh(self, seconds):
-        self.listed = {p: m.model_copy(update={"round": m.round + self.pace}) for p, m in self.listed.items()}
+        self.listed = {
+            p: m.model_copy(update={"round": m.round + self.pace}) for p, m in self.listed.items()
+        }
 
     def locate(self, peers, seconds):
         for peer, _ in peers:
@@ -63,19 +75,33 @@ class Swarm:
 
 
 def test_nobody_who_has_finished_a_round_is_nothing_to_take_over(monkeypatch):
-    assert Swarm(monkeypatch, [member(0), member(5, "leaving"), member(5, model="1" * 64)]).join() is None
+    assert (
+        Swarm(monkeypatch, [member(0), member(5, "leaving"), member(5, model="1" * 64)]).join()
+        is None
+    )
 
 
 @pytest.mark.parametrize(
     ("task", "state", "given"),
-    [("text", "training", 0), ("text", "waiting", None), (OWN_LOOP, "training", 0), (OWN_LOOP, "waiting", 0)],
+    [
+        ("text", "training", 0),
+        ("text", "waiting", None),
+        (OWN_LOOP, "training", 0),
+        (OWN_LOOP, "waiting", 0),
+    ],
 )
-def test_who_cannot_make_the_first_weights_has_them_of_whoever_surely_holds_them(monkeypatch, task, state, given):
+def test_who_cannot_make_the_first_weights_has_them_of_whoever_surely_holds_them(
+    monkeypatch, task, state, given
+):
     """While it waits, a node of `shoal up` hands out nothing."""
-    swarm = Swarm(monkeypatch, [member(0, state), member(0, "leaving")], given=[0], seconds=1.0, task=task)
+    swarm = Swarm(
+        monkeypatch, [member(0, state), member(0, "leaving")], given=[0], seconds=1.0, task=task
+    )
     assert swarm.join() is None
     found = swarm.join(begun=False)
-    assert given is None or torch.equal(swarm.held.slow[0], torch.zeros(3))  # its own may be those very ones
+    assert given is None or torch.equal(
+        swarm.held.slow[0], torch.zeros(3)
+    )  # its own may be those very ones
     assert (None if found is None else found.round) == given
 
 
@@ -92,15 +118,24 @@ def test_a_hundred_free_records_of_one_range_leave_places_for_the_others(monkeyp
     """The fault: the latest by what all records say were asked, then the first of the directory: eight strangers of one host."""
 
     def named(made, number):
-        where = {"one range": "10.9.0.1", "a range each": f"10.{number}.0.9", "of the honest": f"10.{number % 3}.0.9"}[claims]
+        where = {
+            "one range": "10.9.0.1",
+            "a range each": f"10.{number}.0.9",
+            "of the honest": f"10.{number % 3}.0.9",
+        }[claims]
         return made.model_copy(update={"addresses": (f"/ip4/{where}/tcp/1/p2p/{made.peer}",)})
 
     hostile = [named(member(lie), number) for number in range(100)]
     honest = [member(10) for _ in range(3)]
-    honest = [m.model_copy(update={"addresses": (f"/ip4/10.{n}.0.1/tcp/1/p2p/{m.peer}",)}) for n, m in enumerate(honest)]
+    honest = [
+        m.model_copy(update={"addresses": (f"/ip4/10.{n}.0.1/tcp/1/p2p/{m.peer}",)})
+        for n, m in enumerate(honest)
+    ]
     swarm = Swarm(monkeypatch, [*hostile, *honest], given=[10], seconds=1.0)
     swarm.manifest.creator = ""
-    swarm.at = {m.peer: "10.9.0.1" for m in hostile} | {m.peer: f"10.{n}.0.1" for n, m in enumerate(honest)}
+    swarm.at = {m.peer: "10.9.0.1" for m in hostile} | {
+        m.peer: f"10.{n}.0.1" for n, m in enumerate(honest)
+    }
     swarm.join()
     asked = [peer for peer, _ in swarm.queries[0][1]]
     assert {m.peer for m in honest} <= set(asked[:4])
@@ -120,13 +155,18 @@ def test_rounds_are_those_of_peers_that_were_met_one_vote_a_range():
     members = [member(10**6) for _ in range(100)] + [member(7), member(8)]
     met = {m.peer: "10.9.0.1" for m in members[:100]}
     assert usual_round(members, {}) == 10**6
-    assert usual_round(members, met | {members[100].peer: "10.1.0.1", members[101].peer: "10.2.0.1"}) == 8
+    assert (
+        usual_round(members, met | {members[100].peer: "10.1.0.1", members[101].peer: "10.2.0.1"})
+        == 8
+    )
     assert usual_round(members, met, partners={members[100].peer}) == 7
     assert usual_round([], {}) == 0
 
 
 def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(monkeypatch):
-    swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10, 10 + 5], pace=BEHIND + 1)
+    swarm = Swarm(
+        monkeypatch, [member(10), member(10), member(99)], given=[10, 10 + 5], pace=BEHIND + 1
+    )
     assert swarm.join().round == 15
     assert len(swarm.queries) == 2
     swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10], pace=BEHIND)
@@ -134,26 +174,43 @@ def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(m
 
 
 def test_weights_that_came_quickly_are_not_old_however_short_the_rounds(monkeypatch):
-    assert Swarm(monkeypatch, [member(10)], given=[10], seconds=FRESH_S, pace=1000).join().round == 10
+    assert (
+        Swarm(monkeypatch, [member(10)], given=[10], seconds=FRESH_S, pace=1000).join().round == 10
+    )
 
 
-def test_where_rounds_are_faster_than_the_link_it_begins_after_some_tries_and_says_so(monkeypatch, caplog):
+def test_where_rounds_are_faster_than_the_link_it_begins_after_some_tries_and_says_so(
+    monkeypatch, caplog
+):
     swarm = Swarm(monkeypatch, [member(10)], given=range(10, 10 + 2 * TRIES, 2), pace=1000)
     assert swarm.join().round == 10 + 2 * (TRIES - 1)
     assert "rounds go by faster than the swarm's weights can be fetched" in caplog.text
 
 
 @pytest.mark.parametrize(("method", "equal"), [("noloco", False), ("diloco", True)])
-def test_who_is_furthest_is_asked_first_and_only_in_a_group_are_weights_equal(monkeypatch, method, equal):
+def test_who_is_furthest_is_asked_first_and_only_in_a_group_are_weights_equal(
+    monkeypatch, method, equal
+):
     swarm = Swarm(monkeypatch, [member(n) for n in range(20)], given=[10], seconds=1.0)
     swarm.join(method=method)
     query, sources = swarm.queries[0]
-    assert sorted(swarm.listed[peer].round for peer, _ in sources) == [10, 11, 12, 13, 14, 15, 16, 19]
+    assert sorted(swarm.listed[peer].round for peer, _ in sources) == [
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+        16,
+        19,
+    ]
     assert (query.equal, query.confirmed, list(query.shapes)) == (equal, True, [(3,)])
 
 
 def test_weights_that_cannot_be_had_end_in_one_sentence(monkeypatch):
-    with pytest.raises(NetworkError, match=r"its weights could not be had \(they are far apart\): try again\."):
+    with pytest.raises(
+        NetworkError, match=r"its weights could not be had \(they are far apart\): try again\."
+    ):
         Swarm(monkeypatch, [member(10)], given=[NetworkError("they are far apart.")]).join()
     with pytest.raises(NetworkError, match="none of its members served the weights"):
         Swarm(monkeypatch, [member(10)], given=[None]).join()

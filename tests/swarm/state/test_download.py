@@ -126,7 +126,10 @@ def spy(monkeypatch):
 
 def test_a_snapshot_comes_from_all_who_hold_it(network):
     wanted = made()
-    sources = [Server(network, wanted) for _ in range(3)] + [Server(network, made(1)), Server(network)]
+    sources = [Server(network, wanted) for _ in range(3)] + [
+        Server(network, made(1)),
+        Server(network),
+    ]
     sink, wrong = take(network, wanted, sources)
     assert (sink.have, wrong) == (set(range(6)), set())
     assert torch.equal(sink.content, wanted.content)
@@ -138,7 +141,11 @@ def test_a_stream_serves_a_model_once(network):
     server, me = Server(network, wanted), network.host()
 
     async def work():
-        source, room, taken = snapshot.ChunkSource(me, SWARM, wanted.id, *server.source), bytearray(CHUNK), 0
+        source, room, taken = (
+            snapshot.ChunkSource(me, SWARM, wanted.id, *server.source),
+            bytearray(CHUNK),
+            0,
+        )
         await source.take(None, memoryview(bytearray(len(wanted.digests))))
         with contextlib.suppress(NetworkError):
             while taken < 50:
@@ -152,17 +159,26 @@ def test_a_stream_serves_a_model_once(network):
 
 def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):
     wanted = made()
-    spoiled = snapshot.Snapshot(wanted.header, wanted.content.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
+    spoiled = snapshot.Snapshot(
+        wanted.header,
+        wanted.content.clone().index_fill_(0, torch.arange(VALUES * 4), 1),
+        wanted.digests,
+    )
     liar, honest = Server(network, spoiled), Server(network, wanted)
     sink, wrong = take(network, wanted, [liar, honest])
     assert wrong == {liar.host.peer_id}
     assert torch.equal(sink.content, wanted.content)
-    assert f"…{liar.host.peer_id[-8:]} served a chunk of the weights that does not match its digest" in caplog.text
+    assert (
+        f"…{liar.host.peer_id[-8:]} served a chunk of the weights that does not match its digest"
+        in caplog.text
+    )
 
 
 def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
     wanted = made()
-    liar = Server(network, snapshot.Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests))))
+    liar = Server(
+        network, snapshot.Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests)))
+    )
     sink, _ = take(network, wanted, [liar, Server(network, wanted)])
     assert torch.equal(sink.content, wanted.content)
     assert "served digests that are not those of the weights it offered" in caplog.text

@@ -41,15 +41,30 @@ def records(drifts, **changes):
 
 def yielding(drifts):
     there = records(drifts)
-    return {peer: found for peer, drift in drifts.items() if (found := drift.split(there, {}, PEERS)) is not None}
+    return {
+        peer: found
+        for peer, drift in drifts.items()
+        if (found := drift.split(there, {}, PEERS)) is not None
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sketches_of_equal_weights_are_equal_and_of_others_far(dtype):
     random = torch.Generator().manual_seed(0)
-    weights = [torch.randn(33, 7, generator=random).to(dtype), torch.randn(5, generator=random).to(dtype)]
-    moved = [tensor + 0.01 * torch.randn(tensor.shape, generator=random).to(dtype) for tensor in weights]
-    length = sum((a.double() - b.double()).square().sum().item() for a, b in zip(weights, moved, strict=True)) ** 0.5
+    weights = [
+        torch.randn(33, 7, generator=random).to(dtype),
+        torch.randn(5, generator=random).to(dtype),
+    ]
+    moved = [
+        tensor + 0.01 * torch.randn(tensor.shape, generator=random).to(dtype) for tensor in weights
+    ]
+    length = (
+        sum(
+            (a.double() - b.double()).square().sum().item()
+            for a, b in zip(weights, moved, strict=True)
+        )
+        ** 0.5
+    )
     assert len(sketch(weights)) == NUMBERS == SKETCH
     assert sketch(weights) == sketch([tensor.clone() for tensor in weights])
     assert 0.2 * length < math.dist(sketch(weights), sketch(moved)) < 3 * length
@@ -57,13 +72,16 @@ def test_sketches_of_equal_weights_are_equal_and_of_others_far(dtype):
 
 def test_a_swarm_that_is_together_does_nothing():
     assert yielding(walk(5, dict.fromkeys(PEERS, 0.0))) == {}
-    assert yielding(walk(5, {peer: 0.01 * place for place, peer in enumerate(PEERS)})) == {}  # rounding
+    assert (
+        yielding(walk(5, {peer: 0.01 * place for place, peer in enumerate(PEERS)})) == {}
+    )  # rounding
 
 
 def test_the_smaller_part_gives_way_to_the_larger():
     drifts = walk(5, {peer: 3.0 * (place in (0, 4)) for place, peer in enumerate(PEERS)})
     assert yielding(drifts) == {
-        peer: SplitDecision(frozenset({0}), frozenset(PEERS[place] for place in (1, 2, 3, 5))) for peer in (PEERS[0], PEERS[4])
+        peer: SplitDecision(frozenset({0}), frozenset(PEERS[place] for place in (1, 2, 3, 5)))
+        for peer in (PEERS[0], PEERS[4])
     }
 
 
@@ -130,17 +148,28 @@ def test_what_the_group_shows_counts_where_no_record_has_come():
     drifts = walk(3, {PEERS[0]: 0.0, PEERS[1]: 0.0, PEERS[2]: 3.0})
     late = {peer: member(peer, None, state="waiting") for peer in PEERS[:3]}
     shown = {peer: drift.newest for peer, drift in drifts.items()}
-    found = {peer: drift.split(late, {p: shown[p] for p in shown if p != peer}, PEERS) for peer, drift in drifts.items()}
-    assert found == {PEERS[0]: None, PEERS[1]: None, PEERS[2]: SplitDecision(frozenset({0}), frozenset(PEERS[:2]))}
+    found = {
+        peer: drift.split(late, {p: shown[p] for p in shown if p != peer}, PEERS)
+        for peer, drift in drifts.items()
+    }
+    assert found == {
+        PEERS[0]: None,
+        PEERS[1]: None,
+        PEERS[2]: SplitDecision(frozenset({0}), frozenset(PEERS[:2])),
+    }
     assert [drifts[peer].apart for peer in PEERS[:3]] == [{PEERS[2]}, {PEERS[2]}, set(PEERS[:2])]
 
 
 def test_what_a_group_member_shows_is_newer_than_its_record():
     drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(3, {PEERS[0]: 3.0})[PEERS[0]]
     there = records({PEERS[0]: other})
-    assert drift.split(there, {PEERS[0]: drift.newest}, PEERS) is None  # it has taken over this node's weights since
+    assert (
+        drift.split(there, {PEERS[0]: drift.newest}, PEERS) is None
+    )  # it has taken over this node's weights since
     assert drift.apart == set()
-    assert drift.split(there, {PEERS[0]: None}, PEERS) is None  # it knows that its own have diverged
+    assert (
+        drift.split(there, {PEERS[0]: None}, PEERS) is None
+    )  # it knows that its own have diverged
     assert drift.apart == set()
 
 
@@ -155,7 +184,9 @@ def test_records_of_peers_that_it_never_met_are_no_majority():
     drifts[PEERS[2]].finished(3, 0, at(3.0, 3))
     for peer in PEERS[:2]:
         drifts[peer].finished(3, 0, at(0.0, 3))
-    found = drifts[PEERS[2]].split(crowd | records({peer: drifts[peer] for peer in PEERS[:2]}), {}, PEERS[:2])
+    found = drifts[PEERS[2]].split(
+        crowd | records({peer: drifts[peer] for peer in PEERS[:2]}), {}, PEERS[:2]
+    )
     assert found is not None
     assert found.sources == frozenset(PEERS[:2])
 

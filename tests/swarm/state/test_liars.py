@@ -13,7 +13,16 @@ from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.state.resync import sources_in
-from shoal.swarm.state.selection import AHEAD, SnapshotOffer, StateServer, UnconfirmedError, agreed, believed, choose, plausible
+from shoal.swarm.state.selection import (
+    AHEAD,
+    SnapshotOffer,
+    StateServer,
+    UnconfirmedError,
+    agreed,
+    believed,
+    choose,
+    plausible,
+)
 from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND, StateQuery, fetch_state
 from shoal.swarm.wire.envelope import MAX_COUNT
@@ -26,7 +35,9 @@ SHAPES = [(40, 10), (3,)]
 def slow(near=True, seed=0):
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    return [1.0 + 0.1 * tensor for tensor in drawn] if near else [100.0 * tensor for tensor in drawn]
+    return (
+        [1.0 + 0.1 * tensor for tensor in drawn] if near else [100.0 * tensor for tensor in drawn]
+    )
 
 
 @pytest.fixture
@@ -53,18 +64,26 @@ def give(network):
 
 
 def query(**options):
-    return StateQuery(StateRequest(swarm=SWARM, model=MODEL), SHAPES, fragments=1, patience=2.0, **options)
+    return StateQuery(
+        StateRequest(swarm=SWARM, model=MODEL), SHAPES, fragments=1, patience=2.0, **options
+    )
 
 
 def offered(states):
     """Offers of ``states`` as they come from the network, by peers named by their place."""
-    return [SnapshotOffer(f"peer{place}", (), make(state, encode(state)).header) for place, state in enumerate(states)]
+    return [
+        SnapshotOffer(f"peer{place}", (), make(state, encode(state)).header)
+        for place, state in enumerate(states)
+    ]
 
 
 @pytest.mark.parametrize("lie", [10**6, LAST_ROUND])
 @pytest.mark.parametrize("honest", [1, 2, 5])
 def test_one_that_states_a_round_far_ahead_is_not_the_latest(lie, honest):
-    offers = offered([State(7 + place % 2, slow(seed=place), applied=[6]) for place in range(honest)] + [State(lie, slow(seed=9))])
+    offers = offered(
+        [State(7 + place % 2, slow(seed=place), applied=[6]) for place in range(honest)]
+        + [State(lie, slow(seed=9))]
+    )
     assert {offer.header.round for offer in plausible(offers)} <= {7, 8}
     assert believed(offer.header.round for offer in offers) <= 8 + AHEAD
 
@@ -86,8 +105,15 @@ def test_a_liar_with_good_weights_does_not_misplace_a_newcomer(network, give, eq
 
 
 def test_a_node_that_missed_a_round_does_not_take_the_liars_either(network, give):
-    honest, liar = give(State(7, slow(), applied=[6])), give(State(10**6, slow(seed=9), applied=[6]))
-    state = fetch_state(network.host(), query(equal=True, confirmed=False), [(liar.peer_id, ()), (honest.peer_id, ())])
+    honest, liar = (
+        give(State(7, slow(), applied=[6])),
+        give(State(10**6, slow(seed=9), applied=[6])),
+    )
+    state = fetch_state(
+        network.host(),
+        query(equal=True, confirmed=False),
+        [(liar.peer_id, ()), (honest.peer_id, ())],
+    )
     assert state.round == 7
 
 
@@ -99,7 +125,9 @@ def test_a_node_that_missed_a_round_does_not_take_the_liars_either(network, give
 def test_a_header_that_no_honest_source_makes_is_refused(network, round, applied, why):
     (offer,) = offered([State(7, slow(), applied=[6])])
     query().check("a" * 10, offer.header)
-    header = offer.header.model_copy(update={"round": round, "applied": struct.pack(f"<{len(applied)}Q", *applied)})
+    header = offer.header.model_copy(
+        update={"round": round, "applied": struct.pack(f"<{len(applied)}Q", *applied)}
+    )
     with pytest.raises(MessageError, match=why):
         query().check("a" * 10, header)
 
@@ -121,7 +149,9 @@ def test_in_the_latest_round_that_is_believed_a_node_can_adopt_and_state_its_own
 
 
 def member(peer, round, model=MODEL):
-    return Member.model_construct(peer=peer, addresses=(), swarm=SWARM, round=round, model=model, state="training")
+    return Member.model_construct(
+        peer=peer, addresses=(), swarm=SWARM, round=round, model=model, state="training"
+    )
 
 
 def test_members_that_state_rounds_far_ahead_do_not_fill_the_list_of_those_who_are_asked():
@@ -147,12 +177,16 @@ def test_many_of_one_address_range_do_not_outvote_two_of_others(network, give, e
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_of_as_many_peers_in_two_ranges_those_are_believed_with_whom_the_creator_is(network, give, equal):
+def test_of_as_many_peers_in_two_ranges_those_are_believed_with_whom_the_creator_is(
+    network, give, equal
+):
     truths = [State(7, slow(seed=0 if equal else place), applied=[6]) for place in range(2)]
     hosts = [give(state) for state in (*truths, *[State(8, slow(near=False), applied=[7])] * 2)]
     newcomer = network.host()
     newcomer.met = {host.peer_id: f"10.{place // 2}.0.1" for place, host in enumerate(hosts)}
-    asked = [(host.peer_id, ()) for host in (hosts[0], hosts[2], hosts[3], hosts[1])]  # as `in_order` has it
+    asked = [
+        (host.peer_id, ()) for host in (hosts[0], hosts[2], hosts[3], hosts[1])
+    ]  # as `in_order` has it
     assert fetch_state(newcomer, query(equal=equal), asked).round == 7
 
 
@@ -170,11 +204,16 @@ def test_colluding_liars_who_are_most_of_the_sources_decide(network, give):
 def test_two_that_do_not_confirm_each_other_are_not_taken(monkeypatch):
     """What is guaranteed: colluders must agree; a lone lie against the honest one ends in a refusal, not in a choice."""
     offers = offered([State(7, slow(near=False), applied=[6]), State(7, slow(), applied=[6])])
-    samples = {offer.peer: tensor for offer, tensor in zip(offers, (torch.randn(50), torch.ones(50)), strict=True)}
+    samples = {
+        offer.peer: tensor
+        for offer, tensor in zip(offers, (torch.randn(50), torch.ones(50)), strict=True)
+    }
 
     async def sample(host, swarm, offer, chunks, in_slow):
         return samples[offer.peer]
 
     monkeypatch.setattr("shoal.swarm.state.selection._sample", sample)
     with pytest.raises(UnconfirmedError, match="lie far from each other"):
-        asyncio.run(choose(None, query().request, offers, None, equal=False, patience=1.0, strict=False))
+        asyncio.run(
+            choose(None, query().request, offers, None, equal=False, patience=1.0, strict=False)
+        )

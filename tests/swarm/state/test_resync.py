@@ -27,16 +27,33 @@ class Swarm:
     def __init__(self, monkeypatch, method="diloco", others=("other",)):
         self.model = torch.nn.Linear(4, 1, bias=False)
         torch.nn.init.zeros_(self.model.weight)
-        self.opt = METHODS[method](torch.optim.SGD(self.model.parameters(), lr=0.1), Alone(), every=EVERY)
+        self.opt = METHODS[method](
+            torch.optim.SGD(self.model.parameters(), lr=0.1), Alone(), every=EVERY
+        )
         self.opt.on_round = self.on_round
         self.asked, self.host = [], SimpleNamespace(met={})
-        self.members = {peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=()) for peer in others}
+        self.members = {
+            peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=())
+            for peer in others
+        }
         directory = SimpleNamespace(members=lambda: self.members)
-        membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=self.host, swarm="a" * 52)
+        membership = SimpleNamespace(
+            identity=SimpleNamespace(peer_id="me"),
+            directory=directory,
+            host=self.host,
+            swarm="a" * 52,
+        )
         self.stats, self.moves, self.behind, self.met, self.split = ExchangeStats(), 0, 0, (), None
         self.server, self.now, self.partners = SimpleNamespace(diverged=None), 0.0, ()
         self.resynchronizer = Resynchronizer(
-            membership, MODEL, self.server, self.opt, self.stats, self.moved, lambda: self.now, lambda: self.partners
+            membership,
+            MODEL,
+            self.server,
+            self.opt,
+            self.stats,
+            self.moved,
+            lambda: self.now,
+            lambda: self.partners,
         )
         monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
         self.theirs = [torch.zeros(1, 4)]
@@ -47,12 +64,19 @@ class Swarm:
     def fetch(self, host, query, sources):
         self.asked.append([peer for peer, _ in sources])
         future = Future()
-        shared = {name: [tensor.clone() for tensor in tensors] for name, tensors in self.opt.shared.items()}
-        future.set_result(State(self.opt.round, [t.clone() for t in self.theirs], shared, [self.opt.round - 1]))
+        shared = {
+            name: [tensor.clone() for tensor in tensors]
+            for name, tensors in self.opt.shared.items()
+        }
+        future.set_result(
+            State(self.opt.round, [t.clone() for t in self.theirs], shared, [self.opt.round - 1])
+        )
         return future
 
     def on_round(self, info):
-        self.resynchronizer.on_round(RoundInfo(info.key, self.met, info.step, info.lag), behind=self.behind, split=self.split)
+        self.resynchronizer.on_round(
+            RoundInfo(info.key, self.met, info.step, info.lag), behind=self.behind, split=self.split
+        )
 
     def train(self, rounds):
         """Every round learns about the same, and moves by about one."""
@@ -132,7 +156,9 @@ def test_after_one_missed_round_what_was_learnt_stays(monkeypatch):
     swarm.train(1)
     assert swarm.moves == 1
     assert torch.equal(swarm.opt.slow[0], swarm.theirs[0])
-    assert swarm.away() == pytest.approx(0.7 * 1.6 * 0.5)  # lr (1 + momentum), times the four steps' way
+    assert swarm.away() == pytest.approx(
+        0.7 * 1.6 * 0.5
+    )  # lr (1 + momentum), times the four steps' way
 
 
 def test_a_node_that_slept_does_not_pull_the_others_back(monkeypatch):
@@ -162,7 +188,9 @@ def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monk
 def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
     swarm = Swarm(monkeypatch)
     swarm.split = SplitDecision(frozenset({0}), frozenset({"other"}))
-    monkeypatch.setattr(swarm.resynchronizer, "adopt_fetched", lambda: False)  # what it asked for is still on its way
+    monkeypatch.setattr(
+        swarm.resynchronizer, "adopt_fetched", lambda: False
+    )  # what it asked for is still on its way
     swarm.train(1)
     assert swarm.resynchronizer.diverged
     assert swarm.resynchronizer._missed[0] == 1
@@ -233,7 +261,9 @@ def test_a_watch_that_forgets_begins_anew():
     own = [torch.tensor([1.0, 0.0])]
 
     def problem(number, far):
-        return watch.problem(RoundKey("run", number), lambda: own, "peer", [torch.tensor([1.0, far])])
+        return watch.problem(
+            RoundKey("run", number), lambda: own, "peer", [torch.tensor([1.0, far])]
+        )
 
     for number in range(LEAST):
         problem(number, 0.01)

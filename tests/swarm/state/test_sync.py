@@ -14,7 +14,17 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.state import snapshot
 from shoal.swarm.state.selection import SOON, STATE_PROTOCOL, StateServer
-from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, ChunkSource, Spool, State, chunks_in, encode, make, read, spool_for
+from shoal.swarm.state.snapshot import (
+    CHUNKS_PROTOCOL,
+    ChunkSource,
+    Spool,
+    State,
+    chunks_in,
+    encode,
+    make,
+    read,
+    spool_for,
+)
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import CHUNK, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
@@ -102,7 +112,9 @@ def test_weights_come_whole(network, members):
 def test_what_a_newcomer_holds_already_is_not_fetched(network, members):
     """Mutant: the digests are compared of the wrong chunks, or its own values stay where they differ."""
     (source,) = members(State(0, slow(), {"momentum": slow(1)}))
-    held = State(0, [tensor.clone() for tensor in source.state.slow], {"momentum": slow(1), "more": slow(2)})
+    held = State(
+        0, [tensor.clone() for tensor in source.state.slow], {"momentum": slow(1), "more": slow(2)}
+    )
     own = held.slow[0][0].clone()
     held.slow[0][-1, -1] += 1.0  # in the second chunk of 1 MiB of 3
     taken = []
@@ -111,7 +123,11 @@ def test_what_a_newcomer_holds_already_is_not_fetched(network, members):
     def counting(id):
         found = served(id)
         if found is not None:
-            object.__setattr__(found, "chunk", lambda number: taken.append(number) or type(found).chunk(found, number))
+            object.__setattr__(
+                found,
+                "chunk",
+                lambda number: taken.append(number) or type(found).chunk(found, number),
+            )
         return found
 
     source.server._kept.get = counting
@@ -156,7 +172,10 @@ def test_what_two_state_is_taken_from_both_and_from_who_took_it_before(network, 
     first, second = members(State(7, slow(), applied=[6]), State(7, slow(), applied=[6]))
     before = members(State(9, slow(5), applied=[8]))[0]
     state = fetch_state(network.host(), query(equal=True), to(first.host, second.host))
-    assert state.snapshot.id == fetch_state(network.host(), query(equal=True), to(second.host, first.host)).snapshot.id
+    assert (
+        state.snapshot.id
+        == fetch_state(network.host(), query(equal=True), to(second.host, first.host)).snapshot.id
+    )
     before.server.keep(state)
     network.opened.clear()
     again = fetch_state(network.host(), query(equal=True), to(first.host, second.host, before.host))
@@ -165,7 +184,9 @@ def test_what_two_state_is_taken_from_both_and_from_who_took_it_before(network, 
 
 
 def test_the_majority_is_taken_though_another_is_further(network, members):
-    liar, one, other = members(State(900, slow(9), applied=[899]), *[State(7, slow(), applied=[6]) for _ in range(2)])
+    liar, one, other = members(
+        State(900, slow(9), applied=[899]), *[State(7, slow(), applied=[6]) for _ in range(2)]
+    )
     state = fetch_state(network.host(), query(equal=True), to(liar.host, one.host, other.host))
     assert (state.round, equal(state.slow, slow())) == (7, True)
 
@@ -190,13 +211,20 @@ def test_copies_that_are_near_confirm_each_other(network, members):
     assert (state.round, equal(state.slow, mine)) == (8, True)
 
 
-@pytest.mark.parametrize("lie", [lambda t: -t, lambda t: 1000 * t, torch.zeros_like, lambda t: t.roll(1, 0).roll(7, -1)])
+@pytest.mark.parametrize(
+    "lie", [lambda t: -t, lambda t: 1000 * t, torch.zeros_like, lambda t: t.roll(1, 0).roll(7, -1)]
+)
 def test_weights_that_are_far_from_everybody_elses_are_not_taken(network, members, lie):
     mine = slow()
-    liar, one, other = members(State(99, [lie(t) for t in mine]), State(8, mine), State(7, slow(1, near=mine)))
+    liar, one, other = members(
+        State(99, [lie(t) for t in mine]), State(8, mine), State(7, slow(1, near=mine))
+    )
     state = fetch_state(network.host(), query(), to(liar.host, one.host, other.host))
     assert (state.round, equal(state.slow, mine)) == (8, True)
-    with pytest.raises(NetworkError, match=r"serve weights that lie far from each other, and no other peer confirms either"):
+    with pytest.raises(
+        NetworkError,
+        match=r"serve weights that lie far from each other, and no other peer confirms either",
+    ):
         fetch_state(network.host(), query(), to(liar.host, one.host))
 
 
@@ -213,7 +241,9 @@ def test_weights_that_are_damaged_or_not_finite_are_not_used(network, members, m
         await swap(stream, memoryview(bytes(len(outgoing))), incoming, **options)
 
     monkeypatch.setattr(Stream, "swap", damaging)
-    with pytest.raises(NetworkError, match="none of the peers that were asked holds the weights any more"):
+    with pytest.raises(
+        NetworkError, match="none of the peers that were asked holds the weights any more"
+    ):
         fetch_state(network.host(), query(), to(source.host))
 
 
@@ -222,15 +252,28 @@ COUNT = [torch.tensor(4.0), torch.tensor(5.0)]
 
 
 def test_the_state_of_the_rule_comes_with_the_weights(network, members):
-    rich, poor = members(State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}, [6, -1]), State(7, slow(), {}, [6, -1]))
-    state = fetch_state(network.host(), query({"momentum": SHAPES, "count": [(), ()], "start": SHAPES}), to(rich.host))
-    assert (equal(state.slow, slow()), sorted(state.extra), list(state.applied)) == (True, ["count", "momentum"], [6, -1])
+    rich, poor = members(
+        State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}, [6, -1]),
+        State(7, slow(), {}, [6, -1]),
+    )
+    state = fetch_state(
+        network.host(),
+        query({"momentum": SHAPES, "count": [(), ()], "start": SHAPES}),
+        to(rich.host),
+    )
+    assert (equal(state.slow, slow()), sorted(state.extra), list(state.applied)) == (
+        True,
+        ["count", "momentum"],
+        [6, -1],
+    )
     for name, wanted in (("momentum", MOMENTUM), ("count", COUNT)):
         assert equal(state.extra[name], wanted)
     assert fetch_state(network.host(), query({"momentum": SHAPES}), to(poor.host)).extra == {}
 
 
-@pytest.mark.parametrize("extra", [None, {"momentum": SHAPES}, {"momentum": SHAPES, "count": [(1,), ()]}])
+@pytest.mark.parametrize(
+    "extra", [None, {"momentum": SHAPES}, {"momentum": SHAPES, "count": [(1,), ()]}]
+)
 def test_a_state_that_does_not_fit_the_own_rule_is_not_taken(network, members, extra, caplog):
     (rich,) = members(State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}))
     with pytest.raises(NetworkError, match="could serve weights"):
@@ -241,12 +284,20 @@ def test_a_state_that_does_not_fit_the_own_rule_is_not_taken(network, members, e
 def test_another_model_is_told_the_difference_and_another_swarm_nothing(network, members):
     (source,) = members(State(7, slow()))
     with pytest.raises(ModelDiffersError, match=r"tensor 1 has shape \[4\] here and \[3\] there"):
-        fetch_state(network.host(), query(shapes=[(300, 1000), (4,)], model="1" * 64), to(source.host))
+        fetch_state(
+            network.host(), query(shapes=[(300, 1000), (4,)], model="1" * 64), to(source.host)
+        )
     assert fetch_state(network.host(), query(swarm="b" * 52), to(source.host)) is None
 
 
-@pytest.mark.parametrize(("held", "taken"), [(True, [7, 8, 8]), (False, [7, 8, 9])], ids=["two downloads go on", "all ended"])
-def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(network, members, held, taken):
+@pytest.mark.parametrize(
+    ("held", "taken"),
+    [(True, [7, 8, 8]), (False, [7, 8, 9])],
+    ids=["two downloads go on", "all ended"],
+)
+def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(
+    network, members, held, taken
+):
     (source,) = members(State(7, slow()), run=False)
     rounds, lasting = [], []
     for round in (7, 8, 9):
@@ -267,7 +318,10 @@ def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_th
 def test_one_copy_is_made_for_all_who_ask_for_the_same_weights(network, members, monkeypatch):
     (source,) = members(State(7, slow()))
     made = []
-    monkeypatch.setattr("shoal.swarm.state.selection.encode", lambda state: made.append(state.round) or encode(state))
+    monkeypatch.setattr(
+        "shoal.swarm.state.selection.encode",
+        lambda state: made.append(state.round) or encode(state),
+    )
     for _ in range(3):
         assert fetch_state(network.host(), query(), to(source.host)).round == 7
     source.state = at(8)
@@ -280,7 +334,11 @@ def at(number):
 
 
 def requested(host, *sources, astray=True, round=5):
-    return begin_fetch(host, query(astray=astray, round=round, equal=True, confirmed=False, patience=1.0), to(*sources))
+    return begin_fetch(
+        host,
+        query(astray=astray, round=round, equal=True, confirmed=False, patience=1.0),
+        to(*sources),
+    )
 
 
 def adrift(host, round=5):
@@ -292,7 +350,9 @@ def adrift(host, round=5):
 def test_of_those_that_drifted_the_lowest_keeps_its_own_and_the_others_take_it(network):
     low, middle, high = sorted((network.host() for _ in range(3)), key=lambda host: host.peer_id)
     servers = {host: adrift(host) for host in (low, middle, high)}
-    assert requested(low, middle, high).result(60) is None  # refused by all: it is the one that the others come to
+    assert (
+        requested(low, middle, high).result(60) is None
+    )  # refused by all: it is the one that the others come to
     waiting = {middle: requested(middle, high, low), high: requested(high, middle, low)}
     for host in (middle, high):
         servers[host].offer(lambda: at(9))  # of weights that have drifted nothing is handed out
@@ -351,7 +411,9 @@ def ask(network, asking, asked, *, astray, since=0):
 
     async def begin():
         stream = await asking.open(asked.peer_id, STATE_PROTOCOL, timeout=30)
-        await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5, since=since)), 5)
+        await stream.send(
+            pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5, since=since)), 5
+        )
         assert unpack(await stream.receive(Answer.LIMIT, 5), Answer).verdict == "wait"
         return stream
 
@@ -390,7 +452,9 @@ def test_who_asks_for_a_round_that_is_far_away_keeps_no_place(network, two):
     assert near() == 5 + SOON
 
 
-@pytest.mark.parametrize(("first_asks", "astray"), [(True, False), (False, True)], ids=["a newcomer", "a higher id"])
+@pytest.mark.parametrize(
+    ("first_asks", "astray"), [(True, False), (False, True)], ids=["a newcomer", "a higher id"]
+)
 def test_others_wait_until_it_is_back(network, two, first_asks, astray):
     asking, asked = two if first_asks else two[::-1]
     server = StateServer(asked, SWARM, MODEL, [(4,)])
@@ -400,7 +464,12 @@ def test_others_wait_until_it_is_back(network, two, first_asks, astray):
     assert len(server._wanted) == 1
 
 
-STATE = State(3, [torch.arange(700_000.0), torch.ones(3)], {"momentum": [torch.zeros(700_000), torch.ones(3)]}, [2])
+STATE = State(
+    3,
+    [torch.arange(700_000.0), torch.ones(3)],
+    {"momentum": [torch.zeros(700_000), torch.ones(3)]},
+    [2],
+)
 
 
 def test_a_snapshot_in_a_file_is_the_one_in_memory(monkeypatch, tmp_path):
@@ -440,12 +509,17 @@ def test_changes_of_what_was_read_do_not_reach_the_file():
     assert bytes(spool.read(2, 4)) == bytes([2, 3, 4, 5])
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="the system does not list what is mapped"
+)
 def test_what_was_read_takes_memory_only_while_it_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(snapshot, "LARGE", 1)
-    state, maps = read(make(STATE, encode(STATE)), {"momentum": [(700_000,), (3,)]}), Path("/proc/self/maps")
+    state, maps = (
+        read(make(STATE, encode(STATE)), {"momentum": [(700_000,), (3,)]}),
+        Path("/proc/self/maps"),
+    )
     assert maps.read_text().count(str(tmp_path)) == 0
     taken = state.slow[1]
     assert maps.read_text().count(str(tmp_path)) == 1

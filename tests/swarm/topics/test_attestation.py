@@ -13,7 +13,15 @@ from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, QUOTA, Attestation, Attestations, sign_record, verify_record
+from shoal.swarm.topics.attestation import (
+    CONTEXT,
+    MAX_RECORD,
+    QUOTA,
+    Attestation,
+    Attestations,
+    sign_record,
+    verify_record,
+)
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from tests.clocks import until
 from tests.swarm.gossip import nodes
@@ -23,7 +31,12 @@ ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 
 
 def attestation(identity=ME, record=b"record", **changes):
-    fields = {"swarm": SWARM, "peer": identity.peer_id, "record": record, "signature": sign_record(identity, record)}
+    fields = {
+        "swarm": SWARM,
+        "peer": identity.peer_id,
+        "record": record,
+        "signature": sign_record(identity, record),
+    }
     return Attestation(**{**fields, **changes})
 
 
@@ -34,7 +47,9 @@ def test_a_signature_is_of_one_author_one_record_and_one_context(data, noise, at
     assert verify_record(ME.peer_id, data, signature)
     assert not verify_record(OTHER.peer_id, data, signature)
     assert not verify_record(ME.peer_id, data + b"\x00", signature)
-    assert not verify_record(ME.peer_id, data, signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :])
+    assert not verify_record(
+        ME.peer_id, data, signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :]
+    )
     assert not verify_record(ME.peer_id, data, noise)
     assert not verify_record(ME.peer_id, data, ME.sign("shoal/attestation/1", data))
     assert CONTEXT == "shoal/verification/1"
@@ -57,7 +72,12 @@ def test_round_trip(record):
 
 def test_bounds():
     assert len(pack(attestation(record=os.urandom(MAX_RECORD)))) < Attestation.LIMIT
-    for changes in ({"record": b""}, {"record": bytes(MAX_RECORD + 1)}, {"signature": bytes(63)}, {"signature": bytes(65)}):
+    for changes in (
+        {"record": b""},
+        {"record": bytes(MAX_RECORD + 1)},
+        {"signature": bytes(63)},
+        {"signature": bytes(65)},
+    ):
         with pytest.raises(ValidationError):
             attestation(**changes)
 
@@ -111,12 +131,19 @@ def test_forged_foreign_and_refused_records_are_counted_and_cost_nothing_else(pa
     attacker.publish_raw(attestation(me, b"1", signature=bytes(64)))
     attacker.publish_raw(attestation(me, b"2", signature=sign_record(OTHER, b"2")))
     attacker.publish_raw(attestation(me, b"3", signature=me.sign("shoal/attestation/1", b"3")))
-    attacker.publish_raw(attestation(OTHER, b"4"))  # another's record, well signed, but sealed by this one
+    attacker.publish_raw(
+        attestation(OTHER, b"4")
+    )  # another's record, well signed, but sealed by this one
     attacker.publish_raw(attestation(me, b"5", swarm=swarm_id(b"x")))
     attacker.say(b"bad record")
     good = attacker.say(b"good")
     until(lambda: victim.attestations.topic.counts["received"] == 7)
-    until(lambda: victim.attestations.topic.counts["rejected"] == {"forged": 4, "foreign-swarm": 1, "contradiction": 1})
+    until(
+        lambda: (
+            victim.attestations.topic.counts["rejected"]
+            == {"forged": 4, "foreign-swarm": 1, "contradiction": 1}
+        )
+    )
     until(lambda: victim.got == [good])
 
 
@@ -152,15 +179,21 @@ class Burst:
 def test_a_whole_draw_may_vote_at_once(network):
     """More than a topic of large records would keep waiting: none within the quota may be lost on a node that opens them slowly."""
     host, voters, got = network.host(), [Identity.ephemeral() for _ in range(4)], []
-    votes = [attestation(voters[number % 4], b"%d" % number) for number in range(QUOTA.messages + 400)]
+    votes = [
+        attestation(voters[number % 4], b"%d" % number) for number in range(QUOTA.messages + 400)
+    ]
     by_peer = {voter.peer_id: voter for voter in voters}
     data = [make_envelope(SWARM, make_body(vote, by_peer[vote.peer])) for vote in votes]
     host.pubsub = Burst(OTHER.peer_id, data)
     gossip = Gossip(host, host.identity, SWARM)
-    attestations = Attestations(gossip, lambda author, record, signature: got.append((author, record)))
+    attestations = Attestations(
+        gossip, lambda author, record, signature: got.append((author, record))
+    )
     counts = lambda: attestations.topic.counts  # noqa: E731
     until(lambda: counts()["accepted"] + counts()["rejected"].get("quota", 0) == len(votes))
-    assert QUOTA.messages <= counts()["accepted"] == len(got) < len(votes)  # 400 more come back within 40 s
+    assert (
+        QUOTA.messages <= counts()["accepted"] == len(got) < len(votes)
+    )  # 400 more come back within 40 s
     assert set(got) <= {(vote.peer, vote.record) for vote in votes}
     assert set(counts()["rejected"]) == {"quota"}
     gossip.close()

@@ -24,9 +24,14 @@ def sha(body):
 @pytest.fixture(scope="module")
 def pair():
     author, reader = Identity.ephemeral(), Identity.ephemeral()
-    with Host.start(author, timeout=60) as one, Host.start(reader, bootstrap=one.addresses(), timeout=60) as other:
+    with (
+        Host.start(author, timeout=60) as one,
+        Host.start(reader, bootstrap=one.addresses(), timeout=60) as other,
+    ):
         known = {one.peer_id: one.addresses(), other.peer_id: other.addresses()}
-        yield tuple(EvidenceStore(host, SWARM, lambda peer: known.get(peer, ())) for host in (one, other))
+        yield tuple(
+            EvidenceStore(host, SWARM, lambda peer: known.get(peer, ())) for host in (one, other)
+        )
 
 
 def peer_of(evidence):
@@ -46,7 +51,9 @@ def test_what_is_larger_than_wanted_is_refused_before_a_byte_of_it_comes(pair):
     author, reader = pair
     digest = author.put(os.urandom(1 << 20))
     before = reader._host.traffic.received
-    with pytest.raises(MessageError, match="of 1048576 bytes was refused: at most 1048575") as caught:
+    with pytest.raises(
+        MessageError, match="of 1048576 bytes was refused: at most 1048575"
+    ) as caught:
         reader.get(peer_of(author), digest, (1 << 20) - 1, 20)
     assert caught.value.reason == "oversized"
     assert reader._host.traffic.received - before < 100
@@ -100,7 +107,9 @@ def test_what_was_fetched_is_handed_on_and_pushes_no_own_body_out(monkeypatch, n
 def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network, two):
     monkeypatch.setattr(attestation, "MAX_FETCHED", 10)
     author, reader = two
-    first, second, third, large = (author.put(body) for body in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11))
+    first, second, third, large = (
+        author.put(body) for body in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11)
+    )
 
     def asked(digest):
         before = len(network.opened)
@@ -112,7 +121,9 @@ def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network,
     assert asked(second) == 1  # it was used longest ago when the third came
     assert sum(map(len, reader._fetched.values())) <= 10
     stranger = EvidenceStore(network.host(), SWARM)
-    assert stranger.get(peer_of(reader), third, 100, 5) == b"3" * 4  # a stranger keeps nothing here by asking again and again
+    assert (
+        stranger.get(peer_of(reader), third, 100, 5) == b"3" * 4
+    )  # a stranger keeps nothing here by asking again and again
     assert [asked(first), asked(third)] == [1, 1]
 
 
@@ -137,7 +148,9 @@ def liar(network, nbytes, body):
     async def answer(stream):
         unpack(await stream.receive(BodyRequest.LIMIT, 30), BodyRequest)
         await stream.send(pack(BodyReply(nbytes=nbytes)), 5)
-        await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=5, deadline=stream_end())
+        await stream.swap(
+            memoryview(body), memoryview(bytearray()), chunk_timeout=5, deadline=stream_end()
+        )
 
     def stream_end():
         return network.loop.time() + 5
@@ -174,7 +187,10 @@ def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monke
 
 
 def test_the_body_of_another_swarm_is_not_held(network):
-    author, stranger = EvidenceStore(network.host(), SWARM), EvidenceStore(network.host(), swarm_id(b"other"))
+    author, stranger = (
+        EvidenceStore(network.host(), SWARM),
+        EvidenceStore(network.host(), swarm_id(b"other")),
+    )
     with pytest.raises(MessageError) as caught:
         stranger.get(peer_of(author), author.put(b"body"), 100, 5)
     assert caught.value.reason == "unavailable"

@@ -11,7 +11,14 @@ from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics import attestation
-from shoal.swarm.topics.attestation import LOG_PROTOCOL, MAX_LOG, LogReply, LogRequest, LogServer, fetch_log
+from shoal.swarm.topics.attestation import (
+    LOG_PROTOCOL,
+    MAX_LOG,
+    LogReply,
+    LogRequest,
+    LogServer,
+    fetch_log,
+)
 from shoal.swarm.wire.envelope import pack, unpack
 from tests.clocks import Clock
 
@@ -62,7 +69,10 @@ def refused(reader, host, says, **options):
 def test_a_log_goes_between_real_hosts():
     log = Log(os.urandom(MAX_LOG))
     me, you = Identity.ephemeral(), Identity.ephemeral()
-    with Host.start(me, timeout=60) as one, Host.start(you, bootstrap=one.addresses(), timeout=60) as other:
+    with (
+        Host.start(me, timeout=60) as one,
+        Host.start(you, bootstrap=one.addresses(), timeout=60) as other,
+    ):
         server = LogServer(one, SWARM, log)
         assert fetch_log(other, one.peer_id, one.addresses(), SWARM, 2**53, 20) == log.body
         server.close()
@@ -75,13 +85,20 @@ def test_a_log_goes_between_real_hosts():
 
 def test_from_the_round_that_was_asked_for_and_empty_logs_too(network, serve):
     host, empty, reader = serve(Log()), serve(lambda since: b""), network.host()
-    assert [fetch(reader, host, since) for since in (0, 7, 2**53)] == [b"since 0", b"since 7", b"since 9007199254740992"]
+    assert [fetch(reader, host, since) for since in (0, 7, 2**53)] == [
+        b"since 0",
+        b"since 7",
+        b"since 9007199254740992",
+    ]
     assert fetch(reader, empty) == b""
 
 
 def test_a_log_is_made_once_a_second(network, serve):
     log, clock = Log(), Clock()
-    host, readers = serve(log, clock=clock, quota=RateLimit(messages=100)), [network.host() for _ in range(3)]
+    host, readers = (
+        serve(log, clock=clock, quota=RateLimit(messages=100)),
+        [network.host() for _ in range(3)],
+    )
     for reader in readers:
         assert fetch(reader, host, 1) == b"since 1"
     assert log.asked == [1]
@@ -128,7 +145,9 @@ def test_each_peer_is_answered_so_often_and_others_still_are(network, serve):
 
 def test_what_is_too_long_or_another_swarms_is_not_handed_out(network, serve):
     reader = network.host()
-    refused(reader, serve(lambda since: bytes(MAX_LOG + 1)), "8388609 bytes, of which at most 8388608")
+    refused(
+        reader, serve(lambda since: bytes(MAX_LOG + 1)), "8388609 bytes, of which at most 8388608"
+    )
     refused(reader, serve(Log()), "belongs to swarm", swarm=swarm_id(b"other"))
 
 
@@ -150,13 +169,20 @@ def test_what_a_liar_announces_is_refused_or_given_up(network):
             unpack(await stream.receive(LogRequest.LIMIT, 30), LogRequest)
             await stream.send(reply, 30)
             if body:
-                await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=5, deadline=network.loop.time() + 5)
+                await stream.swap(
+                    memoryview(body),
+                    memoryview(bytearray()),
+                    chunk_timeout=5,
+                    deadline=network.loop.time() + 5,
+                )
 
         host.serve(LOG_PROTOCOL, answer)
         return host
 
     reader = network.host()
-    huge = pack(LogReply(nbytes=2)).replace(b"\xa6nbytes\x02", b"\xa6nbytes\xce" + (MAX_LOG + 1).to_bytes(4, "big"))
+    huge = pack(LogReply(nbytes=2)).replace(
+        b"\xa6nbytes\x02", b"\xa6nbytes\xce" + (MAX_LOG + 1).to_bytes(4, "big")
+    )
     with pytest.raises(MessageError, match="less than or equal to 8388608"):
         fetch(reader, liar(huge))
     with pytest.raises(NetworkError, match="ended early"):

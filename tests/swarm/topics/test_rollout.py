@@ -10,7 +10,14 @@ from pydantic import ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, MAX_TOKENS, Rollout, pack_logps, pack_tokens
+from shoal.swarm.topics.rollout import (
+    MAX_COMPLETIONS,
+    MAX_TEXT,
+    MAX_TOKENS,
+    Rollout,
+    pack_logps,
+    pack_tokens,
+)
 from shoal.swarm.wire.envelope import pack, unpack
 from tests.swarm.gossip.nodes import rollout_of
 
@@ -44,7 +51,9 @@ def test_text_alone_is_enough():
 
 
 def test_the_largest_texts_fit():
-    made = record(completions=("x" * MAX_TEXT,) * MAX_COMPLETIONS, finish=("stop",) * MAX_COMPLETIONS)
+    made = record(
+        completions=("x" * MAX_TEXT,) * MAX_COMPLETIONS, finish=("stop",) * MAX_COMPLETIONS
+    )
     assert unpack(pack(made), Rollout) == made
 
 

@@ -170,7 +170,9 @@ def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
     assert pool.drain() == [theirs]
     assert (pool.counts["banned"], pool.counts["held"]) == (1, 0)
     barred.clear()
-    assert gossip.deliver(late) is None  # a ban is over some day, and the record had not been counted as seen
+    assert (
+        gossip.deliver(late) is None
+    )  # a ban is over some day, and the record had not been counted as seen
     assert pool.drain() == [late]
 
 
@@ -196,7 +198,17 @@ def pair():
 
 
 def envelope(body, **changes):
-    return pack(GossipEnvelope(**{"swarm": SWARM, "encoding": body.encoding, "size": body.size, "body": body.data, **changes}))
+    return pack(
+        GossipEnvelope(
+            **{
+                "swarm": SWARM,
+                "encoding": body.encoding,
+                "size": body.size,
+                "body": body.data,
+                **changes,
+            }
+        )
+    )
 
 
 def plain(sealed):
@@ -204,7 +216,13 @@ def plain(sealed):
 
 
 def signed(node, payload):
-    return envelope(plain(msgpack.packb([node.identity.peer_id, payload, node.identity.sign("shoal/rollout/1", payload)])))
+    return envelope(
+        plain(
+            msgpack.packb(
+                [node.identity.peer_id, payload, node.identity.sign("shoal/rollout/1", payload)]
+            )
+        )
+    )
 
 
 def sealed(node, **changes):
@@ -238,7 +256,9 @@ HOSTILE = {
 
 
 def publish(node, data):
-    _, writer, _ = node.host.call(node.host.pubsub._ask("PUBLISH", node.pool.topic.name, data=data), 60)
+    _, writer, _ = node.host.call(
+        node.host.pubsub._ask("PUBLISH", node.pool.topic.name, data=data), 60
+    )
     writer.close()
 
 
@@ -283,11 +303,18 @@ def test_a_flood_has_its_counter(pair):
     before = victim.pool.counts
     for _ in range(200):  # GossipSub drops some of so many at once, on a busy machine
         publish(attacker, os.urandom(8))
-    until(lambda: rejected_since(victim.pool, before["rejected"]).get("quota", 0) > 0 and settled(victim.pool))
+    until(
+        lambda: (
+            rejected_since(victim.pool, before["rejected"]).get("quota", 0) > 0
+            and settled(victim.pool)
+        )
+    )
     assert victim.pool.drain() == []
 
 
 def test_every_reason_has_a_row_from_the_start():
     pool, _, _ = pool_of()
     assert pool.counts["rejected"] == dict.fromkeys(REASONS, 0)
-    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest", "banned", "unwelcome"} == set(REASONS)
+    assert set(HOSTILE) | {"replayed", "quota", "overflow", "digest", "banned", "unwelcome"} == set(
+        REASONS
+    )

@@ -4,7 +4,14 @@ import threading
 
 import pytest
 
-from shoal.swarm.topics.status import BEAT_S, GAP_S, PER_SECOND, RecordPublisher, RoundStatus, Status
+from shoal.swarm.topics.status import (
+    BEAT_S,
+    GAP_S,
+    PER_SECOND,
+    RecordPublisher,
+    RoundStatus,
+    Status,
+)
 from tests.clocks import until
 from tests.swarm.gossip import nodes
 from tests.swarm.gossip.nodes import SWARM
@@ -27,7 +34,9 @@ def test_who_listens_hears_a_node_and_nodes_only_pass_on():
         speaker, watcher = both
         heard = []
         topic = watcher.gossip.join(Status, lambda author, status: heard.append((author, status)))
-        first, second = (RecordPublisher(node.gossip, Status, node.status, lambda: 2) for node in both)
+        first, second = (
+            RecordPublisher(node.gossip, Status, node.status, lambda: 2) for node in both
+        )
         until(lambda: topic.name and speaker.identity.peer_id in topic.listeners())
         first.hint()
         until(lambda: heard)

@@ -7,7 +7,17 @@ import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, swarm_id
-from shoal.swarm.topics.status import BANNED, HELD_S, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, SAVE_S, Status, StatusReporter
+from shoal.swarm.topics.status import (
+    BANNED,
+    HELD_S,
+    PARTNERS,
+    PER_SECOND,
+    PROJECTED,
+    ROUNDS,
+    SAVE_S,
+    Status,
+    StatusReporter,
+)
 from shoal.swarm.wire.envelope import pack, unpack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
@@ -20,25 +30,43 @@ def membership(method="noloco", bucket=0, seen=25):
         addresses=lambda: tuple(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ME}" for port in range(1, 9)),
         submit=lambda coroutine: (coroutine.close(), SimpleNamespace(cancel=lambda: None))[1],
     )  # fmt: skip
-    gossip = SimpleNamespace(host=host, join=lambda kind, handler: SimpleNamespace(close=lambda: None))
+    gossip = SimpleNamespace(
+        host=host, join=lambda kind, handler: SimpleNamespace(close=lambda: None)
+    )
     return SimpleNamespace(
         host=host,
         swarm=swarm_id(b""),
         gossip=gossip,
         directory=SimpleNamespace(
-            size=lambda: 400, members=lambda: dict.fromkeys(range(seen)), reach=lambda: {"reach": "punched", "throughput": 1.5e6}
+            size=lambda: 400,
+            members=lambda: dict.fromkeys(range(seen)),
+            reach=lambda: {"reach": "punched", "throughput": 1.5e6},
         ),
         manifest=SimpleNamespace(outer=OuterSettings(method=method), bucket=bucket),
     )
 
 
 def over(status_reporter, number, members, **changes):
-    usual = {"round": number, "step": 10 * number, "sent": 7, "received": 6, "wait_s": 0.5, "loss": 1.5}
+    usual = {
+        "round": number,
+        "step": 10 * number,
+        "sent": 7,
+        "received": 6,
+        "wait_s": 0.5,
+        "loss": 1.5,
+    }
     status_reporter.round(members, **{**usual, **changes})
 
 
 def progress(round, step, loss, steps_per_s, **more):
-    return {"state": "training", "round": round, "step": step, "loss": loss, "steps_per_s": steps_per_s, **more}
+    return {
+        "state": "training",
+        "round": round,
+        "step": step,
+        "loss": loss,
+        "steps_per_s": steps_per_s,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -46,11 +74,15 @@ def status_reporter():
     return StatusReporter(membership(), "anna")
 
 
-def test_in_a_swarm_of_which_it_sees_a_part_it_sends_as_rarely_as_the_whole_demands(status_reporter):
+def test_in_a_swarm_of_which_it_sees_a_part_it_sends_as_rarely_as_the_whole_demands(
+    status_reporter,
+):
     assert status_reporter._publisher.gaps() == (400 / PER_SECOND, 400 / PER_SECOND)
 
 
-@pytest.mark.parametrize(("bucket", "seen", "said"), [(0, 25, None), (64, 25, 400), (64, 400, None)])
+@pytest.mark.parametrize(
+    ("bucket", "seen", "said"), [(0, 25, None), (64, 25, 400), (64, 400, None)]
+)
 def test_where_it_sees_one_bucket_it_says_how_many_peers_there_are_about(bucket, seen, said):
     status = StatusReporter(membership(bucket=bucket, seen=seen), "anna").status()
     assert status.peers == said
@@ -58,7 +90,13 @@ def test_where_it_sees_one_bucket_it_says_how_many_peers_there_are_about(bucket,
 
 def test_before_anything_happened_it_waits(status_reporter):
     status = status_reporter.status()
-    assert (status.peer, status.name, status.state, status.rounds, status.loss) == (ME, "anna", "waiting", (), None)
+    assert (status.peer, status.name, status.state, status.rounds, status.loss) == (
+        ME,
+        "anna",
+        "waiting",
+        (),
+        None,
+    )
     assert (status.sent, status.received, len(status.addresses)) == (100, 50, 4)
     assert status.reward is status.claims is None
     assert (status.reach, status.throughput) == ("punched", 1.5e6)
@@ -67,13 +105,21 @@ def test_before_anything_happened_it_waits(status_reporter):
 def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     for number in range(ROUNDS + 3):
         over(status_reporter, number, [ME, PEERS[1]])
-    status_reporter.progress(progress(9, 90, 1.25, 4.0, tokens_per_s=2048.0, mfu=0.4, lag=7, lag_auto=True, late=2))
+    status_reporter.progress(
+        progress(9, 90, 1.25, 4.0, tokens_per_s=2048.0, mfu=0.4, lag=7, lag_auto=True, late=2)
+    )
     status = status_reporter.status()
     assert (status.tokens_per_s, status.mfu) == (2048.0, 0.4)
     assert (status.lag, status.lag_auto, status.late) == (7, True, 2)
     assert [done.round for done in status.rounds] == list(range(3, ROUNDS + 3))
     assert {done.partners for done in status.rounds} == {(PEERS[1][-8:],)}
-    assert (status.state, status.round, status.step, status.loss, status.steps_per_s) == ("training", 9, 90, 1.25, 4.0)
+    assert (status.state, status.round, status.step, status.loss, status.steps_per_s) == (
+        "training",
+        9,
+        90,
+        1.25,
+        4.0,
+    )
     assert status.faults == ()
 
 
@@ -101,7 +147,11 @@ def test_faults_are_counted(status_reporter):
     over(status_reporter, 1, [ME])
     over(status_reporter, 2, [], suspicious=2)
     status_reporter._membership.host.restarts = 1
-    assert status_reporter.status().faults == (("daemon-restarts", 1), ("no-partner", 2), ("refused", 2))
+    assert status_reporter.status().faults == (
+        ("daemon-restarts", 1),
+        ("no-partner", 2),
+        ("refused", 2),
+    )
 
 
 def test_the_odd_one_out_is_no_fault(status_reporter):
@@ -124,7 +174,9 @@ def test_alone_is_no_fault_where_nobody_averages():
 
 def test_reinforcement_learning_and_verification_are_told(status_reporter):
     for reward in (0.25, 0.5):
-        status_reporter.event("rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1, used=[], shared=4)
+        status_reporter.event(
+            "rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1, used=[], shared=4
+        )
     status_reporter.event("verify", round=1, banned=PEERS[1:], check_s=0.1, votes={}, voted=0)
     status_reporter.event("evaluation", step=3, loss=1.0)
     status_reporter.verified({"claimed": 5, "planted": 1, "checked": 4, "invalid": 1})
@@ -136,7 +188,9 @@ def test_reinforcement_learning_and_verification_are_told(status_reporter):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_left_out(status_reporter, bad):
     over(status_reporter, 1, [ME, PEERS[1]], loss=bad)
-    status_reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1, used=[], shared=0)
+    status_reporter.event(
+        "rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1, used=[], shared=0
+    )
     status = status_reporter.status()
     assert status.loss is status.reward is status.rounds[0].loss is None
     assert (status.steps_per_s, status.tokens_per_s, status.mfu) == (0.0, 0.0, None)
@@ -150,7 +204,9 @@ def test_a_large_group_fits(status_reporter):
     assert len(pack(status)) < Status.LIMIT // 2
 
 
-def test_the_projection_of_the_newest_round_arrives_rounded_and_one_that_is_no_number_is_left_out(status_reporter):
+def test_the_projection_of_the_newest_round_arrives_rounded_and_one_that_is_no_number_is_left_out(
+    status_reporter,
+):
     over(status_reporter, 4, [ME], projection=(*(1.23456789 * n for n in range(PROJECTED)), 9.0))
     status = status_reporter.status()
     number, norm, sums = status.projection

@@ -11,7 +11,18 @@ from shoal.optim.exchange import base
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics import tally
-from shoal.swarm.topics.tally import MAX_PEERS, MOST, NAME, NAMED, Receipts, Tally, TallyError, Work, confirmed, saved_tally
+from shoal.swarm.topics.tally import (
+    MAX_PEERS,
+    MOST,
+    NAME,
+    NAMED,
+    Receipts,
+    Tally,
+    TallyError,
+    Work,
+    confirmed,
+    saved_tally,
+)
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from tests.swarm.conftest import SWARM
 
@@ -43,7 +54,9 @@ def test_what_a_partner_signed_counts_with_its_name_and_range(mine):
     report = mine.report()
     assert sums(mine) == Work(3, 3.0, 270.0)
     assert (report["partners"], report["ranges"]) == (1, 1)
-    assert [(one["peer"], one["range"], one["exchanges"]) for one in report["of"]] == [(ANNA, "10.0.0.0/16", 3)]
+    assert [(one["peer"], one["range"], one["exchanges"]) for one in report["of"]] == [
+        (ANNA, "10.0.0.0/16", 3)
+    ]
 
 
 def test_the_newest_receipt_takes_the_place_of_the_earlier_ones_and_none_comes_twice(mine):
@@ -92,7 +105,15 @@ def test_a_partner_that_begins_anew_confirms_what_it_has_counted_since(mine):
 
 
 numbers = st.integers(0, 2**53)
-works = st.builds(Work, numbers, st.floats(0, 2**53), st.floats(0, 2**53), numbers, st.floats(-(2**53), 2**53), numbers)
+works = st.builds(
+    Work,
+    numbers,
+    st.floats(0, 2**53),
+    st.floats(0, 2**53),
+    numbers,
+    st.floats(-(2**53), 2**53),
+    numbers,
+)
 
 
 @given(works, st.integers(0, 50), st.integers(0, 9), st.integers(0, 9))
@@ -106,7 +127,9 @@ def test_no_signature_is_worth_more_than_what_was_there(signed, met, rollouts, v
     assert abs(found.reward) <= abs(signed.reward)
 
 
-@given(st.lists(st.tuples(st.sampled_from([ANNA, BERT, LIAR]), works, st.integers(0, 4)), max_size=12))
+@given(
+    st.lists(st.tuples(st.sampled_from([ANNA, BERT, LIAR]), works, st.integers(0, 4)), max_size=12)
+)
 def test_whatever_keys_sign_in_whatever_order_the_tally_is_within_what_this_node_did(signed):
     mine = Tally(ME, SWARM)
     mine.took([ANNA, BERT], Work(2, 1.0, 10.0))
@@ -159,12 +182,17 @@ def test_it_is_kept_with_its_signatures_and_a_changed_file_counts_nothing(tmp_pa
     saved = json.loads((tmp_path / NAME).read_text())
     ((text, place),) = saved["kept"]
     forged = seal(receipt(ANNA, Work(9, 9.0, 9.0))[0], OF[LIAR])
-    for kept in ([[text[:-8] + "AAAAAAA=", place]], [[tally.base64.b64encode(forged).decode().replace("A", "B"), place]]):
+    for kept in (
+        [[text[:-8] + "AAAAAAA=", place]],
+        [[tally.base64.b64encode(forged).decode().replace("A", "B"), place]],
+    ):
         (tmp_path / NAME).write_text(json.dumps({**saved, "kept": kept}))
         assert sums(Tally(ME, SWARM, tmp_path / NAME)) == Work()
 
 
-@pytest.mark.parametrize("damage", ["", "[", "[]", "7", '{"peer": 1}', '{"peer": "x", "swarm": "y", "took": [1]}'])
+@pytest.mark.parametrize(
+    "damage", ["", "[", "[]", "7", '{"peer": 1}', '{"peer": "x", "swarm": "y", "took": [1]}']
+)
 def test_a_damaged_file_begins_anew_and_is_told_in_a_sentence(tmp_path, damage):
     (tmp_path / NAME).write_text(damage)
     assert sums(Tally(ME, SWARM, tmp_path / NAME)) == Work()

@@ -84,9 +84,14 @@ def cut(kind, seed, link=None):
     inside = getattr(model, "module", model)
     named = {"fragments": [inside[2], inside[0]], "lag": 0, "every": EVERY}
     make = partial(shoal.create, **named) if link is None else partial(shoal.join, link)
-    HELD.update(model=model, ranks=ranks, slow={}, session=make(state=model, ranks=ranks, network=HERE))
+    HELD.update(
+        model=model, ranks=ranks, slow={}, session=make(state=model, ranks=ranks, network=HERE)
+    )
     HELD["opt"] = opt = HELD["session"].optimizer(sgd(model))
-    return [HELD["session"].link if ranks.first else None, [opt.positions(number) for number in range(opt.fragments)]]
+    return [
+        HELD["session"].link if ranks.first else None,
+        [opt.positions(number) for number in range(opt.fragments)],
+    ]
 
 
 def optimize():
@@ -112,7 +117,12 @@ def end():
     session, opt = HELD["session"], HELD["opt"]
     with session:
         pass
-    return {"fast": full(HELD["model"]), "slow": numbers(whole_slow(opt)), "met": HELD["met"], "round": opt.round}
+    return {
+        "fast": full(HELD["model"]),
+        "slow": numbers(whole_slow(opt)),
+        "met": HELD["met"],
+        "round": opt.round,
+    }
 
 
 def whole_run(kind, seed, data, count, link=None, **options):
@@ -135,11 +145,22 @@ def saved(data, folder):
     steps(opt, model, iter(ahead), 2 * EVERY, ranks)
     wanted = full(model)
     model.load_state_dict(weights)
-    again = shoal.NoLoCo(sgd(model), shoal.Alone(), every=EVERY, lag=0, codec=opt.codec.fresh(), model=model, ranks=ranks)
+    again = shoal.NoLoCo(
+        sgd(model),
+        shoal.Alone(),
+        every=EVERY,
+        lag=0,
+        codec=opt.codec.fresh(),
+        model=model,
+        ranks=ranks,
+    )
     again.load_state_dict(torch.load(path, weights_only=False))
     steps(again, model, iter(ahead), 2 * EVERY, ranks)
     errors = []
-    for wrong in ({**state, "rank": [1 - ranks.rank, 2]}, {name: value for name, value in state.items() if name != "rank"}):
+    for wrong in (
+        {**state, "rank": [1 - ranks.rank, 2]},
+        {name: value for name, value in state.items() if name != "rank"},
+    ):
         try:
             again.load_state_dict(wrong)
         except ValueError as error:
@@ -159,7 +180,9 @@ def come_back(data):
     ranks, session, taken = HELD["ranks"], HELD["session"], []
     if ranks.first:
         after_step = session._member.after_step
-        session._member.after_step = lambda: bool(taken.append(1)) or True if (back := after_step()) else back
+        session._member.after_step = lambda: (
+            bool(taken.append(1)) or True if (back := after_step()) else back
+        )
     while not ranks.agreed(bool(taken)):
         train(data, 1)
     model = full(HELD["model"])
@@ -194,7 +217,10 @@ def refused(what, kind="ddp"):
         "model": lambda: create(state=model if first else nn.Linear(3, 3), ranks=ranks),
         "link": lambda: shoal.join("http://x", state=model, ranks=ranks, network=HERE),
         "alone": lambda: None if first else create(state=model, ranks=ranks),
-        "size": lambda: create(state=model, ranks=shoal.Ranks(dist.new_group([dist.get_rank()], use_local_synchronization=True))),
+        "size": lambda: create(
+            state=model,
+            ranks=shoal.Ranks(dist.new_group([dist.get_rank()], use_local_synchronization=True)),
+        ),
     }
     try:
         if what in wrong:
@@ -204,13 +230,27 @@ def refused(what, kind="ddp"):
             if what == "optimizer":
                 shoal.NoLoCo(sgd(model), session.exchange(), every=EVERY, lag=0, model=model)
             elif what == "every":
-                shoal.NoLoCo(sgd(model), session.exchange(), every=EVERY if first else 7, lag=0, model=model, ranks=ranks)
+                shoal.NoLoCo(
+                    sgd(model),
+                    session.exchange(),
+                    every=EVERY if first else 7,
+                    lag=0,
+                    model=model,
+                    ranks=ranks,
+                )
             elif what == "report":
                 session.on_report = lambda info, report: 1 / 0
                 opt = session.optimizer(sgd(model))
                 steps(opt, model, batches(0), EVERY, ranks)
             elif what == "network":
-                return None if first else [str(raised(lambda name=name: getattr(session, name))) for name in ("link", "membership")]
+                return (
+                    None
+                    if first
+                    else [
+                        str(raised(lambda name=name: getattr(session, name)))
+                        for name in ("link", "membership")
+                    ]
+                )
     except (ShoalError, ArithmeticError, RuntimeError) as error:
         return [type(error).__name__, str(error)]
     finally:

@@ -36,7 +36,9 @@ def member(peer, **changes):
 def diagnosed(everyone=dict, sketch=lambda: None):
     """A diagnosis of a node that has the members that ``everyone`` returns in view, and its clock."""
     clock = Clock()
-    directory = SimpleNamespace(members=everyone, everyone=everyone, departed=dict, belongs=lambda peer: True)
+    directory = SimpleNamespace(
+        members=everyone, everyone=everyone, departed=dict, belongs=lambda peer: True
+    )
     return Diagnosis(ExchangeStats(), directory, ME, sketch, clock), clock
 
 
@@ -54,9 +56,15 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
     clock.now += CONFIRM
     ((about, said),) = diagnosis.news()
     assert about == "partition"
-    assert said.startswith("a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)")
+    assert said.startswith(
+        "a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)"
+    )
     record = member(ME, **diagnosis.details())
-    assert (record.wait_s, record.failures, record.blamed) == (0.5, (("timeout", 1),), ((ANNA, "timeout", 1),))
+    assert (record.wait_s, record.failures, record.blamed) == (
+        0.5,
+        (("timeout", 1),),
+        ((ANNA, "timeout", 1),),
+    )
     assert (record.missing, record.missing_of, record.missing_names) == (2, 3, ("anna", "bert"))
     assert record.sketch == (3, 0, (1.0, 2.0, 3.0, 4.0))
 
@@ -91,12 +99,18 @@ def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in
         clock.now += (AGAIN_S - 1) / 20
     purpose = "; to load other weights on purpose, call opt.restart_from_model() on all members"
     assert diagnosis.news() == [
-        ("weights", f"the weights of 1 other member (anna) differ from this node's, and are to give way to them{purpose}")
+        (
+            "weights",
+            f"the weights of 1 other member (anna) differ from this node's, and are to give way to them{purpose}",
+        )
     ]
     diagnosis.apart({ANNA, BERT}, there, True)
     ((_, said),) = diagnosis.news()
     names = ", ".join("anna" if peer == ANNA else short(BERT) for peer in sorted((ANNA, BERT)))
-    assert said == f"this node's weights differ from those of 2 other members ({names}), so it takes over theirs{purpose}"
+    assert (
+        said
+        == f"this node's weights differ from those of 2 other members ({names}), so it takes over theirs{purpose}"
+    )
     clock.now += AGAIN_S
     diagnosis.apart({ANNA}, there, False)
     assert len(diagnosis.news()) == 1
@@ -122,7 +136,9 @@ def alone():
     return SimpleNamespace(exchange=exchange, members=members, details=diagnosis.details)
 
 
-def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(alone):
+def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(
+    alone,
+):
     """Mutants: said from the first round, in each, or never again; the rounds with an odd number count, or end the row."""
     told = [alone.exchange(kind="timeout") for _ in range(SEVERAL - 1)]
     told.append(alone.exchange(odd=True))
@@ -152,10 +168,16 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     assert taken.endswith(PARTNERLESS["taken"][1])
     alone.members[BERT] = member(BERT, model="f" * 64)
     (model,) = alone.exchange()
-    assert "(all others train another model), and training goes on without; start all nodes with the same model" in model
+    assert (
+        "(all others train another model), and training goes on without; start all nodes with the same model"
+        in model
+    )
     alone.members.clear()
     (nobody,) = alone.exchange()
-    assert "(nobody else is here), and training goes on without; give others the link (`shoal link` shows it)" in nobody
+    assert (
+        "(nobody else is here), and training goes on without; give others the link (`shoal link` shows it)"
+        in nobody
+    )
     assert alone.exchange() == alone.exchange(kind="timeout") == []
 
 
@@ -163,7 +185,11 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     ("kind", "passed", "why"),
     [
         (None, "slow", "bert held training for too long before, and is passed over for a while"),
-        ("broken", "slow", "bert held training for too long before, and is passed over for a while"),
+        (
+            "broken",
+            "slow",
+            "bert held training for too long before, and is passed over for a while",
+        ),
         ("broken", "failed", "bert broke off before, and is passed over for a while"),
     ],
 )
@@ -189,10 +215,14 @@ def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost
         return diagnosis.news()
 
     assert told(overflow=0) == []
-    assert told(rate=3, forged=1) == [("refused", "refused of others since the last such line: 3 x rate, 1 x forged")]
+    assert told(rate=3, forged=1) == [
+        ("refused", "refused of others since the last such line: 3 x rate, 1 x forged")
+    ]
     assert told(rate=3, forged=7) == []
     clock.now += REFUSED_S
-    assert told(rate=3, forged=7) == [("refused", "refused of others since the last such line: 6 x forged")]
+    assert told(rate=3, forged=7) == [
+        ("refused", "refused of others since the last such line: 6 x forged")
+    ]
     clock.now += REFUSED_S
     assert told(rate=3, forged=7) == []
 
@@ -200,7 +230,9 @@ def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost
 def test_a_contribution_that_was_refused_is_named_with_the_setting_that_would_take_it():
     there = {ANNA: member(ANNA)}
     diagnosis, _ = diagnosed(lambda: there)
-    diagnosis.rejected([RejectedUpdate(RoundKey("run", 7), ANNA, "it is far away", "outer.robust=none")])
+    diagnosis.rejected(
+        [RejectedUpdate(RoundKey("run", 7), ANNA, "it is far away", "outer.robust=none")]
+    )
     ((about, said),) = diagnosis.news()
     assert about == "update"
     assert said.startswith("refused what anna sent in round 7: ")
@@ -251,7 +283,9 @@ def test_an_exchange_that_shows_nothing_of_the_kind_begins_the_count_anew(harmle
     assert report.news() == []
 
 
-@pytest.mark.parametrize("changed", [{"lag": 9}, {"lag_auto": False}, {"lag": 0, "lag_auto": False}])
+@pytest.mark.parametrize(
+    "changed", [{"lag": 9}, {"lag_auto": False}, {"lag": 0, "lag_auto": False}]
+)
 def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
     report = LagReport(optimizer(**changed))
     for _ in range(2 * FULL):
@@ -262,10 +296,14 @@ def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
 def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):
     """Return the sentences of a node with rounds of 40 steps that waits for each exchange."""
     clock = Clock()
-    opt = SimpleNamespace(lag=lag, lag_auto=False, schedule=SimpleNamespace(every=40), shapes=[(250, 250), (500,)])
+    opt = SimpleNamespace(
+        lag=lag, lag_auto=False, schedule=SimpleNamespace(every=40), shapes=[(250, 250), (500,)]
+    )
     report, found = LagReport(opt, lambda: rate, clock), []
     for number in range(count):
-        report.on_round(RoundInfo(RoundKey("run", number, 0), ("a", "b"), 40 * number, lag, False), wait_s, sent)
+        report.on_round(
+            RoundInfo(RoundKey("run", number, 0), ("a", "b"), 40 * number, lag, False), wait_s, sent
+        )
         clock.now += computing_s + wait_s
         found += [said for _, said in report.news()]
     return found
@@ -274,10 +312,15 @@ def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):
 def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_fit():
     (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL)
     assert "carries 1 Mbit/s, but these settings send 2.4 Mbit/s" in sentence
-    assert "rounds of 120 inner steps (outer.every, now 40)" in sentence  # 24 s of bytes in 30 s of computing: 80 %
+    assert (
+        "rounds of 120 inner steps (outer.every, now 40)" in sentence
+    )  # 24 s of bytes in 30 s of computing: 80 %
     assert "`shoal plan --params 63000 --mbit 1 --step 0.25`" in sentence
 
 
-@pytest.mark.parametrize("harmless", [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}])
+@pytest.mark.parametrize(
+    "harmless",
+    [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}],
+)
 def test_a_link_that_carries_them_or_is_not_known_is_not_named(harmless):
     assert rounds(**{"rate": 125_000.0, "wait_s": 24.0, "sent": 3_000_000} | harmless) == []

@@ -28,15 +28,37 @@ def train(opt, module, data, steps):
 def swarm(job, peers, **outer):
     """Run ``job(number, session, opt, module, data)`` in threads, the first in the session that makes the swarm; the results."""
     modules = [model(number) for number in range(peers)]
-    first = shoal.create(state=modules[0], every=EVERY, network=HERE, node="peer0", start_when=peers, wait_s=60.0, **outer)
-    joined = [shoal.join(first.link, state=modules[n], network=HERE, node=f"peer{n}") for n in range(1, peers)]
+    first = shoal.create(
+        state=modules[0],
+        every=EVERY,
+        network=HERE,
+        node="peer0",
+        start_when=peers,
+        wait_s=60.0,
+        **outer,
+    )
+    joined = [
+        shoal.join(first.link, state=modules[n], network=HERE, node=f"peer{n}")
+        for n in range(1, peers)
+    ]
 
     def run(number, session, module):
         with session:
-            return job(number, session, session.optimizer(sgd(module)), module, torch.Generator().manual_seed(number))
+            return job(
+                number,
+                session,
+                session.optimizer(sgd(module)),
+                module,
+                torch.Generator().manual_seed(number),
+            )
 
     with concurrent.futures.ThreadPoolExecutor(peers) as pool:
-        return [future.result(200) for future in list(map(partial(pool.submit, run), range(peers), [first, *joined], modules))]
+        return [
+            future.result(200)
+            for future in list(
+                map(partial(pool.submit, run), range(peers), [first, *joined], modules)
+            )
+        ]
 
 
 def said(caplog):
@@ -44,8 +66,12 @@ def said(caplog):
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(("method", "peers"), [("diloco", 2), ("diloco", 3), ("streaming", 3), ("co2", 3)])
-def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_rounds(method, peers, caplog):
+@pytest.mark.parametrize(
+    ("method", "peers"), [("diloco", 2), ("diloco", 3), ("streaming", 3), ("co2", 3)]
+)
+def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_rounds(
+    method, peers, caplog
+):
     """Mutants: sketches go by records alone, which come seconds later; who decides says nothing; it says so in each round."""
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
     before = []
@@ -70,7 +96,10 @@ def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_roun
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("outer", [{"method": "diloco", "codec": "int8"}, {"method": "streaming", "fragments": 2, "lag": "auto"}])
+@pytest.mark.parametrize(
+    "outer",
+    [{"method": "diloco", "codec": "int8"}, {"method": "streaming", "fragments": 2, "lag": "auto"}],
+)
 def test_honest_members_never_say_that_weights_differ(outer, caplog):
     """Mutant: weights of different rounds, which a lag of one's own brings, or of a lossy codec's roundings are compared."""
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
@@ -96,7 +125,9 @@ def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
         for _ in range(8):
             train(opt, module, data, EVERY)
             if number == 1:
-                concurrent.futures.wait(filter(None, [session._member.sync._resynchronizer._pending]), 60)
+                concurrent.futures.wait(
+                    filter(None, [session._member.sync._resynchronizer._pending]), 60
+                )
                 meeting.wait(60)
             else:
                 with session._member.sync.at_rest():
@@ -114,7 +145,10 @@ def simulated(rounds):
 
     def run(exchange):
         module, number = model(0), int(exchange.peer)
-        opt, data = DiLoCo(sgd(module), exchange, every=EVERY), torch.Generator().manual_seed(number)
+        opt, data = (
+            DiLoCo(sgd(module), exchange, every=EVERY),
+            torch.Generator().manual_seed(number),
+        )
         train(opt, module, data, rounds * EVERY)
         module.load_state_dict(model(5).state_dict())
         opt.restart_from_model()
@@ -124,21 +158,35 @@ def simulated(rounds):
     return Simulation(["0", "1"]).run(run)["0"]
 
 
-def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever_was_being_fetched(caplog):
+def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever_was_being_fetched(
+    caplog,
+):
     """Mutants: weights that were fetched before replace the loaded ones; the sketches of before are compared with those after."""
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
 
     def job(number, session, opt, module, data):
         train(opt, module, data, 4 * EVERY)
         resynchronizer = session._member.sync._resynchronizer
-        if number == 1:  # as after a missed round: the weights of before are there, and would be taken over after a step
+        if (
+            number == 1
+        ):  # as after a missed round: the weights of before are there, and would be taken over after a step
             resynchronizer._diverged.add(0)
             resynchronizer._pending = fetched = concurrent.futures.Future()
-            fetched.set_result(State(opt.round, [torch.zeros_like(t) for t in opt.slow], opt.shared, list(opt.applied)))
+            fetched.set_result(
+                State(
+                    opt.round,
+                    [torch.zeros_like(t) for t in opt.slow],
+                    opt.shared,
+                    list(opt.applied),
+                )
+            )
         module.load_state_dict(model(5).state_dict())
         opt.restart_from_model()
         train(opt, module, data, 1)
-        assert (session._member.sync.diagnosis.details()["sketch"], resynchronizer.diverged) == (None, False)
+        assert (session._member.sync.diagnosis.details()["sketch"], resynchronizer.diverged) == (
+            None,
+            False,
+        )
         train(opt, module, data, 4 * EVERY - 1)
         return [t.clone() for t in opt.slow]
 
@@ -153,12 +201,18 @@ def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever
 def test_after_the_end_of_its_session_an_optimizer_begins_anew_too():
     """Mutant: the session, whose network is gone, is asked what to forget, or the next round is never applied."""
     module, data = model(0), torch.Generator().manual_seed(1)
-    with shoal.create(state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2) as session:
+    with shoal.create(
+        state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2
+    ) as session:
         opt = session.optimizer(sgd(module))
         train(opt, module, data, EVERY)
     module.load_state_dict(model(5).state_dict())
     opt.restart_from_model()
-    assert all(torch.equal(slow, p) for slow, p in zip(opt.slow, model(5).parameters(), strict=True))
+    assert all(
+        torch.equal(slow, p) for slow, p in zip(opt.slow, model(5).parameters(), strict=True)
+    )
     train(opt, module, data, EVERY)
     assert opt.round == 2
-    assert not any(torch.equal(slow, p) for slow, p in zip(opt.slow, model(5).parameters(), strict=True))
+    assert not any(
+        torch.equal(slow, p) for slow, p in zip(opt.slow, model(5).parameters(), strict=True)
+    )

@@ -33,7 +33,11 @@ def world():
     peers = Recorder("directory", calls)
     peers.members = peers.everyone = lambda: members
     diagnosis = Diagnosis(stats := ExchangeStats(), peers, "anna")
-    diagnosis.waited, diagnosis.details, diagnosis.rejected = waits.append, lambda: details, lambda updates: None
+    diagnosis.waited, diagnosis.details, diagnosis.rejected = (
+        waits.append,
+        lambda: details,
+        lambda updates: None,
+    )
     rejected, met, members = [], {}, {}
     member = TrainingMember(
         SimpleNamespace(
@@ -67,7 +71,9 @@ def info(number):
     return RoundInfo(RoundKey("run", number, 0), ("anna", "bert"), 30, 0)
 
 
-def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_sends_no_status(world):
+def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_sends_no_status(
+    world,
+):
     world.member.announce("waiting")
     ((name, args, fields),) = world.calls
     assert (name, args) == ("directory.announce", ())
@@ -81,8 +87,21 @@ def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
     world.serve()
     world.member.reporter = Recorder("reporter", world.calls)
     world.member.leave(1.5, Rates(2.0, 64.0, 0.5))
-    assert [name for name, _, _ in world.calls] == ["reporter.progress", "directory.announce", "directory.leave"]
-    now = {"state": "leaving", "round": 3, "step": 30, "loss": 1.5, "steps_per_s": 2.0, "tokens_per_s": 64.0, "mfu": 0.5, **LAG}
+    assert [name for name, _, _ in world.calls] == [
+        "reporter.progress",
+        "directory.announce",
+        "directory.leave",
+    ]
+    now = {
+        "state": "leaving",
+        "round": 3,
+        "step": 30,
+        "loss": 1.5,
+        "steps_per_s": 2.0,
+        "tokens_per_s": 64.0,
+        "mfu": 0.5,
+        **LAG,
+    }
     assert world.calls[0][1] == (now,)
     fields = world.calls[1][2]
     assert (fields["state"], fields["loss"], fields["steps_per_s"]) == ("leaving", 1.5, 2.0)
@@ -133,7 +152,10 @@ def test_a_round_without_a_partner_says_why(world):
     """Only --verbose did. Mutants: the failure of another fragment, or of an earlier round, is said; a partner gets a reason."""
     world.serve()
     member, stats = world.member, world.member.exchange.stats
-    alone = lambda number, fragment=0: RoundInfo(RoundKey("run", number, fragment), ("anna",), 30, 0)  # noqa: E731
+
+    def alone(number, fragment=0):
+        return RoundInfo(RoundKey("run", number, fragment), ("anna",), 30, 0)
+
     assert member.on_round(info(3)).why == ""
     assert member.on_round(alone(3)).why == "nobody else is here"
     world.members["anna"] = world.members["else"] = SimpleNamespace(name="else", model="another")
@@ -161,4 +183,6 @@ def test_members_in_view_are_known_and_newcomers_count_by_the_range_in_which_the
     assert world.screen.newcomers.take("waiting", half) == half
     world.met.update({"one": "10.9.1.1", "two": "10.9.2.2", "three": "10.8.1.1"})
     world.members["four"] = SimpleNamespace(addresses=("/ip4/10.8.7.7/tcp/1",))
-    assert [half // world.screen.newcomers.take(peer, half) for peer in ("one", "two", "three", "four")] == [2, 4, 2, 4]
+    assert [
+        half // world.screen.newcomers.take(peer, half) for peer in ("one", "two", "three", "four")
+    ] == [2, 4, 2, 4]

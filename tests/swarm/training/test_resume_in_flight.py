@@ -13,7 +13,9 @@ STEPS = 18
 
 
 def saved(node):
-    return copy.deepcopy((node.opt.whole_state(), node.model.state_dict(), node.data.get_state(), list(node.rounds)))
+    return copy.deepcopy(
+        (node.opt.whole_state(), node.model.state_dict(), node.data.get_state(), list(node.rounds))
+    )
 
 
 def load(node, state):
@@ -30,7 +32,11 @@ def outcome(swarm):
     swarm.quiet()
     found = {}
     for node in swarm.nodes:
-        tensors = [*node.opt.slow, *node.model.parameters(), *itertools.chain(*node.opt.rule_state.values())]
+        tensors = [
+            *node.opt.slow,
+            *node.model.parameters(),
+            *itertools.chain(*node.opt.rule_state.values()),
+        ]
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
         found[node.number] = flat, (node.opt.round, node.opt.applied, node.rounds)
     return found

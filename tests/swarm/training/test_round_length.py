@@ -8,7 +8,13 @@ import pytest
 from shoal.optim import Every, Seconds, Steps, Tokens
 from shoal.optim.schedule import LONGEST_S, SHORTEST_S, agreed_seconds
 from shoal.swarm.manifest import OuterSettings, parse_round
-from shoal.swarm.training.factories import WINDOW, StepRate, announced_speeds, round_length, steps_of_rounds
+from shoal.swarm.training.factories import (
+    WINDOW,
+    StepRate,
+    announced_speeds,
+    round_length,
+    steps_of_rounds,
+)
 
 
 @pytest.mark.parametrize(("text", "parsed"), [
@@ -85,9 +91,14 @@ class Node:
     """A member that sees ``speeds`` of itself ("me") and others, and has exchanged with ``partners``."""
 
     def __init__(self, speeds, partners=()):
-        self.identity, self.host = SimpleNamespace(peer_id="me"), SimpleNamespace(resource_manager=SimpleNamespace())
+        self.identity, self.host = (
+            SimpleNamespace(peer_id="me"),
+            SimpleNamespace(resource_manager=SimpleNamespace()),
+        )
         self.host.resource_manager.partner = partners.__contains__
-        self.directory = SimpleNamespace(members=lambda: {peer: SimpleNamespace(steps_per_s=s) for peer, s in speeds.items()})
+        self.directory = SimpleNamespace(
+            members=lambda: {peer: SimpleNamespace(steps_per_s=s) for peer, s in speeds.items()}
+        )
 
     def seconds(self):
         return agreed_seconds(announced_speeds(self))
@@ -101,12 +112,18 @@ def test_most_records_may_be_made_up_and_move_a_round_eight_times_at_most(lie):
     attacked = honest | {f"made up {number}": lie for number in range(100)}
     assert usual / 8 <= Node(attacked, ("a", "b", "c")).seconds() <= 8 * usual
     assert Node(attacked).seconds() <= 256 * agreed_seconds([2.0])  # a newcomer, by its own speed
-    assert Node(attacked | {"me": 0.0}).seconds() == agreed_seconds(attacked.values())  # not measured yet
+    assert Node(attacked | {"me": 0.0}).seconds() == agreed_seconds(
+        attacked.values()
+    )  # not measured yet
 
 
 def test_honest_peers_agree_whomever_they_have_met():
     speeds = {"me": 1.0, **{f"peer {number}": 2.0 ** (number % 4) for number in range(40)}}
-    lengths = {Node(speeds, [f"peer {number + n}" for n in range(count)]).seconds() for number in range(30) for count in range(9)}
+    lengths = {
+        Node(speeds, [f"peer {number + n}" for n in range(count)]).seconds()
+        for number in range(30)
+        for count in range(9)
+    }
     assert lengths == {agreed_seconds(speeds.values())}
 
 
@@ -117,8 +134,14 @@ def test_a_late_joiners_place_is_by_one_vote_for_each_address_range_that_it_has_
     def member(peer, steps):
         return SimpleNamespace(peer=peer, steps_per_s=steps, tokens_per_s=20.0)
 
-    members = [*(member(f"made up {number}", 1e-3) for number in range(100)), member("a", 2.0), member("b", 2.0)]
+    members = [
+        *(member(f"made up {number}", 1e-3) for number in range(100)),
+        member("a", 2.0),
+        member("b", 2.0),
+    ]
     met = {one.peer: "10.9.0.1" for one in members[:100]} | {"a": "10.1.0.1", "b": "10.2.0.1"}
     settings = OuterSettings(method="noloco", round=setting)
-    assert steps_of_rounds(settings, 3, members, met) == {"seconds:2.0": 12, "tokens:100": 30}[setting]
+    assert (
+        steps_of_rounds(settings, 3, members, met) == {"seconds:2.0": 12, "tokens:100": 30}[setting]
+    )
     assert steps_of_rounds(settings, 3, members, {}) != steps_of_rounds(settings, 3, members, met)

@@ -38,7 +38,10 @@ def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
         opt.zero_grad()
 
 
-@pytest.mark.parametrize(("given", "written"), [({}, 2), ({"fragments": 9}, 2), ({"lag": 0}, 1), ({"method": "diloco"}, None)])
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [({}, 2), ({"fragments": 9}, 2), ({"lag": 0}, 1), ({"method": "diloco"}, None)],
+)
 def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(given, written):
     net = model(0)
     sealed = new_swarm(
@@ -85,17 +88,22 @@ def simulated(make, net):
 
 
 @pytest.mark.parametrize(
-    ("method", "make", "lag"), [("noloco", partial(NoLoCo, lag=0), {"lag": 0, "codec": "float32"}), ("diloco", DiLoCo, {})]
+    ("method", "make", "lag"),
+    [("noloco", partial(NoLoCo, lag=0), {"lag": 0, "codec": "float32"}), ("diloco", DiLoCo, {})],
 )
 def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
     begin = model(0)
-    first = shoal.create(state=begin, method=method, every=EVERY, **lag, start_when=2, network=HERE, node="anna")
+    first = shoal.create(
+        state=begin, method=method, every=EVERY, **lag, start_when=2, network=HERE, node="anna"
+    )
     link, seen = first.link, {}
 
     def bert():
         other = model(7)  # it takes over what anna begins with
         with shoal.join(link, state=other, network=HERE, node="bert") as s:
-            opt = s.optimizer(sgd(other), on_round=lambda info: seen.update({info.key.round: len(info.members)}))
+            opt = s.optimizer(
+                sgd(other), on_round=lambda info: seen.update({info.key.round: len(info.members)})
+            )
             s.report(0.5)
             loop(opt, other, 2)
             status = s.status()
@@ -105,8 +113,13 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
             assert set(status["members"][0]) == set(expected["members"][0])
             return [t.clone() for t in opt.slow]
 
-    slow = together(partial(trained, first, lambda s: make(sgd(begin), s.exchange(), every=EVERY), begin, 1), bert)
-    wanted = simulated(lambda module, exchange: make(sgd(module), exchange, every=EVERY), partial(model, 0))
+    slow = together(
+        partial(trained, first, lambda s: make(sgd(begin), s.exchange(), every=EVERY), begin, 1),
+        bert,
+    )
+    wanted = simulated(
+        lambda module, exchange: make(sgd(module), exchange, every=EVERY), partial(model, 0)
+    )
     assert seen == {**dict.fromkeys(range(ROUNDS), 2), "names": ["anna", "bert"]}
     for mine, theirs in zip(slow, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
@@ -114,7 +127,9 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
 
 def test_two_loops_overlap_each_with_a_lag_of_its_own():
     begin, met = model(0), {"anna": [], "bert": []}
-    first = shoal.create(state=begin, every=EVERY, start_when=2, network=HERE, node="anna", wait_s=60.0)
+    first = shoal.create(
+        state=begin, every=EVERY, start_when=2, network=HERE, node="anna", wait_s=60.0
+    )
     link = first.link
     assert (first.settings.fragments, first.settings.lag) == (2, "auto")  # the model has two layers
 
@@ -128,7 +143,9 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
     def bert():
         other = model(7)
         with shoal.join(link, state=other, network=HERE, node="bert") as s:
-            opt = NoLoCo(sgd(other), s.exchange(), every=EVERY, lag=2, on_round=met["bert"].append)  # cut as the swarm is
+            opt = NoLoCo(
+                sgd(other), s.exchange(), every=EVERY, lag=2, on_round=met["bert"].append
+            )  # cut as the swarm is
             loop(opt, other, 2)
             mine = next(member for member in s.status()["members"] if member["name"] == "bert")
             assert (mine["lag"], mine["lag_auto"]) == (2, False)
@@ -138,15 +155,21 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
     one, two = together(anna, bert)
     assert one.round == two.round == 2 * ROUNDS
     for infos in met.values():
-        assert sorted(info.key.round for info in infos) == list(range(2 * ROUNDS))  # after the end nothing is in flight
+        assert sorted(info.key.round for info in infos) == list(
+            range(2 * ROUNDS)
+        )  # after the end nothing is in flight
         assert all(len(info.members) == 2 for info in infos)
-        assert all(info.lag > 0 for info in infos if info.key.round < 2 * ROUNDS - 1)  # the last is sent after the last step
+        assert all(
+            info.lag > 0 for info in infos if info.key.round < 2 * ROUNDS - 1
+        )  # the last is sent after the last step
 
 
 def test_a_list_of_parameters_is_cut_evenly_and_a_module_joins_with_that_cut():
     """It catches a list that silently makes one fragment, and a joiner that cuts its module by layer where the others do not."""
     begin, other = square(0), square(7)
-    first = shoal.create(state=list(begin.parameters()), every=EVERY, network=HERE, start_when=2, wait_s=60.0)
+    first = shoal.create(
+        state=list(begin.parameters()), every=EVERY, network=HERE, start_when=2, wait_s=60.0
+    )
     link = first.link
     assert (first.settings.fragments, first.settings.lag) == (4, "auto")
 
@@ -154,15 +177,25 @@ def test_a_list_of_parameters_is_cut_evenly_and_a_module_joins_with_that_cut():
         with session as s:
             opt = make(s)
             loop(opt, module, seed)
-            return opt, [[place_of(module)[opt.parameters[at]] for at in opt.positions(number)] for number in range(opt.fragments)]
+            return opt, [
+                [place_of(module)[opt.parameters[at]] for at in opt.positions(number)]
+                for number in range(opt.fragments)
+            ]
 
     (one, mine), (two, theirs) = together(
         lambda: train(first, lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY), begin, 1),
-        lambda: train(shoal.join(link, state=other, network=HERE), lambda s: s.optimizer(several(other)), other, 2),
+        lambda: train(
+            shoal.join(link, state=other, network=HERE),
+            lambda s: s.optimizer(several(other)),
+            other,
+            2,
+        ),
     )
 
     assert mine == theirs
-    assert min(one.round, two.round) >= 4 * ROUNDS  # a busy machine lets one fall behind, and move to the other's round
+    assert (
+        min(one.round, two.round) >= 4 * ROUNDS
+    )  # a busy machine lets one fall behind, and move to the other's round
 
 
 def place_of(module):
@@ -173,23 +206,49 @@ def test_fragments_that_the_creator_names_are_those_of_all_who_join():
     """It catches a joiner that cuts the model by layer, which would average other parameters with these."""
     begin, other = square(0), square(7)
     cut = [begin[2], [begin[0], begin[3].bias, begin[1]]]
-    first = shoal.create(state=begin, fragments=cut, lag=0, every=EVERY, codec="float32", network=HERE, start_when=2, wait_s=60.0)
+    first = shoal.create(
+        state=begin,
+        fragments=cut,
+        lag=0,
+        every=EVERY,
+        codec="float32",
+        network=HERE,
+        start_when=2,
+        wait_s=60.0,
+    )
     link, manifest = first.link, first.membership.manifest
     assert (manifest.outer.fragments, manifest.fragment_of) == (2, (1, 1, 1, 1, 0, 0, 1))
 
     def joiner(s):
         with pytest.raises(SessionError, match="its fragments hold other parameters"):
-            NoLoCo(sgd(other), s.exchange(), every=EVERY, lag=0, fragments=[other[0], [other[1], other[2], other[3]]])
+            NoLoCo(
+                sgd(other),
+                s.exchange(),
+                every=EVERY,
+                lag=0,
+                fragments=[other[0], [other[1], other[2], other[3]]],
+            )
         opt = s.optimizer(sgd(other))
         assert [opt.positions(0), opt.positions(1)] == [[4, 5], [0, 1, 2, 3, 6]]
         return opt
 
     found = together(
-        lambda: trained(first, lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY, lag=0, fragments=cut), begin, 1),
+        lambda: trained(
+            first,
+            lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY, lag=0, fragments=cut),
+            begin,
+            1,
+        ),
         lambda: trained(shoal.join(link, state=other, network=HERE), joiner, other, 2),
     )
     wanted = simulated(
-        lambda net, exchange: NoLoCo(sgd(net), exchange, every=EVERY, lag=0, fragments=[net[2], [net[0], net[3].bias, net[1]]]),
+        lambda net, exchange: NoLoCo(
+            sgd(net),
+            exchange,
+            every=EVERY,
+            lag=0,
+            fragments=[net[2], [net[0], net[3].bias, net[1]]],
+        ),
         partial(square, 0),
     )
     for mine, theirs in zip(found, wanted, strict=True):
@@ -199,18 +258,23 @@ def test_fragments_that_the_creator_names_are_those_of_all_who_join():
 def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
     one, other = model(0), model(7)
     kept = other[2].weight.detach().clone()
-    first = shoal.create(state=list(one[0].parameters()), every=EVERY, start_when=2, network=HERE, node="anna")
+    first = shoal.create(
+        state=list(one[0].parameters()), every=EVERY, start_when=2, network=HERE, node="anna"
+    )
     link = first.link
 
     def train(session, module, seed):
         with session as s:
-            opt = NoLoCo(sgd(module), s.exchange(), every=EVERY, exclude=list(module[2].parameters()), lag=0)
+            opt = NoLoCo(
+                sgd(module), s.exchange(), every=EVERY, exclude=list(module[2].parameters()), lag=0
+            )
             began = module[0].weight.detach().clone(), module[2].weight.detach().clone()
             loop(opt, module, seed)
             return began, [tensor.clone() for tensor in opt.slow]
 
     (body, head), slow = together(
-        lambda: train(first, one, 1), lambda: train(shoal.join(link, state=list(other[0].parameters()), network=HERE), other, 2)
+        lambda: train(first, one, 1),
+        lambda: train(shoal.join(link, state=list(other[0].parameters()), network=HERE), other, 2),
     )[1]
     assert torch.equal(body, model(0)[0].weight)
     assert torch.equal(head, kept)
@@ -240,10 +304,17 @@ def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made
         with session as s:
             opt = s.optimizer(sgd(module))
             begun.wait(60)  # who leaves before is missed by the others
-            return [t.detach().clone() for t in (*opt.slow, *opt.rule_state.get("start", ()), *module.parameters())]
+            return [
+                t.detach().clone()
+                for t in (*opt.slow, *opt.rule_state.get("start", ()), *module.parameters())
+            ]
 
     with caplog.at_level("WARNING", "shoal.swarm.training.session_setup"):
-        found = together(lambda: start(first, begin), lambda: start(joined[0], same), lambda: start(joined[1], other))
+        found = together(
+            lambda: start(first, begin),
+            lambda: start(joined[0], same),
+            lambda: start(joined[1], other),
+        )
     for own in found:
         assert len(own) == len(wanted) * (3 if method == "co2" else 2)
         assert all(torch.equal(a, b) for a, b in zip(own, wanted * 3, strict=False))
@@ -252,7 +323,9 @@ def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made
     ] * 2
 
 
-def test_who_resumes_an_older_state_than_the_swarms_takes_over_its_weights_and_keeps_the_inner_state(caplog):
+def test_who_resumes_an_older_state_than_the_swarms_takes_over_its_weights_and_keeps_the_inner_state(
+    caplog,
+):
     old = model(7)
     inner = torch.optim.AdamW(old.parameters())
     loop(inner, old, 1, steps=2)
@@ -279,7 +352,9 @@ def test_who_resumes_an_older_state_than_the_swarms_takes_over_its_weights_and_k
     first.close()
     assert round >= ROUNDS
     assert (steps, inner_steps) == (0, 2)
-    assert f"the swarm is at round {round}, beyond the saved 1: took over its weights" in caplog.text
+    assert (
+        f"the swarm is at round {round}, beyond the saved 1: took over its weights" in caplog.text
+    )
 
 
 def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
@@ -311,7 +386,9 @@ def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_al
     assert joined[0] >= ROUNDS
     assert {joined[1].index, joined[2].index} <= {0, 1}
     assert joined[3:] == [0, {0}]  # its first round does not count
-    assert progress[0] == EVERY * progress[1]  # where a late peer's learning-rate schedule can begin
+    assert (
+        progress[0] == EVERY * progress[1]
+    )  # where a late peer's learning-rate schedule can begin
     assert went_on == ROUNDS
     loop(opt, begin, 1)
 
@@ -319,7 +396,9 @@ def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_al
 @pytest.fixture(scope="module")
 def alone():
     module = model(0)
-    with shoal.create(state=module, every=EVERY, lag=0, lr=0.5, network=HERE, wait_s=1.0) as session:
+    with shoal.create(
+        state=module, every=EVERY, lag=0, lr=0.5, network=HERE, wait_s=1.0
+    ) as session:
         yield session, module
 
 
@@ -370,25 +449,44 @@ def decayed(module):
 def several(module):
     """Return two optimizers, of vectors and of matrices, in the opposite order, as Muon beside AdamW."""
     found = list(reversed(list(module.parameters())))
-    return [torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05) for wide in (False, True)]
+    return [
+        torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05)
+        for wide in (False, True)
+    ]
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("settings", [{"lag": 0}, {"lag": 0, "fragments": 2}, {"method": "diloco"}])
-def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(settings, frozen):
+def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(
+    settings, frozen
+):
     """It catches parameters that are sent in the order of an optimizer's groups: their shapes are equal here."""
-    first = shoal.create(state=(begin := square(0, frozen)), every=EVERY, codec="float32", **settings, start_when=2, network=HERE)
+    first = shoal.create(
+        state=(begin := square(0, frozen)),
+        every=EVERY,
+        codec="float32",
+        **settings,
+        start_when=2,
+        network=HERE,
+    )
     link, other = first.link, square(7, frozen)
     make = DiLoCo if "method" in settings else partial(NoLoCo, **settings)
     if frozen:
         other[0].weight.data.copy_(begin[0].weight)
     found = together(
         lambda: trained(first, lambda s: make(decayed(begin), s.exchange(), every=EVERY), begin, 1),
-        lambda: trained(shoal.join(link, state=other, network=HERE), lambda s: s.optimizer(several(other)), other, 2),
+        lambda: trained(
+            shoal.join(link, state=other, network=HERE),
+            lambda s: s.optimizer(several(other)),
+            other,
+            2,
+        ),
     )
     wanted = simulated(
-        lambda module, exchange: make(sgd(module), exchange, every=EVERY, **{} if make is DiLoCo else {"model": module}),
+        lambda module, exchange: make(
+            sgd(module), exchange, every=EVERY, **{} if make is DiLoCo else {"model": module}
+        ),
         lambda: square(0, frozen),
     )
     for mine, theirs in zip(found, wanted, strict=True):
@@ -398,16 +496,33 @@ def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_gr
 def test_a_session_in_the_models_order_resumes_in_that_of_the_groups_bit_for_bit():
     """It catches state that is kept by place in the session's order and read in that of another exchange."""
     net = square(0).to(torch.bfloat16)
-    with shoal.create(state=net, method="streaming", every=4, fragments=2, codec="e3m0+ef", lag=1, network=HERE, wait_s=0.2) as s:
+    with shoal.create(
+        state=net,
+        method="streaming",
+        every=4,
+        fragments=2,
+        codec="e3m0+ef",
+        lag=1,
+        network=HERE,
+        wait_s=0.2,
+    ) as s:
         opt = s.optimizer(decayed(net))
         loop(opt, net, 1, steps=4 * EVERY - 1)
-        parts = [[opt.parameters[at] for at in opt.positions(fragment)] for fragment in range(opt.fragments)]
-        saved, model_saved = opt.state_dict(), {name: value.clone() for name, value in net.state_dict().items()}
+        parts = [
+            [opt.parameters[at] for at in opt.positions(fragment)]
+            for fragment in range(opt.fragments)
+        ]
+        saved, model_saved = (
+            opt.state_dict(),
+            {name: value.clone() for name, value in net.state_dict().items()},
+        )
         other = square(3).to(torch.bfloat16)
         place = dict(zip(net.parameters(), other.parameters(), strict=True))
         other.load_state_dict(model_saved)
         alike = [[place[p] for p in part] for part in parts]
-        again = StreamingDiLoCo(decayed(other), shoal.Alone(), every=4, fragments=alike, codec=opt.codec.fresh(), lag=1)
+        again = StreamingDiLoCo(
+            decayed(other), shoal.Alone(), every=4, fragments=alike, codec=opt.codec.fresh(), lag=1
+        )
         again.load_state_dict(saved)
         order = [[id(p) for p in other.parameters()].index(id(p)) for p in again.parameters]
         assert order != sorted(order)
@@ -452,7 +567,11 @@ def test_record_and_status_carry_its_self_report_and_its_sketch():
     assert [(done.round, done.members, done.partners, done.loss) for done in watched.rounds] == [
         (round, 1, (), 1.5) for round in range(ROUNDS)
     ]
-    assert (watched.state, watched.loss, watched.faults) == ("training", 1.5, (("no-partner", ROUNDS),))
+    assert (watched.state, watched.loss, watched.faults) == (
+        "training",
+        1.5,
+        (("no-partner", ROUNDS),),
+    )
 
 
 def test_a_swarm_by_invitation_only_admits_peers_with_one(tmp_path):
@@ -461,7 +580,9 @@ def test_a_swarm_by_invitation_only_admits_peers_with_one(tmp_path):
         open_link = Link.parse(first.link)
         with pytest.raises(AdmissionError, match="by invitation only: ask the creator"):
             shoal.join(open_link, state=model(0), network=HERE)
-        invited = Link(open_link.swarm, open_link.bootstrap, issue(key, open_link.swarm, lives=600.0))
+        invited = Link(
+            open_link.swarm, open_link.bootstrap, issue(key, open_link.swarm, lives=600.0)
+        )
         with shoal.join(str(invited), state=model(0), network=HERE) as s:
             assert s.status()["name"] == "own-loop"
 
@@ -475,7 +596,9 @@ def test_another_model_does_not_get_in(alone):
     session, _ = alone
     with pytest.raises(ModelDiffersError, match="model does not fit the swarm"):
         shoal.join(session.link, state=torch.nn.Linear(3, 1), network=HERE)
-    with pytest.raises(ModelDiffersError, match=r"not of the dtype of the swarm's, torch.float32: make them so"):
+    with pytest.raises(
+        ModelDiffersError, match=r"not of the dtype of the swarm's, torch.float32: make them so"
+    ):
         shoal.join(session.link, state=model(0).bfloat16(), network=HERE)
 
 
@@ -483,11 +606,16 @@ def test_what_the_settings_decide_is_no_option_of_a_sessions_optimizer(alone):
     session, module = alone
     for options, sentence in (
         ({"every": 7}, "The swarm's settings decide every, which is 5: leave it out."),
-        ({"slow": "cpu"}, "A session's optimizer has no option 'slow': it has slow_device, on_round and resume."),
+        (
+            {"slow": "cpu"},
+            "A session's optimizer has no option 'slow': it has slow_device, on_round and resume.",
+        ),
     ):
         with pytest.raises(SessionError, match=sentence):
             session.optimizer(sgd(module), **options)
-    with pytest.raises(TypeError, match=r"exchange must be an exchange, got Session: hand in its exchange\(\)"):
+    with pytest.raises(
+        TypeError, match=r"exchange must be an exchange, got Session: hand in its exchange\(\)"
+    ):
         NoLoCo(sgd(module), session)
 
 
@@ -503,7 +631,9 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
         "this tuple": (module[0].weight, torch.zeros(3, dtype=torch.int64)),
     }  # fmt: skip
     for name, state in wrong.items():
-        with pytest.raises(SessionError, match=f"hand in the model that is trained, and not {name}."):
+        with pytest.raises(
+            SessionError, match=f"hand in the model that is trained, and not {name}."
+        ):
             parameters_of(state)
 
 

@@ -81,7 +81,9 @@ def simulated(make, seed):
 ])  # fmt: skip
 def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, kinds, method, make):
     """The second has other weights, and takes over those of the first on both of its ranks."""
-    link, told = peers[0].call(JOBS, "begin", kind=kinds[0], seed=0, every=EVERY, start_when=2, wait_s=60.0, **method)
+    link, told = peers[0].call(
+        JOBS, "begin", kind=kinds[0], seed=0, every=EVERY, start_when=2, wait_s=60.0, **method
+    )
     assert told[1] == EVERY  # rank 1 has the settings
     run = {"count": STEPS}
     found = both(
@@ -92,21 +94,31 @@ def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, k
         assert first["met"] == second["met"] == [2] * jobs.ROUNDS
         for mine, wanted in ((first["slow"], slow), (first["fast"], fast), (second["fast"], fast)):
             for here, there in zip(mine, wanted, strict=True):
-                torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    torch.tensor(here), torch.tensor(there), rtol=1e-5, atol=1e-6
+                )
 
 
 @pytest.mark.ci
 def test_all_ranks_of_a_peer_have_the_fragments_that_the_creator_names(peers, tmp_path):
     """It catches a rank without the manifest that cuts the model by layer."""
     made = peers[0].call(JOBS, "cut", kind="ddp", seed=0)
-    joined = both(*beside(peers[0], tmp_path, lambda: peers[1].call(JOBS, "cut", kind="fsdp", seed=7, link=made[0][0])))[0]
+    joined = both(
+        *beside(
+            peers[0],
+            tmp_path,
+            lambda: peers[1].call(JOBS, "cut", kind="fsdp", seed=7, link=made[0][0]),
+        )
+    )[0]
     assert [parts for _, parts in made] == [parts for _, parts in joined] == [[[2, 3], [0, 1]]] * 2
 
 
 @pytest.mark.ci
 @KINDS
 def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_path):
-    link, _ = peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, method="diloco", wait_s=0.5)
+    link, _ = peers[0].call(
+        JOBS, "begin", kind=kind, seed=0, every=EVERY, method="diloco", wait_s=0.5
+    )
     peers[0].call(JOBS, "optimize")
     peers[0].call(JOBS, "train", data=1, count=STEPS)
     late = lambda: peers[1].call(JOBS, "join_late", kind=kind, link=link)  # noqa: E731
@@ -123,19 +135,30 @@ def test_saved_state_of_each_rank_goes_on_bit_for_bit_and_only_there(peers, kind
     peers[0].call(JOBS, "optimize")
     for rank, found in enumerate(peers[0].call(JOBS, "saved", data=1, folder=str(tmp_path))):
         assert found["wanted"] == found["found"]
-        assert f"is of rank {1 - rank} of 2, and this is rank {rank} of 2: each rank loads its own" in found["errors"][0]
+        assert (
+            f"is of rank {1 - rank} of 2, and this is rank {rank} of 2: each rank loads its own"
+            in found["errors"][0]
+        )
         assert f"is of one process, and this is rank {rank} of 2" in found["errors"][1]
 
 
 @pytest.mark.ci
 @KINDS
 def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(peers, kind):
-    link, _ = peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, lag=0, start_when=2, wait_s=1.0)
+    link, _ = peers[0].call(
+        JOBS, "begin", kind=kind, seed=0, every=EVERY, lag=0, start_when=2, wait_s=1.0
+    )
     both(
         lambda: peers[0].call(JOBS, "optimize"),
-        lambda: (peers[1].call(JOBS, "begin", kind=kind, seed=0, link=link), peers[1].call(JOBS, "optimize")),
+        lambda: (
+            peers[1].call(JOBS, "begin", kind=kind, seed=0, link=link),
+            peers[1].call(JOBS, "optimize"),
+        ),
     )
-    lost, rounds = both(lambda: peers[1].call(JOBS, "dies", data=2), lambda: peers[0].call(JOBS, "train", data=1, count=STEPS))
+    lost, rounds = both(
+        lambda: peers[1].call(JOBS, "dies", data=2),
+        lambda: peers[0].call(JOBS, "train", data=1, count=STEPS),
+    )
     assert lost[0][0] == "RankLost"
     assert "a rank of this peer is gone" in lost[0][1]
     assert lost[1] is None
@@ -173,10 +196,15 @@ def test_what_a_rank_cannot_do_all_are_told_in_one_sentence(nursery, what, kind,
 def test_a_rank_without_a_network_says_who_has_it(pair):
     assert (
         pair.call(JOBS, "refused", what="network")[1]
-        == ["Rank 1 of this peer has no network: rank 0 has the link, the membership and the status."] * 2
+        == [
+            "Rank 1 of this peer has no network: rank 0 has the link, the membership and the status."
+        ]
+        * 2
     )
 
 
 def test_ranks_need_torch_distributed():
-    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised: call init_process_group first"):
+    with pytest.raises(
+        ValueError, match=r"torch\.distributed is not initialised: call init_process_group first"
+    ):
         jobs.shoal.Ranks()

@@ -30,7 +30,9 @@ ME, CREATOR = "me", "creator"
 def test_a_list_of_many_tensors_makes_a_swarm_that_can_be_joined():
     """With more than 16 of them nobody could open the manifest, its creator included."""
     identity, params = Identity.ephemeral(), [nn.Parameter(torch.zeros(2)) for _ in range(40)]
-    made = open_manifest(session_setup.new_swarm(identity, params, seed=0, outer={"fragments": 2}, name="many"))
+    made = open_manifest(
+        session_setup.new_swarm(identity, params, seed=0, outer={"fragments": 2}, name="many")
+    )
     assert (made.outer.fragments, made.fragment_of) == (2, (0, 1) * 20)
 
 
@@ -51,7 +53,9 @@ class Swarm:
             raise NetworkError("nothing is served")
 
     def members(self):
-        creator = {CREATOR: SimpleNamespace(state="waiting", round=0)} if self.now < self.until else {}
+        creator = (
+            {CREATOR: SimpleNamespace(state="waiting", round=0)} if self.now < self.until else {}
+        )
         return creator | {ME: SimpleNamespace(state="waiting", round=0)}
 
     def departed(self):
@@ -77,11 +81,16 @@ class Swarm:
 
 
 @pytest.mark.parametrize("wait", ["weights", "start"])
-@pytest.mark.parametrize(("said", "how"), [(True, "the last of them has left"), (False, "none shows itself any more")])
+@pytest.mark.parametrize(
+    ("said", "how"), [(True, "the last of them has left"), (False, "none shows itself any more")]
+)
 def test_who_joined_does_not_wait_for_those_who_are_gone(monkeypatch, wait, said, how):
     """It waited its whole ten minutes, with a goodbye of the only other member or without."""
     sentence, at = Swarm(monkeypatch, 50.0, said).ends(wait)
-    assert sentence == f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one."
+    assert (
+        sentence
+        == f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one."
+    )
     assert at == pytest.approx(50.0 + ALONE_S, abs=2 * LOOK_S)
 
 
@@ -101,13 +110,20 @@ PEERS = [f"peer-{number:02}" for number in range(12)]
 
 
 def members(held, state="waiting"):
-    return {peer: SimpleNamespace(peer=peer, shard=index, shards=8, state=state) for peer, index in held.items()}
+    return {
+        peer: SimpleNamespace(peer=peer, shard=index, shards=8, state=state)
+        for peer, index in held.items()
+    }
 
 
 def settle(held, before, trains=()):
     """The shards once each of those that came has settled, by what all announced before."""
     view = {**members(held), **members({peer: held[peer] for peer in trains}, "training")}
-    return {peer: settled(view, Shard(held[peer], 8, 5), peer, before).index for peer in held if peer not in (*before, *trains)}
+    return {
+        peer: settled(view, Shard(held[peer], 8, 5), peer, before).index
+        for peer in held
+        if peer not in (*before, *trains)
+    }
 
 
 def test_of_two_that_took_the_same_the_lower_id_keeps_it_and_the_other_takes_a_free_one():
@@ -128,7 +144,12 @@ def test_a_shard_that_was_taken_as_one_that_others_have_is_kept():
     assert settle({**old, PEERS[9]: 3}, before=old, trains=old) == {PEERS[9]: 3}
 
 
-@given(st.integers(0, 4), st.permutations(PEERS).flatmap(lambda order: st.integers(5, 8).map(lambda count: order[:count])))
+@given(
+    st.integers(0, 4),
+    st.permutations(PEERS).flatmap(
+        lambda order: st.integers(5, 8).map(lambda count: order[:count])
+    ),
+)
 def test_all_that_see_each_other_end_with_shards_of_their_own(known, peers):
     old = {peer: index for index, peer in enumerate(peers[:known])}
     chosen = {peer: least_used(members(old), 8, peer) for peer in peers[known:]}
@@ -145,10 +166,21 @@ SECONDS = (1e-3, 86_400.0)
 @pytest.mark.parametrize("wait_s", SECONDS)
 def test_what_a_manifest_allows_an_exchange_takes(network, wait_s):
     host = network.host()
-    directory = SimpleNamespace(members=dict, everyone=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict)
-    membership = SimpleNamespace(host=host, identity=host.identity, swarm="a" * 52, directory=directory)
+    directory = SimpleNamespace(
+        members=dict, everyone=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict
+    )
+    membership = SimpleNamespace(
+        host=host, identity=host.identity, swarm="a" * 52, directory=directory
+    )
     outer = OuterSettings(method="diloco", wait_s=wait_s)
-    made = make_exchange(membership, outer, make_screen(outer), SimpleNamespace(fragments=1, lag=0), seed=0, model="0" * 64)
+    made = make_exchange(
+        membership,
+        outer,
+        make_screen(outer),
+        SimpleNamespace(fragments=1, lag=0),
+        seed=0,
+        model="0" * 64,
+    )
     assert isinstance(made, GroupExchange)
 
 
@@ -169,8 +201,15 @@ def square(model, batch):
 def test_what_a_partner_sends_is_tried_on_the_loops_own_batches():
     mine = session()
     Session.try_partners(mine, square, itertools.repeat(torch.ones(2, 1)))
-    assert "4" in mine._screen.problem(RoundKey("run", 0), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 2.0)])
-    assert mine._screen.problem(RoundKey("run", 1), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 0.5)]) is None
+    assert "4" in mine._screen.problem(
+        RoundKey("run", 0), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 2.0)]
+    )
+    assert (
+        mine._screen.problem(
+            RoundKey("run", 1), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 0.5)]
+        )
+        is None
+    )
 
 
 def test_batches_that_end_end_the_trying_and_each_is_used_once():
@@ -178,7 +217,9 @@ def test_batches_that_end_end_the_trying_and_each_is_used_once():
     batches = (used.append(number) or torch.ones(2, 1) for number in range(4))
     Session.try_partners(mine, square, batches)
     for number in range(3):
-        verdict = mine._screen.problem(RoundKey("run", number), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 9.0)])
+        verdict = mine._screen.problem(
+            RoundKey("run", number), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 9.0)]
+        )
         assert (verdict is None) == (number == 2)
     assert used == [0, 1, 2, 3]
 

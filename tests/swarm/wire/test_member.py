@@ -45,7 +45,9 @@ SMALL = {
     "shard": 0, "issued": 0.0,
     "version": "0", "state": "done",
 }  # fmt: skip
-ONES = {name: tuple(LARGEST[name][:1]) for name in ("addresses", "failures", "blamed", "missing_names")}
+ONES = {
+    name: tuple(LARGEST[name][:1]) for name in ("addresses", "failures", "blamed", "missing_names")
+}
 GIVEN = [name for name in LARGEST if name not in ("swarm", "peer", "shards", "model")]
 
 
@@ -101,4 +103,6 @@ def test_an_admission_of_any_invitation_fits_a_record():
     ticket = shown(text, ME, now=1e12)
     assert len(ticket) <= MAX_SHOWN
     assert len(seal(record({"admission": ticket}), ME)) <= Member.LIMIT + ENVELOPE
-    assert Invitation.LIMIT + ENVELOPE > MAX_SHOWN  # so it is the content, not the limit, that makes it fit
+    assert (
+        Invitation.LIMIT + ENVELOPE > MAX_SHOWN
+    )  # so it is the content, not the limit, that makes it fit

@@ -15,23 +15,52 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.wire import envelope
-from shoal.swarm.wire.envelope import ENVELOPE, MAX_TENSORS, MIN_RATE, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.messages import Abort, Answer, ManifestReply, Member, Offer, OutcomeRequest, Ready, StateHeader
+from shoal.swarm.wire.envelope import (
+    ENVELOPE,
+    MAX_TENSORS,
+    MIN_RATE,
+    Message,
+    pack,
+    seal,
+    unpack,
+    unseal,
+)
+from shoal.swarm.wire.messages import (
+    Abort,
+    Answer,
+    ManifestReply,
+    Member,
+    Offer,
+    OutcomeRequest,
+    Ready,
+    StateHeader,
+)
 from tests.records import member_of
 from tests.security.message_kinds import Leaf
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = swarm_id(b"")
-KINDS = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in ("shoal.swarm.wire.messages", "shoal.swarm.manifest"))
+KINDS = tuple(
+    kind
+    for kind in Message.__subclasses__()
+    if kind.__module__ in ("shoal.swarm.wire.messages", "shoal.swarm.manifest")
+)
 
 
 def values(annotation, rules=()):
     """Return a strategy for what a field may hold, by its type and bounds; long ones are not drawn as long as they may be."""
-    origin, parts, leaf = typing.get_origin(annotation), typing.get_args(annotation), Leaf((), annotation, tuple(rules))
+    origin, parts, leaf = (
+        typing.get_origin(annotation),
+        typing.get_args(annotation),
+        Leaf((), annotation, tuple(rules)),
+    )
     least, most = leaf.bound("min_length") or 0, leaf.bound("max_length")
     checks = [rule.func for rule in rules if isinstance(rule, AfterValidator)]
     if origin is typing.Annotated:
-        return values(parts[0], [*rules, *(rule for more in parts[1:] for rule in getattr(more, "metadata", [more]))])
+        return values(
+            parts[0],
+            [*rules, *(rule for more in parts[1:] for rule in getattr(more, "metadata", [more]))],
+        )
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*(values(part, rules) for part in parts))
     if parts[1:] == (Ellipsis,):
@@ -44,15 +73,23 @@ def values(annotation, rules=()):
         return st.integers(leaf.bound("ge"), leaf.bound("le") or leaf.bound("lt") - 1)
     if annotation is float:
         found = st.floats(leaf.bound("ge"), leaf.bound("le"))
-        return st.just(0.0) | found.filter(lambda rate: rate >= MIN_RATE) if envelope._rate in checks else found
+        return (
+            st.just(0.0) | found.filter(lambda rate: rate >= MIN_RATE)
+            if envelope._rate in checks
+            else found
+        )
     if annotation is bytes:
         return st.binary(min_size=least, max_size=min(most, 300))
     if annotation is str and envelope._peer_id in checks:
         return st.just(ME.peer_id)
     if annotation is str and leaf.bound("pattern"):
-        return st.from_regex(leaf.bound("pattern"), fullmatch=True).filter(lambda text: len(text) <= (most or len(text)))
+        return st.from_regex(leaf.bound("pattern"), fullmatch=True).filter(
+            lambda text: len(text) <= (most or len(text))
+        )
     if annotation is str:
-        return st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=least, max_size=most)
+        return st.text(
+            st.characters(categories=["L", "N", "P", "S"]), min_size=least, max_size=most
+        )
     return {type(None): st.none(), bool: st.booleans()}[annotation]
 
 
@@ -60,7 +97,11 @@ TOGETHER = {Member: {"shard": st.integers(0, 9), "shards": st.integers(10, 2**53
 ALL = st.one_of(
     st.builds(
         kind,
-        **{name: values(field.annotation, field.metadata) for name, field in kind.model_fields.items()} | TOGETHER.get(kind, {}),
+        **{
+            name: values(field.annotation, field.metadata)
+            for name, field in kind.model_fields.items()
+        }
+        | TOGETHER.get(kind, {}),
     )
     for kind in KINDS
     if kind is not Manifest  # which has a test of its own
@@ -68,20 +109,36 @@ ALL = st.one_of(
 
 
 def member(**changes):
-    usual = {"swarm": SWARM, "addresses": ("/ip4/1.2.3.4/tcp/5",), "round": 1, "step": 2, "loss": 1.5, "steps_per_s": 3.0}
+    usual = {
+        "swarm": SWARM,
+        "addresses": ("/ip4/1.2.3.4/tcp/5",),
+        "round": 1,
+        "step": 2,
+        "loss": 1.5,
+        "steps_per_s": 3.0,
+    }
     return member_of(ME.peer_id, **{**usual, "issued": time.time(), **changes})
 
 
 def raw(message, **changes):
     """Pack a message with fields changed behind the schema's back; ... removes one."""
     fields = {**message.model_dump(), **changes}
-    return msgpack.packb([message.KIND, message.VERSION, {k: v for k, v in fields.items() if v is not ...}])
+    return msgpack.packb(
+        [message.KIND, message.VERSION, {k: v for k, v in fields.items() if v is not ...}]
+    )
 
 
 def refused(data, *types, says=None):
     with pytest.raises(MessageError, match=says) as caught:
         unpack(data, *types or (Member,))
-    assert caught.value.reason in ("malformed", "oversized", "truncated", "nested", "kind", "version")
+    assert caught.value.reason in (
+        "malformed",
+        "oversized",
+        "truncated",
+        "nested",
+        "kind",
+        "version",
+    )
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
 
@@ -111,7 +168,10 @@ def test_sealed_admits_no_change_to_signer_content_or_signature(message, data):
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
 anything = st.recursive(
     scalars | st.text(max_size=9) | st.binary(max_size=40),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9) | st.integers(0, 9), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.dictionaries(st.text(max_size=9) | st.integers(0, 9), inner, max_size=5)
+    ),
     max_leaves=20,
 )
 
@@ -135,18 +195,39 @@ def test_forgeries_are_refused():
 
 def test_kind_and_version_are_named_before_anything_else():
     request = OutcomeRequest(nonce=bytes(16))
-    refused(pack(request), Ready, Abort, says="kind 'outcome-request' came in place of abort or ready: run the same shoal")
+    refused(
+        pack(request),
+        Ready,
+        Abort,
+        says="kind 'outcome-request' came in place of abort or ready: run the same shoal",
+    )
     for version, where in ((2, "here"), (0, "there")):
         says = f"has version {version}, this node speaks 1: update shoal {where}"
-        refused(msgpack.packb(["outcome-request", version, {"other": 1}]), OutcomeRequest, says=says)
-    newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", Member.VERSION + 1, {}]), bytes(64)])
-    with pytest.raises(MessageError, match=f"version {Member.VERSION + 1}, this node speaks {Member.VERSION}"):
+        refused(
+            msgpack.packb(["outcome-request", version, {"other": 1}]), OutcomeRequest, says=says
+        )
+    newer = msgpack.packb(
+        [ME.peer_id, msgpack.packb(["member", Member.VERSION + 1, {}]), bytes(64)]
+    )
+    with pytest.raises(
+        MessageError, match=f"version {Member.VERSION + 1}, this node speaks {Member.VERSION}"
+    ):
         unseal(newer, Member)
-    refused(msgpack.packb(["\x1b[31m", 1, {}]), OutcomeRequest, says="came in place of outcome-request")
+    refused(
+        msgpack.packb(["\x1b[31m", 1, {}]), OutcomeRequest, says="came in place of outcome-request"
+    )
     kind = "outcome-request"
-    for head in ([kind.encode(), 1, {}], [kind, True, {}], [kind, "1", {}], [kind, 1], [kind, 1, {}, 2]):
+    for head in (
+        [kind.encode(), 1, {}],
+        [kind, True, {}],
+        [kind, "1", {}],
+        [kind, 1],
+        [kind, 1, {}, 2],
+    ):
         refused(msgpack.packb(head), OutcomeRequest, says="not .kind, version, fields")
-    refused(msgpack.packb(["outcome-request", 1, []]), OutcomeRequest, says="not .kind, version, fields")
+    refused(
+        msgpack.packb(["outcome-request", 1, []]), OutcomeRequest, says="not .kind, version, fields"
+    )
     refused(msgpack.packb({}), OutcomeRequest, says="does not start with a kind and version")
 
 
@@ -180,7 +261,12 @@ def test_size_is_checked_before_decoding(monkeypatch):
 
 
 def test_the_limit_of_the_own_kind_holds_among_larger_ones():
-    refused(raw(OutcomeRequest(nonce=bytes(16)), more=bytes(2000)), OutcomeRequest, Offer, says="where at most 1024")
+    refused(
+        raw(OutcomeRequest(nonce=bytes(16)), more=bytes(2000)),
+        OutcomeRequest,
+        Offer,
+        says="where at most 1024",
+    )
     with pytest.raises(MessageError, match=r"manifest-reply of 66\d+ bytes exceeds 65536"):
         pack(ManifestReply.model_construct(manifest=bytes(66_000), swarm=SWARM, reason=""))
 
@@ -207,7 +293,12 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
 def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
-    offers = (b"\x93\xa5offer\x01\x81\xa6shapes" + bomb, bomb, b"\x93" + bomb, b"\x93\xa5offer\x01" + bomb)
+    offers = (
+        b"\x93\xa5offer\x01\x81\xa6shapes" + bomb,
+        bomb,
+        b"\x93" + bomb,
+        b"\x93\xa5offer\x01" + bomb,
+    )
     envelopes = (*offers, b"\x93" + msgpack.packb(ME.peer_id) + bomb)
     for data in envelopes:  # imports and caches made by the first refusal are not the bomb's
         assert len(data) < Offer.LIMIT
@@ -238,7 +329,17 @@ def test_the_largest_offer_fits_its_limit():
 
 
 @pytest.mark.parametrize(
-    "shapes", [[(1,)], ((1,) * 9,), ((-1,),), ((2**32,),), ((True,),), ((1.0,),), ((),) * 65_537, ((1,) * 8,) * 16_385]
+    "shapes",
+    [
+        [(1,)],
+        ((1,) * 9,),
+        ((-1,),),
+        ((2**32,),),
+        ((True,),),
+        ((1.0,),),
+        ((),) * 65_537,
+        ((1,) * 8,) * 16_385,
+    ],
 )
 def test_shapes_out_of_bounds(shapes):
     with pytest.raises(ValidationError):
@@ -246,7 +347,10 @@ def test_shapes_out_of_bounds(shapes):
 
 
 def test_a_reason_is_cleaned_at_both_ends():
-    assert Abort(nonce=bytes(16), reason="two\nlines\x1b" + "x" * 600).reason == "two lines " + "x" * 502
+    assert (
+        Abort(nonce=bytes(16), reason="two\nlines\x1b" + "x" * 600).reason
+        == "two lines " + "x" * 502
+    )
     got = unpack(raw(Abort(nonce=bytes(16)), reason="a\x07b"), Abort)
     assert got.reason == "a b"
     longest = Answer(verdict="refuse", reason="\U0001f41f" * 600, round=2**53)

@@ -87,7 +87,9 @@ class TestVariances:
 class TestFalseAlarms:
     def alarms(self, honest, rate, many=20_000, **kind):
         threshold = honest.threshold(rate)
-        return sum(honest.statistic(fresh)[0] > threshold for fresh in honest_claims(many, seed=99, **kind))
+        return sum(
+            honest.statistic(fresh)[0] > threshold for fresh in honest_claims(many, seed=99, **kind)
+        )
 
     @pytest.mark.parametrize("windows", [(4,), (1, 4, 16)])
     def test_with_enough_claims_the_rate_is_the_stated_one(self, windows):
@@ -112,14 +114,27 @@ class TestFalseAlarms:
     def test_many_windows_are_tested_more_sharply(self):
         honest = Honest.of(honest_claims(500, between=0.02))
         worse = (2.0, 0.1)
-        short, long = (honest.statistic(claim(*[worse] * many, features=TWO))[0] for many in (1, 32))
+        short, long = (
+            honest.statistic(claim(*[worse] * many, features=TWO))[0] for many in (1, 32)
+        )
         assert short < honest.threshold() < long
 
 
 class TestThreshold:
     def test_conformal_rank_by_hand(self):
-        honest = Honest(ONE, (), (0.0,), (1.0,), (0.0,), (0.0,), (1.0,), tuple(float(value) for value in range(10, 109)))
-        assert honest.threshold(0.01) == 108  # the largest of 99: a hundredth claim is above it with one chance in 100
+        honest = Honest(
+            ONE,
+            (),
+            (0.0,),
+            (1.0,),
+            (0.0,),
+            (0.0,),
+            (1.0,),
+            tuple(float(value) for value in range(10, 109)),
+        )
+        assert (
+            honest.threshold(0.01) == 108
+        )  # the largest of 99: a hundredth claim is above it with one chance in 100
         assert honest.threshold(0.05) == 104
 
     @settings(max_examples=30, deadline=None)
@@ -167,8 +182,12 @@ class TestJudge:
         assert self.calibration.judge(PAIR, claim((0.0, 0.0), features=TWO)).accepted
 
     def test_what_cannot_be_judged(self):
-        with pytest.raises(CalibrationError, match="there is no calibration of activations for a float16 prover"):
-            self.calibration.judge(Pair("activations", "model", "float16", "float32"), claim((1.0, 0.0), features=TWO))
+        with pytest.raises(
+            CalibrationError, match="there is no calibration of activations for a float16 prover"
+        ):
+            self.calibration.judge(
+                Pair("activations", "model", "float16", "float32"), claim((1.0, 0.0), features=TWO)
+            )
         with pytest.raises(CalibrationError, match="another version"):
             self.calibration.judge(PAIR, claim(1.0))
 
@@ -203,7 +222,10 @@ class TestFile:
     def file(self, path):
         calibration = Calibration()
         calibration.add(PAIR, honest_claims(30, windows=(1, 5)))
-        calibration.add(Pair("sampling", "model", "float32", "float32"), [claim(0.5, 0.25, sizes=(1.0, 0.125))] * 20)
+        calibration.add(
+            Pair("sampling", "model", "float32", "float32"),
+            [claim(0.5, 0.25, sizes=(1.0, 0.125))] * 20,
+        )
         save_calibration(calibration, path)
         return calibration
 
@@ -233,9 +255,13 @@ class TestFile:
             "windows": torch.ones(20, dtype=torch.int64), "pair": ["f", "m", "a", "b"], "features": [["error", 0.0]],
         }  # fmt: skip
         parts |= change
-        described = parts.pop("pairs", None) or json.dumps([{"pair": parts.pop("pair"), "features": parts.pop("features")}])
+        described = parts.pop("pairs", None) or json.dumps(
+            [{"pair": parts.pop("pair"), "features": parts.pop("features")}]
+        )
         tensors = {f"0.{name}": parts[name] for name in ("values", "sizes", "windows")}
-        (tmp_path / "c").write_bytes(save(tensors, metadata={"shoal.calibration": "1", "pairs": described}))
+        (tmp_path / "c").write_bytes(
+            save(tensors, metadata={"shoal.calibration": "1", "pairs": described})
+        )
         with pytest.raises(CalibrationError, match="calibrat"):
             load_calibration(tmp_path / "c")
 

@@ -37,13 +37,23 @@ def claim_of(peer, round=10, slot=0, **fields):
 
 def electorates(peers, rounds):
     """The same peers, each its own operator, in each of ``rounds``."""
-    return {round: Electorate(round, digest("beacon", round), {peer: peer for peer in peers}) for round in rounds}
+    return {
+        round: Electorate(round, digest("beacon", round), {peer: peer for peer in peers})
+        for round in rounds
+    }
 
 
 def ballots(case, attempt, peer, behaviour):
     """What a drawn ``peer`` publishes, and the mark it deserves."""
     vote = behaviour if behaviour in ("valid", "invalid") else "valid"
-    reveal = Reveal(peer=peer, case=case, attempt=attempt, vote=vote, evidence=b"e", salt=digest("salt", case, attempt, peer))
+    reveal = Reveal(
+        peer=peer,
+        case=case,
+        attempt=attempt,
+        vote=vote,
+        evidence=b"e",
+        salt=digest("salt", case, attempt, peer),
+    )
     commitment = Commitment(peer=peer, case=case, attempt=attempt, digest=hide(reveal))
     if behaviour == "absent":
         return [], "absent"
@@ -52,7 +62,11 @@ def ballots(case, attempt, peer, behaviour):
     if behaviour == "unfit":
         return [commitment, Reveal(**{**reveal.model_dump(), "vote": "invalid"})], "withheld"
     if behaviour == "twice":
-        return [commitment, reveal, Commitment(peer=peer, case=case, attempt=attempt, digest=digest("other"))], "withheld"
+        return [
+            commitment,
+            reveal,
+            Commitment(peer=peer, case=case, attempt=attempt, digest=digest("other")),
+        ], "withheld"
     return [commitment, reveal], behaviour
 
 
@@ -69,7 +83,9 @@ class Story:
         self.electorates = electorates(self.peers, self.rounds)
         self.chains = {peer: Chain(digest("secret", peer), 0, 64) for peer in self.peers}
         for peer, chain in self.chains.items():
-            self.records.append(Entry(peer=peer, run="run", round=0, operator=peer, anchor=chain.anchor))
+            self.records.append(
+                Entry(peer=peer, run="run", round=0, operator=peer, anchor=chain.anchor)
+            )
 
     def vote(self, case, attempt, seats, behaviours, stating=None):
         """The seats behave so; those who are there (or ``stating``) state what all did."""
@@ -78,8 +94,14 @@ class Story:
             records, mark = ballots(case, attempt, peer, behaviour)
             self.records += records
             marks.append(mark)
-        there = [peer for peer, mark in zip(seats, marks, strict=True) if mark != "absent"] if stating is None else stating
-        self.records += [Verdict(peer=peer, case=case, attempt=attempt, marks=tuple(marks)) for peer in there]
+        there = (
+            [peer for peer, mark in zip(seats, marks, strict=True) if mark != "absent"]
+            if stating is None
+            else stating
+        )
+        self.records += [
+            Verdict(peer=peer, case=case, attempt=attempt, marks=tuple(marks)) for peer in there
+        ]
 
     def claim(self, peer, round=10, slot=0, behaviours=("valid",) * 3, attempt=0, stating=None):
         claim = claim_of(peer, round, slot)
@@ -93,11 +115,17 @@ class Story:
 
     def dispute(self, peer, claim, vote, round=12, attempt=0):
         """All of the second draw vote alike."""
-        return self._appeal(Dispute(peer=peer, round=round, claim=claim.id, attempt=attempt), claim, vote)
+        return self._appeal(
+            Dispute(peer=peer, round=round, claim=claim.id, attempt=attempt), claim, vote
+        )
 
     def open(self, claim, vote=None, round=13, attempt=0):
         link = self.chains[claim.peer].link(claim.round)
-        return self._appeal(Opening(peer=claim.peer, round=round, claim=claim.id, attempt=attempt, link=link), claim, vote)
+        return self._appeal(
+            Opening(peer=claim.peer, round=round, claim=claim.id, attempt=attempt, link=link),
+            claim,
+            vote,
+        )
 
     def _appeal(self, appeal, claim, vote):
         self.records.append(appeal)
@@ -109,4 +137,8 @@ class Story:
     def slots(self, peer, planted, round=10):
         """The slots of a round that the lottery tells the peer to plant, or not."""
         beacon, link = self.electorates[round - BEHIND].beacon, self.chains[peer].link(round)
-        return [slot for slot in range(64) if must_plant(link, beacon, slot, self.rules.planted) == planted]
+        return [
+            slot
+            for slot in range(64)
+            if must_plant(link, beacon, slot, self.rules.planted) == planted
+        ]

@@ -28,7 +28,9 @@ RULES = Rules(verifiers=3, life=64)
 
 def drawn(standings, rules=RULES, round=10):
     story = Story(PEERS, rules=rules)
-    found = electorate("run", round, Ledger(story.records), story.electorates, rules, Table(round, standings, {}))
+    found = electorate(
+        "run", round, Ledger(story.records), story.electorates, rules, Table(round, standings, {})
+    )
     return set(found.operators)
 
 
@@ -60,17 +62,28 @@ def test_of_those_who_are_there_only_the_proven_are_drawn_once_they_are_enough()
 
 
 LOTS_PEERS = st.dictionaries(
-    st.text("abcdef", min_size=1, max_size=4), st.sampled_from("uvwxyz") | st.text("01", min_size=3), max_size=24
+    st.text("abcdef", min_size=1, max_size=4),
+    st.sampled_from("uvwxyz") | st.text("01", min_size=3),
+    max_size=24,
 )
 
 
 @settings(deadline=None)
-@given(LOTS_PEERS, st.sampled_from([3, 5, 7]), st.sets(st.sampled_from("uvwxyz"), max_size=2), st.integers(0, 99))
-def test_seats_are_disjoint_of_different_operators_and_never_the_barred(operators, size, barred, number):
+@given(
+    LOTS_PEERS,
+    st.sampled_from([3, 5, 7]),
+    st.sets(st.sampled_from("uvwxyz"), max_size=2),
+    st.integers(0, 99),
+)
+def test_seats_are_disjoint_of_different_operators_and_never_the_barred(
+    operators, size, barred, number
+):
     drawn = draw_verifiers(Electorate(1, digest(number), operators), digest("case"), size, barred)
     shuffled = list(operators.items())
     random.Random(number).shuffle(shuffled)
-    assert drawn == draw_verifiers(Electorate(1, digest(number), dict(shuffled)), digest("case"), size, barred)
+    assert drawn == draw_verifiers(
+        Electorate(1, digest(number), dict(shuffled)), digest("case"), size, barred
+    )
     sitting = [peer for attempt in drawn for peer in attempt]
     used = [operators[peer] for peer in sitting]
     assert len(set(used)) == len(used)
@@ -82,7 +95,9 @@ def test_seats_are_disjoint_of_different_operators_and_never_the_barred(operator
 
 def test_every_peer_is_drawn_as_often():
     electorate = Electorate(1, digest("beacon"), {f"p{i}": f"p{i}" for i in range(10)})
-    count = Counter(peer for number in range(3000) for peer in draw_verifiers(electorate, digest(number), 3)[0])
+    count = Counter(
+        peer for number in range(3000) for peer in draw_verifiers(electorate, digest(number), 3)[0]
+    )
     # 900 expected of each; five standard deviations of a binomial count are 126.
     assert all(abs(count[f"p{i}"] - 900) < 126 for i in range(10))
 
@@ -139,7 +154,11 @@ def test_a_link_cannot_be_made_from_earlier_ones_and_giants_are_not_hashed():
 def test_the_lottery_plants_its_share_and_depends_on_secret_and_beacon():
     chain = Chain(digest("secret"), 0, 100)
     drawn = [
-        [must_plant(chain.link(round), digest(beacon, round), slot, 0.05) for round in range(1, 101) for slot in range(100)]
+        [
+            must_plant(chain.link(round), digest(beacon, round), slot, 0.05)
+            for round in range(1, 101)
+            for slot in range(100)
+        ]
         for beacon in range(2)
     ]
     assert all(abs(sum(each) - 500) < 5 * 22 for each in drawn)

@@ -35,7 +35,9 @@ class Scene:
     def __init__(self, peers=PEERS, banned=(), **settings):
         self.now, self.peers = 0.0, peers
         known = {"rules": RULES, "times": TIMES, **settings}
-        self.consensus = Consensus("run", toy_verify, lambda: self.now, banned=lambda peer: peer in banned, **known)
+        self.consensus = Consensus(
+            "run", toy_verify, lambda: self.now, banned=lambda peer: peer in banned, **known
+        )
         self.consensus.advance(ROUND)
 
     def take(self, record):
@@ -52,7 +54,9 @@ class Scene:
     def open(self, round=ROUND):
         """Draw for ``round``, and let the case begin."""
         self.consensus.advance(max(self.consensus.round, round + 2))
-        self.consensus.open(Electorate(round, digest("beacon", round), {peer: peer for peer in self.peers}))
+        self.consensus.open(
+            Electorate(round, digest("beacon", round), {peer: peer for peer in self.peers})
+        )
         self.now += TIMES.skew_s
 
     def drawn(self, peer=PEERS[0], slot=0):
@@ -78,7 +82,9 @@ def test_a_case_from_claim_to_ruling():
     for peer in seats:
         assert scene.duties(seats[0]) != ["reveal"]
         scene.take(parts(claim, peer)[0])
-    assert [scene.duties(peer) for peer in seats] == [["reveal"]] * 3  # all have committed: nobody waits for the clock
+    assert [scene.duties(peer) for peer in seats] == [
+        ["reveal"]
+    ] * 3  # all have committed: nobody waits for the clock
     for peer in seats:
         scene.take(parts(claim, peer)[1])
     (duty,) = scene.consensus.duties(seats[0])
@@ -96,7 +102,15 @@ def test_a_vote_is_revealed_only_when_nobody_can_commit_any_more():
     claim, seats = scene.drawn()
     start = scene.now
     scene.take(parts(claim, seats[0])[0])
-    for second, due in ((0, []), (9.9, []), (10, []), (11.9, []), (12, ["reveal"]), (16.9, ["reveal"]), (17, ["state"])):
+    for second, due in (
+        (0, []),
+        (9.9, []),
+        (10, []),
+        (11.9, []),
+        (12, ["reveal"]),
+        (16.9, ["reveal"]),
+        (17, ["state"]),
+    ):
         scene.now = start + second
         assert scene.duties(seats[0]) == due, second
     scene.now = start + 11
@@ -149,7 +163,9 @@ def test_claims_of_other_runs_rounds_and_of_banned_peers_are_refused():
     scene.refused(claim_of(PEERS[0], ROUND - 2), "late")
     scene.refused(claim_of(PEERS[5], ROUND), "banned")
     scene.take(claim_of(PEERS[0], ROUND + 1))
-    scene.take(claim_of(PEERS[0], ROUND - 1))  # for a moment after a round its claims may still be on their way
+    scene.take(
+        claim_of(PEERS[0], ROUND - 1)
+    )  # for a moment after a round its claims may still be on their way
     scene.now += TIMES.skew_s
     scene.refused(claim_of(PEERS[1], ROUND - 1), "late")
 
@@ -173,7 +189,9 @@ def test_ballots_of_others_are_refused():
     outsider = next(peer for peer in PEERS if peer not in seats)
     for record in parts(claim, outsider):
         scene.refused(record, "not-drawn")
-    scene.refused(Verdict(peer=outsider, case=claim.id, attempt=0, marks=("invalid",) * 3), "not-drawn")
+    scene.refused(
+        Verdict(peer=outsider, case=claim.id, attempt=0, marks=("invalid",) * 3), "not-drawn"
+    )
     scene.refused(parts(claim, seats[0], attempt=1)[0], "not-drawn")
     scene.refused(Verdict(peer=seats[0], case=claim.id, attempt=0, marks=("invalid",) * 7), "unfit")
     scene.refused(parts(claim_of(PEERS[3]), seats[0])[0], "unknown")
@@ -244,7 +262,9 @@ def test_ten_thousand_claims_a_minute_are_cut_off():
     assert taken == 40
     for number in range(25):
         try:
-            scene.take(claim_of(PEERS[0], ROUND, number))  # who can be drawn is not crowded out by fresh keys
+            scene.take(
+                claim_of(PEERS[0], ROUND, number)
+            )  # who can be drawn is not crowded out by fresh keys
         except Refused:
             continue
         taken += 1
@@ -254,7 +274,13 @@ def test_ten_thousand_claims_a_minute_are_cut_off():
     assert sum(scene.duties(peer).count("check") for peer in PEERS) == 30 * 3
 
 
-@pytest.mark.parametrize("end", [lambda known: known.keep(Ledger()), lambda known: known.advance(ROUND + RULES.appeal_rounds + 1)])
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda known: known.keep(Ledger()),
+        lambda known: known.advance(ROUND + RULES.appeal_rounds + 1),
+    ],
+)
 def test_others_duties_go_with_their_case(end):
     scene = Scene()
     scene.drawn()
@@ -280,7 +306,9 @@ def test_a_dispute_draws_seven_others_once():
     scene.refused(dispute, "unknown")
     decided(scene, claim, seats, ("invalid", "invalid", "valid"))
     scene.refused(Dispute(peer="stranger", round=ROUND + 2, claim=claim.id, attempt=0), "not-drawn")
-    scene.refused(Dispute(peer=PEERS[0], round=ROUND + 2, claim=digest("no claim"), attempt=0), "unknown")
+    scene.refused(
+        Dispute(peer=PEERS[0], round=ROUND + 2, claim=digest("no claim"), attempt=0), "unknown"
+    )
     scene.take(dispute)
     scene.refused(Dispute(peer=PEERS[0], round=ROUND + 3, claim=claim.id, attempt=0), "quota")
     scene.open(ROUND + 2)
@@ -289,7 +317,9 @@ def test_a_dispute_draws_seven_others_once():
     assert not set(judges) & {PEERS[0], *seats}
 
 
-@pytest.mark.parametrize(("rounds", "taken"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)])
+@pytest.mark.parametrize(
+    ("rounds", "taken"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)]
+)
 def test_an_appeal_is_taken_until_the_last_round_of_its_window(rounds, taken):
     scene = Scene()
     claim, seats = scene.drawn()
@@ -306,7 +336,11 @@ def planting(scene, peer):
     """An entry of ``peer`` and the first slot of the round that it has to plant."""
     chain = Chain(digest("secret", peer), ROUND - BEHIND, 64)
     before = Electorate(ROUND - BEHIND, digest("beacon", ROUND - BEHIND), {p: p for p in PEERS})
-    slots = [slot for slot in range(64) if must_plant(chain.link(ROUND), before.beacon, slot, RULES.planted)]
+    slots = [
+        slot
+        for slot in range(64)
+        if must_plant(chain.link(ROUND), before.beacon, slot, RULES.planted)
+    ]
     return chain, before, slots
 
 
@@ -316,18 +350,29 @@ def test_openings_are_taken_for_what_the_lottery_planted_alone():
     chain, before, slots = planting(scene, PEERS[0])
     fresh.advance(ROUND - BEHIND)
     scene.consensus = fresh
-    scene.take(Entry(peer=PEERS[0], run="run", round=ROUND - BEHIND, operator=PEERS[0], anchor=chain.anchor))
+    scene.take(
+        Entry(
+            peer=PEERS[0], run="run", round=ROUND - BEHIND, operator=PEERS[0], anchor=chain.anchor
+        )
+    )
     fresh.advance(ROUND)
     fresh.open(before)
-    lie, planted = claim_of(PEERS[0], ROUND, next(s for s in range(64) if s not in slots)), claim_of(PEERS[0], ROUND, slots[0])
+    lie, planted = (
+        claim_of(PEERS[0], ROUND, next(s for s in range(64) if s not in slots)),
+        claim_of(PEERS[0], ROUND, slots[0]),
+    )
     scene.take(lie)
     scene.take(planted)
     scene.open()
     for claim in (lie, planted):
         decided(scene, claim, fresh.ruling(claim.id).trials[0].verifiers, ("invalid",) * 3)
     link = chain.link(ROUND)
-    scene.refused(Opening(peer=PEERS[0], round=ROUND + 2, claim=lie.id, attempt=0, link=link), "unfit")
-    scene.refused(Opening(peer=PEERS[1], round=ROUND + 2, claim=planted.id, attempt=0, link=link), "unfit")
+    scene.refused(
+        Opening(peer=PEERS[0], round=ROUND + 2, claim=lie.id, attempt=0, link=link), "unfit"
+    )
+    scene.refused(
+        Opening(peer=PEERS[1], round=ROUND + 2, claim=planted.id, attempt=0, link=link), "unfit"
+    )
     scene.take(Opening(peer=PEERS[0], round=ROUND + 2, claim=planted.id, attempt=0, link=link))
     assert fresh.ruling(planted.id).planted
     assert not fresh.ruling(lie.id).planted
@@ -347,7 +392,9 @@ def member(scene, peer, check):
     """A voter, and the records that it publishes."""
     records = []
     publish = lambda signed: records.append(signed.record)  # noqa: E731
-    return Voter(peer, scene.consensus, publish, toy_signer(peer), check, lambda: digest("salt", peer)), records
+    return Voter(
+        peer, scene.consensus, publish, toy_signer(peer), check, lambda: digest("salt", peer)
+    ), records
 
 
 def test_a_member_commits_reveals_and_states():
@@ -357,13 +404,17 @@ def test_a_member_commits_reveals_and_states():
     assert [each.work() for each, _ in pairs] == [1, 1, 1]
     for _ in range(2):
         assert [each.work() for each, _ in pairs] == [0, 0, 0]
-    assert [[record.KIND for record in records] for _, records in pairs] == [["commitment", "reveal", "verdict"]] * 3
+    assert [[record.KIND for record in records] for _, records in pairs] == [
+        ["commitment", "reveal", "verdict"]
+    ] * 3
 
 
 def test_a_member_that_leaves_reveals_first():
     scene = Scene()
     _, seats = scene.drawn()
-    (leaving, records), *others = [member(scene, peer, lambda claim: Checked("valid")) for peer in seats]
+    (leaving, records), *others = [
+        member(scene, peer, lambda claim: Checked("valid")) for peer in seats
+    ]
     leaving.work()
     leaving.reveal()
     for _ in range(3):
@@ -399,5 +450,7 @@ def test_a_check_that_takes_too_long_is_no_error(seconds):
     late, records = member(scene, seats[0], slow)
     assert late.work() == 1
     assert [record.KIND for record in records] == (["verdict"] if seconds > TIMES.total_s else [])
-    assert late._takes == TIMES.commit_s  # where this node slept it leaves out one more seat, not fourteen
+    assert (
+        late._takes == TIMES.commit_s
+    )  # where this node slept it leaves out one more seat, not fourteen
     assert scene.consensus.counts["late"] == 1

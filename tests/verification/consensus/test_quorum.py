@@ -12,18 +12,31 @@ from stories import RULES, Story, claim_of, digest
 
 from shoal.verification.consensus.participant import ViewQuorum, electorate, root, void
 from shoal.verification.consensus.records import Electorate, Entry, Ledger, View
-from shoal.verification.consensus.rulings import ScoreRules, Standing, Table, compute_scores, drawn, first_draws, least_audit, vote
+from shoal.verification.consensus.rulings import (
+    ScoreRules,
+    Standing,
+    Table,
+    compute_scores,
+    drawn,
+    first_draws,
+    least_audit,
+    vote,
+)
 
 PEERS = tuple(f"p{number}" for number in range(9))
 EMPTY = Table(-1, {}, {})
 
 
 def one(number):
-    return Electorate(7, digest("beacon", number), {peer: peer for peer in PEERS}, frozenset({digest(number)}))
+    return Electorate(
+        7, digest("beacon", number), {peer: peer for peer in PEERS}, frozenset({digest(number)})
+    )
 
 
 def view(peer, number, table=0, round=7):
-    return View(peer=peer, run="run", round=round, root=root(one(number)), table=digest("table", table))
+    return View(
+        peer=peer, run="run", round=round, root=root(one(number)), table=digest("table", table)
+    )
 
 
 def stated(numbers, own=0, voters=PEERS, tables=None):
@@ -105,18 +118,36 @@ def test_what_counts_is_the_same_for_all_and_stated_by_more_than_a_third(numbers
 
 
 def entry(peer, round, operator=None):
-    return Entry(peer=peer, run="run", round=round, operator=operator or peer, anchor=digest(peer, round))
+    return Entry(
+        peer=peer, run="run", round=round, operator=operator or peer, anchor=digest(peer, round)
+    )
 
 
 def made(records, table=EMPTY, rules=None, round=10, electorates=None):
-    return electorate("run", round, Ledger(records), electorates or {}, rules or replace(RULES, life=8, claims=2), table)
+    return electorate(
+        "run",
+        round,
+        Ledger(records),
+        electorates or {},
+        rules or replace(RULES, life=8, claims=2),
+        table,
+    )
 
 
 def test_who_entered_lately_and_is_not_banned_can_be_drawn():
     table = Table(8, {"banned": Standing(until=12), "was": Standing(until=11)}, {})
-    records = [entry("new", 10), entry("old", 3), entry("gone", 2), entry("later", 11), entry("banned", 9), entry("was", 9, "op")]
+    records = [
+        entry("new", 10),
+        entry("old", 3),
+        entry("gone", 2),
+        entry("later", 11),
+        entry("banned", 9),
+        entry("was", 9, "op"),
+    ]
     assert made(records, table).operators == {"new": "new", "old": "old", "was": "op"}
-    assert made([entry("twice", 9), entry("twice", 9, "other"), entry("a", 9)]).operators == {"a": "a"}
+    assert made([entry("twice", 9), entry("twice", 9, "other"), entry("a", 9)]).operators == {
+        "a": "a"
+    }
 
 
 def test_claims_of_strangers_are_drawn_for_by_lot_and_slots_used_twice_never():
@@ -135,24 +166,43 @@ def test_claims_of_strangers_are_drawn_for_by_lot_and_slots_used_twice_never():
     assert len(found.claims) == 4 + 3
     assert not found.claims & {claim.id for claim in (*twice, *unknown)}
     shown = {10: found}
-    assert [bool(first_draws(claim, shown, rules)) for claim in (*claims[:4], *twice)] == [True] * 4 + [False] * 2
+    assert [bool(first_draws(claim, shown, rules)) for claim in (*claims[:4], *twice)] == [
+        True
+    ] * 4 + [False] * 2
 
 
 def test_a_void_round_draws_nobody_and_its_root_is_its_own():
     assert void("run", 7).operators == {}
     assert first_draws(claim_of("a", 7), {7: void("run", 7)}, RULES) == ()
-    assert len({root(void("run", 7)), root(void("run", 8)), root(one(0)), root(one(1)), root(replace(one(0), claims=None))}) == 5
+    assert (
+        len(
+            {
+                root(void("run", 7)),
+                root(void("run", 8)),
+                root(one(0)),
+                root(one(1)),
+                root(replace(one(0), claims=None)),
+            }
+        )
+        == 5
+    )
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------------
 
 BEHAVIOUR = st.sampled_from(["valid", "invalid", "absent", "withheld"])
 MANY = tuple(f"p{number:02}" for number in range(12))
-EVENT = st.tuples(st.integers(4, 23), st.sampled_from(MANY), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR))
+EVENT = st.tuples(
+    st.integers(4, 23), st.sampled_from(MANY), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR)
+)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(EVENT, max_size=14), st.lists(st.integers(0, 26), min_size=1, max_size=3), st.sampled_from([1, 3, 64]))
+@given(
+    st.lists(EVENT, max_size=14),
+    st.lists(st.integers(0, 26), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 64]),
+)
 def test_reckoning_with_pruning_equals_reckoning_without(events, cuts, ban):
     story, prices = Story(MANY), ScoreRules(ban=ban)
     for slot, (round, peer, behaviours) in enumerate(events):
@@ -168,14 +218,18 @@ def test_reckoning_with_pruning_equals_reckoning_without(events, cuts, ban):
         full = compute_scores(whole, story.electorates, story.rules, prices, round)
         assert pruned.standings == full.standings
         assert pruned.digest == full.digest
-        assert pruned.rulings == {key: ruling for key, ruling in full.rulings.items() if ruling.claim.round > max(cuts)}
+        assert pruned.rulings == {
+            key: ruling for key, ruling in full.rulings.items() if ruling.claim.round > max(cuts)
+        }
 
 
 CLAIMS = 10**6
 SHARES = st.floats(0, 1)
 
 
-@pytest.mark.parametrize(("n", "collude", "expected"), [(3, 0.0, 2.98e-4), (3, 0.1, 0.0330), (7, 0.1, 0.00376)])
+@pytest.mark.parametrize(
+    ("n", "collude", "expected"), [(3, 0.0, 2.98e-4), (3, 0.1, 0.0330), (7, 0.1, 0.00376)]
+)
 def test_the_figures_of_the_design(n, collude, expected):
     assert vote(n, collude).wrong_accepted == pytest.approx(expected, rel=0.02)
     assert vote(n, collude).honest_rejected == pytest.approx(expected, rel=0.02)
@@ -209,7 +263,10 @@ def test_against_enumeration_of_all_seats(n, collude, lazy, miss, alarm):
 @settings(deadline=None)
 @given(st.integers(1, 9), SHARES, st.integers(9, 60))
 def test_a_draw_is_a_distribution_with_the_right_mean(n, share, population):
-    for chances, mean in ((drawn(n, share), n * share), (drawn(n, share, population), n * round(share * population) / population)):
+    for chances, mean in (
+        (drawn(n, share), n * share),
+        (drawn(n, share, population), n * round(share * population) / population),
+    ):
         assert sum(chances) == pytest.approx(1)
         assert sum(c * chance for c, chance in enumerate(chances)) == pytest.approx(mean, abs=1e-9)
 
@@ -225,7 +282,9 @@ def test_a_million_claims_in_a_small_population_with_lazy_peers(n):
     # The n smallest of as many random numbers as there are peers are a draw without replacement.
     accepted = rejected = 0
     for _ in range(10):
-        seats = torch.rand(CLAIMS // 10, population, generator=random).topk(n, largest=False).indices
+        seats = (
+            torch.rand(CLAIMS // 10, population, generator=random).topk(n, largest=False).indices
+        )
         slips = torch.rand(CLAIMS // 10, n, generator=random) < 0.01
         hostile, idle = seats < colluding, (seats >= colluding) & (seats < colluding + lazy)
         accepted += int(((hostile | idle | slips).sum(1) > n // 2).sum())

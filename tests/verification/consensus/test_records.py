@@ -77,17 +77,35 @@ def test_another_spelling_of_a_record_is_refused():
     parts = msgpack.unpackb(record.encoded)
     spelled = msgpack.packb(parts, use_single_float=True, use_bin_type=True)
     assert spelled == record.encoded
-    longer = bytes([0xDC, 0, record.encoded[0] & 0x0F]) + record.encoded[1:]  # array16 for what fits a fixarray
+    longer = (
+        bytes([0xDC, 0, record.encoded[0] & 0x0F]) + record.encoded[1:]
+    )  # array16 for what fits a fixarray
     assert msgpack.unpackb(longer) == parts
     nested, giant = b"\x91" * LIMIT, bytes(LIMIT + 1)
-    for wrong in (longer, record.encoded + b"\xc0", record.encoded[:-1], b"", b"\x90", nested, giant):
+    for wrong in (
+        longer,
+        record.encoded + b"\xc0",
+        record.encoded[:-1],
+        b"",
+        b"\x90",
+        nested,
+        giant,
+    ):
         with pytest.raises(ValueError, match=r"\w"):
             decode(wrong)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"tokens": 0}, {"tokens": 2**20 + 1}, {"tokens": True}, {"tokens": 1.0}, {"seed": -1}, {"output": b""}, {"output": "a" * 32}],
+    [
+        {"tokens": 0},
+        {"tokens": 2**20 + 1},
+        {"tokens": True},
+        {"tokens": 1.0},
+        {"seed": -1},
+        {"output": b""},
+        {"output": "a" * 32},
+    ],
 )
 def test_bounds_of_a_claim(fields):
     with pytest.raises(ValidationError):
@@ -95,7 +113,14 @@ def test_bounds_of_a_claim(fields):
 
 
 def test_bounds_of_names_and_rounds():
-    for peer, round in (("", 1), ("a" * 65, 1), ("a b", 1), ("a\n", 1), ("a", -1), ("a", 2**53 + 1)):
+    for peer, round in (
+        ("", 1),
+        ("a" * 65, 1),
+        ("a b", 1),
+        ("a\n", 1),
+        ("a", -1),
+        ("a", 2**53 + 1),
+    ):
         with pytest.raises(ValidationError):
             stories.claim_of(peer, round)
 
@@ -118,8 +143,14 @@ def full():
     story = Story(PEERS)
     for slot in range(4):
         story.claim(PEERS[slot], 10, slot, ("valid", "invalid", "valid"))
-    table = Table(9, {peer: Standing(score=-5 * at, until=at or None, bans=at) for at, peer in enumerate(PEERS)}, {})
-    listed = Electorate(11, digest("beacon"), {"a": "b"}, frozenset(digest(number) for number in range(200)))
+    table = Table(
+        9,
+        {peer: Standing(score=-5 * at, until=at or None, bans=at) for at, peer in enumerate(PEERS)},
+        {},
+    )
+    listed = Electorate(
+        11, digest("beacon"), {"a": "b"}, frozenset(digest(number) for number in range(200))
+    )
     signed = tuple(Signed.by(toy_signer(record.peer), record) for record in story.records)
     return Log(table, (*electorates(PEERS, range(9, 11)).values(), listed), signed)
 
@@ -164,11 +195,15 @@ def test_a_log_whose_draws_would_take_hours_is_refused():
         listed = b"".join(frame("voter", f"p{number}", "o") for number in range(count))
         return frame("electorate", 10, bytes(32), True) + listed
 
-    claims = b"".join(frame("record", claim_of(f"a{number}", 10).encoded, bytes(64)) for number in range(1100))
+    claims = b"".join(
+        frame("record", claim_of(f"a{number}", 10).encoded, bytes(64)) for number in range(1100)
+    )
     assert len(decode_log(voters(16_384)).electorates[0].operators) == 16_384
     assert len(decode_log(voters(15_000) + claims).records) == 1100
     for wrong in (voters(16_385), voters(16_000) + claims):
-        with pytest.raises(ValueError, match="more voters, or claims for them, than could be drawn"):
+        with pytest.raises(
+            ValueError, match="more voters, or claims for them, than could be drawn"
+        ):
             decode_log(wrong)
 
 
@@ -189,13 +224,21 @@ def swarm(rounds=12):
 
 def test_a_forged_log_changes_nothing():
     one = swarm().peers[0].participant
-    before, table, known = len(one.consensus.ledger), one.table.digest, dict(one.consensus.electorates)
+    before, table, known = (
+        len(one.consensus.ledger),
+        one.table.digest,
+        dict(one.consensus.electorates),
+    )
     lies = [claim_of("honest-1", one.round - 3, number) for number in range(3)]
     forged = tuple(Signed(claim, bytes(32)) for claim in lies)
     history = tuple(Electorate(round, digest("mine"), {"x": "x"}, frozenset()) for round in known)
     base = Table(-1, {"honest-2": Standing(score=-5000, until=10**6, bans=9)}, {})
     assert one.learn(Log(base, history, forged)) == 0
-    assert (len(one.consensus.ledger), one.table.digest, one.consensus.electorates) == (before, table, known)
+    assert (len(one.consensus.ledger), one.table.digest, one.consensus.electorates) == (
+        before,
+        table,
+        known,
+    )
 
 
 def test_records_of_a_log_are_learnt_once_and_make_no_duties():
@@ -208,6 +251,10 @@ def test_records_of_a_log_are_learnt_once_and_make_no_duties():
     assert not any(late.consensus.duties(peer.name) for peer in found.peers)
     assert late.consensus.counts == {}
     again = compute_scores(
-        late.consensus.ledger, {e.round: e for e in log.electorates}, late.rules, ScoreRules(), other.table.round
+        late.consensus.ledger,
+        {e.round: e for e in log.electorates},
+        late.rules,
+        ScoreRules(),
+        other.table.round,
     )
     assert again.standings == other.table.standings

@@ -8,12 +8,20 @@ from hypothesis import strategies as st
 from stories import BEHAVIOURS, Story
 
 from shoal.verification.consensus.records import SETTLED, Ledger, Verdict
-from shoal.verification.consensus.rulings import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores, quorum
+from shoal.verification.consensus.rulings import (
+    ABSENT,
+    MOST_ABSENCE,
+    ScoreRules,
+    compute_scores,
+    quorum,
+)
 
 PEERS = tuple(f"p{number:02}" for number in range(12))
 ROUNDS = range(4, 24)
 BEHAVIOUR = st.sampled_from(BEHAVIOURS)
-EVENT = st.tuples(st.sampled_from(ROUNDS), st.sampled_from(PEERS), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR))
+EVENT = st.tuples(
+    st.sampled_from(ROUNDS), st.sampled_from(PEERS), st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR)
+)
 PRICES = ScoreRules()
 
 
@@ -37,7 +45,9 @@ def test_the_same_records_in_any_order_give_the_same_table(events, seed):
     random.Random(seed).shuffle(story.records)
     after = table(story)
     assert (after.standings, after.rulings) == (before.standings, before.rulings)
-    assert [after.banned_until(peer) for peer in PEERS] == [before.banned_until(peer) for peer in PEERS]
+    assert [after.banned_until(peer) for peer in PEERS] == [
+        before.banned_until(peer) for peer in PEERS
+    ]
 
 
 @settings(deadline=None, max_examples=30)
@@ -51,11 +61,15 @@ def test_fewer_than_a_quorum_of_drawn_peers_bans_nobody(events, hostile):
         count = sum(seat in hostile for seat in seats)
         if count >= quorum(3):
             continue
-        story.vote(claim.id, 0, seats, ["invalid" if seat in hostile else "valid" for seat in seats])
+        story.vote(
+            claim.id, 0, seats, ["invalid" if seat in hostile else "valid" for seat in seats]
+        )
         if peer in hostile:
             story.dispute(PEERS[0], claim, None, round=min(round + 2, 39))
     standings = table(story).standings
-    assert all(standing.until is None for peer, standing in standings.items() if peer not in hostile)
+    assert all(
+        standing.until is None for peer, standing in standings.items() if peer not in hostile
+    )
     assert all(standing.score >= 0 for peer, standing in standings.items() if peer not in hostile)
 
 
@@ -66,7 +80,9 @@ def test_statements_of_less_than_a_quorum_cost_nobody_anything(events):
     for slot, (round, peer, behaviours) in enumerate(events):
         claim = story.claim(peer, round, slot, behaviours, stating=())
         alone = story.verifiers(claim)[0][0]
-        story.records.append(Verdict(peer=alone, case=claim.id, attempt=0, marks=("invalid", "absent", "withheld")))
+        story.records.append(
+            Verdict(peer=alone, case=claim.id, attempt=0, marks=("invalid", "absent", "withheld"))
+        )
     assert all(standing.score == 0 for standing in table(story).standings.values())
 
 
@@ -78,7 +94,13 @@ def score_of_seat(behaviour):
 
 
 def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
-    assert score_of_seat("valid") > 0 == score_of_seat("absent") > score_of_seat("invalid") >= score_of_seat("withheld")
+    assert (
+        score_of_seat("valid")
+        > 0
+        == score_of_seat("absent")
+        > score_of_seat("invalid")
+        >= score_of_seat("withheld")
+    )
     assert score_of_seat("unfit") == score_of_seat("twice") == score_of_seat("withheld")
 
 
@@ -123,7 +145,10 @@ def test_a_claim_on_which_nothing_is_decided_makes_nobody_absent():
         for attempt, seats in enumerate(story.verifiers(claim)):
             story.vote(claim.id, attempt, seats, ("valid", "absent", "absent"), stating=seats)
     found = table(story, 5).standings
-    assert all(standing.absence == standing.score == standing.votes["absent"] == 0 for standing in found.values())
+    assert all(
+        standing.absence == standing.score == standing.votes["absent"] == 0
+        for standing in found.values()
+    )
 
 
 def test_a_lie_costs_more_than_can_be_saved_up():
@@ -183,13 +208,20 @@ def test_scores_fade_to_nothing():
 
 
 def test_a_dispute_gives_back_what_was_taken_and_its_loser_pays():
-    for vote, change in (("valid", PRICES.upheld + PRICES.won), ("invalid", PRICES.rejected + PRICES.lost)):
+    for vote, change in (
+        ("valid", PRICES.upheld + PRICES.won),
+        ("invalid", PRICES.rejected + PRICES.lost),
+    ):
         story = Story(PEERS)
         claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
         story.dispute(PEERS[0], claim, vote)
         assert table(story, 10).score(PEERS[0]) == change
         seats = story.verifiers(claim)[0]
-        good = [p for p, said in zip(seats, ("invalid", "invalid", "valid"), strict=True) if said == vote]
+        good = [
+            p
+            for p, said in zip(seats, ("invalid", "invalid", "valid"), strict=True)
+            if said == vote
+        ]
         assert all((table(story, 10).score(p) > 0) == (p in good) for p in seats)
 
 
@@ -223,7 +255,9 @@ def test_strangers_and_fresh_keys():
 
 
 def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
-    caught = 0.05 * 0.99**2  # the share of blind approvals that are of a planted claim which the vote rejects
+    caught = (
+        0.05 * 0.99**2
+    )  # the share of blind approvals that are of a planted claim which the vote rejects
     assert (1 - caught) * PRICES.agreed + caught * PRICES.missed < 0
     slips = 0.01 * (0.95 * PRICES.against + 0.05 * PRICES.missed)
     assert 0.99 * PRICES.agreed + slips > 0
@@ -231,7 +265,9 @@ def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
 
 def test_what_the_prices_must_keep_to_so_that_cheating_does_not_pay():
     assert PRICES.ceiling < -PRICES.rejected  # the best record does not pay for one lie
-    assert PRICES.withheld <= PRICES.against  # nor is it cheaper to hide a vote than to cast a wrong one
+    assert (
+        PRICES.withheld <= PRICES.against
+    )  # nor is it cheaper to hide a vote than to cast a wrong one
     assert PRICES.missed <= PRICES.against  # or to approve blindly
     assert PRICES.absent > PRICES.present  # and to vote now and then does not keep a seat
     assert PRICES.lost < 0

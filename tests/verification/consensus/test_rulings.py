@@ -74,7 +74,10 @@ def test_nobody_puts_a_vote_into_anothers_mouth():
     claim = story.claim(PEERS[0], behaviours=("valid", "valid", "absent"), stating=())
     seats = story.verifiers(claim)[0]
     # Two of three state a vote of the third that it never gave: at most they can leave it out.
-    story.records += [Verdict(peer=p, case=claim.id, attempt=0, marks=("valid", "valid", "invalid")) for p in seats[:2]]
+    story.records += [
+        Verdict(peer=p, case=claim.id, attempt=0, marks=("valid", "valid", "invalid"))
+        for p in seats[:2]
+    ]
     assert ruled(story, claim).trials[0].marks == ("valid", "valid", None)
 
 
@@ -85,8 +88,13 @@ def test_a_copied_vote_counts_for_nothing():
     seats = story.verifiers(claim)[0]
     source = next(r for r in story.records if isinstance(r, Reveal) and r.peer == seats[0])
     copy = Reveal(**{**source.model_dump(), "peer": seats[2]})
-    story.records += [Commitment(peer=seats[2], case=claim.id, attempt=0, digest=hide(source)), copy]
-    story.records += [Verdict(peer=p, case=claim.id, attempt=0, marks=("valid",) * 3) for p in seats]
+    story.records += [
+        Commitment(peer=seats[2], case=claim.id, attempt=0, digest=hide(source)),
+        copy,
+    ]
+    story.records += [
+        Verdict(peer=p, case=claim.id, attempt=0, marks=("valid",) * 3) for p in seats
+    ]
     assert ruled(story, claim).trials[0].marks == ("valid", "valid", None)
 
 
@@ -96,7 +104,9 @@ def test_what_strangers_and_minorities_state_changes_nothing():
     before = ruled(story, claim)
     seats = story.verifiers(claim)[0]
     lie = ("absent", "absent", "invalid")
-    story.records += [Verdict(peer=p, case=claim.id, attempt=0, marks=lie) for p in PEERS if p not in seats]
+    story.records += [
+        Verdict(peer=p, case=claim.id, attempt=0, marks=lie) for p in PEERS if p not in seats
+    ]
     assert ruled(story, claim) == before
     story.records.append(Verdict(peer=seats[2], case=claim.id, attempt=0, marks=lie))
     after = ruled(story, claim)
@@ -108,9 +118,16 @@ def test_a_decision_cannot_be_taken_back_by_contradicting_oneself():
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "absent"))
     seats = story.verifiers(claim)[0]
-    other = Reveal(peer=seats[0], case=claim.id, attempt=0, vote="valid", evidence=b"", salt=digest("other"))
-    story.records += [other, Commitment(peer=seats[0], case=claim.id, attempt=0, digest=hide(other))]
-    story.records.append(Verdict(peer=seats[0], case=claim.id, attempt=0, marks=("valid", "absent", "absent")))
+    other = Reveal(
+        peer=seats[0], case=claim.id, attempt=0, vote="valid", evidence=b"", salt=digest("other")
+    )
+    story.records += [
+        other,
+        Commitment(peer=seats[0], case=claim.id, attempt=0, digest=hide(other)),
+    ]
+    story.records.append(
+        Verdict(peer=seats[0], case=claim.id, attempt=0, marks=("valid", "absent", "absent"))
+    )
     after = ruled(story, claim)
     assert after.outcome == "invalid"
     assert after.trials[0].contradicted == {seats[0]}
@@ -138,7 +155,8 @@ def test_an_undecided_dispute_changes_nothing_and_the_first_decided_one_is_final
 
 
 @pytest.mark.parametrize(
-    ("peer", "round", "attempt"), [("stranger", 12, 0), (PEERS[0], 9, 0), (PEERS[0], 39, 0), (PEERS[0], 12, 2)]
+    ("peer", "round", "attempt"),
+    [("stranger", 12, 0), (PEERS[0], 9, 0), (PEERS[0], 39, 0), (PEERS[0], 12, 2)],
 )
 def test_who_may_dispute_and_until_when(peer, round, attempt):
     story = Story(PEERS[:9])
@@ -201,27 +219,41 @@ def test_the_salt_of_who_revealed_twice_makes_no_beacon():
     story = Story(PEERS)
     claim = story.claim(PEERS[0])
     seats = story.verifiers(claim)[0]
-    again = Reveal(peer=seats[1], case=claim.id, attempt=0, vote="valid", evidence=b"e", salt=digest("a better one"))
+    again = Reveal(
+        peer=seats[1],
+        case=claim.id,
+        attempt=0,
+        vote="valid",
+        evidence=b"e",
+        salt=digest("a better one"),
+    )
     for records in ([*story.records, again], [again, *story.records]):
         assert trial(Ledger(records), claim.id, 0, seats).marks == ("valid",) * 3
         expected = sorted(digest("salt", claim.id, 0, peer) for peer in (seats[0], seats[2]))
         assert salts(10, Ledger(records), story.electorates, story.rules) == expected
 
 
-@pytest.mark.parametrize(("rounds", "counts"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)])
+@pytest.mark.parametrize(
+    ("rounds", "counts"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)]
+)
 def test_appeals_count_to_the_last_round_of_their_window_and_no_longer(rounds, counts):
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
     dispute = story.dispute(PEERS[0], claim, "valid" if counts else None, round=10 + rounds)
     assert (second_draw(dispute, claim, story.electorates, story.rules) != ()) == counts
     assert ruled(story, claim).overturned == counts
-    planted = story.claim(PEERS[1], slot=story.slots(PEERS[1], planted=True)[0], behaviours=("invalid",) * 3)
+    planted = story.claim(
+        PEERS[1], slot=story.slots(PEERS[1], planted=True)[0], behaviours=("invalid",) * 3
+    )
     story.open(planted, round=10 + rounds)
     assert ruled(story, planted).planted == counts
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR), min_size=1, max_size=5), st.integers(0, 999))
+@given(
+    st.lists(st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR), min_size=1, max_size=5),
+    st.integers(0, 999),
+)
 def test_rulings_do_not_depend_on_the_order_of_records_or_on_copies(cases, seed):
     story = Story(PEERS)
     claims = [story.claim(PEERS[n], behaviours=behaviours) for n, behaviours in enumerate(cases)]

@@ -24,9 +24,15 @@ def ran(cheats=(), honest=5, rounds=22, world=WORLD, each=lambda round: None):
 
 def agreed(swarm, but=()):
     """All honest peers, ``but`` those, have the same table and rulings, which this returns the first of."""
-    tables = [peer.participant.table for peer in swarm.peers if peer.kind == "honest" and peer.name not in but]
+    tables = [
+        peer.participant.table
+        for peer in swarm.peers
+        if peer.kind == "honest" and peer.name not in but
+    ]
     assert all(table.standings == tables[0].standings for table in tables)
-    drawn = [{key: ruling for key, ruling in table.rulings.items() if ruling.trials} for table in tables]
+    drawn = [
+        {key: ruling for key, ruling in table.rulings.items() if ruling.trials} for table in tables
+    ]
     assert all(rulings == drawn[0] for rulings in drawn)
     return tables[0]
 
@@ -42,7 +48,9 @@ def all_counts(swarm, reason):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_no_honest_peer_does(seed):
+def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_no_honest_peer_does(
+    seed,
+):
     """Seven peers, each of which claims once a round. A copier that waits for a vote to copy is as late as a slow machine."""
     swarm = ran(("liar", "copier"), rounds=32, world=replace(WORLD, seed=seed))
     assert banned(swarm) == {"liar-0"}
@@ -53,20 +61,35 @@ def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_n
     others = [standing for name, standing in table.standings.items() if name.startswith("honest")]
     assert copier.votes["absent"] < min(standing.votes["agreed"] for standing in others) / 2
     assert copier.absence > 0 == max(standing.absence for standing in others)
-    assert not any(ruling.outcome == "valid" for ruling in table.rulings.values() if not is_right(ruling.claim))
-    assert not any(ruling.outcome == "invalid" for ruling in table.rulings.values() if is_right(ruling.claim))
+    assert not any(
+        ruling.outcome == "valid" for ruling in table.rulings.values() if not is_right(ruling.claim)
+    )
+    assert not any(
+        ruling.outcome == "invalid" for ruling in table.rulings.values() if is_right(ruling.claim)
+    )
     # The same records, though they came at other times and in another order; and the pruned past counts as it was.
     for peer in swarm.peers:
         known = peer.participant
         again = compute_scores(
-            known.consensus.ledger, known.consensus.electorates, swarm.world.rules, swarm.world.prices, table.round, known.base
+            known.consensus.ledger,
+            known.consensus.electorates,
+            swarm.world.rules,
+            swarm.world.prices,
+            table.round,
+            known.base,
         )
         assert again.standings == table.standings
-        assert all(record.round >= known.base.round for record in known.consensus.ledger if isinstance(record, Claim))
+        assert all(
+            record.round >= known.base.round
+            for record in known.consensus.ledger
+            if isinstance(record, Claim)
+        )
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize(("cheat", "rounds"), [("thief", 26), ("farmer", 24), ("replayer", 16), ("lazy", 40)])
+@pytest.mark.parametrize(
+    ("cheat", "rounds"), [("thief", 26), ("farmer", 24), ("replayer", 16), ("lazy", 40)]
+)
 def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
     """A thief copies commitments; a farmer lies once it is respected; a replayer claims old outputs and repeats others' records."""
     world = replace(WORLD, rules=Rules(planted=0.4)) if cheat == "lazy" else WORLD
@@ -128,7 +151,9 @@ def test_who_comes_late_learns_the_same_table_and_takes_part():
 
 def test_who_comes_after_the_beginning_was_forgotten_gets_the_base():
     rules = Rules(planted=0.2, appeal_rounds=4)
-    swarm = ran(("liar",), honest=6, rounds=26, world=replace(WORLD, rules=rules, joins={"honest-5": 21}))
+    swarm = ran(
+        ("liar",), honest=6, rounds=26, world=replace(WORLD, rules=rules, joins={"honest-5": 21})
+    )
     bases = {peer.participant.base.digest for peer in swarm.peers if peer.kind == "honest"}
     assert len(bases) == 1
     assert swarm.peer("honest-5").participant.base.standings["liar-0"].until is not None
@@ -143,10 +168,17 @@ def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_
         if round == stopped:
             swarm.peers[-1] = Peer("honest-5", "honest", swarm)
 
-    swarm = Swarm({f"honest-{number}": "honest" for number in range(6)}, replace(WORLD, rules=Rules(planted=0.5)))
+    swarm = Swarm(
+        {f"honest-{number}": "honest" for number in range(6)},
+        replace(WORLD, rules=Rules(planted=0.5)),
+    )
     swarm.run(24, stop)
     table, open_then = agreed(swarm), range(START + stopped - 2, START + stopped + 1)
-    mine = [ruling for ruling in table.rulings.values() if ruling.claim.peer == "honest-5" and ruling.claim.round in open_then]
+    mine = [
+        ruling
+        for ruling in table.rulings.values()
+        if ruling.claim.peer == "honest-5" and ruling.claim.round in open_then
+    ]
     assert {ruling.planted for ruling in mine if not is_right(ruling.claim)} == {True}
     assert table.standings["honest-5"].claims["invalid"] == 0
     assert banned(swarm) == set()
@@ -156,7 +188,11 @@ def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_
 def test_who_was_away_with_its_evidence_does_not_dispute_that_it_was_missed(monkeypatch):
     """A second draw would have the evidence, and those who rightly said that it was not served would pay for its author."""
     away, check = set(), Peer.check
-    monkeypatch.setattr(Peer, "check", lambda peer, claim: Checked("invalid") if claim.peer in away else check(peer, claim))
+    monkeypatch.setattr(
+        Peer,
+        "check",
+        lambda peer, claim: Checked("invalid") if claim.peer in away else check(peer, claim),
+    )
 
     def leave(round):
         if round == 10:
@@ -165,7 +201,10 @@ def test_who_was_away_with_its_evidence_does_not_dispute_that_it_was_missed(monk
             away.clear()
             swarm.peers.append(Peer("honest-9", "honest", swarm))
 
-    swarm = Swarm({f"honest-{number}": "honest" for number in range(10)}, replace(WORLD, rules=Rules(planted=0.0)))
+    swarm = Swarm(
+        {f"honest-{number}": "honest" for number in range(10)},
+        replace(WORLD, rules=Rules(planted=0.0)),
+    )
     swarm.run(22, leave)
     table = agreed(swarm)
     assert table.standings["honest-9"].claims["invalid"] > 0
@@ -177,7 +216,9 @@ def test_who_was_away_with_its_evidence_does_not_dispute_that_it_was_missed(monk
 def test_a_clock_that_is_a_second_off_does_no_harm(seconds):
     swarm = ran(("liar",), honest=6, rounds=20, world=replace(WORLD, clocks={"honest-5": seconds}))
     assert banned(swarm) == {"liar-0"}
-    assert not any(agreed(swarm).standings["honest-5"].votes[bad] for bad in ("absent", "withheld", "against"))
+    assert not any(
+        agreed(swarm).standings["honest-5"].votes[bad] for bad in ("absent", "withheld", "against")
+    )
 
 
 @pytest.mark.parametrize(("rounds", "reason"), [(2, "future"), (-2, "late")])
@@ -194,8 +235,14 @@ def test_who_shows_its_votes_to_half_of_the_others_divides_nobody():
     swarm = ran(("withholder",), honest=6, rounds=24)
     assert banned(swarm) <= {"withholder-0"}
     assert swarm.pulled > 0
-    honest = [standing for name, standing in agreed(swarm).standings.items() if name != "withholder-0"]
-    assert not any(standing.votes[bad] for standing in honest for bad in ("absent", "withheld", "against", "missed"))
+    honest = [
+        standing for name, standing in agreed(swarm).standings.items() if name != "withholder-0"
+    ]
+    assert not any(
+        standing.votes[bad]
+        for standing in honest
+        for bad in ("absent", "withheld", "against", "missed")
+    )
 
 
 def test_who_claims_different_things_to_different_peers_divides_nobody():
@@ -209,9 +256,15 @@ def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing
     assert banned(swarm) == set()
     honest = swarm.peer("honest-0").participant
     assert len(honest.consensus.ledger) < 3000
-    flood = [ruling for ruling in agreed(swarm).rulings.values() if ruling.claim.round == START + WORLD.defects]
+    flood = [
+        ruling
+        for ruling in agreed(swarm).rulings.values()
+        if ruling.claim.round == START + WORLD.defects
+    ]
     assert sum(ruling.outcome != "unverified" for ruling in flood) >= 6
-    assert not any(ruling.outcome == "unverified" for ruling in flood if ruling.claim.peer.startswith("honest"))
+    assert not any(
+        ruling.outcome == "unverified" for ruling in flood if ruling.claim.peer.startswith("honest")
+    )
 
 
 @pytest.mark.ci
@@ -220,7 +273,11 @@ def test_fresh_keys_that_outnumber_the_honest_are_not_drawn_and_banned():
     world = replace(WORLD, joins={f"colluder-{number}": 7 for number in range(9)})
     swarm = ran(("colluder",) * 9, honest=6, rounds=20, world=world)
     assert banned(swarm) == {f"colluder-{number}" for number in range(9)}
-    assert not any(ruling.outcome == "valid" for ruling in agreed(swarm).rulings.values() if not is_right(ruling.claim))
+    assert not any(
+        ruling.outcome == "valid"
+        for ruling in agreed(swarm).rulings.values()
+        if not is_right(ruling.claim)
+    )
 
 
 def test_checks_that_take_a_while_cost_nobody_a_seat():

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bench import _verification_tiny as tiny
-from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, decode, encode, evaluate, largest, output_head
+from shoal.verification.fingerprints.activations import (
+    ActivationProof,
+    LastHidden,
+    decode,
+    encode,
+    evaluate,
+    largest,
+    output_head,
+)
 
 PROOF = ActivationProof()
 # From the README of toploc 0.1.6: windows of 3 x 16 values, top 4, and the last of 1 x 16.
@@ -41,7 +49,14 @@ def test_the_bytes_are_toplocs(proof, size):
 
 @pytest.mark.parametrize(
     ("tokens", "width", "size"),
-    [(32, 64, 258), (128, 64, 4 * 258), (33, 64, 258 + 10), (1, 64, 10), (31, 4096, 2 + 8 * 31), (64, 2, 2 * (2 + 2 * 64))],
+    [
+        (32, 64, 258),
+        (128, 64, 4 * 258),
+        (33, 64, 258 + 10),
+        (1, 64, 10),
+        (31, 4096, 2 + 8 * 31),
+        (64, 2, 2 * (2 + 2 * 64)),
+    ],
 )
 def test_length(tokens, width, size):
     assert len(PROOF.make(normal(tokens, width))) == size == PROOF.proof_bytes(tokens, width)
@@ -63,7 +78,10 @@ def test_own_states_are_found_again(tokens, width, seed, dtype, scale):
 
 def test_wide_states_need_another_modulus():
     states = normal(32, 8192, seed=3)
-    states.view(-1)[5], states.view(-1)[5 + 65497] = 50.0, 60.0  # two places that are equal modulo the largest modulus
+    states.view(-1)[5], states.view(-1)[5 + 65497] = (
+        50.0,
+        60.0,
+    )  # two places that are equal modulo the largest modulus
     proof = PROOF.make(states)
     assert int.from_bytes(proof[:2], "big") < 65497
     assert PROOF.compare(proof, states).values == ((0.0, 0.0, 0.0),)
@@ -119,7 +137,10 @@ def test_a_missing_place_reads_noise():
         (b"", "0 bytes, but one of 32 tokens has 258"),
         (bytes(257), "257 bytes"),
         (bytes(1 << 20), "1048576 bytes"),
-        (bytes(258), "modulus is out of range"),  # the null proof that TOPLOC's library makes of an error
+        (
+            bytes(258),
+            "modulus is out of range",
+        ),  # the null proof that TOPLOC's library makes of an error
         (b"\xff\xda" + bytes(256), "modulus is out of range"),
         (b"\x80\x00" + bytes(256), "modulus is out of range"),
         (b"\xff\xd9" + b"\xff\xff" * 128, "coefficient that is out of range"),

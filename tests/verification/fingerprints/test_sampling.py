@@ -8,8 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.fingerprints.activations import PRIME, evaluate, injective_modulus, interpolate
-from shoal.verification.fingerprints.fingerprint import FARTHEST, Drawn, SeededSampling, draw_each, margins
+from shoal.verification.fingerprints.activations import (
+    PRIME,
+    evaluate,
+    injective_modulus,
+    interpolate,
+)
+from shoal.verification.fingerprints.fingerprint import (
+    FARTHEST,
+    Drawn,
+    SeededSampling,
+    draw_each,
+    margins,
+)
 from shoal.verification.fingerprints.fingerprint import gumbel as noise_at
 
 CHECK = SeededSampling()
@@ -33,13 +44,22 @@ def measured(output):
 
 def drawn(seed=b"s", temperature=1.0, rows=40, source=0, first=0, judged=0):
     """Tokens drawn from the logits ``source``, judged with the logits ``judged``."""
-    tokens = [draw(row, seed, first + at, temperature) for at, row in enumerate(logits(rows, seed=source))]
+    tokens = [
+        draw(row, seed, first + at, temperature) for at, row in enumerate(logits(rows, seed=source))
+    ]
     return Drawn(torch.tensor(tokens), logits(rows, seed=judged), seed, temperature, first)
 
 
 def test_the_noise_is_this_function_for_ever():
-    expected = ["0x1.be92a2513d850p+0", "0x1.4c1184d9eb85dp+0", "-0x1.7a912649190f0p-2", "0x1.a3c7f5d6da8e6p-1"]
-    assert gumbel(b"abc", 5, 4).tolist() == pytest.approx([float.fromhex(text) for text in expected], abs=1e-12)
+    expected = [
+        "0x1.be92a2513d850p+0",
+        "0x1.4c1184d9eb85dp+0",
+        "-0x1.7a912649190f0p-2",
+        "0x1.a3c7f5d6da8e6p-1",
+    ]
+    assert gumbel(b"abc", 5, 4).tolist() == pytest.approx(
+        [float.fromhex(text) for text in expected], abs=1e-12
+    )
     assert torch.equal(gumbel(b"abc", 5, 400)[:4], gumbel(b"abc", 5, 4))
 
 
@@ -49,7 +69,9 @@ def test_the_noise_is_gumbel_distributed():
     assert abs(float(noise.mean()) - 0.5772156649) < 4 * math.pi / math.sqrt(6 * count)
     uniform = torch.exp(-torch.exp(-noise)).sort().values
     steps = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    assert float((uniform - steps).abs().max()) < 1.95 / math.sqrt(count)  # Kolmogorov and Smirnov, p = 1e-3
+    assert float((uniform - steps).abs().max()) < 1.95 / math.sqrt(
+        count
+    )  # Kolmogorov and Smirnov, p = 1e-3
 
 
 def test_neighbouring_positions_and_seeds_are_unlike():
@@ -64,14 +86,21 @@ def test_neighbouring_positions_and_seeds_are_unlike():
 def test_draws_are_of_the_softmax():
     row = torch.tensor([0.0, 1.0, 2.0, -math.inf])
     many = 4000
-    seen = torch.bincount(torch.tensor([draw(row, b"s", at, 2.0) for at in range(many)]), minlength=4) / many
+    seen = (
+        torch.bincount(torch.tensor([draw(row, b"s", at, 2.0) for at in range(many)]), minlength=4)
+        / many
+    )
     expected = torch.softmax(row / 2, 0)
     assert float((seen - expected).abs().max()) < 4 * 0.5 / math.sqrt(many)
     assert seen[3] == 0
 
 
 @settings(deadline=None, max_examples=25)
-@given(seed=st.binary(max_size=64), temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]), first=st.integers(0, 1 << 40))
+@given(
+    seed=st.binary(max_size=64),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    first=st.integers(0, 1 << 40),
+)
 def test_honest_drawing_has_no_distance(seed, temperature, first):
     output = drawn(seed, temperature, rows=5, first=first)
     assert measured(output).values == ((0.0, 0.0, 0.0),)
@@ -84,7 +113,9 @@ def test_margin_closed_form():
     noise = gumbel(b"k", 4, 2)
     scores = (row[0].double() / 0.5 + noise).tolist()
     loser = scores.index(min(scores))
-    assert margins(Drawn(torch.tensor([loser]), row, b"k", 0.5, 4)).tolist() == pytest.approx([max(scores) - min(scores)])
+    assert margins(Drawn(torch.tensor([loser]), row, b"k", 0.5, 4)).tolist() == pytest.approx(
+        [max(scores) - min(scores)]
+    )
     banned = Drawn(torch.tensor([1]), torch.tensor([[3.0, -math.inf]]), b"", 0.0)
     assert margins(banned).tolist() == [FARTHEST]
 
@@ -94,7 +125,9 @@ def test_other_logits_other_seed_and_no_seed_show():
     shares, distance, _ = measured(cheap).means()
     assert shares > 0.5
     assert distance > 1
-    free = torch.multinomial(torch.softmax(logits(40), 1), 1, generator=torch.Generator().manual_seed(0)).flatten()
+    free = torch.multinomial(
+        torch.softmax(logits(40), 1), 1, generator=torch.Generator().manual_seed(0)
+    ).flatten()
     own_choice = Drawn(free, logits(40), b"s")
     assert measured(own_choice).means()[1] > 1
 
@@ -154,7 +187,9 @@ def slow(xs, ys):
         basis, below = [1], 1
         for j, other in enumerate(xs):
             if j != i:
-                basis = [(a - other * b) % PRIME for a, b in zip([0, *basis], [*basis, 0], strict=True)]
+                basis = [
+                    (a - other * b) % PRIME for a, b in zip([0, *basis], [*basis, 0], strict=True)
+                ]
                 below = below * (x - other) % PRIME
         scale = y * pow(below, -1, PRIME)
         found = [(a + scale * b) % PRIME for a, b in zip(found, basis, strict=True)]
@@ -174,7 +209,10 @@ def test_closed_forms(xs, ys, coefficients):
 
 def points(most):
     return st.lists(
-        st.tuples(st.integers(0, PRIME - 1), st.integers(0, PRIME - 1)), min_size=1, max_size=most, unique_by=lambda p: p[0]
+        st.tuples(st.integers(0, PRIME - 1), st.integers(0, PRIME - 1)),
+        min_size=1,
+        max_size=most,
+        unique_by=lambda p: p[0],
     )
 
 
@@ -198,7 +236,10 @@ def test_many_windows_at_once_are_the_same_as_one_by_one():
     ys = torch.randint(PRIME, (5, 128), generator=generator)
     ys[0], ys[1] = 0, PRIME - 1
     together = interpolate(xs, ys)
-    assert torch.equal(together, torch.cat([interpolate(x, y) for x, y in zip(xs.split(1), ys.split(1), strict=True)]))
+    assert torch.equal(
+        together,
+        torch.cat([interpolate(x, y) for x, y in zip(xs.split(1), ys.split(1), strict=True)]),
+    )
     assert torch.equal(evaluate(together, xs), ys)
 
 

@@ -10,11 +10,25 @@ from hypothesis import strategies as st
 
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
-from shoal.verification.sequential import ACROSS, ALARM, JUMP, KAPPAS, LENGTH, LIFE_RATE, TOLERANCE, Martingale, Reference, Series
+from shoal.verification.sequential import (
+    ACROSS,
+    ALARM,
+    JUMP,
+    KAPPAS,
+    LENGTH,
+    LIFE_RATE,
+    TOLERANCE,
+    Martingale,
+    Reference,
+    Series,
+)
 
 ONE = (Feature("error", 0.0),)
 TWO = (Feature("error", 0.0), Feature("misses", 0.0))
-SAME, OTHER = Pair("activations", "model", "float32", "float32"), Pair("activations", "model", "bfloat16", "float32")
+SAME, OTHER = (
+    Pair("activations", "model", "float32", "float32"),
+    Pair("activations", "model", "bfloat16", "float32"),
+)
 NONE = (0.0,)
 
 
@@ -34,7 +48,12 @@ def steps(series, known, values):
 def test_p_values_by_hand():
     """Twenty calibrated claims 0 to 19: 18.5 has one beyond it, and itself, of 21; then that one counts with the others."""
     known = reference([float(n) for n in range(20)])
-    assert steps(Series(known, 1), known, [18.5, 18.7, -1.0, 30.0]) == [2 / 21, 2 / 22, 23 / 23, 1 / 24]
+    assert steps(Series(known, 1), known, [18.5, 18.7, -1.0, 30.0]) == [
+        2 / 21,
+        2 / 22,
+        23 / 23,
+        1 / 24,
+    ]
 
 
 def test_ties_count_as_further():
@@ -66,7 +85,9 @@ def test_later_p_values_do_not_inherit_the_luck_of_the_calibration():
         for p in steps(series, known, [source.gauss(0, 1) for _ in range(200)]):
             martingale.bet(p)
         capitals.append(min(martingale.log_capital, 20.0))
-    assert sum(capital >= math.log(20) for capital in capitals) <= 100 / 20 + 3 * math.sqrt(100 / 20)
+    assert sum(capital >= math.log(20) for capital in capitals) <= 100 / 20 + 3 * math.sqrt(
+        100 / 20
+    )
 
 
 def ever(known, draws, claims, source):
@@ -80,7 +101,10 @@ def ever(known, draws, claims, source):
 
 def test_no_honest_peer_is_accused_and_one_that_cheats_a_little_is_found():
     source = random.Random(4)
-    honest, cheat = (lambda s: claim(1 + 0.1 * s.gauss(0, 1))), (lambda s: claim(1.45 + 0.1 * s.gauss(0, 1)))
+    honest, cheat = (
+        (lambda s: claim(1 + 0.1 * s.gauss(0, 1))),
+        (lambda s: claim(1.45 + 0.1 * s.gauss(0, 1))),
+    )
     accused, found = [], []
     for _ in range(12):
         known = reference([honest(source).values[0] for _ in range(400)])
@@ -136,7 +160,10 @@ def test_the_last_p_value_does_not_depend_on_the_order_before(order):
 
 
 def test_the_digest_names_the_calibration():
-    digests = [reference(values).digest for values in ([float(n) for n in range(20)], [float(n) for n in range(21)])]
+    digests = [
+        reference(values).digest
+        for values in ([float(n) for n in range(20)], [float(n) for n in range(21)])
+    ]
     assert len({*digests, reference([float(n) for n in reversed(range(20))]).digest}) == 2
 
 
@@ -174,7 +201,9 @@ def by_hand(values):
     for p in values:
         total = sum(shares)
         shares = [(1 - JUMP) * share + JUMP * total / len(KAPPAS) for share in shares]
-        shares = [share * kappa * p ** (kappa - 1) for share, kappa in zip(shares, KAPPAS, strict=True)]
+        shares = [
+            share * kappa * p ** (kappa - 1) for share, kappa in zip(shares, KAPPAS, strict=True)
+        ]
     return sum(shares)
 
 
@@ -191,7 +220,9 @@ def test_a_p_value_rounded_up_never_raises_the_capital(pairs):
 
 
 def test_all_small_grows_by_the_best_bet():
-    assert after([0.01] * 30) == pytest.approx(30 * math.log(0.2 * 0.01**-0.8), abs=math.log(len(KAPPAS)) + 1)
+    assert after([0.01] * 30) == pytest.approx(
+        30 * math.log(0.2 * 0.01**-0.8), abs=math.log(len(KAPPAS)) + 1
+    )
 
 
 def test_a_peer_that_begins_to_cheat_late_is_found_nearly_as_soon():

@@ -52,7 +52,9 @@ class World:
         self.now, self.asked, self.told, self.checked = 0.0, [], [], []
         self.budget = Budget(seconds, lambda: self.now)
         as_found = lambda claim, finding: finding  # noqa: E731
-        self.auditor = Auditor(self, self, self.budget, self.tell, FETCH_S, lambda: self.now, as_found, Counter())
+        self.auditor = Auditor(
+            self, self, self.budget, self.tell, FETCH_S, lambda: self.now, as_found, Counter()
+        )
 
     def tell(self, *found):
         self.told.append(found)
@@ -62,7 +64,10 @@ class World:
         return OTHERS
 
     def get(self, peer, sha256, most, timeout):
-        assert most == {CLAIM.fingerprint: Material.LIMIT, CLAIM.model: self.most_snapshot_bytes}[sha256]
+        assert (
+            most
+            == {CLAIM.fingerprint: Material.LIMIT, CLAIM.model: self.most_snapshot_bytes}[sha256]
+        )
         assert 0 < timeout <= FETCH_S
         self.asked.append((peer, BODIES[sha256]))
         if sha256 in self.has.get(peer, ()):
@@ -93,15 +98,26 @@ def test_what_its_author_hands_out_is_checked(accepted):
     world = World({"ann": ALL}, finding=Finding(accepted, "As found.", {"tokens": 9.0}))
     checked = world.auditor.check(CLAIM)
     assert checked.vote == ("valid" if accepted else "invalid")
-    assert json.loads(checked.evidence) == {"accepted": accepted, "reason": "As found.", "tokens": 9.0}
+    assert json.loads(checked.evidence) == {
+        "accepted": accepted,
+        "reason": "As found.",
+        "tokens": 9.0,
+    }
     assert world.asked == [("ann", MATERIAL), ("ann", SNAPSHOT)]
     assert world.checked == [(MATERIAL, SNAPSHOT)]
     ((claim, finding, *bodies),) = world.told
-    assert (claim, finding.accepted, finding.reason, bodies) == (CLAIM, accepted, "As found.", [MATERIAL, SNAPSHOT])
+    assert (claim, finding.accepted, finding.reason, bodies) == (
+        CLAIM,
+        accepted,
+        "As found.",
+        [MATERIAL, SNAPSHOT],
+    )
     assert world.auditor.counts == {"checked": 1, checked.vote: 1}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), IndexError("index out of range in self")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA out of memory"), IndexError("index out of range in self")]
+)
 def test_a_check_that_breaks_is_no_vote_and_no_end(error, caplog):
     world = World({"ann": ALL}, finding=error)
     assert world.auditor.check(CLAIM) is None
@@ -121,16 +137,28 @@ def test_a_policy_that_is_known_is_not_fetched():
 def test_what_the_author_withholds_is_asked_from_others():
     world = World({"cat": ALL})
     assert world.auditor.check(CLAIM).vote == "valid"
-    assert world.asked == [(peer, body) for body in (MATERIAL, SNAPSHOT) for peer in ("ann", "bob", "cat")]
+    assert world.asked == [
+        (peer, body) for body in (MATERIAL, SNAPSHOT) for peer in ("ann", "bob", "cat")
+    ]
 
 
-@pytest.mark.parametrize(("has", "what"), [((), "what it was made of"), ((CLAIM.fingerprint,), "the weights that made it")])
+@pytest.mark.parametrize(
+    ("has", "what"),
+    [((), "what it was made of"), ((CLAIM.fingerprint,), "the weights that made it")],
+)
 def test_what_nobody_has_makes_the_claim_invalid(has, what):
     world = World({"ann": has})
     checked = world.auditor.check(CLAIM)
     assert checked.vote == "invalid"
-    assert json.loads(checked.evidence)["reason"] == f"The author of the claim does not serve {what}."
-    assert [peer for peer, _ in world.asked][-4:] == ["ann", "bob", "cat", "dan"]  # the author once, and three others
+    assert (
+        json.loads(checked.evidence)["reason"] == f"The author of the claim does not serve {what}."
+    )
+    assert [peer for peer, _ in world.asked][-4:] == [
+        "ann",
+        "bob",
+        "cat",
+        "dan",
+    ]  # the author once, and three others
     assert world.checked == []
     assert world.told[0][2] == (MATERIAL if has else None)
 
@@ -142,7 +170,12 @@ def test_peers_that_let_one_wait_take_a_bounded_time_and_the_author_has_all_of_i
     assert world.now <= 3 * FETCH_S
     hanging = World({"bob": (CLAIM.fingerprint,)}, slow=100.0)
     assert hanging.auditor.check(CLAIM).vote == "invalid"
-    assert hanging.asked == [("ann", MATERIAL), ("bob", MATERIAL), ("ann", SNAPSHOT), ("bob", SNAPSHOT)]
+    assert hanging.asked == [
+        ("ann", MATERIAL),
+        ("bob", MATERIAL),
+        ("ann", SNAPSHOT),
+        ("bob", SNAPSHOT),
+    ]
     assert hanging.now == 3 * FETCH_S
 
 
@@ -208,7 +241,12 @@ class Gossip:
     counts = Topic.counts
 
     def __init__(self, everyone, identity):
-        self.everyone, self.identity, self.swarm, self.counters = everyone, identity, SWARM, Counters()
+        self.everyone, self.identity, self.swarm, self.counters = (
+            everyone,
+            identity,
+            SWARM,
+            Counters(),
+        )
         everyone.append(self)
 
     def join(self, kind, handler, quota, inbox):
@@ -238,9 +276,13 @@ def two():
         host = made.host()
         known[host.peer_id] = SimpleNamespace(name=name, addresses=())
         directory = SimpleNamespace(everyone=lambda: known, barred=lambda peer: False)
-        directory.members = lambda own=directory: {peer: member for peer, member in known.items() if not own.barred(peer)}
+        directory.members = lambda own=directory: {
+            peer: member for peer, member in known.items() if not own.barred(peer)
+        }
         directory.addresses = lambda peer: known[peer].addresses if peer in known else ()
-        membership = SimpleNamespace(identity=host.identity, host=host, directory=directory, swarm=SWARM)
+        membership = SimpleNamespace(
+            identity=host.identity, host=host, directory=directory, swarm=SWARM
+        )
         networks.append(SwarmNetwork(membership, Gossip(everyone, host.identity)))
     yield networks
     for network in networks:
@@ -252,7 +294,11 @@ def test_records_bodies_and_logs_go_from_one_to_the_other(two):
     ann, bob = two
     came, asked = [], []
     ann.open(lambda *record: came.append(record), lambda since: b"log of ann", lambda peer: False)
-    bob.open(lambda *record: came.append(record), lambda since: asked.append(since) or b"log of bob", lambda peer: False)
+    bob.open(
+        lambda *record: came.append(record),
+        lambda since: asked.append(since) or b"log of bob",
+        lambda peer: False,
+    )
     signature = ann.sign(b"record")
     assert bob.verify(ann.me, b"record", signature)
     assert not bob.verify(bob.me, b"record", signature)

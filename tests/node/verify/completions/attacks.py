@@ -17,9 +17,15 @@ def restated(world, proven, rows=None, finish=None, **fields):
     told = decode_material(proven.material)
     rows = told.rows() if rows is None else rows
     tokens = tuple(pack_tokens(row) for row in rows)
-    material = pack(told.model_copy(update={"tokens": tokens, "finish": tuple(finish or told.finish), **fields}))
+    material = pack(
+        told.model_copy(update={"tokens": tokens, "finish": tuple(finish or told.finish), **fields})
+    )
     claim = world.claim(proven)
-    said = {"output": output_hash(rows), "tokens": sum(map(len, rows)), "fingerprint": digest(material)}
+    said = {
+        "output": output_hash(rows),
+        "tokens": sum(map(len, rows)),
+        "fingerprint": digest(material),
+    }
     return claim.model_copy(update=said), material
 
 
@@ -29,7 +35,9 @@ def restated(world, proven, rows=None, finish=None, **fields):
 def rounded(bits):
     """Symmetric quantisation, one scale for each row."""
     top = 2 ** (bits - 1) - 1
-    return lambda weight: torch.round(weight / (scale := weight.abs().amax(1, keepdim=True) / top)) * scale
+    return lambda weight: (
+        torch.round(weight / (scale := weight.abs().amax(1, keepdim=True) / top)) * scale
+    )
 
 
 def fp8(weight):
@@ -42,7 +50,10 @@ def adapter(size):
 
     def change(weight):
         generator = torch.Generator().manual_seed(3)
-        product = torch.outer(torch.randn(weight.shape[0], generator=generator), torch.randn(weight.shape[1], generator=generator))
+        product = torch.outer(
+            torch.randn(weight.shape[0], generator=generator),
+            torch.randn(weight.shape[1], generator=generator),
+        )
         return weight + size * weight.norm() / product.norm() * product
 
     return change
@@ -53,8 +64,12 @@ def tuned(world, steps, lr):
     other = copy.deepcopy(world.policy)
     questions = [world.env.made.question(5, index) for index in range(8)]
     for _ in range(steps):
-        logs, mask = other.log_probs([q.prompt for q in questions], [other.encode(q.answer, True) for q in questions], 1.0)
-        grads = torch.autograd.grad(-(logs * mask).sum() / mask.sum(), list(other.module.parameters()))
+        logs, mask = other.log_probs(
+            [q.prompt for q in questions], [other.encode(q.answer, True) for q in questions], 1.0
+        )
+        grads = torch.autograd.grad(
+            -(logs * mask).sum() / mask.sum(), list(other.module.parameters())
+        )
         with torch.no_grad():
             for parameter, grad in zip(other.module.parameters(), grads, strict=True):
                 parameter -= lr * grad
@@ -75,21 +90,34 @@ def seed_for(world, index):
 
 def drawn(world, index, policy=None, temperature=None, seed=None):
     """The text of a group as ``policy`` writes it, at a temperature or from a seed that may be another than is claimed."""
-    agreed = world.agreed if temperature is None else Agreed(temperature, world.agreed.max_tokens, world.agreed.group)
+    agreed = (
+        world.agreed
+        if temperature is None
+        else Agreed(temperature, world.agreed.max_tokens, world.agreed.group)
+    )
     chosen = seed_for(world, index) if seed is None else seed
-    return [one.tokens for one in write(policy or world.policy, asked(world, index).prompt, agreed, chosen).completions]
+    return [
+        one.tokens
+        for one in write(
+            policy or world.policy, asked(world, index).prompt, agreed, chosen
+        ).completions
+    ]
 
 
 def margins_of(world, index, rows):
     """The states and margins of ``rows`` with the claimed weights and seed."""
-    return read(world.policy, asked(world, index).prompt, rows, world.agreed, seed_for(world, index))
+    return read(
+        world.policy, asked(world, index).prompt, rows, world.agreed, seed_for(world, index)
+    )
 
 
 def prefilled(world, index, rows):
     """A claim of ``rows`` whose proof is that of the right weights, which have read them; and its largest margin, in nats."""
     states, found = margins_of(world, index, rows)
     finish = ["stop" if world.policy.ends(row[-1]) else "length" for row in rows]
-    claim, material = restated(world, world.proven(index), rows, finish, proof=ACTIVATIONS.make(states))
+    claim, material = restated(
+        world, world.proven(index), rows, finish, proof=ACTIVATIONS.make(states)
+    )
     return claim, material, float(found.max())
 
 

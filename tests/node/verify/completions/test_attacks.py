@@ -8,7 +8,15 @@ import torch
 
 from shoal.node.verify.audit import snapshot
 from shoal.node.verify.completions import self_calibrate
-from tests.node.verify.completions.attacks import adapter, drawn, fp8, prefilled, rounded, steered, tuned
+from tests.node.verify.completions.attacks import (
+    adapter,
+    drawn,
+    fp8,
+    prefilled,
+    rounded,
+    steered,
+    tuned,
+)
 
 FARTHEST = 0.1  # nats: no token of an accepted claim is further from the one that the claimed weights and seed give
 
@@ -20,7 +28,9 @@ def peaked(world):
     with torch.no_grad():
         policy.module.head.weight *= 2.5
     calibration = self_calibrate(policy, world.env, world.agreed, policy_name="tiny", claims=40)
-    return dataclasses.replace(world, policy=policy, calibration=calibration, snapshot=snapshot(policy))
+    return dataclasses.replace(
+        world, policy=policy, calibration=calibration, snapshot=snapshot(policy)
+    )
 
 
 @pytest.fixture
@@ -31,7 +41,10 @@ def worlds(world, peaked):
 def judged(world, claims):
     """For each (claim, material, largest margin): whether it is accepted, and that margin."""
     checker = world.checker(allowed=("float32",))
-    return [(checker.check(claim, material, world.snapshot).accepted, margin) for claim, material, margin in claims]
+    return [
+        (checker.check(claim, material, world.snapshot).accepted, margin)
+        for claim, material, margin in claims
+    ]
 
 
 @pytest.mark.thinned(3)
@@ -46,14 +59,23 @@ def test_these_weights_are_always_found(worlds, kind, cheat):
     }[cheat]()
     checker = world.checker(allowed=("float32",))
     for index in range(6):
-        assert "does not compute these activations" in world.check(world.proven(index, policy), checker).reason
+        assert (
+            "does not compute these activations"
+            in world.check(world.proven(index, policy), checker).reason
+        )
 
 
-@pytest.mark.parametrize(("cheat", "least"), [(rounded(8), 4), (adapter(0.01), 4)], ids=["int8", "adapter of 1 %"])
-def test_these_weights_are_found_in_some_claims_and_write_the_right_text_in_the_others(world, cheat, least):
+@pytest.mark.parametrize(
+    ("cheat", "least"), [(rounded(8), 4), (adapter(0.01), 4)], ids=["int8", "adapter of 1 %"]
+)
+def test_these_weights_are_found_in_some_claims_and_write_the_right_text_in_the_others(
+    world, cheat, least
+):
     """60 tokens are few: of 12 claims two thirds of int8 and of an adapter are found, as measured on 30. So it takes a few."""
     policy, checker = world.changed(cheat), world.checker(allowed=("float32",))
-    accepted = [index for index in range(12) if world.check(world.proven(index, policy), checker).accepted]
+    accepted = [
+        index for index in range(12) if world.check(world.proven(index, policy), checker).accepted
+    ]
     assert len(accepted) <= 12 - least
     texts = [prefilled(world, index, drawn(world, index, policy)) for index in accepted]
     assert all(margin < FARTHEST for _, _, margin in texts)
@@ -64,7 +86,11 @@ def test_text_of_a_tuned_copy_or_without_noise_or_with_another_seed_is_always_fo
     world = worlds[kind]
     copied = tuned(world, 20, 0.3)
     for index in range(5):
-        texts = [drawn(world, index, copied), drawn(world, index, temperature=0.0), drawn(world, index, seed=77 + index)]
+        texts = [
+            drawn(world, index, copied),
+            drawn(world, index, temperature=0.0),
+            drawn(world, index, seed=77 + index),
+        ]
         claims = [prefilled(world, index, rows) for rows in texts]
         assert [accepted for accepted, _ in judged(world, claims)] == [False] * 3
 
@@ -73,7 +99,12 @@ def test_text_of_a_tuned_copy_or_without_noise_or_with_another_seed_is_always_fo
 def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding_might(peaked, lie):
     """A peaked policy writes the same at .9 as at 1, and in int4, more often than not: then there is nothing to be found."""
     coarse = peaked.changed(rounded(4))
-    texts = [drawn(peaked, index, temperature=0.9) if lie == "temperature" else drawn(peaked, index, coarse) for index in range(12)]
+    texts = [
+        drawn(peaked, index, temperature=0.9)
+        if lie == "temperature"
+        else drawn(peaked, index, coarse)
+        for index in range(12)
+    ]
     found = judged(peaked, [prefilled(peaked, index, rows) for index, rows in enumerate(texts)])
     same = [rows == drawn(peaked, index) for index, rows in enumerate(texts)]
     assert 0 < sum(same) < len(same)
@@ -83,10 +114,14 @@ def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["fresh", "peaked"])
-def test_an_answer_put_in_where_it_costs_least_is_found_by_the_one_token_that_it_costs(worlds, kind):
+def test_an_answer_put_in_where_it_costs_least_is_found_by_the_one_token_that_it_costs(
+    worlds, kind
+):
     """The sum of margins may be small, and the mean over the claim smaller: the largest one is not."""
     world = worlds[kind]
-    groups = [(index, *found) for index in range(14) if (found := steered(world, index)) is not None]
+    groups = [
+        (index, *found) for index in range(14) if (found := steered(world, index)) is not None
+    ]
     assert min(cost for _, cost, _ in groups) < 1.0
     found = judged(world, [prefilled(world, index, rows) for index, _, rows in groups])
     assert all(margin < FARTHEST for accepted, margin in found if accepted)

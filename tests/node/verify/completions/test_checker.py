@@ -8,7 +8,15 @@ import torch
 
 from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import END, Tiny, Warm
-from shoal.node.verify.audit import MOST_EVIDENCE, Finding, NotCalibrated, NotCheckable, VerifyError, digest, snapshot
+from shoal.node.verify.audit import (
+    MOST_EVIDENCE,
+    Finding,
+    NotCalibrated,
+    NotCheckable,
+    VerifyError,
+    digest,
+    snapshot,
+)
 from shoal.node.verify.checker import ACTIVATIONS, make_claim, policy_label, read
 from shoal.node.verify.material import Agreed, decode_material, seed_of
 from shoal.verification.calibration import Calibration
@@ -41,12 +49,24 @@ def test_honest_claims_pass(world, sides):
 def test_float16_too(world, verifier):
     from shoal.node.verify.completions import self_calibrate
 
-    made = self_calibrate(world.policy, world.env, world.agreed, policy_name="tiny", claims=30, dtypes=("float16", "float32"))
+    made = self_calibrate(
+        world.policy,
+        world.env,
+        world.agreed,
+        policy_name="tiny",
+        claims=30,
+        dtypes=("float16", "float32"),
+    )
     other = dataclasses.replace(world, calibration=made)
     checker = other.checker(own=(verifier,))
-    assert all(other.check(other.proven(index, dtype="float16"), checker).accepted for index in range(6))
+    assert all(
+        other.check(other.proven(index, dtype="float16"), checker).accepted for index in range(6)
+    )
     int4 = world.changed(rounded(4))
-    assert not any(other.check(other.proven(index, int4, dtype="float16"), checker).accepted for index in range(6))
+    assert not any(
+        other.check(other.proven(index, int4, dtype="float16"), checker).accepted
+        for index in range(6)
+    )
 
 
 class CoarseTiny(Tiny):
@@ -77,14 +97,19 @@ def test_a_policy_that_computes_in_bfloat16_says_so_or_does_not_claim(world):
     proven = world.proven(0, coarse)
     assert decode_material(proven.material).dtype == "bfloat16"
     assert world.check(proven).accepted
-    with pytest.raises(VerifyError, match=r"^The policy computes in bfloat16, where claims of completions are in float32: give it"):
+    with pytest.raises(
+        VerifyError,
+        match=r"^The policy computes in bfloat16, where claims of completions are in float32: give it",
+    ):
         world.proven(0, coarse, allowed=("float32",))
 
 
 def test_what_was_written_with_a_cache_is_what_a_prefill_gives(world):
     proven = world.proven()
     rows = [one.tokens for one in proven.completions]
-    states, margins = read(world.policy, world.env.made.question(99, 0).prompt, rows, world.agreed, proven.seed)
+    states, margins = read(
+        world.policy, world.env.made.question(99, 0).prompt, rows, world.agreed, proven.seed
+    )
     assert float(margins.abs().max()) < 1e-4
     evidence = ACTIVATIONS.compare(decode_material(proven.material).proof, states)
     assert max(evidence.means()) < 0.5
@@ -98,7 +123,9 @@ def test_other_weights_are_refused(world, sides, cheat):
         "another model": lambda: Tiny(Strings(), seed=2, warm=Warm(steps=40, batch=32)),
         "int4": lambda: world.changed(rounded(4)),
         # What merging an adapter of rank 1 does: a small change of low rank.
-        "adapter merged": lambda: world.changed(lambda w: w + 0.3 * w.std() * torch.outer(torch.ones(w.shape[0]), w[0].sign())),
+        "adapter merged": lambda: world.changed(
+            lambda w: w + 0.3 * w.std() * torch.outer(torch.ones(w.shape[0]), w[0].sign())
+        ),
     }[cheat]()
     prover, verifier = sides
     checker = world.checker(own=(verifier,))
@@ -111,8 +138,13 @@ def test_other_weights_are_refused(world, sides, cheat):
 def test_a_swarm_may_allow_float32_alone(world):
     """Where a side is bfloat16, int8 passes: rounding is as large."""
     int8 = world.changed(rounded(8))
-    disguised = world.check(world.proven(0, int8, dtype="bfloat16"), world.checker(allowed=("float32",)))
-    assert disguised.reason == "The completions are claimed to be computed in bfloat16, which the swarm does not allow."
+    disguised = world.check(
+        world.proven(0, int8, dtype="bfloat16"), world.checker(allowed=("float32",))
+    )
+    assert (
+        disguised.reason
+        == "The completions are claimed to be computed in bfloat16, which the swarm does not allow."
+    )
 
 
 def test_a_planted_claim_another_prompt_and_one_with_a_prefix_are_refused(world):
@@ -130,18 +162,32 @@ def test_cheap_text_that_the_right_policy_has_read_is_refused_by_how_it_was_draw
     for index in range(8):
         proven = world.proven(index, cheap)
         rows = [one.tokens for one in proven.completions]
-        states, _ = read(world.policy, world.env.made.question(99, index).prompt, rows, world.agreed, proven.seed)
+        states, _ = read(
+            world.policy, world.env.made.question(99, index).prompt, rows, world.agreed, proven.seed
+        )
         reason = refused(world, *restated(world, proven, proof=ACTIVATIONS.make(states)), checker)
         assert reason.startswith("The claimed policy would not have drawn these tokens (")
 
 
 def test_a_replay_is_refused(world):
     old = world.proven()
-    new = {"run": RUN, "round": ROUND + 1, "peer": PEER, "slot": SLOT, "model": digest(world.snapshot)}
+    new = {
+        "run": RUN,
+        "round": ROUND + 1,
+        "peer": PEER,
+        "slot": SLOT,
+        "model": digest(world.snapshot),
+    }
     reason = refused(world, make_claim(old, **new), old.material)
-    assert reason == "The seed is not the one that this peer had to use for this round, slot and question."
+    assert (
+        reason
+        == "The seed is not the one that this peer had to use for this round, slot and question."
+    )
     for other in ({"slot": SLOT + 1}, {"peer": "another"}, {"run": "x"}):
-        assert refused(world, make_claim(old, **{**new, "round": ROUND, **other}), old.material) == reason
+        assert (
+            refused(world, make_claim(old, **{**new, "round": ROUND, **other}), old.material)
+            == reason
+        )
     # With the seed of the new round and the old text, the draw does not fit.
     at = world.question(0)
     seeded = dataclasses.replace(old, seed=seed_of(RUN, ROUND + 1, PEER, SLOT, at.hash))
@@ -150,8 +196,13 @@ def test_a_replay_is_refused(world):
 
 def test_truncated_lengthened_and_mislabelled_completions_are_refused(world):
     proven = world.proven()
-    rows, finish = decode_material(proven.material).rows(), list(decode_material(proven.material).finish)
-    place = next(number for number, row in enumerate(rows) if finish[number] == "stop" and len(row) > 2)
+    rows, finish = (
+        decode_material(proven.material).rows(),
+        list(decode_material(proven.material).finish),
+    )
+    place = next(
+        number for number, row in enumerate(rows) if finish[number] == "stop" and len(row) > 2
+    )
 
     def said(row, ended):
         new, ends = list(rows), list(finish)
@@ -160,24 +211,40 @@ def test_truncated_lengthened_and_mislabelled_completions_are_refused(world):
 
     where = f"Completion {place + 1} of 8"
     cut = rows[place][:-1]
-    assert said(cut, "stop") == f"{where} is truncated: it stops after {len(cut)} of 12 tokens without an end."
+    assert (
+        said(cut, "stop")
+        == f"{where} is truncated: it stops after {len(cut)} of 12 tokens without an end."
+    )
     assert said(cut, "length").endswith("without an end.")
     assert said((*rows[place], 5, END), "stop") == f"{where} goes on after its end."
     assert said(rows[place], "length") == f"{where} says that it ended otherwise than it did."
     assert said((5,) * 13, "length") == f"{where} has 13 tokens where at most 12 are agreed."
     assert said((97, END), "stop") == f"{where} has a token that the policy does not know."
     assert said((-1, END), "stop") == f"{where} has a token that the policy does not know."
-    assert refused(world, *restated(world, proven, rows[:7], finish[:7])) == "The group has 7 completions where 8 are agreed."
+    assert (
+        refused(world, *restated(world, proven, rows[:7], finish[:7]))
+        == "The group has 7 completions where 8 are agreed."
+    )
 
 
 def test_hashes_bind(world):
     proven, other = world.proven(0), world.proven(1)
     claim = world.claim(proven)
-    assert refused(world, claim, other.material) == "The material is not the one that the claim names."
-    assert refused(world, claim.model_copy(update={"output": bytes(32)}), proven.material).startswith("The tokens are not those")
-    assert refused(world, claim.model_copy(update={"prompt": bytes(32)}), proven.material).endswith("question than the claim.")
-    assert "other settings" in refused(world, claim.model_copy(update={"sampling": Agreed(0.5, 12, 8).hash}), proven.material)
-    assert refused(world, claim, proven.material, snapshot=b"x").startswith("The snapshot is not the one")
+    assert (
+        refused(world, claim, other.material) == "The material is not the one that the claim names."
+    )
+    assert refused(
+        world, claim.model_copy(update={"output": bytes(32)}), proven.material
+    ).startswith("The tokens are not those")
+    assert refused(world, claim.model_copy(update={"prompt": bytes(32)}), proven.material).endswith(
+        "question than the claim."
+    )
+    assert "other settings" in refused(
+        world, claim.model_copy(update={"sampling": Agreed(0.5, 12, 8).hash}), proven.material
+    )
+    assert refused(world, claim, proven.material, snapshot=b"x").startswith(
+        "The snapshot is not the one"
+    )
     assert "another environment" in refused_elsewhere(world, proven)
     said = refused(world, *restated(world, proven, policy="hf:other"))
     assert said == "The claim is of the policy 'hf:other' where the swarm agreed on 'tiny'."
@@ -188,7 +255,9 @@ def test_hashes_bind(world):
 def refused_elsewhere(world, proven):
     from shoal.node.rl.environment import Env, canonical
 
-    other = dataclasses.replace(world, env=Env("strings", canonical({"letters": 3}), Strings(letters=3)))
+    other = dataclasses.replace(
+        world, env=Env("strings", canonical({"letters": 3}), Strings(letters=3))
+    )
     return refused(other, world.claim(proven), proven.material)
 
 
@@ -196,19 +265,30 @@ def refused_elsewhere(world, proven):
     ("forged", "said"),
     [
         (lambda proof: bytes(len(proof)), "The proof is empty: all of its bytes are zero."),
-        (lambda proof: bytes(len(proof) - 1) + b"\1", "the proof has a window whose modulus is out of range"),
+        (
+            lambda proof: bytes(len(proof) - 1) + b"\1",
+            "the proof has a window whose modulus is out of range",
+        ),
         (lambda proof: proof[:-2], "The proof has "),
         (lambda proof: proof + bytes(258), "The proof has "),
         (lambda proof: b"", "The proof has 0 bytes, but one of"),
-        (lambda proof: proof[:2] + b"\xff\xff" + proof[4:], "the proof has a coefficient that is out of range"),
+        (
+            lambda proof: proof[:2] + b"\xff\xff" + proof[4:],
+            "the proof has a coefficient that is out of range",
+        ),
         # A polynomial that is 0x7fc0, not a number, everywhere.
-        (lambda proof: proof[:2] + b"\x7f\xc0" + bytes(len(proof) - 4), "The claimed policy does not compute these activations ("),
+        (
+            lambda proof: proof[:2] + b"\x7f\xc0" + bytes(len(proof) - 4),
+            "The claimed policy does not compute these activations (",
+        ),
     ],
     ids=["null", "zeros", "short", "long", "none", "range", "nan"],
 )
 def test_forged_proofs_are_refused(world, forged, said):
     proven = next(p for p in map(world.proven, range(50)) if p.tokens <= 32)  # one window
-    reason = refused(world, *restated(world, proven, proof=forged(decode_material(proven.material).proof)))
+    reason = refused(
+        world, *restated(world, proven, proof=forged(decode_material(proven.material).proof))
+    )
     assert said in reason
 
 
@@ -224,11 +304,17 @@ def test_a_snapshot_that_cannot_be_used_is_refused(world):
 
     def said(data):
         claim, material = restated(world, proven, snapshot=len(data))
-        return refused(world, claim.model_copy(update={"model": digest(data)}), material, snapshot=data)
+        return refused(
+            world, claim.model_copy(update={"model": digest(data)}), material, snapshot=data
+        )
 
-    assert "is no safetensors file" in said(b"\xff" * 8 + world.snapshot[8:])  # a header of 2^64 bytes
+    assert "is no safetensors file" in said(
+        b"\xff" * 8 + world.snapshot[8:]
+    )  # a header of 2^64 bytes
     assert "bytes where at most" in said(world.snapshot + bytes(100_000))
-    assert said(snapshot(Tiny(Strings(), seed=2, layers=1, warm=Warm(steps=0)))).startswith("The snapshot is of another policy")
+    assert said(snapshot(Tiny(Strings(), seed=2, layers=1, warm=Warm(steps=0)))).startswith(
+        "The snapshot is of another policy"
+    )
     huge = world.changed(lambda weight: weight * 1e30)
     assert said(snapshot(huge)).startswith("The claimed policy computes nonsense for these tokens")
     claim = world.claim(proven)
@@ -260,7 +346,9 @@ def test_snapshots_are_kept_for_later_claims_and_a_refused_one_spoils_nothing(wo
     with torch.no_grad():
         bad.module.head.weight[0, 0] = 3e38
     other = snapshot(bad)
-    refused(world, claim.model_copy(update={"model": digest(other)}), proven.material, checker, other)
+    refused(
+        world, claim.model_copy(update={"model": digest(other)}), proven.material, checker, other
+    )
     assert checker.knows(claim.model)
     assert checker.check(claim, proven.material, None).accepted
 

@@ -21,7 +21,12 @@ AGREED = Agreed(1.0, 10, 6)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return saved_model(tmp_path_factory.mktemp("model"), hidden_size=64, intermediate_size=128, initializer_range=0.2)
+    return saved_model(
+        tmp_path_factory.mktemp("model"),
+        hidden_size=64,
+        intermediate_size=128,
+        initializer_range=0.2,
+    )
 
 
 def changed(policy, by):
@@ -41,7 +46,9 @@ def policy(folder):
 
 @pytest.fixture(scope="module")
 def calibration(policy):
-    return self_calibrate(policy, ENV, AGREED, policy_name="hf:model", claims=24, dtypes=("float32", "bfloat16"))
+    return self_calibrate(
+        policy, ENV, AGREED, policy_name="hf:model", claims=24, dtypes=("float32", "bfloat16")
+    )
 
 
 def claim(policy, data, index, dtype="float32", agreed=AGREED):
@@ -50,7 +57,9 @@ def claim(policy, data, index, dtype="float32", agreed=AGREED):
     at = Coordinates.of(ENV, 9, index)
     seed = seed_of("run", 1, "peer", 0, at.hash)
     proven = prove(by, ENV, at, agreed, seed, policy_name="hf:model", snapshot_bytes=len(data))
-    return make_claim(proven, run="run", round=1, peer="peer", slot=0, model=digest(data)), proven.material
+    return make_claim(
+        proven, run="run", round=1, peer="peer", slot=0, model=digest(data)
+    ), proven.material
 
 
 def test_a_snapshot_is_the_adapter_alone(policy, folder):
@@ -68,7 +77,9 @@ def test_logits_are_those_of_log_probs(policy):
     assert torch.equal(mask, same)
     for number, row in enumerate(rows):
         own = (logits[number, : len(row)] / 0.7).log_softmax(-1)
-        torch.testing.assert_close(own[range(len(row)), row], logs[number, : len(row)], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            own[range(len(row)), row], logs[number, : len(row)], atol=1e-5, rtol=0
+        )
     assert [policy.ends(token) for token in (0, 1)] == [True, False]
     assert policy.vocabulary == 96
 

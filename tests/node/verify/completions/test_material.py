@@ -14,7 +14,14 @@ from shoal.node.rl.environment import Env, Question
 from shoal.node.verify.audit import VerifyError, snapshot
 from shoal.node.verify.checker import prove
 from shoal.node.verify.completions import ASIDE, MOST_WRITTEN, Claimer
-from shoal.node.verify.material import Agreed, Coordinates, decode_material, material_of, output_hash, seed_of
+from shoal.node.verify.material import (
+    Agreed,
+    Coordinates,
+    decode_material,
+    material_of,
+    output_hash,
+    seed_of,
+)
 from shoal.swarm.errors import MessageError
 from shoal.swarm.wire.envelope import pack
 from shoal.verification.consensus.participant import Slot
@@ -25,7 +32,14 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 
 
 def made(rows, **fields):
-    said = {"proof": b"proof", "policy": "tiny", "dtype": "float32", "kernel": "cpu", "snapshot": 10, **fields}
+    said = {
+        "proof": b"proof",
+        "policy": "tiny",
+        "dtype": "float32",
+        "kernel": "cpu",
+        "snapshot": 10,
+        **fields,
+    }
     return material_of(AT, rows, ["stop"] * len(rows), **said)
 
 
@@ -50,9 +64,20 @@ def test_each_hash_depends_on_all_of_it():
     found = {dataclasses.replace(AT, **{name: value}).hash for name, value in others.items()}
     assert len(found | {AT.hash}) == 6
     agreed = Agreed(1.0, 12, 8)
-    assert len({each.hash for each in (agreed, Agreed(0.9, 12, 8), Agreed(1.0, 11, 8), Agreed(1.0, 12, 7))}) == 4
+    assert (
+        len(
+            {
+                each.hash
+                for each in (agreed, Agreed(0.9, 12, 8), Agreed(1.0, 11, 8), Agreed(1.0, 12, 7))
+            }
+        )
+        == 4
+    )
     mine = ("run", 1, "peer", 0, AT.hash)
-    seeds = {seed_of(*mine[:place], other, *mine[place + 1 :]) for place, other in enumerate(("x", 2, "y", 1, bytes(32)))}
+    seeds = {
+        seed_of(*mine[:place], other, *mine[place + 1 :])
+        for place, other in enumerate(("x", 2, "y", 1, bytes(32)))
+    }
     assert len(seeds | {seed_of(*mine)}) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -86,9 +111,19 @@ def test_a_policy_that_cannot_write_so_much_says_so(world):
     def many():
         for index in range(50):
             at = world.question(index)
-            prove(world.policy, world.env, at, Agreed(100.0, 200, 8), index, policy_name="tiny", snapshot_bytes=1)
+            prove(
+                world.policy,
+                world.env,
+                at,
+                Agreed(100.0, 200, 8),
+                index,
+                policy_name="tiny",
+                snapshot_bytes=1,
+            )
 
-    with pytest.raises(VerifyError, match=r"stops after 95 tokens where 200 are agreed: set rl.max_tokens to 95\."):
+    with pytest.raises(
+        VerifyError, match=r"stops after 95 tokens where 200 are agreed: set rl.max_tokens to 95\."
+    ):
         many()
 
 
@@ -98,7 +133,9 @@ def test_large_groups_go_in_parts(world, monkeypatch):
     assert len(proven.completions) == 20
     assert large.check(proven).accepted
     monkeypatch.setattr("shoal.node.verify.checker.PART", 3)
-    assert [one.tokens for one in large.proven().completions] == [one.tokens for one in proven.completions]
+    assert [one.tokens for one in large.proven().completions] == [
+        one.tokens for one in proven.completions
+    ]
 
 
 SEED = 99
@@ -125,7 +162,9 @@ def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_rig
     assert len(found.completions) == world.agreed.group
     assert claimer.seconds > 0
     assert write(claimer, world, 1) is None
-    claimer.offer([Slot(7, 1, False)])  # the claim is not published yet, so its slot is still offered
+    claimer.offer(
+        [Slot(7, 1, False)]
+    )  # the claim is not published yet, so its slot is still offered
     assert write(claimer, world, 1) is None
     (written,) = claimer.take()
     assert claimer.take() == []
@@ -136,7 +175,15 @@ def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_rig
 
 
 def test_a_policy_that_computes_in_a_dtype_that_others_refuse_is_named_before_it_claims(world):
-    claimer = Claimer(world.env, world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7, allowed=("float32",))
+    claimer = Claimer(
+        world.env,
+        world.agreed,
+        RUN,
+        PEER,
+        policy_name="tiny",
+        round=lambda: 7,
+        allowed=("float32",),
+    )
     coarse = copy.deepcopy(world.policy)
     coarse.module.bfloat16()
     claimer.offer([Slot(7, 1, False)])
@@ -207,7 +254,9 @@ def test_a_planted_group_never_answers_the_same_question(world, round):
     (written,) = claimer.take()
     assert not other.checker().check(written.claim, written.material, written.snapshot).accepted
     # Where there is but one question nothing can be planted, and a right claim must not be passed off as a wrong one.
-    claimer = Claimer(Env("one", b"{}", Few(1)), world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7)
+    claimer = Claimer(
+        Env("one", b"{}", Few(1)), world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7
+    )
     claimer.offer([Slot(7, 0, True)])
     assert claimer.write(world.policy, SEED, 0) is None
     assert claimer.take() == []
@@ -223,7 +272,9 @@ def test_while_a_group_is_written_the_other_thread_waits_for_nothing(claimer, wo
         module = world.policy.module
 
         def generate(self, *arguments, **options):
-            thread = threading.Thread(target=lambda: (claimer.offer([Slot(7, 0, False)]), claimer.take()), daemon=True)
+            thread = threading.Thread(
+                target=lambda: (claimer.offer([Slot(7, 0, False)]), claimer.take()), daemon=True
+            )
             thread.start()
             thread.join(60)
             came.append(not thread.is_alive())

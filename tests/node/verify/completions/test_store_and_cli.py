@@ -11,7 +11,12 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.verify.audit import VerifyError, digest
 from shoal.node.verify.checker import make_claim, prove
-from shoal.node.verify.completions import CompletionClaims, own_dtypes, read_calibration, self_calibrate
+from shoal.node.verify.completions import (
+    CompletionClaims,
+    own_dtypes,
+    read_calibration,
+    self_calibrate,
+)
 from shoal.node.verify.material import decode_material, find_claim, load_claim, save_claim, seed_of
 from shoal.node.verify.start import make_terms
 from shoal.swarm.identity import Identity
@@ -35,9 +40,18 @@ def claimed(world, identity, index=0, **options):
     at = world.question(index)
     seed = seed_of(RUN, ROUND, identity.peer_id, 0, at.hash)
     proven = prove(
-        world.policy, world.env, at, world.agreed, seed, policy_name="tiny", snapshot_bytes=len(world.snapshot), **options
+        world.policy,
+        world.env,
+        at,
+        world.agreed,
+        seed,
+        policy_name="tiny",
+        snapshot_bytes=len(world.snapshot),
+        **options,
     )
-    claim = make_claim(proven, run=RUN, round=ROUND, peer=identity.peer_id, slot=0, model=digest(world.snapshot))
+    claim = make_claim(
+        proven, run=RUN, round=ROUND, peer=identity.peer_id, slot=0, model=digest(world.snapshot)
+    )
     return Signed.by(lambda data: sign_record(identity, data), claim), proven.material
 
 
@@ -54,9 +68,16 @@ def test_there_and_back_again(world, identity, tmp_path):
     signed, material = claimed(world, identity)
     path = save_claim(tmp_path / "claims", signed, material, world.agreed, world.snapshot)
     found = load_claim(path)
-    assert (found.claim, found.material, found.agreed, found.snapshot) == (signed.record, material, world.agreed, world.snapshot)
+    assert (found.claim, found.material, found.agreed, found.snapshot) == (
+        signed.record,
+        material,
+        world.agreed,
+        world.snapshot,
+    )
     assert found.signed
-    assert sorted(os.listdir(tmp_path / "claims")) == sorted([path.name, f"{digest(world.snapshot).hex()}.safetensors"])
+    assert sorted(os.listdir(tmp_path / "claims")) == sorted(
+        [path.name, f"{digest(world.snapshot).hex()}.safetensors"]
+    )
     other = Entry(peer="p", run="r", round=0, operator="o", anchor=bytes(32))
     with pytest.raises(ValueError, match="only claims"):
         save_claim(tmp_path, Signed(other, b""), material, world.agreed, None)
@@ -68,16 +89,29 @@ def test_the_newest_are_kept_and_policies_that_nobody_claims_go(world, identity,
         signed, material = claimed(world, identity, index)
         snapshot = bytes([index])
         claim = Claim(**{**signed.record.model_dump(), "model": digest(snapshot)})
-        paths.append(save_claim(tmp_path, Signed(claim, b""), material, world.agreed, snapshot, keep=2))
+        paths.append(
+            save_claim(tmp_path, Signed(claim, b""), material, world.agreed, snapshot, keep=2)
+        )
         os.utime(paths[-1], ns=(index, index))
     assert {path.name for path in tmp_path.glob("*.claim")} == {path.name for path in paths[2:]}
-    assert {path.stem for path in tmp_path.glob("*.safetensors")} == {digest(bytes([index])).hex() for index in (2, 3)}
+    assert {path.stem for path in tmp_path.glob("*.safetensors")} == {
+        digest(bytes([index])).hex() for index in (2, 3)
+    }
 
 
 def test_damaged_files_and_unknown_ids_are_one_sentence(world, identity, tmp_path):
     path = kept(world, identity, tmp_path)
-    assert find_claim(path.stem, [tmp_path]) == find_claim(path.stem[:6], [tmp_path]) == find_claim(str(path), []) == path
-    for name, said in (("../../etc", "no claim's id"), ("abc", "4 or more"), ("0" * 64, "There is no claim")):
+    assert (
+        find_claim(path.stem, [tmp_path])
+        == find_claim(path.stem[:6], [tmp_path])
+        == find_claim(str(path), [])
+        == path
+    )
+    for name, said in (
+        ("../../etc", "no claim's id"),
+        ("abc", "4 or more"),
+        ("0" * 64, "There is no claim"),
+    ):
         with pytest.raises(VerifyError, match=said):
             find_claim(name, [tmp_path])
     (tmp_path / f"{path.stem[:10]}x.claim").write_bytes(b"")
@@ -93,7 +127,10 @@ def test_damaged_files_and_unknown_ids_are_one_sentence(world, identity, tmp_pat
 
 
 def test_check_accepts_and_refuses(world, identity, tmp_path):
-    good, bad = kept(world, identity, tmp_path), kept(world, identity, tmp_path, 1, planted_prompt="count: aaaa")
+    good, bad = (
+        kept(world, identity, tmp_path),
+        kept(world, identity, tmp_path, 1, planted_prompt="count: aaaa"),
+    )
     table = tmp_path / "calibration"
     save_calibration(world.calibration, table)
     # The world's policy has tiny's own size, so the command can make one for it.
@@ -132,7 +169,18 @@ def test_check_looks_at_the_signature_and_says_what_it_lacks(world, identity, tm
 
 def test_calibrate_writes_a_file_and_warns(tmp_path):
     out = tmp_path / "calibration"
-    options = ("--model", "tiny:copy:5", "--dtypes", "fp32,bf16", "--claims", 20, "--max-tokens", 4, "--group", 2)
+    options = (
+        "--model",
+        "tiny:copy:5",
+        "--dtypes",
+        "fp32,bf16",
+        "--claims",
+        20,
+        "--max-tokens",
+        4,
+        "--group",
+        2,
+    )
     done = shoal("verify", "calibrate", *options, "--out", out, "--json")
     assert done.exception is None
     report = json.loads(done.stdout.splitlines()[-1])
@@ -159,13 +207,21 @@ BOTH = ("float32", "bfloat16")
 
 
 def noisy(weight):
-    return weight + 0.004 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return weight + 0.004 * weight.std() * torch.randn(
+        weight.shape, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def statistics(world, checker, policy=None):
-    found = [world.check(world.proven(index, policy, dtype="bfloat16"), checker) for index in range(8)]
+    found = [
+        world.check(world.proven(index, policy, dtype="bfloat16"), checker) for index in range(8)
+    ]
     assert {one.pair.prover for each in found for one in each.measured} == {"bfloat16"}
-    assert all(one.kernel.startswith(f"torch {torch.__version__}, cpu") for each in found for one in each.measured)
+    assert all(
+        one.kernel.startswith(f"torch {torch.__version__}, cpu")
+        for each in found
+        for one in each.measured
+    )
     return [each.statistics["activations_statistic"] for each in found]
 
 
@@ -184,20 +240,29 @@ def test_claims_of_two_dtypes_are_checked_in_turn_and_do_not_round_each_others_w
         proven = world.proven(number, dtype=dtype)
         finding = checker.check(world.claim(proven), proven.material, held)
         assert finding.accepted, finding.reason
-        assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} <= {(dtype, dtype)}
+        assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} <= {
+            (dtype, dtype)
+        }
         assert finding.measured
         assert finding.statistics["error of values (ulp)"] < (0.01 if dtype == "float32" else 0.3)
 
 
 def test_a_claim_says_by_what_it_was_computed(world):
     capability = torch.backends.cpu.get_cpu_capability()
-    assert decode_material(world.proven().material).kernel == f"torch {torch.__version__}, cpu {capability}"[:64]
+    assert (
+        decode_material(world.proven().material).kernel
+        == f"torch {torch.__version__}, cpu {capability}"[:64]
+    )
 
 
 def test_a_calibration_serves_in_the_provers_dtype_or_else_in_float32(world, tmp_path):
     def kept(*pairs):
         path = tmp_path / "calibration"
-        chosen = {pair: honest for pair, honest in world.calibration.pairs.items() if (pair.prover, pair.verifier) in pairs}
+        chosen = {
+            pair: honest
+            for pair, honest in world.calibration.pairs.items()
+            if (pair.prover, pair.verifier) in pairs
+        }
         save_calibration(Calibration(chosen), path)
         found = read_calibration(path, "tiny", ["bfloat16"])
         return own_dtypes(found, "tiny", ["bfloat16"])
@@ -234,4 +299,6 @@ def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_check
     assert decode_material(made.material).dtype == "bfloat16"
     finding = bob.prepare(lambda line: None).check(made.claim, made.material, made.snapshot)
     assert finding.accepted, finding.reason
-    assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} == {("bfloat16", "bfloat16")}
+    assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} == {
+        ("bfloat16", "bfloat16")
+    }

@@ -49,12 +49,27 @@ class World:
         verifiers = tuple(self.says)
         trial = Trial(verifiers, ("valid",) * len(verifiers))
         for verifier, evidence in self.says.items():
-            data = evidence if isinstance(evidence, bytes) else json.dumps({"odds": evidence}).encode()
-            self.ledger.add(Reveal(peer=verifier, case=claim.id, attempt=0, vote="valid", evidence=data, salt=bytes(32)))
-        self.electorates[self.round] = Electorate(self.round, bytes(32), {peer: peer.partition("-")[0] for peer in verifiers})
+            data = (
+                evidence if isinstance(evidence, bytes) else json.dumps({"odds": evidence}).encode()
+            )
+            self.ledger.add(
+                Reveal(
+                    peer=verifier,
+                    case=claim.id,
+                    attempt=0,
+                    vote="valid",
+                    evidence=data,
+                    salt=bytes(32),
+                )
+            )
+        self.electorates[self.round] = Electorate(
+            self.round, bytes(32), {peer: peer.partition("-")[0] for peer in verifiers}
+        )
         self.rulings = {claim.id: Ruling(claim, "valid", (trial,), None, opened)}
         standing = Standing(bans=self.bans)
-        alarms = self.history.settle(Table(self.round, {peer: standing}, self.rulings), self.ledger, self.electorates)
+        alarms = self.history.settle(
+            Table(self.round, {peer: standing}, self.rulings), self.ledger, self.electorates
+        )
         return voted, alarms
 
     def until_alarm(self, value, most=60):
@@ -198,7 +213,10 @@ def test_a_series_that_is_full_is_followed_by_another(world, monkeypatch):
 
 def test_a_damaged_file_is_one_sentence_and_no_evidence(world, caplog):
     world.path.write_bytes(b"not a database" * 100)
-    with pytest.raises(VerifyError, match=r"^The evidence in '.*evidence.sqlite' cannot be used \(.*\): free space, or move"):
+    with pytest.raises(
+        VerifyError,
+        match=r"^The evidence in '.*evidence.sqlite' cannot be used \(.*\): free space, or move",
+    ):
         EvidenceFile(world.path).peers()
     voted, alarms = world.check(0.3)
     assert (voted.accepted, alarms, voted.statistics["odds"]) == (True, [], 1.0)
@@ -213,9 +231,14 @@ SAID = b'{"odds":5e4}'
 def read(evidence, mark="valid", more=()):
     claim = claim_of("ann", 3)
     ledger = Ledger(
-        [Reveal(peer="bob", case=claim.id, attempt=0, vote="valid", evidence=e, salt=bytes(32)) for e in (evidence, *more)]
+        [
+            Reveal(peer="bob", case=claim.id, attempt=0, vote="valid", evidence=e, salt=bytes(32))
+            for e in (evidence, *more)
+        ]
     )
-    return stated(Table(3, {}, {claim.id: Ruling(claim, "valid", (Trial(("bob",), (mark,)),))}), ledger, {})
+    return stated(
+        Table(3, {}, {claim.id: Ruling(claim, "valid", (Trial(("bob",), (mark,)),))}), ledger, {}
+    )
 
 
 def test_a_statement_is_read():
@@ -244,13 +267,26 @@ def test_the_newest_statement_counts_and_that_of_an_appeal():
         (claims[0].id, 0, "bob", 2.0), (claims[1].id, 0, "bob", 3.0), (dispute.id, 0, "cat", 4.0), (claims[1].id, 1, "cat", 5.0),
     )  # fmt: skip
     ledger = Ledger(
-        Reveal(peer=peer, case=case, attempt=attempt, vote="valid", evidence=json.dumps({"odds": odds}).encode(), salt=bytes(32))
+        Reveal(
+            peer=peer,
+            case=case,
+            attempt=attempt,
+            vote="valid",
+            evidence=json.dumps({"odds": odds}).encode(),
+            salt=bytes(32),
+        )
         for case, attempt, peer, odds in cases
     )
     bob, cat = Trial(("bob",), ("valid",)), Trial(("cat",), ("valid",))
-    rulings = {claims[1].id: Ruling(claims[1], "valid", (bob, cat), dispute), claims[0].id: Ruling(claims[0], "valid", (bob,))}
+    rulings = {
+        claims[1].id: Ruling(claims[1], "valid", (bob, cat), dispute),
+        claims[0].id: Ruling(claims[0], "valid", (bob,)),
+    }
     said = stated(Table(5, {}, rulings), ledger, {})["ann"]
-    assert {peer: round(math.exp(odds), 6) for peer, odds in said.items()} == {"bob": 3.0, "cat": 4.0}
+    assert {peer: round(math.exp(odds), 6) for peer, odds in said.items()} == {
+        "bob": 3.0,
+        "cat": 4.0,
+    }
 
 
 @pytest.fixture
@@ -285,13 +321,21 @@ def test_json_has_every_claim_with_its_odds(folder):
     odds = [one["odds"] for one in series["counted"]]
     assert node["odds"] == series["odds"] == max(odds) > 20_000
     assert odds == sorted(odds)
-    assert json.loads(run("else", "--json", "--folder", str(folder)).output)["nodes"][0]["alarm"] is False
+    assert (
+        json.loads(run("else", "--json", "--folder", str(folder)).output)["nodes"][0]["alarm"]
+        is False
+    )
 
 
 def test_people_read_the_decision_and_the_newest_claims(folder):
     shown = run("…f-ann").output
-    assert shown.startswith(f"peer peer-of-ann; an alarm at odds of 20,000 to 1\n{folder}: an alarm, odds of ")
-    assert "1. activations of tiny, float32 checked in float32: 12 claims of rounds 1 to 23, odds up to " in shown
+    assert shown.startswith(
+        f"peer peer-of-ann; an alarm at odds of 20,000 to 1\n{folder}: an alarm, odds of "
+    )
+    assert (
+        "1. activations of tiny, float32 checked in float32: 12 claims of rounds 1 to 23, odds up to "
+        in shown
+    )
     newest = EvidenceFile(folder / NAME).claims("peer-of-ann", 1)[-1]
     last = shown.rstrip().splitlines()[-1]
     assert last.strip().startswith(f"{newest.claim[:12]}  round 23  odds ")
@@ -310,7 +354,10 @@ def test_a_claim_that_an_earlier_version_stored_has_no_kernel(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nobody"], "No claim was counted of 'nobody' in runs/node: name the peer as `shoal peers` shows it"),
+        (
+            ["nobody"],
+            "No claim was counted of 'nobody' in runs/node: name the peer as `shoal peers` shows it",
+        ),
         (["bob"], "No claim was counted of 'bob'"),  # too short
         (["peer-of"], "2 peers are called 'peer-of'"),
     ],

@@ -17,7 +17,13 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL, DecisionLog, GroupCommit, MemberState
+from shoal.swarm.exchange.group.leader import (
+    DECISION_PROTOCOL,
+    LEADER_PROTOCOL,
+    DecisionLog,
+    GroupCommit,
+    MemberState,
+)
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL, AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
@@ -33,10 +39,20 @@ WAYS = pytest.mark.parametrize("codec", [FLOAT32, codec_named("int8")], ids=["al
 def test_of_what_was_gathered_the_mean_alone_is_held_and_it_is_computed_once():
     shapes = ((2, 3), (4,))
     own = SimpleNamespace(tensors=lambda: [torch.full(shape, 6.0) for shape in shapes])
-    mine = SimpleNamespace(codec=FLOAT32, shapes=shapes, even=0, key=RoundKey(SWARM, 0), payload=own)
-    payloads = {peer: FLOAT32.encode([torch.full(shape, value) for shape in shapes]) for peer, value in (("b", 3.0), ("c", 9.0))}
+    mine = SimpleNamespace(
+        codec=FLOAT32, shapes=shapes, even=0, key=RoundKey(SWARM, 0), payload=own
+    )
+    payloads = {
+        peer: FLOAT32.encode([torch.full(shape, value) for shape in shapes])
+        for peer, value in (("b", 3.0), ("c", 9.0))
+    }
     held = [weakref.ref(payload) for payload in payloads.values()]
-    gathered = Gathered("a", mine, TRUSTING, {"a": (1.0, None), **{peer: (1.0, payload) for peer, payload in payloads.items()}})
+    gathered = Gathered(
+        "a",
+        mine,
+        TRUSTING,
+        {"a": (1.0, None), **{peer: (1.0, payload) for peer, payload in payloads.items()}},
+    )
     del payloads
     assert all(held)
     means = [gathered.mean(), gathered.mean()]
@@ -107,7 +123,9 @@ def check_same(handles, dead=()):
 
 
 @WAYS
-def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(school, attempts, codec):
+def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(
+    school, attempts, codec
+):
     peers = school.peers(5)
     torch.manual_seed(0)
     tensors = [torch.randn(LARGE) for _ in peers]
@@ -117,7 +135,9 @@ def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(scho
     ]
     mean = check_same(handles)
     expected = sum(tensor * (1.0 + number) for number, tensor in enumerate(tensors)) / 15
-    torch.testing.assert_close(mean.tensors[0], expected, rtol=1e-6, atol=1e-6 if codec is FLOAT32 else 0.05)
+    torch.testing.assert_close(
+        mean.tensors[0], expected, rtol=1e-6, atol=1e-6 if codec is FLOAT32 else 0.05
+    )
     if codec is FLOAT32:  # whatever arrived first
         in_order = torch.zeros(LARGE)
         for number in sorted(range(5), key=lambda number: peers[number].id):
@@ -126,22 +146,32 @@ def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(scho
     assert attempts == [("allreduce" if codec is FLOAT32 else "gather", 5, True)]
     payload = codec.nbytes([LARGE])
     for peer in peers:  # an all-reduce sends 2 (K - 1) / K payloads, gathering K - 1
-        assert peer.host.traffic.sent == pytest.approx((1.6 if codec is FLOAT32 else 4) * payload, rel=0.05)
+        assert peer.host.traffic.sent == pytest.approx(
+            (1.6 if codec is FLOAT32 else 4) * payload, rel=0.05
+        )
 
 
 def called(peers):
     """Who has opened a stream for payloads to whom, in order."""
-    return [(caller, other) for caller, other, protocol in peers[0].network.opened if protocol == PAYLOAD_PROTOCOL]
+    return [
+        (caller, other)
+        for caller, other, protocol in peers[0].network.opened
+        if protocol == PAYLOAD_PROTOCOL
+    ]
 
 
 @WAYS
 def test_streams_between_members_stay_open_for_their_next_groups(school, codec):
     peers = school.peers(4)
     for round in range(8):
-        check_same([peer.start(round, float(number), codec, LARGE) for number, peer in enumerate(peers)])
+        check_same(
+            [peer.start(round, float(number), codec, LARGE) for number, peer in enumerate(peers)]
+        )
     calls = called(peers)
     assert len(calls) == len(set(calls))
-    assert {frozenset(call) for call in calls} == {frozenset((a.id, b.id)) for a in peers for b in peers if a is not b}
+    assert {frozenset(call) for call in calls} == {
+        frozenset((a.id, b.id)) for a in peers for b in peers if a is not b
+    }
 
 
 @WAYS
@@ -149,7 +179,9 @@ def test_for_what_a_new_stream_takes_at_once_none_is_kept(school, codec):
     """Of a kept one's window a part is used up: the rest would wait for a round trip."""
     peers = school.peers(4)
     for round in range(2):
-        check_same([peer.start(round, float(number), codec, (4,)) for number, peer in enumerate(peers)])
+        check_same(
+            [peer.start(round, float(number), codec, (4,)) for number, peer in enumerate(peers)]
+        )
     assert len(called(peers)) == 2 * (12 if codec is FLOAT32 else 6)
     assert not any(peer.exchange._streams._kept._idle for peer in peers)
 
@@ -158,12 +190,21 @@ def test_of_two_members_that_gather_the_leader_calls_else_the_first_in_order(sch
     leader, *others = school.ranked(school.peers(4))
     check_same(start([leader, *others], codec_named("int8")))
     first, second, third = sorted(peer.id for peer in others)
-    expected = [(leader.id, first), (leader.id, second), (leader.id, third), (first, second), (first, third), (second, third)]
+    expected = [
+        (leader.id, first),
+        (leader.id, second),
+        (leader.id, third),
+        (first, second),
+        (first, third),
+        (second, third),
+    ]
     assert sorted(called(others)) == sorted(expected)
 
 
 @WAYS
-def test_a_kept_stream_that_its_other_end_has_just_ended_is_replaced(school, monkeypatch, attempts, codec):
+def test_a_kept_stream_that_its_other_end_has_just_ended_is_replaced(
+    school, monkeypatch, attempts, codec
+):
     peers = school.peers(4)
     check_same(start(peers, codec))
     kept = {stream for peer in peers for stream in peer.exchange._streams._kept._idle}
@@ -172,7 +213,9 @@ def test_a_kept_stream_that_its_other_end_has_just_ended_is_replaced(school, mon
 
     async def end():
         for peer in peers:
-            monkeypatch.setattr(peer.host, "usable", lambda stream: True)  # the end of the stream is still on its way
+            monkeypatch.setattr(
+                peer.host, "usable", lambda stream: True
+            )  # the end of the stream is still on its way
             for stream in set(peer.host.streams) - kept:
                 stream.abort()
 
@@ -191,8 +234,13 @@ def test_who_leads_may_choose_to_gather_always(school, attempts):
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all_reduced(school, attempts, name):
-    handles = [peer.start(0, float(number), codec_named(name), (3,)) for number, peer in enumerate(school.peers(5))]
+def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all_reduced(
+    school, attempts, name
+):
+    handles = [
+        peer.start(0, float(number), codec_named(name), (3,))
+        for number, peer in enumerate(school.peers(5))
+    ]
     assert check_same(handles).tensors[0].tolist() == [2.0] * 3
     assert attempts == [("allreduce", 5, True)]
 
@@ -200,7 +248,9 @@ def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all
 @pytest.mark.thinned(3)
 @WAYS
 @pytest.mark.parametrize("how", ["dies", "stops"])
-def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkeypatch, attempts, codec, how):
+def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(
+    school, monkeypatch, attempts, codec, how
+):
     peers = school.ranked(school.peers(5, chunk_timeout=3.0))
     victim, frozen = peers[-1], []
     freeze(monkeypatch, frozen)
@@ -241,7 +291,9 @@ def test_who_reported_and_then_went_has_no_say_in_what_is_common():
 
 
 @WAYS
-def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(school, monkeypatch, codec):
+def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(
+    school, monkeypatch, codec
+):
     leader, *others = peers = school.ranked(school.peers(4))
     reports = GroupCommit._reports
 
@@ -273,7 +325,9 @@ def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school,
 
 
 @WAYS
-def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(school, monkeypatch, codec):
+def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(
+    school, monkeypatch, codec
+):
     leader, heard, *_ = peers = school.ranked(school.peers(4))
     tell, told = GroupCommit._send, asyncio.Event()
 
@@ -321,7 +375,9 @@ def test_a_contribution_that_is_not_finite_is_left_out(school, attempts, poison,
     assert mean.members == tuple(sorted(peer.id for peer in peers[:-1]))
     assert mean.tensors[0][0, 0].item() == pytest.approx((count - 2) / 2)
     assert bad.result() is None
-    assert [way for way, _, _ in attempts] == (["gather"] if count == 3 else ["allreduce", "gather"])
+    assert [way for way, _, _ in attempts] == (
+        ["gather"] if count == 3 else ["allreduce", "gather"]
+    )
 
 
 def test_a_payload_that_does_not_match_its_digest_is_left_out(school, monkeypatch):
@@ -375,15 +431,21 @@ def reseal(listed, change, identity=None):
 )  # fmt: skip
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
-    monkeypatch.setattr(group_lead, "encode_roster", lambda listed: encode_roster(forge(list(listed))))
+    monkeypatch.setattr(
+        group_lead, "encode_roster", lambda listed: encode_roster(forge(list(listed)))
+    )
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert means == [None] * 3
 
 
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0, screen=GATHERS)
-    monkeypatch.setattr(group_lead, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
-    means = {peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)}
+    monkeypatch.setattr(
+        group_lead, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0}))
+    )
+    means = {
+        peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)
+    }
     assert means[min(means)] is None  # whose place was taken
     for mean in means.values():
         assert mean is None or (set(mean.members) < set(means) and mean.weight == len(mean.members))
@@ -434,7 +496,9 @@ def test_a_ready_message_that_another_peer_signed_is_refused(school, network):
 
     async def lie():
         stream = await liar.host.open(victim.id, LEADER_PROTOCOL, timeout=30)
-        mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32))
+        mine = encode_contribution(
+            SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32)
+        )
         await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 30)
         return unpack(await stream.receive(GroupReceipt.LIMIT, 30), GroupReceipt)
 
@@ -455,7 +519,9 @@ def test_strangers_get_no_payload(school, monkeypatch):
             await stream.receive(1 << 20, 3.0)
 
     async def running(gathering):
-        await stranger.exchange._streams.call(gathering._me, gathering.group.nonce, 1 << 20, nothing)
+        await stranger.exchange._streams.call(
+            gathering._me, gathering.group.nonce, 1 << 20, nothing
+        )
         refused.append(gathering._me)
         await run(gathering)
 
@@ -495,9 +561,13 @@ def test_a_rounds_payloads_are_gone_with_its_mean(school):
     try:
         assert None not in [handle.result() for handle in start(peers, FLOAT32)]
         for peer in peers:
-            peer.host.call(asyncio.sleep(0.1), 5)  # the rest of the round, in the simulated loop's time
+            peer.host.call(
+                asyncio.sleep(0.1), 5
+            )  # the rest of the round, in the simulated loop's time
         assert [
-            type(held).__name__ for held in gc.get_objects() if type(held).__name__ in ("Gathered", "EncodedContribution")
+            type(held).__name__
+            for held in gc.get_objects()
+            if type(held).__name__ in ("Gathered", "EncodedContribution")
         ] == []
     finally:
         gc.enable()

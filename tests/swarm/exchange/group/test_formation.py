@@ -21,9 +21,14 @@ def test_several_fragments_are_in_flight_at_once_in_any_order(school):
     handles = {}
     for number, peer in enumerate(three):
         for fragment in (0, 1, 2) if number else (2, 0, 1):
-            handles[peer.id, fragment] = peer.start(fragment, 10.0 * fragment + number, fragment=fragment, shape=(fragment + 2,))
+            handles[peer.id, fragment] = peer.start(
+                fragment, 10.0 * fragment + number, fragment=fragment, shape=(fragment + 2,)
+            )
     for fragment in (1, 2, 0):
-        assert school.values([handles[peer.id, fragment] for peer in three]) == [pytest.approx(10.0 * fragment + 1.0)] * 3
+        assert (
+            school.values([handles[peer.id, fragment] for peer in three])
+            == [pytest.approx(10.0 * fragment + 1.0)] * 3
+        )
     assert [peer.exchange.next_round for peer in three] == [3, 3, 3]
 
 
@@ -63,7 +68,11 @@ def test_peers_in_their_own_time_always_find_their_group(school):
 def not_led(school, peers, place, after):
     """Return a round whose peer at ``place`` does not lead the round ``after`` it: who waited for it in vain passes it over."""
     ranked = school.ranked
-    return next(round for round in range(1, 100, 3) if ranked(peers, round)[place] is not ranked(peers, round + after)[0])
+    return next(
+        round
+        for round in range(1, 100, 3)
+        if ranked(peers, round)[place] is not ranked(peers, round + after)[0]
+    )
 
 
 def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_them_again(school):
@@ -82,13 +91,19 @@ def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school
     four = school.peers(4, wait=4.0, fragments=3)
     first = not_led(school, four, -1, 3)
     *others, slow = school.ranked(four, first)
-    assert school.values([peer.start(first, 3.0, fragment=1) for peer in others]) == [pytest.approx(3.0)] * 3
+    assert (
+        school.values([peer.start(first, 3.0, fragment=1) for peer in others])
+        == [pytest.approx(3.0)] * 3
+    )
     for peer in four:
         peer.rounds = {other.id: first + 1 for other in others}
     late = slow.start(first, 7.0, fragment=1)
     school.until(lambda: sum(peer.waiting(first + 3, fragment=1) for peer in four) == 1)
     assert slow.exchange.next_round == first + 4
-    assert school.values([*(peer.start(first + 3, 3.0, fragment=1) for peer in others), late]) == [4.0] * 4
+    assert (
+        school.values([*(peer.start(first + 3, 3.0, fragment=1) for peer in others), late])
+        == [4.0] * 4
+    )
 
 
 def test_what_belongs_to_its_round_does_not_move(school):
@@ -115,12 +130,18 @@ def test_a_newcomer_that_counts_its_fragments_otherwise_is_put_into_step(school)
         peer.sees = [other.id for other in old]
     # The others send fragment 0 in even rounds; a newcomer that leads its own odd round has nobody to tell it.
     odd = next(round for round in range(5, 100, 2) if school.ranked(four, round)[0] is not new)
-    assert school.values([peer.start(odd - 1, 1.0, fragment=0) for peer in old]) == [pytest.approx(1.0)] * 3
+    assert (
+        school.values([peer.start(odd - 1, 1.0, fragment=0) for peer in old])
+        == [pytest.approx(1.0)] * 3
+    )
     for peer in four:
         peer.sees, peer.rounds = None, {other.id: odd for other in old}
     handle = new.start(odd, 5.0, fragment=0)
     school.until(lambda: new.exchange.next_round == odd + 2)
-    assert school.values([*(peer.start(odd + 1, 1.0, fragment=0) for peer in old), handle]) == [2.0] * 4
+    assert (
+        school.values([*(peer.start(odd + 1, 1.0, fragment=0) for peer in old), handle])
+        == [2.0] * 4
+    )
 
 
 def test_a_dead_leader_is_passed_over_at_once(school):
@@ -184,7 +205,9 @@ def test_who_is_rounds_ahead_is_not_waited_for_at_all(school, monkeypatch):
     assert [handle.result(60.0).weight for handle in handles] == [3.0] * 3
 
 
-def test_who_began_this_round_and_is_on_its_way_is_waited_for_until_it_was_probed(school, monkeypatch):
+def test_who_began_this_round_and_is_on_its_way_is_waited_for_until_it_was_probed(
+    school, monkeypatch
+):
     monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
     *others, third = school.ranked(school.peers(3, wait=500.0))
     for peer in others:
@@ -193,10 +216,14 @@ def test_who_began_this_round_and_is_on_its_way_is_waited_for_until_it_was_probe
     school.until(lambda: others[0].waiting() == 2)
     assert school.values([*handles, third.start(0, 4.0)]) == [2.0] * 3
     monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
-    round = next(round for round in range(1, 100) if school.ranked([*others, third], round)[0] is others[0])
+    round = next(
+        round for round in range(1, 100) if school.ranked([*others, third], round)[0] is others[0]
+    )
     for peer in others:
         peer.rounds = {third.id: round + 1}
-    assert [handle.result(60.0).weight for handle in [peer.start(round, 1.0) for peer in others]] == [2.0] * 2
+    assert [
+        handle.result(60.0).weight for handle in [peer.start(round, 1.0) for peer in others]
+    ] == [2.0] * 2
     assert others[0].looked  # for how far it is
 
 
@@ -207,7 +234,10 @@ def test_a_leader_that_does_not_answer_is_passed_over(school):
         await stream.more(60)
 
     leader.host.handlers[LEADER_PROTOCOL] = stopped
-    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [pytest.approx(1.0)] * 3
+    assert (
+        school.values([peer.start(0, float(number)) for number, peer in enumerate(others)])
+        == [pytest.approx(1.0)] * 3
+    )
 
 
 def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatch):
@@ -242,15 +272,26 @@ def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school
         await stream.more(60)
 
     leader.host.handlers[LEADER_PROTOCOL] = sleeping
-    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [
+        0.5,
+        0.5,
+    ]
     asked.clear()
-    second = next(round for round in range(1, 100) if school.ranked([leader, *others], round)[0] is leader)
-    assert school.values([peer.start(second, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
+    second = next(
+        round for round in range(1, 100) if school.ranked([leader, *others], round)[0] is leader
+    )
+    assert school.values(
+        [peer.start(second, float(number)) for number, peer in enumerate(others)]
+    ) == [0.5, 0.5]
     assert asked == []
     leader.host.handlers[LEADER_PROTOCOL] = answering
     for peer in others:
         peer.issued[leader.id] = 2.0
-    third = next(round for round in range(second + 1, 200) if school.ranked([leader, *others], round)[0] is leader)
+    third = next(
+        round
+        for round in range(second + 1, 200)
+        if school.ranked([leader, *others], round)[0] is leader
+    )
     assert school.values([peer.start(third, 4.0) for peer in (*others, leader)]) == [4.0] * 3
 
 
@@ -258,9 +299,16 @@ def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(s
     *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
     for peer in others:
         peer.exchange._view.mark_absent([late.id])
-    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
-    assert late.start(0, 9.0).result() is None  # it is told the next round, and goes there when it has something new
-    round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0])
+    assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [
+        0.5,
+        0.5,
+    ]
+    assert (
+        late.start(0, 9.0).result() is None
+    )  # it is told the next round, and goes there when it has something new
+    round = next(
+        round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0]
+    )
     handles = [peer.start(round, 1.0) for peer in others]
     school.until(lambda: others[0].waiting(round) == 2)
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
@@ -274,7 +322,9 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
     first = late.start(0, 7.0)
     school.until(lambda: others[0].waiting() == 1)
     assert school.values([*(peer.start(0, 1.0) for peer in others), first]) == [3.0] * 3
-    round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[1])
+    round = next(
+        round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[1]
+    )
     handles = [peer.start(round, 1.0) for peer in others]
     school.until(lambda: others[1].waiting(round) == 2 or all(handle.done() for handle in handles))
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
@@ -288,7 +338,9 @@ def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_ag
         for round in (0, 1):
             peer.exchange._view.late.missed(late.id, round, 1)
             assert late.id not in peer.exchange._view.order(0, round + 1)
-    led, round, later = [round for round in range(2, 32) if school.ranked(three, round)[0] is late][:3]
+    led, round, later = [round for round in range(2, 32) if school.ranked(three, round)[0] is late][
+        :3
+    ]
     view, other = late.exchange._view, others[0]
     late.rounds[other.id] = round
     assert late.start(led, 9.0).result() is None
@@ -310,7 +362,10 @@ def test_who_is_turned_away_as_too_costly_does_not_wait_for_those_who_come_to_no
             peer.exchange._view.costly.missed(costly.id, round, 1)
     leads = {round: school.ranked(three, round)[0] is costly for round in range(2, 32)}
     turned_away = next(round for round in leads if not leads[round])
-    for round in (turned_away, next(later for later in leads if leads[later] and later > turned_away)):
+    for round in (
+        turned_away,
+        next(later for later in leads if leads[later] and later > turned_away),
+    ):
         assert costly.start(round, 9.0).result() is None
 
 
@@ -333,7 +388,9 @@ def test_nobody_comes(school):
     handle = peer.start()
     assert handle.result() is None
     assert time.monotonic() - began > 0.45
-    assert not handle._attempt.commit.closed  # it ended by itself: it was not called off at the exchange's limit
+    assert (
+        not handle._attempt.commit.closed
+    )  # it ended by itself: it was not called off at the exchange's limit
     assert peer.exchange.next_round == 1
 
 
@@ -363,8 +420,15 @@ def test_alone_in_the_swarm(school):
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(4, [2, 2, 2, 2]), (5, [2, 2, 3, 3, 3])])
-def test_too_many_are_dealt_into_groups_of_nearly_equal_size_and_nobody_is_left_alone(school, count, sizes):
-    means = [handle.result() for handle in [peer.start(0, float(n)) for n, peer in enumerate(school.peers(count, max_group=2))]]
+def test_too_many_are_dealt_into_groups_of_nearly_equal_size_and_nobody_is_left_alone(
+    school, count, sizes
+):
+    means = [
+        handle.result()
+        for handle in [
+            peer.start(0, float(n)) for n, peer in enumerate(school.peers(count, max_group=2))
+        ]
+    ]
     assert sorted(len(mean.members) for mean in means) == sizes
     assert sum(mean.tensors[0][0].item() for mean in means) == pytest.approx(sum(range(count)))
 
@@ -376,7 +440,10 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it(school):
     newcomer.sees = [peer.id for peer in others]
     first = newcomer.start(0, 3.0)
     school.until(lambda: others[0].waiting() == 1)
-    assert school.values([first, *(peer.start(0, 1.0) for peer in (others[0], others[1], leader))]) == [1.5] * 4
+    assert (
+        school.values([first, *(peer.start(0, 1.0) for peer in (others[0], others[1], leader))])
+        == [1.5] * 4
+    )
 
 
 def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(school):
@@ -393,13 +460,19 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
     ({"shape": (5,)}, "the tensors have other shapes or types"),
     ({"shape": (2, 2)}, "the tensors have other shapes or types"),
 ])  # fmt: skip
-def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(school, caplog, offer, reason):
+def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(
+    school, caplog, offer, reason
+):
     leader, second, odd = school.ranked(school.peers(3, wait=1.0))
     handles = [leader.start(0, 1.0), second.start(0, 3.0)]
     school.until(lambda: leader.waiting() == 2)
     assert odd.start(0, 9.0, **offer).result() is None
     assert school.values(handles) == [2.0, 2.0]
-    said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "will not exchange with this node" in record.getMessage()
+    ]
     assert any(re.search(reason, sentence) for sentence in said)
 
 
@@ -409,4 +482,7 @@ def test_mistakes_of_the_caller(school, network):
         peer.exchange.start(Contribution(RoundKey("another", 0), []))
     for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}):
         with pytest.raises(ValueError, match="must be"):
-            GroupExchange(PeerContext(peer.host, peer.host.identity, "a" * 52, "0" * 64, 0, peer.members), **wrong)
+            GroupExchange(
+                PeerContext(peer.host, peer.host.identity, "a" * 52, "0" * 64, 0, peer.members),
+                **wrong,
+            )

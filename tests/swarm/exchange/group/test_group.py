@@ -28,7 +28,12 @@ from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import stream_pair
 
 
-@given(st.sets(st.text(min_size=1), min_size=2, max_size=40), st.integers(2, 9), st.integers(0, 5), st.integers(0, 99))
+@given(
+    st.sets(st.text(min_size=1), min_size=2, max_size=40),
+    st.integers(2, 9),
+    st.integers(0, 5),
+    st.integers(0, 99),
+)
 def test_everybody_is_dealt_into_one_group_of_nearly_equal_size(peers, largest, seed, round):
     groups = partition_into_groups(seed, round, peers, largest)
     assert sorted(itertools.chain(*groups)) == sorted(peers)
@@ -44,7 +49,11 @@ def test_a_largest_group_of_one_is_a_mistake():
         partition_into_groups(0, 0, "ab", 1)
 
 
-@given(st.integers(2, 7).flatmap(lambda n: st.dictionaries(st.integers(0, n - 1), st.integers(0, 2**n - 1), max_size=n)))
+@given(
+    st.integers(2, 7).flatmap(
+        lambda n: st.dictionaries(st.integers(0, n - 1), st.integers(0, 2**n - 1), max_size=n)
+    )
+)
 def test_all_takers_hold_the_whole_mean_and_are_in_it(reports):
     held = {place: places | 1 << place for place, places in reports.items()}
     mean, takers = common(held)
@@ -102,7 +111,9 @@ def test_what_a_node_leads_says_nothing_of_its_own_rounds():
 @given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, limit):
     moved = RoundTracker(fragments).within(wanted, mine, limit)
-    assert moved == mine or (mine < moved <= min(wanted, limit) and (wanted - moved) % fragments == 0)
+    assert moved == mine or (
+        mine < moved <= min(wanted, limit) and (wanted - moved) % fragments == 0
+    )
 
 
 def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind():
@@ -113,10 +124,14 @@ def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: reported.append(context))
         one, two = (Stream("x", *ends, TrafficMeter()) for ends in stream_pair())
-        hearing = asyncio.ensure_future(HeartbeatChannel(one, 5.0).receive(loop.time() + 5.0, GroupReport))
+        hearing = asyncio.ensure_future(
+            HeartbeatChannel(one, 5.0).receive(loop.time() + 5.0, GroupReport)
+        )
         for _ in range(3):
             await asyncio.sleep(0)
-        reading = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_receive"]  # one, before Python 3.12
+        reading = [
+            task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_receive"
+        ]  # one, before Python 3.12
         two.close()
         while not all(task.done() for task in reading):
             await asyncio.sleep(0)
@@ -157,7 +172,10 @@ def test_messages_that_come_quickly_do_not_put_off_the_heartbeats():
 
     loop.run_until_complete(work())
     loop.close()
-    assert max(later - earlier for earlier, later in zip(beats, [*beats[1:], 5.0], strict=True)) <= 0.26
+    assert (
+        max(later - earlier for earlier, later in zip(beats, [*beats[1:], 5.0], strict=True))
+        <= 0.26
+    )
 
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -180,7 +198,9 @@ def hosts():
 @pytest.fixture
 def group(hosts):
     members = {host.peer_id: member(host) for host, _ in hosts}
-    contexts = [PeerContext(host, identity, SWARM, MODEL, 0, lambda: members) for host, identity in hosts]
+    contexts = [
+        PeerContext(host, identity, SWARM, MODEL, 0, lambda: members) for host, identity in hosts
+    ]
     return [GroupExchange(context, ExchangeTimeouts(20.0, 5.0)) for context in contexts]
 
 
@@ -191,12 +211,18 @@ def tensors(number, round=0):
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8+ef", "topk2+ef"])
-def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_everywhere(group, hosts, name):
+def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_everywhere(
+    group, hosts, name
+):
     codecs = [codec_named(name) for _ in group]
     twins = [codec_named(name) for _ in group]
     for round in range(2):
         handles = [
-            exchange.start(Contribution(RoundKey(SWARM, round), tensors(number, round), 1.0 + number, codecs[number]))
+            exchange.start(
+                Contribution(
+                    RoundKey(SWARM, round), tensors(number, round), 1.0 + number, codecs[number]
+                )
+            )
             for number, exchange in enumerate(group)
         ]
         means = [handle.result() for handle in handles]
@@ -206,6 +232,8 @@ def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_eve
         ])  # fmt: skip
         for mean in means:
             assert (mean.members, mean.weight) == (expected.members, 10.0)
-            for got, first, wanted in zip(mean.tensors, means[0].tensors, expected.tensors, strict=True):
+            for got, first, wanted in zip(
+                mean.tensors, means[0].tensors, expected.tensors, strict=True
+            ):
                 assert torch.equal(got, first)
                 torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)

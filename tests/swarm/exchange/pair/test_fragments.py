@@ -12,20 +12,53 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim import BFLOAT16, FLOAT32, Delayed, Every, NoLoCo, RoundKey, Streaming, StreamingDiLoCo
+from shoal.optim import (
+    BFLOAT16,
+    FLOAT32,
+    Delayed,
+    Every,
+    NoLoCo,
+    RoundKey,
+    Streaming,
+    StreamingDiLoCo,
+)
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, PairRounds, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import (
+    FORGOTTEN,
+    SHARE,
+    TERMS,
+    ExchangeTimeouts,
+    PairRounds,
+    PeerContext,
+    TrainingTime,
+)
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PairingAttempt, PairSelector, Step, make_offer, receive_offer
+from shoal.swarm.exchange.pair.calls import (
+    EXCHANGE_PROTOCOL,
+    PairingAttempt,
+    PairSelector,
+    Step,
+    make_offer,
+    receive_offer,
+)
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer
 from tests.sim.clock import VirtualLoop
-from tests.swarm.exchange.pair.test_matchmaking import LONG, MODEL, SEED, SWARM, Peer, at_once, until, value
+from tests.swarm.exchange.pair.test_matchmaking import (
+    LONG,
+    MODEL,
+    SEED,
+    SWARM,
+    Peer,
+    at_once,
+    until,
+    value,
+)
 from tests.swarm.exchange.pair.test_passed_over import directory, selector
 
 
@@ -38,7 +71,9 @@ class Overlapping(Peer):
 
     def send(self, round, value=0.0, fragment=None, shape=(4,)):
         fragment = round % self.fragments if fragment is None else fragment
-        return self.exchange.start(Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32))
+        return self.exchange.start(
+            Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32)
+        )
 
     def listens(self, round):
         pairing = self.exchange.state.under_way.get(round % self.fragments)
@@ -54,7 +89,9 @@ def test_two_peers_meet_in_all_fragments_at_once(network):
     first = [a.send(round, float(round)) for round in range(4)]
     until(lambda: len(b.held) == 4)
     assert not any(handle.done() for handle in first)
-    second = {round: b.send(round, round + 2.0) for round in range(4)}  # as an optimizer does: numbers grow
+    second = {
+        round: b.send(round, round + 2.0) for round in range(4)
+    }  # as an optimizer does: numbers grow
     assert [value(handle.result()) for handle in first] == [1.0, 2.0, 3.0, 4.0]
     assert [value(second[round].result()) for round in range(4)] == [1.0, 2.0, 3.0, 4.0]
     assert a.exchange.next_round == b.exchange.next_round == 4
@@ -76,7 +113,11 @@ def test_every_fragment_has_the_partner_of_its_round(network):
             met[peer.id, round] = handles[round].result()
 
     at_once(train, peers)
-    expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in rounds}
+    expected = {
+        (peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids))))
+        for peer in ids
+        for round in rounds
+    }
     assert {key: mean and mean.members for key, mean in met.items()} == expected
 
 
@@ -91,7 +132,9 @@ def test_a_meeting_that_breaks_off_leaves_the_other_fragments_alone(network, mon
         return await swap(self, stream, attempt, *args)
 
     monkeypatch.setattr(PairTransfer, "_swap", broken)
-    handles = [peer.send(round, float(number)) for round in (0, 1) for number, peer in ((1, a), (3, b))]
+    handles = [
+        peer.send(round, float(number)) for round in (0, 1) for number, peer in ((1, a), (3, b))
+    ]
     assert [value(handle.result()) for handle in handles] == [None, None, 2.0, 2.0]
 
 
@@ -101,7 +144,11 @@ def test_who_is_late_moves_to_the_round_of_the_same_fragment_with_all_that_it_se
     a.exchange.next_round = 8
     behind = [b.send(round, 1.0) for round in (0, 1, 2)]
     until(lambda: len(a.held) == 3)
-    assert sorted((fragment, round) for (fragment, _), (round, _) in a.held.items()) == [(0, 8), (1, 9), (2, 10)]
+    assert sorted((fragment, round) for (fragment, _), (round, _) in a.held.items()) == [
+        (0, 8),
+        (1, 9),
+        (2, 10),
+    ]
     assert b.exchange.next_round == 11  # and its last fragment is sent in that one
     on_time = [a.send(round, 3.0) for round in (8, 9, 10)]
     assert [value(handle.result()) for handle in behind + on_time] == [2.0] * 6
@@ -119,7 +166,9 @@ def test_what_the_optimizer_hands_in_before_it_knows_of_a_move_is_moved_as_far(n
     later = b.send(1, 1.0)
     until(lambda: len(a.held) == 2)
     assert b.exchange.next_round == 10
-    assert [value(handle.result()) for handle in (a.send(8, 3.0), a.send(9, 3.0), late, later)] == [2.0] * 4
+    assert [value(handle.result()) for handle in (a.send(8, 3.0), a.send(9, 3.0), late, later)] == [
+        2.0
+    ] * 4
 
 
 def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
@@ -135,7 +184,9 @@ def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
     a.send(5)
     until(lambda: b.held)
     b.send(4)
-    until(lambda: a.exchange.next_round >= 10)  # 14 where b, odd in round 8, asks a next, who is in its round 9 by then
+    until(
+        lambda: a.exchange.next_round >= 10
+    )  # 14 where b, odd in round 8, asks a next, who is in its round 9 by then
 
 
 def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(network, monkeypatch):
@@ -168,15 +219,25 @@ def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(networ
 
 def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twice(network):
     """The node that accepted listens on, and meets who comes next."""
-    (a, later), partner = [Overlapping(network, wait=0.2, overlap=True) for _ in range(2)], network.host()
-    round = next(r for r in range(1000) if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None)
+    (a, later), partner = (
+        [Overlapping(network, wait=0.2, overlap=True) for _ in range(2)],
+        network.host(),
+    )
+    round = next(
+        r
+        for r in range(1000)
+        if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None
+    )
     handle = a.send(round, 1.0)
 
     until(lambda: a.listens(round))
 
     async def call_and_go():
         context = PeerContext(partner, partner.identity, SWARM, MODEL, SEED, dict)
-        mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, round, round % 4), [torch.zeros(4)], 1.0, FLOAT32, 0))
+        mine = encode_contribution(
+            SWARM,
+            Contribution(RoundKey(SWARM, round, round % 4), [torch.zeros(4)], 1.0, FLOAT32, 0),
+        )
         stream = await partner.open(a.id, EXCHANGE_PROTOCOL, timeout=LONG)
         await stream.send(make_offer(context, mine, bytes(16)), LONG)
         answer = unpack(await stream.receive(Answer.LIMIT, LONG), Answer)
@@ -192,7 +253,11 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
     other = later.send(round, 3.0)
     until(lambda: handle.done() and other.done())
     assert [value(handle.result()), value(other.result())] == [2.0, 2.0]
-    round = next(r for r in range(round + 4, 1000, 4) if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None)
+    round = next(
+        r
+        for r in range(round + 4, 1000, 4)
+        if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None
+    )
     a.send(round)
     until(lambda: a.listens(round))
     assert partner.submit(call_and_go()).result(LONG) == "accept"
@@ -265,7 +330,9 @@ def test_a_round_that_is_left_out_keeps_every_number_in_its_step(fragments, even
 
 
 @given(st.integers(1, 5), st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 60))
-def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(fragments, round, next_round, at):
+def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(
+    fragments, round, next_round, at
+):
     rounds, fragment = PairRounds(fragments), round % fragments
     rounds.next_round = next_round
     instead = rounds.instead(round, fragment, at)
@@ -287,14 +354,29 @@ def test_while_training_goes_on_nobody_is_sent_to_a_round_that_nobody_has_begun(
     assert [rounds.through(round, 0, None) for round in (4, 8, 12)] == [False, True, False]
     assert not rounds.through(8, 0, 8)
     rounds.move(9, 17, 1)  # and with it all others, so that it will not be in 10, 11, 12
-    assert [rounds.instead(round, 0, None) for round in (4, 8, 12, 16, 20)] == [8, None, None, None, None]
-    assert [rounds.through(round, 0, None) for round in (8, 12, 16, 20)] == [True, True, True, False]
+    assert [rounds.instead(round, 0, None) for round in (4, 8, 12, 16, 20)] == [
+        8,
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert [rounds.through(round, 0, None) for round in (8, 12, 16, 20)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(network):
     """Until then the node listens; who comes late, but before, is met."""
     peers = [Overlapping(network, wait=0.2, overlap=True) for _ in range(3)]
-    round = next(r for r in range(1000) if partner_of(SEED, r, peers[0].id, [peer.id for peer in peers]) is None)
+    round = next(
+        r
+        for r in range(1000)
+        if partner_of(SEED, r, peers[0].id, [peer.id for peer in peers]) is None
+    )
     handle = peers[0].send(round, 1.0)
     until(lambda: peers[0].listens(round))
     assert not handle.done()
@@ -349,11 +431,17 @@ def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, l
 
 def test_failures_are_forgotten_no_faster_with_fragments():
     """Rounds are sent four times as often, so four times as many of them are the same time."""
-    plain, cut = selector("peer-0", directory(2)), PairSelector(selector("peer-0", directory(2))._context, fragments=4)
+    plain, cut = (
+        selector("peer-0", directory(2)),
+        PairSelector(selector("peer-0", directory(2))._context, fragments=4),
+    )
     for node, step in ((plain, 1), (cut, 4)):
         node.passed.missed("peer-1", 0)
         assert [node.takes("peer-1", step * TERMS[0] - less) for less in (1, 0)] == [False, True]
-        assert [node.passed.lately(step * (TERMS[0] + FORGOTTEN) - less) for less in (1, 0)] == [True, False]
+        assert [node.passed.lately(step * (TERMS[0] + FORGOTTEN) - less) for less in (1, 0)] == [
+            True,
+            False,
+        ]
         node.passed.met("peer-2", step)
         node.passed.missed("peer-1", step)
         assert [node.takes("peer-1", step * TERMS[1] - less) for less in (1, 0)] == [False, True]
@@ -384,13 +472,24 @@ def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
     (Streaming(40, 4, 5), 0, 9, [6, 7, 8, 5], 10),  # after a last average the steps are others
     (Delayed(40, 2), 0, 5, [4, 3], 6),
 ])  # fmt: skip
-def test_a_newcomer_begins_in_a_round_in_which_its_fragment_is_sent(schedule, position, round, applied, expected):
+def test_a_newcomer_begins_in_a_round_in_which_its_fragment_is_sent(
+    schedule, position, round, applied, expected
+):
     opt = SimpleNamespace(schedule=schedule, position=position)
     assert in_step(opt, SimpleNamespace(round=round, applied=applied)) == expected
 
 
-FRAGMENTS, VALUES = 4, 300_000  # a fragment's payload is larger than what is too small to be used again
-OF_AN_EXCHANGE = ("PartnerContribution", "EncodedContribution", "ExchangeAttempt", "PairingAttempt", "Gathered")
+FRAGMENTS, VALUES = (
+    4,
+    300_000,
+)  # a fragment's payload is larger than what is too small to be used again
+OF_AN_EXCHANGE = (
+    "PartnerContribution",
+    "EncodedContribution",
+    "ExchangeAttempt",
+    "PairingAttempt",
+    "Gathered",
+)
 
 
 @pytest.fixture
@@ -408,14 +507,20 @@ def of_exchanges():
 
 
 def storages():
-    tensors = [held for held in gc.get_objects() if type(held) in (torch.Tensor, torch.nn.Parameter)]
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    tensors = [
+        held for held in gc.get_objects() if type(held) in (torch.Tensor, torch.nn.Parameter)
+    ]
+    found = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return {place: nbytes for place, nbytes in found.items() if nbytes >= VALUES}
 
 
 @pytest.mark.parametrize("ends", ["met", "broken", "alone"])
 def test_contributions_are_gone_with_their_mean(network, uncollected, monkeypatch, ends):
-    a, b = (Overlapping(network, wait=LONG if ends == "met" else 0.1, overlap=True) for _ in range(2))
+    a, b = (
+        Overlapping(network, wait=LONG if ends == "met" else 0.1, overlap=True) for _ in range(2)
+    )
 
     async def broken(self, stream, *args):
         stream.abort()
@@ -425,7 +530,11 @@ def test_contributions_are_gone_with_their_mean(network, uncollected, monkeypatc
         monkeypatch.setattr(PairTransfer, "_swap", broken)
     for first in range(0, 3 * FRAGMENTS, FRAGMENTS):
         senders = [(a, 1.0)] if ends == "alone" else [(a, 1.0), (b, 3.0)]
-        handles = [peer.send(round, sent) for peer, sent in senders for round in range(first, first + FRAGMENTS)]
+        handles = [
+            peer.send(round, sent)
+            for peer, sent in senders
+            for round in range(first, first + FRAGMENTS)
+        ]
         assert {value(handle.result()) for handle in handles} == {2.0 if ends == "met" else None}
         del handles
     until(lambda: not of_exchanges())  # the last coroutines have still to end
@@ -435,11 +544,19 @@ def trained(method, exchange):
     weights = [torch.nn.Parameter(torch.zeros(VALUES)) for _ in range(FRAGMENTS)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
-    return method(torch.optim.SGD(weights, lr=0.1), exchange, every=2 * FRAGMENTS, lag=2 * FRAGMENTS - 1, run=SWARM)
+    return method(
+        torch.optim.SGD(weights, lr=0.1),
+        exchange,
+        every=2 * FRAGMENTS,
+        lag=2 * FRAGMENTS - 1,
+        run=SWARM,
+    )
 
 
 def in_groups(network, peer):
-    context = PeerContext(peer.host, peer.host.identity, SWARM, MODEL, SEED, peer.members, peer.look)
+    context = PeerContext(
+        peer.host, peer.host.identity, SWARM, MODEL, SEED, peer.members, peer.look
+    )
     return GroupExchange(context, ExchangeTimeouts(LONG, 5.0, 20.0), fragments=FRAGMENTS)
 
 
@@ -448,7 +565,9 @@ def in_groups(network, peer):
     [(NoLoCo, FLOAT32), (NoLoCo, BFLOAT16), (StreamingDiLoCo, FLOAT32)],
     ids=["noloco", "noloco-bfloat16", "streaming"],
 )
-def test_all_fragments_in_flight_hold_what_was_sent_and_what_came_once(network, uncollected, method, codec):
+def test_all_fragments_in_flight_hold_what_was_sent_and_what_came_once(
+    network, uncollected, method, codec
+):
     peers = [Overlapping(network, FRAGMENTS, wait=LONG, overlap=True) for _ in range(2)]
     exchanges = [peer.exchange if method is NoLoCo else in_groups(network, peer) for peer in peers]
     made = partial(method, fragments=FRAGMENTS, codec=codec)
@@ -463,10 +582,15 @@ def test_all_fragments_in_flight_hold_what_was_sent_and_what_came_once(network, 
         for _ in range(2 * FRAGMENTS):
             for optimizer in optimizers:
                 optimizer.step()
-        assert [len(list(optimizer._in_flight)) for optimizer in optimizers] == [FRAGMENTS, FRAGMENTS]
+        assert [len(list(optimizer._in_flight)) for optimizer in optimizers] == [
+            FRAGMENTS,
+            FRAGMENTS,
+        ]
         for optimizer in optimizers:
             assert all(pending.result() is not None for pending in optimizer._in_flight)
-        until(lambda: held() == alone + 2.0)  # what was sent, and what came, in which the mean is computed
+        until(
+            lambda: held() == alone + 2.0
+        )  # what was sent, and what came, in which the mean is computed
     for optimizer in optimizers:
         optimizer.finish()
     until(lambda: held() == alone)

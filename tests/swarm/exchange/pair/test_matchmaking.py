@@ -31,23 +31,44 @@ LONG = 60.0  # a wait that no test sits out: what ends in half of it did not wai
 class Peer:
     """An exchange on a fake host, with a membership of its own."""
 
-    def __init__(self, network, model=MODEL, swarm=SWARM, wait=LONG, chunk=5.0, limit=20.0, **options):
+    def __init__(
+        self, network, model=MODEL, swarm=SWARM, wait=LONG, chunk=5.0, limit=20.0, **options
+    ):
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
-        self.model, self.sees, self.looked, self.gone, self.rounds, self.banned = model, None, 0, {}, {}, set()
+        self.model, self.sees, self.looked, self.gone, self.rounds, self.banned = (
+            model,
+            None,
+            0,
+            {},
+            {},
+            set(),
+        )
         barred = lambda peer: peer in self.banned  # noqa: E731
-        context = PeerContext(self.host, self.host.identity, swarm, model, SEED, self.members, self.look, barred)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, chunk, limit), departed=lambda: self.gone, **options)
+        context = PeerContext(
+            self.host, self.host.identity, swarm, model, SEED, self.members, self.look, barred
+        )
+        self.exchange = PairExchange(
+            context, ExchangeTimeouts(wait, chunk, limit), departed=lambda: self.gone, **options
+        )
 
     def look(self):
         self.looked += 1
 
     def members(self):
-        ids = [peer for peer in (self.network.hosts if self.sees is None else self.sees) if peer not in self.banned]
-        return {peer: self.network.member(peer, self.rounds.get(peer, 0), self.model) for peer in ids}
+        ids = [
+            peer
+            for peer in (self.network.hosts if self.sees is None else self.sees)
+            if peer not in self.banned
+        ]
+        return {
+            peer: self.network.member(peer, self.rounds.get(peer, 0), self.model) for peer in ids
+        }
 
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), run=SWARM):
-        return self.exchange.start(Contribution(RoundKey(run, round), [torch.full(shape, value)], 1.0, codec))
+        return self.exchange.start(
+            Contribution(RoundKey(run, round), [torch.full(shape, value)], 1.0, codec)
+        )
 
 
 def value(mean):
@@ -87,7 +108,11 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
             met[peer.id, round] = mean and mean.members
 
     at_once(train, peers)
-    expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in range(30)}
+    expected = {
+        (peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids))))
+        for peer in ids
+        for round in range(30)
+    }
     assert met == expected
 
 
@@ -95,13 +120,17 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
 @pytest.mark.parametrize("how", ["refused", "lost"])
 def test_calls_cross_and_one_side_cannot_dial(network, who, how):
     """Behind its router: nobody answers there, or nothing comes back at all. The call that came in is the one that counts."""
-    pair = sorted((Peer(network, wait=LONG) for _ in range(2)), key=lambda peer: rank(SEED, 0, peer.id))
+    pair = sorted(
+        (Peer(network, wait=LONG) for _ in range(2)), key=lambda peer: rank(SEED, 0, peer.id)
+    )
     stuck, other = pair[who], pair[1 - who]
     dialing = threading.Event()
 
     async def nowhere(peer_id, protocol, *, addresses=(), timeout):
         dialing.set()
-        while how == "lost" or not stuck.exchange.state.under_way[0].called.is_set():  # how soon the call comes is the machine's
+        while (
+            how == "lost" or not stuck.exchange.state.under_way[0].called.is_set()
+        ):  # how soon the call comes is the machine's
             await asyncio.sleep(0.01)
         raise NetworkError("nobody answers.", "unreachable")
 
@@ -140,9 +169,15 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
 def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
     peers = a, b, c, d = [Peer(network, wait=5.0) for _ in range(4)]
     ids = [peer.id for peer in peers]
-    first = next(r for r in range(1000) if partner_of(SEED, r, a.id, ids) == c.id and partner_of(SEED, r + 1, a.id, ids) == b.id)
+    first = next(
+        r
+        for r in range(1000)
+        if partner_of(SEED, r, a.id, ids) == c.id and partner_of(SEED, r + 1, a.id, ids) == b.id
+    )
     c.start(first)
-    assert value(a.start(first).result()) == 0.0  # in that round b and d are to meet, and neither has begun it
+    assert (
+        value(a.start(first).result()) == 0.0
+    )  # in that round b and d are to meet, and neither has begun it
     handle = a.start(first + 1, 1.0)
     until(lambda: b.exchange.held.calls)
     other = b.start(first, 5.0)
@@ -157,7 +192,9 @@ def test_nobody_answers_within_the_wait(network):
     handle = a.start()
     assert handle.result() is None
     assert time.monotonic() - began > WAIT * 0.9
-    assert not handle._attempt.commit.closed  # it ended by itself: it was not called off at the exchange's limit
+    assert (
+        not handle._attempt.commit.closed
+    )  # it ended by itself: it was not called off at the exchange's limit
     assert b.start().result(0.3) is None  # "passed" sends it to a round in which nobody is either
 
 
@@ -264,7 +301,11 @@ def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
     a, b, c, d = peers = [Peer(network) for _ in range(4)]
     ids = [peer.id for peer in peers]
     three = [b.id, c.id, d.id]
-    round = next(r for r in range(1000) if partner_of(SEED, r, a.id, ids) == b.id and partner_of(SEED, r, c.id, three) != d.id)
+    round = next(
+        r
+        for r in range(1000)
+        if partner_of(SEED, r, a.id, ids) == b.id and partner_of(SEED, r, c.id, three) != d.id
+    )
     a.host.die()
     for peer in (c, d):
         peer.sees, peer.gone = three, {a.id: network.member(a.id, round + 1)}
@@ -300,13 +341,19 @@ def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
     ({"shape": (5,)}, r"tensor 0 has shape \[[45]\] here and \[[45]\] there"),
     ({"shape": (2, 2)}, r"tensor 0 has shape \[(4|2, 2)\] here and \[(4|2, 2)\] there"),
 ])  # fmt: skip
-def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(network, caplog, offer, reason):
+def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(
+    network, caplog, offer, reason
+):
     first, second = Peer(network, wait=LONG), Peer(network, wait=LONG)
     handles = [first.start(**offer), second.start()]
     began = time.monotonic()
     assert [handle.result() for handle in handles] == [None, None]
     assert time.monotonic() - began < LONG / 2
-    said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "will not exchange with this node" in record.getMessage()
+    ]
     assert any(re.search(reason, sentence) for sentence in said)
 
 
@@ -318,7 +365,9 @@ def test_peers_of_another_swarm_or_model_are_never_met(network):
     c.sees = [c.id]
     a.sees = [a.id, c.id]
     selector = a.exchange._selector
-    selector._context = replace(selector._context, members=lambda: {c.id: network.member(c.id, model="1" * 64)})
+    selector._context = replace(
+        selector._context, members=lambda: {c.id: network.member(c.id, model="1" * 64)}
+    )
     network.opened.clear()
     assert a.start(1).result() is None
     assert network.opened == []
@@ -352,7 +401,9 @@ OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys())
+@pytest.mark.parametrize(
+    "change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys()
+)
 def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, caplog, change):
     a, partner = Peer(network), network.host()
 
@@ -384,7 +435,9 @@ def test_a_node_that_is_a_million_rounds_ahead_goes_back_and_meets_the_others_ag
             mean = peer.start(records[peer.id], 1.0).result()
             if peer is ahead and mean is not None:
                 met_again.set()
-            elif peer is ahead and (back := peer.exchange.back(peer.exchange.next_round)) is not None:
+            elif (
+                peer is ahead and (back := peer.exchange.back(peer.exchange.next_round)) is not None
+            ):
                 went_back.append(back)
 
     at_once(train, peers)
@@ -419,7 +472,10 @@ def test_few_streams_are_kept_and_none_for_long():
         assert not of_one[-2].ended
         assert len(kept._idle) == context.KEPT
         handles = list(kept._idle.values())
-        assert all(abs(handle.when() - asyncio.get_running_loop().time() - context.KEPT_S) < LONG for handle in handles)
+        assert all(
+            abs(handle.when() - asyncio.get_running_loop().time() - context.KEPT_S) < LONG
+            for handle in handles
+        )
         for stream in list(kept._idle):
             kept._end(stream)
         assert all(handle.cancelled() for handle in handles)

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution, groups, partner_of
-from shoal.swarm.exchange.context import BROKEN, FORGOTTEN, REMEMBERED, TERMS, ExchangeTimeouts, PassedOver, PeerContext
+from shoal.swarm.exchange.context import (
+    BROKEN,
+    FORGOTTEN,
+    REMEMBERED,
+    TERMS,
+    ExchangeTimeouts,
+    PassedOver,
+    PeerContext,
+)
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
 from shoal.swarm.exchange.pair.calls import PairSelector, make_offer
@@ -37,7 +45,9 @@ def directory(count):
 
 
 def selector(me, here):
-    return PairSelector(PeerContext(None, SimpleNamespace(peer_id=me), "swarm", MODEL, SEED, lambda: here))
+    return PairSelector(
+        PeerContext(None, SimpleNamespace(peer_id=me), "swarm", MODEL, SEED, lambda: here)
+    )
 
 
 @given(st.integers(2, 12), st.integers(0, 50), st.data())
@@ -83,7 +93,10 @@ def test_who_left_had_a_partner_up_to_the_round_that_it_did_not_begin():
     """Its last record states the round that would have been its next."""
     here, gone = directory(2), Directory()
     gone.see("peer-2", round=5)
-    node = PairSelector(PeerContext(None, SimpleNamespace(peer_id="peer-0"), "swarm", MODEL, SEED, lambda: here), lambda: gone)
+    node = PairSelector(
+        PeerContext(None, SimpleNamespace(peer_id="peer-0"), "swarm", MODEL, SEED, lambda: here),
+        lambda: gone,
+    )
     three = {"peer-0", "peer-1", "peer-2"}
     for round in range(10):
         peers = three if round < 5 else three - {"peer-2"}
@@ -154,10 +167,14 @@ def trained(exchanges, rounds, values, first=0):
     met = []
     for number in range(first, first + rounds):
         handles = [
-            exchange.start(Contribution(RoundKey(SWARM, number), [torch.full((4,), value)], 1.0, FLOAT32))
+            exchange.start(
+                Contribution(RoundKey(SWARM, number), [torch.full((4,), value)], 1.0, FLOAT32)
+            )
             for exchange, value in zip(exchanges, values, strict=True)
         ]
-        met.append([() if (mean := handle.result()) is None else mean.members for handle in handles])
+        met.append(
+            [() if (mean := handle.result()) is None else mean.members for handle in handles]
+        )
     return met
 
 
@@ -166,17 +183,31 @@ BY_THE_CLOCK = "on a busy machine a peer falls out of the step that this test ke
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
-    "attack", [damaged, not_a_number, hangs_up, pytest.param(busy, marks=pytest.mark.slow(reason=BY_THE_CLOCK))]
+    "attack",
+    [
+        damaged,
+        not_a_number,
+        hangs_up,
+        pytest.param(busy, marks=pytest.mark.slow(reason=BY_THE_CLOCK)),
+    ],
 )
-def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, monkeypatch, attack):
+def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(
+    network, monkeypatch, attack
+):
     """By turns they would meet in a third of the rounds."""
-    monkeypatch.setattr(pair_exchange, "WORTH", 1e9)  # these rounds are too short to be worth a wait
-    monkeypatch.setattr(pair_exchange, "LINGER", 0.04)  # of a wait that leaves a busy machine its time
+    monkeypatch.setattr(
+        pair_exchange, "WORTH", 1e9
+    )  # these rounds are too short to be worth a wait
+    monkeypatch.setattr(
+        pair_exchange, "LINGER", 0.04
+    )  # of a wait that leaves a busy machine its time
     monkeypatch.setattr(pair_exchange, "SEARCH", 0.06)
     exchanges = swarm(network, 3)
     attack(monkeypatch, exchanges[2])
     met = trained(exchanges, ROUNDS, [1.0, 3.0, float("nan") if attack is not_a_number else 1.0])
-    assert all(len(mine) in (0, 2) and (mine == theirs or not (mine and theirs)) for mine, theirs, _ in met)
+    assert all(
+        len(mine) in (0, 2) and (mine == theirs or not (mine and theirs)) for mine, theirs, _ in met
+    )
     assert not any(hostile for *_, hostile in met)
     hostile = exchanges[2]._context.me
     assert all(hostile in exchange._selector.passed.misses for exchange in exchanges[:2])
@@ -188,9 +219,13 @@ def test_three_honest_peers_are_all_met_in_turn(network):
     exchanges = swarm(network, 3)
     peers = [exchange._context.me for exchange in exchanges]
     pairs = lambda number: set(groups(SEED, number, peers)[0])  # noqa: E731
-    first = next(number for number in itertools.count(0, TERMS[0]) if pairs(number) == pairs(number + 1))  # the keys are random
+    first = next(
+        number for number in itertools.count(0, TERMS[0]) if pairs(number) == pairs(number + 1)
+    )  # the keys are random
     for number, members in enumerate(trained(exchanges, 12, [1.0, 2.0, 3.0], first), first):
-        assert [set(mine) for mine in members] == [pairs(number) if peer in pairs(number) else set() for peer in peers]
+        assert [set(mine) for mine in members] == [
+            pairs(number) if peer in pairs(number) else set() for peer in peers
+        ]
 
 
 def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
@@ -198,22 +233,37 @@ def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
     for round, back in ((0, 8), (8, 32), (32, 64), (70, 96)):
         node.passed.met("peer-2", round)
         node.passed.missed("peer-1", round)
-        assert [node.takes("peer-1", at) for at in (round, round + 1, back - 1, back)] == [False, False, False, True]
+        assert [node.takes("peer-1", at) for at in (round, round + 1, back - 1, back)] == [
+            False,
+            False,
+            False,
+            True,
+        ]
     node.passed.met("peer-1", 0)
     assert node.takes("peer-1", 96)
     node.passed.missed("peer-1", 96)
     assert node.takes("peer-1", 96 + TERMS[0])
 
 
-@given(st.lists(st.integers(0, 60), max_size=6), st.lists(st.integers(0, 60), max_size=6), st.sampled_from([1, 4]))
+@given(
+    st.lists(st.integers(0, 60), max_size=6),
+    st.lists(st.integers(0, 60), max_size=6),
+    st.sampled_from([1, 4]),
+)
 def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs, fragments):
     """With terms from each one's own failure they came back by turns, each turned away by the other: for good (seed 71291)."""
-    nodes = [PairSelector(selector(f"peer-{number}", directory(2))._context, fragments=fragments) for number in (0, 1)]
+    nodes = [
+        PairSelector(selector(f"peer-{number}", directory(2))._context, fragments=fragments)
+        for number in (0, 1)
+    ]
     for node, other, failures in zip(nodes, ("peer-1", "peer-0"), (mine, theirs), strict=True):
         for round in sorted(failures):
             node.passed.missed(other, round)
     for round in range(61, 61 + 2 * TERMS[BROKEN - 1] * fragments):
-        takes = [node.takes(other, round) for node, other in zip(nodes, ("peer-1", "peer-0"), strict=True)]
+        takes = [
+            node.takes(other, round)
+            for node, other in zip(nodes, ("peer-1", "peer-0"), strict=True)
+        ]
         if all(takes):
             return
         for number in (0, 1):
@@ -224,7 +274,11 @@ def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs,
 
 def test_who_costs_time_again_is_passed_over_for_as_long_as_it_takes_and_longer_each_time():
     """The first time this node itself may have slept: two that are all there are did not meet for 128 rounds."""
-    for over, terms in ((1, (8, 32, 128, 512, 1024)), (100, (8, 128, 512, 1024)), (500, (8, 512, 1024))):
+    for over, terms in (
+        (1, (8, 32, 128, 512, 1024)),
+        (100, (8, 128, 512, 1024)),
+        (500, (8, 512, 1024)),
+    ):
         passed, round = PassedOver(1), 0
         for back in terms:
             passed.missed("peer", round, over)
@@ -340,8 +394,15 @@ def test_over_many_swarms_the_honest_two_meet_in_nine_of_ten_rounds_after_the_fi
         met = []
         for round in range(ROUNDS):
             chosen = {peer: node.of(round)[0] for peer, node in nodes.items()}
-            listens = {peer for peer, node in nodes.items() if chosen[peer] is None and node.passed.lately(round)}
-            met.append(all(chosen[peer] == other or peer in listens for peer, other in ((a, b), (b, a))) and len(listens) < 2)
+            listens = {
+                peer
+                for peer, node in nodes.items()
+                if chosen[peer] is None and node.passed.lately(round)
+            }
+            met.append(
+                all(chosen[peer] == other or peer in listens for peer, other in ((a, b), (b, a)))
+                and len(listens) < 2
+            )
             for peer, node in nodes.items():
                 if chosen[peer] == bad and hostile:
                     node.passed.missed(bad, round)

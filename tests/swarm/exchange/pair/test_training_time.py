@@ -55,23 +55,39 @@ def timed(periods=None, wait=10.0, fragments=1, trial=0.0):
 def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
     """Let one transfer run; return its outcome, the selector's ends, the failures that were counted, and what it held."""
     context = PeerContext(None, Identity.ephemeral(), SWARM, "0" * 64, 0, dict)
-    attempt = ExchangeAttempt(encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32)))
+    attempt = ExchangeAttempt(
+        encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32))
+    )
     selector, timeouts, time = Selector(), ExchangeTimeouts(WAIT, WAIT, WAIT), timed()
     time.budget = lambda nbytes, fragment, before: budget
     time.holds.update(zip(OTHERS, holds, strict=False))
 
     async def go():
-        transfers = SimpleNamespace(run=lambda stream, attempt, theirs, caller, incoming: transfer(pairing))
+        transfers = SimpleNamespace(
+            run=lambda stream, attempt, theirs, caller, incoming: transfer(pairing)
+        )
         evidence = RoundEvidence(context, 1)
-        state = PairState(context, timeouts, transfers, selector, PairRounds(1, overlap=True), evidence, time)
+        state = PairState(
+            context, timeouts, transfers, selector, PairRounds(1, overlap=True), evidence, time
+        )
         pairing = PairingAttempt(attempt, 0)
         if awaited:
             pairing.needed.set()
         offer = SimpleNamespace(nbytes=8)
-        return await asyncio.wait_for(state.transfer(SimpleNamespace(peer_id="peer", tries=tries), pairing, offer, caller=True), 30)
+        return await asyncio.wait_for(
+            state.transfer(
+                SimpleNamespace(peer_id="peer", tries=tries), pairing, offer, caller=True
+            ),
+            30,
+        )
 
     received = asyncio.run(go())
-    return received, selector.ends, [kind for _, _, kind in attempt.stats._events], time.holds.get("peer")
+    return (
+        received,
+        selector.ends,
+        [kind for _, _, kind in attempt.stats._events],
+        time.holds.get("peer"),
+    )
 
 
 async def never(pairing):
@@ -114,7 +130,9 @@ MET, NOT_MET = [("peer", True)], [("peer", False)]
     (slow, {"tries": True, "budget": 30.0, "holds": [WAIT / 100] * 3}, (THEIRS, MET, []), False),
     (breaks_off, {"tries": True}, (None, NOT_MET, []), False),
 ])  # fmt: skip
-def test_what_takes_longer_than_its_budget_is_given_up_and_a_cost_unless_both_tried(transfer, options, outcome, measured):
+def test_what_takes_longer_than_its_budget_is_given_up_and_a_cost_unless_both_tried(
+    transfer, options, outcome, measured
+):
     *found, held = run(transfer, **options)
     assert tuple(found) == outcome
     assert measured is None or (held is not None and held >= WAIT) == measured
@@ -143,7 +161,9 @@ def test_before_there_is_a_measure_the_budget_is_for_the_bytes_also_of_the_last_
     assert timed().budget(3 * 10**6, 0) == 3 * 10**6 / FIRST_RATE > 3 * 8 / 1.0  # 3 MB at 1 Mbit/s
     time = timed({0: 3.0})
     time.holds.update(one=0.5)
-    assert time.budget(3 * 10**6, 1) == 3 * 10**6 / FIRST_RATE  # beyond the fragments of the schedule
+    assert (
+        time.budget(3 * 10**6, 1) == 3 * 10**6 / FIRST_RATE
+    )  # beyond the fragments of the schedule
 
 
 def test_rare_waits_for_a_partner_are_spared_until_they_are_a_part_of_all_time():
@@ -203,7 +223,9 @@ def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has
     time.holds.update(one=0.5)
     assert time.spent("peer", 0, 0, 1.4, whole=True) == {}  # often enough it takes so long
     assert time.spent("peer", 1, 0, 3.5, whole=True) == {"peer": math.ceil(2.0 / (GIVES * 10.0))}
-    assert time.spent("peer", 2, 0, 0.5, whole=True) == {}  # nobody is passed over for what is usual
+    assert (
+        time.spent("peer", 2, 0, 0.5, whole=True) == {}
+    )  # nobody is passed over for what is usual
 
 
 def test_what_it_costs_little_by_little_adds_up_and_what_rounds_give_is_taken_from_it():
@@ -233,12 +255,18 @@ def test_who_keeps_a_fragment_from_being_sent_costs_that_share_of_the_exchanges(
     time = timed({0: 10.0}, fragments=4)
     for one in ("one", "two", "three"):
         assert time.spent(one, 0, 0, 0.0, whole=True, took=9.0) == {}  # within a round
-    assert time.spent("peer", 1, 0, 0.0, whole=True, took=30.0) == {"peer": math.ceil(20.0 / 4 / (GIVES * 2.5))}
+    assert time.spent("peer", 1, 0, 0.0, whole=True, took=30.0) == {
+        "peer": math.ceil(20.0 / 4 / (GIVES * 2.5))
+    }
     time.took.update(dict.fromkeys(("one", "two", "three", "peer"), 30.0))
-    assert time.spent("another", 2, 0, 0.0, whole=True, took=30.0) == {}  # where all links are slow nobody is
+    assert (
+        time.spent("another", 2, 0, 0.0, whole=True, took=30.0) == {}
+    )  # where all links are slow nobody is
     time.took.update(dict.fromkeys(("one", "two", "three", "peer"), 1.0))
     time.holds.update(dict.fromkeys(("one", "two", "three", "peer"), 29.0))
-    assert time.spent("waited for", 3, 0, 29.0, whole=True, took=30.0) == {}  # no round went by without this fragment
+    assert (
+        time.spent("waited for", 3, 0, 29.0, whole=True, took=30.0) == {}
+    )  # no round went by without this fragment
 
 
 def test_a_transfer_says_that_it_moves_for_as_long_as_it_does():
@@ -288,5 +316,9 @@ def test_what_most_of_a_group_took_is_the_own_lines():
     near, far = (0.1, 0.1), (4.5, 6.0)
     assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[far, far]) == {}
     assert time.spent("peer", 1, 0, 8.0, whole=False, took=9.0, beside=[far, far]) == {}
-    assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[near, far]).keys() == {"peer"}  # one more does not excuse it
-    assert time.spent("fourth", 1, 0, 8.0, whole=False, took=9.0, beside=[(3.9, 6.0)] * 2).keys() == {"fourth"}
+    assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[near, far]).keys() == {
+        "peer"
+    }  # one more does not excuse it
+    assert time.spent(
+        "fourth", 1, 0, 8.0, whole=False, took=9.0, beside=[(3.9, 6.0)] * 2
+    ).keys() == {"fourth"}

@@ -37,7 +37,9 @@ class Pair:
         self.hosts = [exchange._context.host for exchange in self.exchanges]
 
     def start(self, place, value, round=0, codec=FLOAT32):
-        return self.exchanges[place].start(Contribution(RoundKey(SWARM, round), tensors(value), 1.0, codec))
+        return self.exchanges[place].start(
+            Contribution(RoundKey(SWARM, round), tensors(value), 1.0, codec)
+        )
 
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0, look=lambda: None):
         first = self.start(0, caller, round, codec)
@@ -97,7 +99,9 @@ def test_a_large_contribution_gets_the_time_that_a_slow_link_needs(network, monk
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("who", ["caller", "callee"])
-def test_weights_that_are_not_finite_are_refused_by_the_other_and_neither_commits(pair, poison, who):
+def test_weights_that_are_not_finite_are_refused_by_the_other_and_neither_commits(
+    pair, poison, who
+):
     began = time.monotonic()
     assert pair.run(**{who: poison}) == [None, None]
     assert time.monotonic() - began < LONG / 2
@@ -109,7 +113,9 @@ def test_large_weights_whose_sum_overflows_are_no_reason_to_refuse(pair):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits(brisk, monkeypatch, who):
+def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits(
+    brisk, monkeypatch, who
+):
     swap = Stream.swap
     liar = brisk.hosts[who]
 
@@ -193,7 +199,9 @@ def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(brisk,
     async def stalling(stream, outgoing, incoming, **options):
         if stream in silent.streams:
             options["chunk_timeout"] = LONG
-            await Stream.receive(stream, 1 << 30, LONG)  # takes the bytes as a message that never ends
+            await Stream.receive(
+                stream, 1 << 30, LONG
+            )  # takes the bytes as a message that never ends
         await swap(stream, outgoing, incoming, **options)
 
     monkeypatch.setattr(Stream, "swap", stalling)
@@ -282,7 +290,9 @@ def near(pair, number, rounds=1, far=None):
             moved = 0.01 * torch.randn(shape, generator=generator)
             codec.expect(f"run:{round}:0", [moved])
             sent.append(base + moved + (far if far is not None and place else 0.0))
-            handles.append(exchange.start(Contribution(RoundKey(SWARM, round), [sent[-1]], 1.0, codec)))
+            handles.append(
+                exchange.start(Contribution(RoundKey(SWARM, round), [sent[-1]], 1.0, codec))
+            )
             until(lambda place=place: place or pair.exchanges[1].held.calls)
         got = [handle.result() for handle in handles]
         for codec, mean in zip(codecs, got, strict=True):
@@ -312,7 +322,9 @@ def test_blocks_that_one_refuses_count_on_neither_side(pair):
     assert not one[:32].any()
     assert not other[:32].any()
     torch.testing.assert_close(one, -other, rtol=0, atol=1e-6)
-    assert one[33:].count_nonzero() > 0.8 * one[33:].numel()  # small differences vanish in the same dither
+    assert (
+        one[33:].count_nonzero() > 0.8 * one[33:].numel()
+    )  # small differences vanish in the same dither
 
 
 def test_a_callee_whose_confirm_was_lost_learns_the_refused_blocks_too(pair, monkeypatch, network):
@@ -381,7 +393,9 @@ def test_one_stream_serves_all_calls_of_a_pair(pair, network):
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_kept_stream_that_the_partner_has_ended_costs_no_round(pair, network, monkeypatch, noticed):
+def test_a_kept_stream_that_the_partner_has_ended_costs_no_round(
+    pair, network, monkeypatch, noticed
+):
     assert pair.run() == [(2.0, -2.0)] * 2
     if not noticed:  # its end is on the way when the next call begins
         monkeypatch.setattr(pair.hosts[0], "usable", lambda stream: True)
@@ -408,7 +422,9 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_would_be_here(pair, monkeypatch, early):
+def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_would_be_here(
+    pair, monkeypatch, early
+):
     monkeypatch.setattr(pair_calls, "HELD_S", 10 * LONG)
     monkeypatch.setattr(Stream, "round_trip", 0.001)
     late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early].held, 4 * 300_003
@@ -426,7 +442,9 @@ def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
     assert pair.run() == [(2.0, -2.0)] * 2
     for codec, ahead in ((BFLOAT16, False), (BFLOAT16, True), (FLOAT32, False)):
         round = pair.exchanges[0].next_round
-        handles = pair.begin(5.0, 7.0, codec, round, lambda: [stream.ahead for stream in pair.hosts[0].streams])
+        handles = pair.begin(
+            5.0, 7.0, codec, round, lambda: [stream.ahead for stream in pair.hosts[0].streams]
+        )
         assert pair.seen == [ahead]
         assert [means(handle.result()) for handle in handles] == [(6.0, -6.0)] * 2
 
@@ -455,9 +473,19 @@ def test_only_the_partners_of_two_rounds_can_fill_memory_before_a_node_is_there(
 
     async def holding():
         received, tasks = [], []
-        for peer, round, nbytes in [(me, 1, other), ("stranger", 1, full), (me, 1, full), (me, 2, full), (me, 3, full)]:
+        for peer, round, nbytes in [
+            (me, 1, other),
+            ("stranger", 1, full),
+            (me, 1, full),
+            (me, 2, full),
+            (me, 3, full),
+        ]:
             stream = Silent(peer)
-            tasks.append(asyncio.ensure_future(held.hold(stream, SimpleNamespace(round=round, fragment=0, nbytes=nbytes))))
+            tasks.append(
+                asyncio.ensure_future(
+                    held.hold(stream, SimpleNamespace(round=round, fragment=0, nbytes=nbytes))
+                )
+            )
             for _ in range(3):
                 await asyncio.sleep(0)
             received.append(stream.received)
