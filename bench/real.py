@@ -9,7 +9,8 @@ FOLDER holds a causal language model of transformers, such as SmolLM2-135M. Node
 this machine, one thread each. Every node trains on its own part of the text (bench/_real_task.py) and all are measured on the same
 held-out text: `loss_last` is the mean over the nodes, after the rounds. Beside it
 
-* `loss_alone`: the mean over the first --alone nodes, each alone with the same part, seed and number of steps, without exchange;
+* `loss_alone`: the mean over the first --alone nodes, each alone with the same part, seed, number of steps and method, without
+  partners (rows before 2026-11-28: without an outer optimizer);
 * `loss_times`, with --times N: the first node alone, with its part and N times the steps;
 * `loss_ddp`, with --ddp: data parallel training of as many nodes, computed in one process, whose batch is those of all nodes one
   after another: the same mathematics. `ddp_bytes` is what a ring all-reduce of float32 would send, computed.
@@ -256,9 +257,13 @@ def single(
         own.mkdir(parents=True, exist_ok=True)
         index = int(part.rpartition("-")[2]) if part.startswith("alone-") else 0
         steps = chosen.steps * (chosen.times if part == "times" else 1)
+        # Alone is the same method without partners; all-reduce has no outer optimizer.
+        outer = [] if part == "ddp" else chosen.outer
+        method = "none" if part == "ddp" else chosen.method
         command = [
             "up",
-            *swarm(chosen, "none", steps=steps, ddp=part == "ddp"),
+            *swarm(chosen, method, steps=steps, ddp=part == "ddp"),
+            *outer,
             *flags(chosen, index),
             *resumed(own),
         ]

@@ -78,7 +78,7 @@ def run_demo(
         single = sum(event["partner"] is None for node in ended for event in node)
         yield f"round {now} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner"
         if now == rounds and compare:
-            yield "now the same again without any exchange, to compare"
+            yield "now the same again without partners, to compare"
 
     with run_nodes(settings, keep, f"of {task_label(hooks)!r}", flags, done, said, rounds) as (
         folders,

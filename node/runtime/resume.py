@@ -52,7 +52,7 @@ class Result:
     """Held-out loss before the first step; None at a newcomer to a swarm under way, which does not wait for an evaluation."""
     loss_last: float | None = None
     loss_local: float | None = None
-    """Held-out loss of the same steps on the same shard without any exchange, where it was asked for."""
+    """Held-out loss of the same steps, shard and method without partners, where it was asked for."""
     tried: int = 0
     """Exchanges that ended: one for each fragment in a round."""
     exchanges: int = 0

@@ -153,7 +153,7 @@ class RunOptions:
     on_link: Callable[[Link], None] = lambda link: None
     """Called with the join link as soon as others can use it."""
     baseline: bool = False
-    """Train the same once more without any exchange, to compare."""
+    """Train the same once more, by the same method and without partners, to compare."""
     keep_rounds: bool = False
     """Keep the slow weights of every round in files."""
     ranks: NodeRanks | None = None

@@ -39,11 +39,10 @@ from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import make_terms, start_verification
 from shoal.optim import Alone, RoundInfo
-from shoal.optim.methods import ALONE
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings
+from shoal.swarm.manifest import Manifest, TrainSettings
 from shoal.swarm.membership.membership import Membership, create
 from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
@@ -76,17 +75,24 @@ def announce_publicly(
 
 
 def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) -> float | None:
-    """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped.
+    """Return the held-out loss of the same run without partners; None if it was stopped.
 
-    ``trainer``, whose run is over, loses its gradients and the state of its inner optimizer: with both in memory a node that just
-    fits its machine would not fit any more.
+    The same model, seed, shard, steps and outer optimizer: every round is applied with this node's
+    own contribution. So the difference to the run is what partners gave, and nothing else.
+
+    ``trainer``, whose run is over, loses its gradients and the state of its inner optimizer: with
+    both in memory a node that just fits its machine would not fit any more.
     """
-    train, own = settings.train, trainer.opt
+    own = trainer.opt
     own.zero_grad()
     for state in own.inner.state.values():
         state.clear()
     alone = Trainer(
-        make_task(settings), OuterSettings(method=ALONE), train, own=train, device=trainer.device
+        make_task(settings),
+        trainer.outer,
+        settings.train,
+        own=settings.train,
+        device=trainer.device,
     )
     alone.connect(Alone(), "alone", trainer.shard)
     try:
@@ -476,7 +482,7 @@ class TrainingNode:
                 {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
             )
             if self.options.baseline:
-                self.display.message("training the same once more without any exchange, to compare")
+                self.display.message("training the same once more without partners, to compare")
                 with self._activity.doing("training alone, to compare"):
                     result.loss_local = train_alone(
                         self.settings, trainer, lambda: self.shutdown.requested

@@ -308,6 +308,24 @@ def test_the_run_that_is_over_gives_back_gradients_and_optimizer_state_and_keeps
     trainer.close()
 
 
+@pytest.mark.parametrize("method", ["noloco", "diloco", "streaming"])
+def test_alone_is_the_same_method_without_partners(method):
+    """Else the outer optimizer's own gain would be called the swarm's: "61.8 % better together" of one node.
+
+    Mutant: the baseline trains by the method "none".
+    """
+    settings = load(
+        None,
+        {"task.hooks": TEACHER, "train.steps": 12, "outer.every": 4, "outer.method": method},
+    )
+    trainer = Trainer(make_task(settings), settings.outer, settings.train, own=settings.train)
+    trainer.connect(Nobody(), "run", Shard(0, 2, 0))
+    trainer.run()
+    loss = trainer.evaluate()
+    assert train_alone(settings, trainer, lambda: False) == loss
+    trainer.close()
+
+
 CHILD = """
 import sys, threading
 from shoal.node.runtime.run_options import ShutdownSignals, end_with_parent
