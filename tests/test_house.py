@@ -47,18 +47,20 @@ PACKAGES = {
         "wire": set(),
         "access": {"wire"},
         "manifest": {"wire"},
+        "changes": {"manifest", "wire"},
         "pacing": set(),
         "p2p": {"access", "pacing", "wire"},
         "seed": {"manifest", "p2p", "pacing", "wire"},
         "gossip": {"access", "p2p", "wire"},
-        "membership": {"access", "gossip", "manifest", "p2p", "pacing", "wire"},
+        "membership": {"access", "changes", "gossip", "manifest", "p2p", "pacing", "wire"},
         "exchange": {"p2p", "pacing", "wire"},
         "exchange.pair": {"exchange", "p2p", "wire"},
         "exchange.group": {"exchange", "p2p", "pacing", "wire"},
         "topics": {"gossip", "membership", "p2p", "wire"},
         "state": {"exchange", "membership", "p2p", "pacing", "wire"},
         "training": {
-            "access", "exchange", "exchange.group", "exchange.pair", "manifest", "membership", "p2p", "state", "topics", "wire",
+            "access", "changes", "exchange", "exchange.group", "exchange.pair", "manifest", "membership", "p2p", "state", "topics",
+            "wire",
         },
     },
     "node": {
@@ -485,7 +487,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     shown = CliRunner().invoke(cli, ["--help"]).output
     assert "Exit codes:" in shown
     expected = {
-        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "watch", "invite",
+        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "watch", "invite", "change",
         "doctor", "init", "link", "plan", "swarms", "sample",
     }  # fmt: skip
     assert set(cli.commands) == expected

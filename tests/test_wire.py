@@ -8,6 +8,7 @@ from pathlib import Path
 import shoal.swarm
 from shoal.swarm.access import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access import MAX_CHARS, Invitation
+from shoal.swarm.changes import CHANGE_PROTOCOL, Change
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL, SMALLEST
 from shoal.swarm.exchange.group.roster import BEATS
@@ -86,7 +87,7 @@ SEALED = {
     kind.KIND
     for kind in (
         Member, Manifest, Offer, GroupReady, GroupDecision, BodyAnnouncement, Rollout, Attestation, Invitation, Status,
-        Announcement, Receipts,
+        Announcement, Receipts, Change,
     )
 }  # fmt: skip
 
@@ -112,6 +113,7 @@ def test_every_protocol_is_in_the_table():
         PAYLOAD_PROTOCOL,
         DECISION_PROTOCOL,
         MANIFEST_PROTOCOL,
+        CHANGE_PROTOCOL,
     ]
     served += [
         ADMISSION_PROTOCOL,

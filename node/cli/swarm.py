@@ -15,6 +15,15 @@ from shoal.node.console import dumps
 _path_option = click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.")
 
 
+creator_option = click.option(
+    "--identity",
+    "path",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The creator's key file.  [default: this machine's, or of a node in runs/]",
+)
+
+
 @click.group("id", short_help="Show or make the key of this node.")
 def identity() -> None:
     """Show or make the key of this node, which is its name on the network."""
@@ -98,7 +107,7 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> None:
     show_default=True,
     help="Validity, such as 30m, 12h, 7d or 2w.",
 )
-@click.option("--identity", "path", type=click.Path(path_type=Path), help="The creator's key file.")
+@creator_option
 @json_option
 @logging_option
 def invite(
@@ -113,8 +122,8 @@ def invite(
     from shoal.swarm.identity import is_peer_id
 
     parsed = read_link(link)
-    from shoal.node.commands.status import invite as make
-    from shoal.node.commands.status import seconds
+    from shoal.node.commands.creator import invite as make
+    from shoal.node.commands.creator import seconds
 
     if peer is not None and not is_peer_id(peer):
         raise AdmissionError(
@@ -126,6 +135,50 @@ def invite(
         )
     made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
     click.echo(dumps(made) if as_json else made["link"])
+
+
+@click.command(short_help="Change the rate or the steps of a swarm that runs.")
+@click.argument("link")
+@click.option(
+    "--set",
+    "assigned",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="The setting to change: train.lr or train.steps. Several are one change.",
+)
+@click.option(
+    "--at",
+    type=click.IntRange(1),
+    metavar="ROUND",
+    help="Round from which on it counts.  [default: the next]",
+)
+@creator_option
+@json_option
+@logging_option
+def change(
+    link: str, assigned: tuple[str, ...], at: int | None, path: Path | None, as_json: bool
+) -> None:
+    """Change the learning rate or the number of steps for all members of the swarm of LINK, while it runs.
+
+    Only the swarm's creator can do so. Members take the change at the round that it names; those that come later, or return, have
+    it from the start. `shoal status` shows it.
+
+    \b
+    Examples:
+      shoal change 'shoal://...' --set train.lr=1e-4
+      shoal change 'shoal://...' --set train.steps=4000 --at 120
+    """
+    from shoal.node.commands.creator import change as make
+    from shoal.node.commands.creator import wanted
+    from shoal.node.config.links import read_link
+    from shoal.node.config.settings import assignment
+
+    settings = dict(map(assignment, assigned))
+    wanted(settings)  # before anybody is asked
+    parsed = read_link(link)
+    waiting("asking the swarm's peers")
+    made = make(parsed, settings, path, at)
+    click.echo(dumps(made) if as_json else made["said"])
 
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")

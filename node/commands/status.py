@@ -2,13 +2,12 @@
 
 That is in no record for other peers: this node may be wrong, and no peer should learn exactly what another refuses.
 
-``shoal link`` and ``shoal invite``: the newest link of a node here, and invitations.
+``shoal link``: the newest link of a node here.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.links import LINK
-from shoal.node.config.settings import default_identity_path
 from shoal.node.console import plural
 from shoal.node.console import table as grid
-from shoal.swarm.access import Link, issue
-from shoal.swarm.errors import AdmissionError, LinkError, printable
-from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest
+from shoal.swarm.access import Link
+from shoal.swarm.errors import LinkError, printable
 from shoal.swarm.membership.admission import connected, open_directory
+from shoal.swarm.membership.change_keeper import newest_change
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import (
     ASK_S,
+    changes_said,
     clock_problem,
     compare_clocks,
     overview,
@@ -36,64 +34,6 @@ from shoal.swarm.membership.overview import (
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
 from shoal.swarm.training.diagnosis import listed
-
-# ``shoal invite``: issue an invitation to an invitation-only swarm.
-
-UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-MAX_LIFE_S = 10 * 366 * 86_400
-
-
-def seconds(text: str) -> float:
-    """Return the seconds in ``text``, such as 30m, 12h, 7d or 2w. Raises AdmissionError."""
-    parts = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
-    life = int(parts[1]) * UNITS[parts[2]] if parts else 0
-    if not 0 < life <= MAX_LIFE_S:
-        raise AdmissionError(
-            f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w."
-        )
-    return float(life)
-
-
-def invite(
-    link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float
-) -> dict[str, Any]:
-    """Return a link with an invitation by the key in ``path`` to the swarm of ``link``, and its terms.
-
-    Raises:
-        IdentityError, StartupError, NetworkError, MessageError.
-        AdmissionError: the swarm is open, or the key is not its creator's.
-    """
-    identity = Identity.load(path or default_identity_path())
-    with connected(link) as (_, _, manifest):
-        pass
-    check(manifest, identity)
-    now = time.time()
-    invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
-    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(
-        link.bootstrap[1:]
-    )  # as many as fit beside it
-    return {
-        "link": str(invited),
-        "swarm": link.swarm,
-        "uses": uses,
-        "peer": peer,
-        "expires": now + lives,
-    }
-
-
-def check(manifest: Manifest, identity: Identity) -> None:
-    """Raise AdmissionError unless ``identity`` may invite to the swarm of ``manifest``."""
-    if not manifest.invite_only:
-        raise AdmissionError(
-            f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the link, or make a swarm with "
-            "`shoal up --invite-only`."
-        )
-    if manifest.creator != identity.peer_id:
-        raise AdmissionError(
-            f"Only the swarm's creator, {manifest.creator}, can invite, and the key in {identity.path} is {identity.peer_id}: "
-            "name the creator's key file with --identity; if it is lost, begin a new swarm (shoal up --resume-from)."
-        )
-
 
 STALE_S = 120.0  # seconds without a new link after which its node may have ended
 MAX_BYTES = 64 * 1024
@@ -190,6 +130,7 @@ def read_status(link: Link) -> dict[str, Any]:
         )  # members are not known yet, and with a wrong clock never
         with closing(open_directory(identity, host, link, manifest)) as directory:
             members, size = directory.members(), directory.size()
+            change = newest_change(host, link.swarm, manifest, members)
         answered = [
             address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met
         ]  # not the dead
@@ -197,7 +138,7 @@ def read_status(link: Link) -> dict[str, Any]:
             link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered
         )
         seen = clocks.result(2 * ASK_S)
-    view = overview(link.swarm, manifest, members, time.time(), size)
+    view = overview(link.swarm, manifest, members, time.time(), size, change)
     problem = clock_problem(seen)
     view |= {"link": str(lasting), "invite_only": manifest.invite_only}
     return {
@@ -227,6 +168,7 @@ def table(report: dict[str, Any]) -> str:
         *more,
         totals_said(report["totals"]),
         *inner,
+        *changes_said(report["changes"]),
         *(printable(sentence) for sentence in report["findings"]),
     ]
     return "\n".join([shown, *said, link_line(report["link"], invite_only=report["invite_only"])])

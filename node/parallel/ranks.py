@@ -232,6 +232,8 @@ class RankTrainer(Trainer):
             self.resume({})
         elif name == "schedule_at":
             self.schedule_at(fields["step"])
+        elif name == "change":
+            self.change(**fields)
         elif name == "connect":
             self.connect(Alone(), fields["run"], Shard(*fields["shard"]))
         else:
@@ -281,6 +283,10 @@ class RankTrainer(Trainer):
     def schedule_at(self, step: int) -> None:
         self._order("schedule_at", step=step)
         super().schedule_at(step)
+
+    def change(self, *, lr: float | None, steps: int, length: int) -> None:
+        self._order("change", lr=lr, steps=steps, length=length)
+        super().change(lr=lr, steps=steps, length=length)
 
 
 STEP_S = 1800.0  # seconds that a rank waits for another in a step: it may compile, or load data

@@ -69,6 +69,10 @@ class LineDisplay:
         self._total = total_steps
         self._next = self._clock() + LINE_EVERY_S
 
+    def resize(self, total_steps: int) -> None:
+        """Go on with another number of steps; it may come before `start`."""
+        self._total = total_steps
+
     def update(self, progress: Progress) -> None:
         """Print at most every ten seconds."""
         if self._clock() >= self._next:
@@ -127,6 +131,12 @@ class LiveDisplay:
         of = f" of {total_steps}" if total_steps else ""
         self._task = self._bar.add_task("", total=total_steps or None, loss="-", speed="-", of=of)
         self._bar.start()
+
+    def resize(self, total_steps: int) -> None:
+        of = f" of {total_steps}" if total_steps else ""
+        if self._task is not None:
+            # rich takes a total of None for one that is not given: such a bar keeps its old end.
+            self._bar.update(self._task, total=total_steps or None, of=of)
 
     def update(self, progress: Progress) -> None:
         if self._task is not None:

@@ -26,7 +26,7 @@ from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import inner_step, resources
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.manifest import Manifest, Terms
+from shoal.swarm.manifest import Manifest, Terms, TrainSettings
 from shoal.swarm.membership.membership import OWN_LOOP
 from shoal.swarm.state.sync import ModelDiffersError
 
@@ -146,8 +146,8 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
             f"The swarm's manifest has a swarm.{where} that no node can have ({what}): leave it."
         ) from None
     train = settings.train.of_swarm(manifest.train)
-    if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part
-        train = train.model_copy(update={"steps": settings.train.steps})
+    if (steps := own_steps(settings, manifest)) is not None:
+        train = train.model_copy(update={"steps": steps})
     agreed = {
         "outer": manifest.outer,
         "train": train,
@@ -159,6 +159,17 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
     return settings.model_copy(update=agreed)
 
 
+def own_steps(settings: Settings, manifest: Manifest) -> int | None:
+    """Return for how many steps this node takes part, as each may decide for itself; None: for as many as the swarm has.
+
+    The number in the manifest, which the creator's own file has too, is the swarm's.
+    """
+    train = settings.train
+    if "steps" not in train.model_fields_set or train.steps == manifest.train.steps:
+        return None
+    return train.steps
+
+
 def continued(settings: Settings, manifest: Manifest) -> Settings:
     """Return ``settings`` of a new swarm that goes on from a checkpoint of the swarm of ``manifest``.
 
@@ -166,12 +177,18 @@ def continued(settings: Settings, manifest: Manifest) -> Settings:
     """
     train = settings.train
     if not train.model_fields_set & {*INNER}:
-        train = train.model_copy(update={name: getattr(manifest.train, name) for name in INNER})
+        train = train.model_copy(update=inner_settings(manifest.train))
         settings = settings.model_copy(update={"train": train})
     if settings.task.model_fields_set:
         return settings
     task, rl = _task_of(settings, manifest, CHECKPOINT)
     return settings.model_copy(update={"task": task, "rl": rl})
+
+
+def inner_settings(train: TrainSettings) -> dict[str, Any]:
+    """Return the settings of the inner optimizer; the task's own has its rate from the task."""
+    names = ("optimizer",) if train.optimizer == "task" else INNER
+    return {name: getattr(train, name) for name in names}
 
 
 def task_label(hooks: str) -> str:
@@ -249,8 +266,9 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     if differ:
         raise ConfigError(
             f"The swarm has {_listed((name, fixed) for name, _, fixed in differ)}, and this node was given "
-            f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out, a swarm's settings never change; another "
-            "swarm can begin with the weights of this one (shoal up --resume-from)."
+            f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out; the creator can change train.lr and "
+            "train.steps for all (`shoal change`), and another swarm can begin with the weights of this one (shoal up "
+            "--resume-from)."
         )
 
 

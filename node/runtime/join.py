@@ -61,6 +61,8 @@ class LinkFile:
             "name": manifest.name,
             "invite_only": manifest.invite_only,
         }
+        if (key := self._membership.identity.path) is not None:
+            link["identity"] = str(key.absolute())  # by which its creator's key is found again
         try:
             write_json(self._path, {**link, "written": time.time()})
         except OSError as error:

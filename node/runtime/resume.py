@@ -23,6 +23,7 @@ from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
+from shoal.swarm.changes import open_change, settings_at
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.file_lock import replace_file
@@ -187,6 +188,23 @@ class SavedRun:
     """The manifest of that swarm."""
     manifest: Manifest
     trainer: dict[str, Any]
+    change: bytes = b""
+    """The creator's newest change of its settings that the node knew, sealed; empty: none."""
+
+    @property
+    def manifest_then(self) -> Manifest:
+        """The manifest with the settings of training as they were changed when it was saved."""
+        if not self.change:
+            return self.manifest
+        change = open_change(self.change, self.swarm, self.manifest.creator)
+        train = settings_at(change, self.manifest.train, self.round)
+        return self.manifest.model_copy(update={"train": train})
+
+    @property
+    def round(self) -> int:
+        """The swarm's round at which it was saved."""
+        fragments = int(self.manifest.outer.overlap().get("fragments", 1))
+        return int(self.trainer["optimizer"]["round"]) // fragments
 
     @property
     def shard(self) -> Shard:
@@ -221,9 +239,13 @@ def _read(path: Path) -> SavedRun:
     _, state = checkpoint.load(path)
     try:
         sealed = bytes.fromhex(state["manifest"])
+        change = bytes.fromhex(state.get("change", ""))
         trainer = dict(state["trainer"])
         Shard(*trainer["shard"])
-        return SavedRun(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer)
+        found = SavedRun(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer, change)
+        if change:
+            open_change(change, found.swarm, found.manifest.creator)
+        return found
     except (KeyError, TypeError, ValueError, MessageError) as error:
         raise CheckpointError(
             f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved."

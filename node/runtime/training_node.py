@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shoal.node.checkpoint.folder import CheckpointError
@@ -20,7 +21,7 @@ from shoal.node.metrics.sinks import about
 from shoal.node.plan import memory_of, work_of
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
-from shoal.node.runtime.door import RL, check_size, continued, enter, make_task
+from shoal.node.runtime.door import RL, check_size, continued, enter, make_task, own_steps
 from shoal.node.runtime.join import (
     LinkFile,
     await_others,
@@ -29,6 +30,7 @@ from shoal.node.runtime.join import (
     for_new_swarm,
     make_trainer,
     new_manifest,
+    schedule_steps,
     try_partners,
 )
 from shoal.node.runtime.resume import Result, SavedRun, save, summary
@@ -39,6 +41,7 @@ from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import make_terms, start_verification
 from shoal.optim import Alone, RoundInfo
+from shoal.swarm.changes import changed, described
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
@@ -123,6 +126,7 @@ def compute_last() -> None:
 KEEP = 3  # checkpoints, the newest ones
 WAITING_S = 10.0  # seconds between two reminders that peers are missing
 SETTLE_S = 3.0  # seconds to read who else came, before the first step
+CHANGE_S = 5.0  # seconds to fetch a change of the swarm's settings before the first step
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 
 
@@ -222,7 +226,7 @@ class TrainingNode:
             stranger = None  # who may have signed the sizes
             if saved is not None:
                 stranger = None if settings.task.model_fields_set else saved.manifest
-                settings = continued(settings, saved.manifest)
+                settings = continued(settings, saved.manifest_then)
             self.settings = settings = for_new_swarm(settings)
             task = make_task(settings)
             check_size(task, settings, self.device.type, self.display.message, stranger)
@@ -328,12 +332,15 @@ class TrainingNode:
         closing.callback(self.status.close)
 
     def _own_run(self) -> SavedRun | None:
-        """Read the directory; return the checkpoint if it is of this swarm."""
+        """Read the directory, and learn what was changed; return the checkpoint if it is of this swarm."""
         if self.options.link is not None:
             self.membership.directory.refresh(10.0)
         own = resume.own_run(self._saved, self.membership.swarm, self.settings.node)
         if self.options.link is not None and own is not None:
             await_others(self.membership, self.display.message, lambda: self.shutdown.requested)
+        if own is not None and own.change:
+            self.membership.changes.take(own.change)
+        self.membership.changes.fetch(CHANGE_S)
         return own
 
     def _shard(self, own: SavedRun | None) -> Shard:
@@ -382,6 +389,8 @@ class TrainingNode:
 
     def _begin_from(self, state: State | None) -> None:
         saved, membership, trainer = self._saved, self.membership, self.trainer
+        if saved is not None and saved.change and saved.swarm == membership.swarm:
+            self._follow_changes(saved.round)  # before its schedule is compared with the saved one
         if saved is not None:
             for line in resume.restore(trainer, saved, membership.swarm):
                 self.display.message(line)
@@ -394,22 +403,48 @@ class TrainingNode:
                 state = None
         self._newcomer = saved is None and state is not None
         self.member.begin(state)
+        self._follow_changes(trainer.whole.round // trainer.whole.fragments)
         if state is not None:
             self.display.message(
                 f"took over the swarm's weights at round {state.round // trainer.whole.fragments}"
             )
             others, met = membership.directory.members().values(), membership.host.met
-            if said := follow_schedule(
-                trainer, self.settings, membership.manifest, state.round, others, met
-            ):
+            manifest = membership.manifest.model_copy(update={"train": self._swarm_train})
+            if said := follow_schedule(trainer, self.settings, manifest, state.round, others, met):
                 self.display.message(said)
 
     def _state(self) -> dict[str, Any]:
         return {
             "swarm": self.membership.swarm,
             "manifest": self.membership.sealed.hex(),
+            "change": self.membership.changes.sealed.hex(),
             "trainer": self.trainer.state(),
         }
+
+    @cached_property
+    def _swarm_train(self) -> TrainSettings:
+        """The swarm's settings of training by which this node trains now; `_follow_changes` replaces them."""
+        return self.membership.manifest.train
+
+    def _follow_changes(self, round: int) -> None:
+        """Go on with what the creator has changed, if it counts in ``round``, and say so."""
+        now = self.membership.changes.settings_at(round)
+        if now is self._swarm_train or now == self._swarm_train:
+            return
+        before, self._swarm_train = self._swarm_train, now
+        own = own_steps(self.options.settings, self.membership.manifest)
+        steps = now.steps if own is None else own
+        train = self.settings.train.model_copy(update={"steps": steps})
+        self.settings = self.settings.model_copy(update={"train": train})
+        length = schedule_steps(self.settings, now)
+        self.trainer.change(lr=now.lr, steps=steps, length=length)
+        news = changed(before, now)
+        said = f"the swarm's creator has changed {described(news)}, from round {round} on here"
+        if own is not None and "steps" in news:
+            said += f"; this node keeps its own --steps {own}"
+        self.display.message(said)
+        self.display.resize(steps)
+        self.metrics.write("change", round=round, **news)
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
@@ -527,6 +562,7 @@ class TrainingNode:
     def _after_step(self) -> None:
         opt, every = self.trainer.whole, self.settings.train.eval_every
         self._activity.stepped()
+        self._follow_changes(opt.round // opt.fragments)
         if self.trainer.plan is not None:
             self.display.message(self.trainer.plan.compared())
             self.trainer.plan = None

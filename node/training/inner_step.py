@@ -491,13 +491,56 @@ class Schedule:
         self, task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer, length: int
     ) -> None:
         self._task, self._optimizer, self.length = task, optimizer, length
-        before = self._groups()
+        self._train, self._before = train, copy.deepcopy(self._groups())
+        before = self._before
         self.scheduler = make_scheduler(task, train.model_copy(update={"steps": length}), optimizer)
         self._start = copy.deepcopy(self._groups())
         self._set = {*RATES, *_changed(before, self._start)}
         self._made = copy.deepcopy(self.fields())
         self.done = 0
         """Steps of the schedule."""
+        self.factor = 1.0
+        """What the rates are multiplied by after the schedule has set them, because the swarm's rate was changed."""
+        self._unscaled: list[float] | None = None
+        """The rates of the groups without the factor; None if there is none in them."""
+
+    @property
+    def peak(self) -> float:
+        """The highest rate of the parameter groups as the inner optimizer was made; 0: no group has a rate."""
+        return max((float(group.get("lr", 0.0)) for group in self._before), default=0.0)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the rates by ``factor``, in place of an earlier one, from now on."""
+        self._without_factor()
+        self.factor = factor
+        self._with_factor()
+
+    def resized(self, length: int) -> Schedule:
+        """Return the same schedule in another ``length``, at the same step and with the same factor. It replaces this one."""
+        self._without_factor()
+        for group, first in zip(self._optimizer.param_groups, self._before, strict=True):
+            group.update(
+                {name: copy.copy(first[name]) for name in self._set & first.keys() & group.keys()}
+            )
+        made = Schedule(self._task, self._train, self._optimizer, length)
+        made.forward(self.done)
+        made.done = self.done  # also where the new one ends before
+        made.scale(self.factor)
+        return made
+
+    def _without_factor(self) -> None:
+        if self._unscaled is not None:
+            for group, rate in zip(self._optimizer.param_groups, self._unscaled, strict=True):
+                _set_rate(group, rate)
+            self._unscaled = None
+
+    def _with_factor(self) -> None:
+        if self.factor == 1.0 or self._unscaled is not None:
+            return
+        groups = self._optimizer.param_groups
+        self._unscaled = [float(group.get("lr", 0.0)) for group in groups]
+        for group, rate in zip(groups, self._unscaled, strict=True):
+            _set_rate(group, rate * self.factor)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [
@@ -513,8 +556,10 @@ class Schedule:
         if 0 < self.length <= self.done:
             return
         if self.scheduler is not None:
+            self._without_factor()
             with calling(self._task, "the scheduler of lr_scheduler()"):
                 self.scheduler.step()
+            self._with_factor()
         self.done += 1
 
     def forward(self, step: int) -> None:
@@ -535,7 +580,10 @@ class Schedule:
                 self._set |= _changed(before, self._groups())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"length": self.length, "made": self._made, "done": self.done}
+        state: dict[str, Any] = {"length": self.length, "made": self._made, "done": self.done}
+        if self._unscaled is not None:
+            state["unscaled"] = self._unscaled
+        return state
 
     def resume(self, saved: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
         """Go on from a run's ``fields`` and ``state_dict``.
@@ -544,10 +592,13 @@ class Schedule:
         same step. The scheduler must be new.
         """
         done = int(about["done"])
+        self._unscaled = about.get("unscaled")
+        self._without_factor()
         if about["length"] == self.length and _equal(about["made"], self._made):
             if self.scheduler is not None and saved is not None:
                 self.scheduler.load_state_dict(copy.deepcopy(dict(saved)))
             self.done = done
+            self._with_factor()
             return True
         kept = self._groups()
         for group, start in zip(
@@ -555,9 +606,21 @@ class Schedule:
         ):
             group.update(start)
         self.forward(done)
+        self._without_factor()
         for group, values in zip(self._optimizer.param_groups, kept, strict=True):
             group.update({name: value for name, value in values.items() if name not in self._set})
+        self._with_factor()
         return False
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group, which has a tensor for it if the optimizer was made with one."""
+    if "lr" not in group:
+        return
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:

@@ -418,6 +418,19 @@ class Trainer:
         """Let the learning-rate schedule go on to ``step`` of it; it never goes back."""
         self.schedule.forward(step)
 
+    def change(self, *, lr: float | None, steps: int, length: int) -> None:
+        """Go on with other settings of the swarm, between two steps.
+
+        ``lr``: the highest rate of the inner optimizer's groups from now on, of which the others keep their proportion; the
+        schedule goes on. None: as it was made. ``steps``: at which the run ends. ``length``: of the schedule, which goes on from
+        the same step.
+        """
+        if length != self.schedule.length:
+            self.schedule = self.schedule.resized(length)
+        peak = self.schedule.peak
+        self.schedule.scale(lr / peak if lr is not None and peak > 0 else 1.0)
+        self.train = self.train.model_copy(update={"steps": steps})
+
     def _find_place(self, state: dict[str, Any]) -> Batches | None:
         """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
         batches = (

@@ -151,6 +151,8 @@ class Directory:
         """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
         self.ways: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a second that they move."""
+        self.change: Callable[[], int] = lambda: 0
+        """Returns the number of the newest change of the swarm's settings that this node holds."""
         dates: dict[str, Callable[..., float]] = {
             "clock": self.now,
             "issued": lambda member: member.issued,
@@ -209,6 +211,12 @@ class Directory:
             self._changed.notify_all()
         if self._urgent:
             self._wake_up()
+
+    def renew(self) -> None:
+        """Publish this node's record soon, because something in it is new. Returns at once; thread-safe."""
+        with self._changed:
+            self._urgent = self._mine is not None
+        self._wake_up()
 
     def own(self) -> Member | None:
         """Return this node's record as published now; None before the first `announce`."""
@@ -366,6 +374,7 @@ class Directory:
             **self.reach(),
             issued=self.now(),
             admission=self.access_policy.ticket,
+            change=self.change(),
             **fields,
         )
 

@@ -17,6 +17,7 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.membership.admission import AdmissionHandshake, fetch_manifest, serve_manifest
+from shoal.swarm.membership.change_keeper import ChangeKeeper
 from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.link_addresses import lasting_link
@@ -82,11 +83,13 @@ class Membership:
     peers: PeerExchange
     network: NetworkOptions
     clock: ClockCheck
+    changes: ChangeKeeper
 
     def refused(self) -> dict[str, int]:
         """Return how many streams, calls and records of others were refused since the start, by reason. Thread-safe."""
         found = Counter(self.host.resource_manager.refused())
         found.update(self.peers.counters.rejected())
+        found.update(self.changes.counters.rejected())
         if "gossip" in self.__dict__:  # not started only for this
             found.update(self.gossip.refused())
         return dict(sorted((+found).items()))
@@ -132,6 +135,7 @@ class Membership:
         self.announcer.close()
         self.peers.close()
         self.clock.close()
+        self.changes.close()
         self.directory.close()
         self.host.close()
 
@@ -284,4 +288,5 @@ def _membership(
         peers,
         network,
         ClockCheck(host, directory),
+        ChangeKeeper(host, directory, swarm, manifest),
     )

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, median_high, median_low
 from typing import TYPE_CHECKING, Any
 
+from shoal.swarm.changes import CHANGEABLE, Change, described
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.dht import AHEAD
 from shoal.swarm.p2p.addresses import by_peer, host_of, known_first, of_ranges
@@ -415,16 +416,41 @@ def totals_said(found: Mapping[str, Any]) -> str:
     return f"{number}{': ' if said else ''}{', '.join(said)}."
 
 
+def changes_shown(change: Change | None, members: Mapping[str, Member]) -> list[dict[str, Any]]:
+    """Return what the creator has changed, ready for JSON: from which round on, and how many ``members`` have the change."""
+    if change is None:
+        return []
+    have = sum(member.change >= change.number for member in members.values())
+    return [
+        {"round": part.round, **part.settings(), "members": have, "of": len(members)}
+        for part in change.parts
+    ]
+
+
+def changes_said(changes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return `changes_shown` in sentences."""
+    found = []
+    for one in changes:
+        settings = {name: one[name] for name in CHANGEABLE if name in one}
+        found.append(
+            f"Changed by the creator, from round {one['round']} on: {described(settings)} ({one['members']} of {one['of']} members "
+            "have the change)."
+        )
+    return found
+
+
 def overview(
     swarm: str,
     manifest: Manifest,
     members: Mapping[str, Member],
     now: float,
     size: int | None = None,
+    change: Change | None = None,
 ) -> dict[str, Any]:
     """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON.
 
-    ``size``: of the whole swarm, if ``members`` are a part of it. In a round each fragment is exchanged.
+    ``size``: of the whole swarm, if ``members`` are a part of it. In a round each fragment is exchanged. ``change``: the newest of
+    its settings.
     """
     fragments = int(manifest.outer.overlap().get("fragments", 1))
     return {
@@ -434,6 +460,7 @@ def overview(
         "method": manifest.outer.method,
         "every": manifest.outer.resolved().every,
         "optimizer": manifest.train.optimizer,
+        "changes": changes_shown(change, members),
         "peers": len(members) if size is None else size,
         "totals": totals(members, len(members) if size is None else size),
         "members": [

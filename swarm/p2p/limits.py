@@ -200,7 +200,15 @@ class StreamPlaces:
 
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"
-FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL})
+FREE = frozenset(
+    {
+        "/shoal/manifest/1",
+        "/shoal/change/1",
+        ADMISSION_PROTOCOL,
+        SEED_PROTOCOL,
+        SEEN_PROTOCOL,
+    }
+)
 """Protocols that need no invitation: without them nobody would know of one, or could show it. A second daemon has none."""
 
 MAX_HANDLERS = (

@@ -35,11 +35,12 @@ from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped, config
 from shoal.optim.outer.inner import Inner
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
 from shoal.swarm.access import Link
+from shoal.swarm.changes import changed, described
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import LossCheck
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership, NetworkOptions
@@ -64,7 +65,8 @@ from shoal.swarm.training.session_setup import (
     SessionExchange,
     begin,
     new_swarm,
-    parameters_of,
+    parameters_of_all,
+    whole_parameters,
 )
 from shoal.swarm.training.shard import Shard, least_used
 
@@ -102,6 +104,7 @@ class Session:
         manifest = membership.manifest
         self._prepare(
             manifest.outer,
+            manifest.train,
             manifest.fragment_of,
             shard,
             membership.swarm,
@@ -114,6 +117,7 @@ class Session:
     def _prepare(
         self,
         settings: OuterSettings,
+        train: TrainSettings,
         fragment_of: Sequence[int],
         shard: Shard,
         swarm: str,
@@ -139,6 +143,10 @@ class Session:
         ]
         self.settings: OuterSettings = settings
         """The swarm's settings of averaging."""
+        self.train: TrainSettings = train
+        """The swarm's settings of training, which its creator can change while it runs (``lr``, ``steps``)."""
+        self.on_change: Callable[[TrainSettings], None] | None = None
+        """Called between two steps, in every rank of this peer, when ``train`` has changed: the loop owns its rate and its end."""
         self.seed: int = shard.seed
         """The swarm's random seed, by which the data is assigned to shards."""
         self.shard = shard
@@ -396,6 +404,27 @@ class Session:
         begin(membership, self._digest, opt, member, self._announce, first=self._first)
         member.reporter = StatusReporter(membership, self._name)
         self._announce("training")
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Tell the loop what the swarm's creator has changed, if it counts by now."""
+        assert self._opt is not None
+        now = self._membership.changes.settings_at(self._opt.round // self._opt.fragments)
+        if now is self.train or now == self.train:
+            return
+        if self._channel is not None:
+            self._channel.send("change", train=now.model_dump())
+        self._take_change(now)
+
+    def _take_change(self, now: TrainSettings) -> None:
+        before, self.train = self.train, now
+        if self.on_change is not None:
+            self.on_change(now)
+        else:
+            log.warning(
+                "the swarm's creator has changed %s: this loop has no session.on_change, so it goes on as before",
+                described(changed(before, now)),
+            )
 
     def _together(self, duties: Callable[[], None]) -> None:
         """Do a member's duties, unless the session is over; this peer's other ranks, if it has some, follow meanwhile."""
@@ -452,6 +481,7 @@ class Session:
                 "missed a round, and took over the swarm's weights at round %d",
                 opt.round // opt.fragments,
             )
+        self._follow_changes()
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")
             for notice in self._member.news():
@@ -476,6 +506,7 @@ class Session:
             directory.members(),
             time.time(),
             directory.size(),
+            membership.changes.newest,
         )
         reporter = None if self._member is None else self._member.reporter
         mine = {} if reporter is None else {"confirmed": reporter.tally.report()}
@@ -541,6 +572,7 @@ class FollowingSession(Session):
         settings = OuterSettings.model_validate_json(facts["settings"])
         self._prepare(
             settings,
+            TrainSettings.model_construct(**facts["train"]),
             facts["fragment_of"],
             Shard(*facts["shard"]),
             facts["swarm"],
@@ -578,7 +610,14 @@ class FollowingSession(Session):
 
     def _together(self, duties: Callable[[], None]) -> None:
         assert self._opt is not None
-        self._orders.follow(partial(obey, self._opt))
+        self._orders.follow(self._obey)
+
+    def _obey(self, name: str, fields: dict[str, Any]) -> None:
+        assert self._opt is not None
+        if name == "change":
+            self._take_change(TrainSettings.model_construct(**fields["train"]))
+        else:
+            obey(self._opt, name, fields)
 
 
 def create(
@@ -681,10 +720,10 @@ def _session(
     """Return the session of this process, after rank 0 has ``connected``."""
     model = state if isinstance(state, nn.Module) else None
     if ranks is None:
-        params, name, channel = _whole_parameters(state), _name(node), None
+        params, name, channel = whole_parameters(state), _name(node), None
     else:
         params, name, channel = (
-            _parameters_of_all(state, ranks),
+            parameters_of_all(state, ranks),
             ranks.alike(lambda: _name(node)),
             Channel(ranks),
         )
@@ -707,6 +746,7 @@ def _session(
                 channel.send(
                     "session",
                     settings=settings,
+                    train=session.train.model_dump(),
                     fragment_of=of,
                     shard=shard,
                     swarm=membership.swarm,
@@ -715,40 +755,6 @@ def _session(
             membership.close()
             raise
     return session
-
-
-def _whole_parameters(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    params = parameters_of(state)
-    if any(hasattr(param, "device_mesh") for param in params):
-        raise SessionError(
-            "The parameters are cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks() on all "
-            "of its ranks."
-        )
-    return params
-
-
-def _parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return this rank's parameters. SessionError or RankFailed, on all ranks, unless they suit each other."""
-    if not isinstance(ranks, Ranks):
-        raise SessionError(
-            f"ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not {type(ranks).__name__}."
-        )
-    params = ranks.alike(lambda: parameters_of(state))
-    first = ranks.agreed(model_digest(params))
-
-    def check() -> None:
-        if model_digest(params) != first:
-            raise SessionError(
-                f"Rank {ranks.rank} has another model than rank 0: make the same model on all ranks of a peer."
-            )
-        for size in {param.device_mesh.size() for param in params if hasattr(param, "device_mesh")}:
-            if ranks.size % size:
-                raise SessionError(
-                    f"The model is cut over {size} processes, and ranks= has {ranks.size}: make Ranks() of all that it is on."
-                )
-
-    ranks.alike(check)
-    return params
 
 
 def _name(given: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer
+from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, Ranks
 from shoal.optim.exchange.base import Contribution, Exchange, NoPartner
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
 from shoal.swarm.errors import NetworkError, ShoalError
@@ -62,6 +62,41 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
             "The state must be a module or a list of floating-point parameters, some of which require a gradient: hand in the "
             f"model that is trained, and not {'nothing' if several and not given else 'this ' + type(state).__name__}."
         )
+    return params
+
+
+def whole_parameters(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors to average of a peer of one process. SessionError as `parameters_of`, and for a rank's shards."""
+    params = parameters_of(state)
+    if any(hasattr(param, "device_mesh") for param in params):
+        raise SessionError(
+            "The parameters are cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks() on all "
+            "of its ranks."
+        )
+    return params
+
+
+def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return this rank's parameters. SessionError or RankFailed, on all ranks, unless they suit each other."""
+    if not isinstance(ranks, Ranks):
+        raise SessionError(
+            f"ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not {type(ranks).__name__}."
+        )
+    params = ranks.alike(lambda: parameters_of(state))
+    first = ranks.agreed(model_digest(params))
+
+    def check() -> None:
+        if model_digest(params) != first:
+            raise SessionError(
+                f"Rank {ranks.rank} has another model than rank 0: make the same model on all ranks of a peer."
+            )
+        for size in {param.device_mesh.size() for param in params if hasattr(param, "device_mesh")}:
+            if ranks.size % size:
+                raise SessionError(
+                    f"The model is cut over {size} processes, and ranks= has {ranks.size}: make Ranks() of all that it is on."
+                )
+
+    ranks.alike(check)
     return params
 
 

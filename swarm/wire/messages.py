@@ -59,9 +59,10 @@ class Member(Message):
     ``reach``: who can dial it, as peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
     bytes a second that these moved each way, 0 where none was large enough to tell.
     ``admission``: its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only.
+    ``change``: the number of the newest `shoal.swarm.changes.Change` that it holds; 0: none.
     """
 
-    KIND, LIMIT, AUTHOR = "member", 5 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -95,6 +96,7 @@ class Member(Message):
     sketch: Sketch | None = None
     reach: Reach = "unknown"
     throughput: Rate = 0.0
+    change: Count = 0
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

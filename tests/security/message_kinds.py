@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 import shoal.node
 import shoal.swarm
+from shoal.swarm.changes import MAX_PARTS, ChangePart
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.status import RoundStatus
 from shoal.swarm.topics.tally import NAMED
@@ -127,6 +128,8 @@ OWN = {
     "rollout": {"completions": ("x",), "tokens": (bytes(8),), "logps": (bytes(8),), "tokenizer": "0" * 64},
     "claim": {"model": bytes(32)}, "view": {"table": bytes(32)}, "verdict": {"marks": ("valid", "absent")},
     "receipts": {"work": ((OTHER, 1, 1.0, 1.0, 1, 1.0, 1),)},
+    "change": {"parts": (ChangePart(round=1, lr=0.5, steps=1),)},
+    "change-request": {"change": b"x"}, "change-reply": {"change": b"x"},
     "punch": {"addresses": ("/ip4/1.2.3.4/udp/4001/quic-v1",), "proof": bytes(64)},
 }  # fmt: skip
 """The same of one kind of message."""
@@ -157,10 +160,11 @@ LONGEST = {
     r"^/[\x21-\x7e]+$": "/" + "a" * 255, r"^[1-9A-HJ-NP-Za-km-z]{8}$": "y" * 8, r"^[A-Za-z0-9_.:+-]{1,128}$": "x" * 128,
     r"^[a-z0-9_]{1,32}$": "x" * 32, r"^[a-z-]{1,32}/[0-9]{1,4}$": "x" * 32 + "/9999",
 }  # fmt: skip
-PEERS = {"peer", "leader", "banned", "blamed"}
+PEERS = {"peer", "creator", "leader", "banned", "blamed"}
 LARGEST = {
     "member": {"shard": 2**53 - 1}, "invitation": {"key": OTHER, "peer": None},
     "offer": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536}, "state-header": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},
+    "change": {"parts": tuple(ChangePart(round=2**53 - at, lr=1 / 3, steps=2**53) for at in range(MAX_PARTS)[::-1])},
     "parcel": {"body": bytes(256 * 1024 - 512)},
     "receipts": {"work": tuple((Identity.ephemeral().peer_id, 2**53, 1.0, 1.0, 2**53, -1.0, 2**53) for _ in range(NAMED))},
 }  # fmt: skip

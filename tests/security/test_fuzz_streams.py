@@ -233,8 +233,8 @@ def test_every_protocol_is_asked():
         "STATE_PROTOCOL",
     }  # fmt: skip
     asked = {
-        "MANIFEST_PROTOCOL", "ADMISSION_PROTOCOL", "SHUFFLE_PROTOCOL", "LOG_PROTOCOL", "DIAL_PROTOCOL", "SPEED_PROTOCOL",
-        "SEEN_PROTOCOL", "PUNCH_PROTOCOL", "SEED_PROTOCOL", "SWARMS_PROTOCOL",
+        "MANIFEST_PROTOCOL", "CHANGE_PROTOCOL", "ADMISSION_PROTOCOL", "SHUFFLE_PROTOCOL", "LOG_PROTOCOL", "DIAL_PROTOCOL",
+        "SPEED_PROTOCOL", "SEEN_PROTOCOL", "PUNCH_PROTOCOL", "SEED_PROTOCOL", "SWARMS_PROTOCOL",
     }  # fmt: skip
     assert found == swarms | asked | {"protocol"}, (
         "protocol: of a store of bodies, and of the host itself"

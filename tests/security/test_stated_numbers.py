@@ -35,8 +35,10 @@ ROWS = {
     "port to dial back": lambda kind, name: name == "port",
     "signed parts": lambda kind, name: name in (
         "record", "signature", "admission", "invitation", "announcement", "manifest", "body", "decision"
-    ),
+    ) or (name == "change" and kind != "member"),
     "work of others": lambda kind, name: (kind, name) == ("receipts", "work"),
+    "changes of the settings": lambda kind, name: (kind == "change" and name in ("number", "parts"))
+    or (kind, name) == ("member", "change"),
     "what is only shown": lambda kind, name: (kind == "status" and not rows_of(kind, name, others=True))
     or (kind == "announcement" and name in ("params", "round_bytes", "memory"))
     or (kind, name) == ("listed-swarm", "peers")

@@ -1,12 +1,14 @@
 """A swarm of real hosts by invitation only: admitted peers, and what is served to the others."""
 
 import asyncio
+import json
 import threading
 import time
 
 import pytest
 
-from shoal.node.commands.status import check
+from shoal.node.commands import creator as creators
+from shoal.node.commands.creator import inviting_key
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import network
@@ -263,16 +265,34 @@ def rollout(pool):
     )  # fmt: skip
 
 
-def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path):
+def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path, monkeypatch):
+    """Fault: without --identity the creator, whose key is another file, was told to make a new key, which cannot invite."""
     manifest = open_manifest(club.first.sealed)
-    key = Identity.create(tmp_path / "other.key")
-    check(manifest, club.identity)
+    other, absent, own = tmp_path / "other.key", tmp_path / "absent.key", tmp_path / "own.key"
+    key = Identity.create(other)
+    club.identity.write_to(own)
+    lost = "if it is lost, begin a new swarm \\(shoal up --resume-from\\).$"
     with pytest.raises(
-        AdmissionError, match=r"Only the swarm's creator, .* can invite.*if it is lost"
+        AdmissionError,
+        match=f"^Only the swarm's creator, {club.identity.peer_id}, can invite, and the key in {other} is {key.peer_id}: name the "
+        f"creator's key file with --identity; {lost}",
     ):
-        check(manifest, key)
+        inviting_key(manifest, other)
+    monkeypatch.setattr(creators, "default_identity_path", lambda: absent)
+    monkeypatch.setattr(creators, "RUNS", tmp_path / "runs")
+    with pytest.raises(
+        AdmissionError,
+        match=f"^Only the swarm's creator, {club.identity.peer_id}, can invite, and none of the key files that were looked at is "
+        f"that one \\({absent}\\): name the one with which `shoal up` made the swarm by --identity; {lost}",
+    ):
+        inviting_key(manifest, None)
+    for name, path in (("bert", other), ("anna", own), ("carl", absent)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        link = {"link": "x", "identity": str(path)}
+        (tmp_path / "runs" / name / "link.json").write_text(json.dumps(link))
+    assert inviting_key(manifest, None).peer_id == club.identity.peer_id
     with pytest.raises(AdmissionError, match="is open"):
-        check(manifest.model_copy(update={"invite_only": False}), club.identity)
+        inviting_key(manifest.model_copy(update={"invite_only": False}), None)
     with pytest.raises(
         AdmissionError, match="by invitation only, and this node's key is not its creator's"
     ):

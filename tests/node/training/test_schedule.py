@@ -185,3 +185,76 @@ def test_a_run_without_an_end_steps_its_schedule_for_ever():
     made = trainer(lambda opt, steps: torch_schedules.ExponentialLR(opt, 0.5), 0)
     followed(made, 30)
     assert made.schedule.done == 30
+
+
+HALF = TrainSettings(steps=LENGTH, seed=1)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_changed_rate_is_the_schedules_times_a_factor(name):
+    """Mutants: the factor is multiplied in at every step; a chainable schedule goes on from the scaled rate."""
+    plain, made = trainer(MADE[name], LENGTH), trainer(MADE[name], LENGTH)
+    rates = [[group["lr"] for group in groups] for groups in followed(plain, 12)]
+    followed(made, 5)
+    made.change(lr=0.0125, steps=LENGTH, length=LENGTH)  # a quarter of the peak, 0.05
+    scaled = [[group["lr"] for group in groups] for groups in followed(made, 7)]
+    assert scaled == [[rate / 4 for rate in step] for step in rates[5:]]
+    made.change(lr=None, steps=LENGTH, length=LENGTH)
+    assert [group["lr"] for group in made.opt.param_groups] == rates[12]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_changed_length_has_the_rates_of_one_that_was_so_from_the_start(name):
+    made, whole = trainer(MADE[name], FIRST), trainer(MADE[name], LENGTH)
+    followed(made, FIRST)
+    followed(whole, FIRST)
+    made.change(lr=0.025, steps=LENGTH, length=LENGTH)
+    whole.change(lr=0.025, steps=LENGTH, length=LENGTH)
+    assert followed(made, LENGTH - FIRST) == followed(whole, LENGTH - FIRST)
+    assert (made.train.steps, made.schedule.done) == (LENGTH, LENGTH)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_changed_run_is_resumed_with_its_rates(tmp_path, name):
+    """Mutants: the factor is lost, or counts twice, in a run that is resumed before or after it knows of the change."""
+    whole = trainer(MADE[name], FIRST)
+    for _ in range(4):
+        whole.step()
+    whole.change(lr=0.0125, steps=LENGTH, length=LENGTH)
+    for _ in range(3):
+        whole.step()
+    state = saved(tmp_path, whole)
+    told_before, told_after = trainer(MADE[name], FIRST), trainer(MADE[name], FIRST)
+    told_before.change(lr=0.0125, steps=LENGTH, length=LENGTH)
+    assert told_before.resume(state) is True
+    told_after.resume(state)
+    told_after.change(lr=0.0125, steps=LENGTH, length=LENGTH)
+    rates = followed(whole, 9)
+    assert followed(told_before, 9) == rates
+    assert followed(told_after, 9) == rates
+
+
+def test_groups_keep_their_proportion():
+    class Two(Scheduled):
+        def inner_optimizer(self, params):
+            first, *rest = params
+            groups = [{"params": [first], "lr": 0.5}, {"params": rest, "lr": 0.125}]
+            return torch.optim.SGD(groups, lr=0.1)
+
+    made = loops.trainer(Two(MADE["none"]), HALF)
+    made.change(lr=0.25, steps=LENGTH, length=LENGTH)
+    assert [group["lr"] for group in made.opt.param_groups] == [0.25, 0.0625]
+
+
+def test_a_run_ends_at_the_changed_number_of_steps():
+    made = loops.trainer(Scheduled(MADE["none"]), TrainSettings(steps=50, seed=1))
+    ended = []
+
+    def shorten():
+        if made.opt.steps == 3:
+            made.change(lr=None, steps=7, length=7)
+        ended.append(made.opt.steps)
+
+    made.run(after_step=shorten)
+    assert ended[-1] == made.opt.steps == 7
+    assert made.schedule.length == 7

@@ -193,11 +193,16 @@ def test_the_table_has_the_times_and_the_sentences_below():
     }
     report |= {
         "optimizer": "task",
+        "changes": [{"round": 4, "lr": 0.0001, "members": 5, "of": 6}],
         "totals": totals({}, 1),
         "link": "shoal://x",
         "invite_only": False,
     }
     assert "Inner optimizer" not in table(report)
+    assert (
+        "\nChanged by the creator, from round 4 on: train.lr=0.0001 (5 of 6 members have the change).\n"
+        in table(report)
+    )
     report["optimizer"] = "muon"
     shown = table(report)
     assert (

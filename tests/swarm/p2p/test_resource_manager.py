@@ -7,6 +7,7 @@ import pytest
 from hivemind.p2p import PeerID
 
 from shoal.swarm.access import AccessPolicy, PeerLists
+from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
 from shoal.swarm.p2p.limits import (
@@ -207,7 +208,13 @@ def test_who_is_denied_gets_nothing():
 
 
 def test_what_needs_no_invitation_is_called_so():
-    assert {ADMISSION_PROTOCOL, MANIFEST_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL} == FREE
+    assert {
+        ADMISSION_PROTOCOL,
+        CHANGE_PROTOCOL,
+        MANIFEST_PROTOCOL,
+        SEED_PROTOCOL,
+        SEEN_PROTOCOL,
+    } == FREE
 
 
 # -- real hosts ------------------------------------------------------------------------------------------------------------

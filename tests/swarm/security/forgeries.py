@@ -8,6 +8,7 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.access import Invitation
+from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.gossip.envelope import BodyAnnouncement
@@ -101,6 +102,12 @@ def invitation(**changes):
         "peer": GUEST.peer_id,
     }
     return Invitation(**{**fields, **changes})
+
+
+def change(**changes):
+    parts = (ChangePart(round=ROUND, lr=0.5, steps=100),)
+    fields = {"swarm": SWARM, "creator": HONEST.peer_id, "number": 7, "parts": parts}
+    return Change(**{**fields, **changes})
 
 
 def mine(round=ROUND):

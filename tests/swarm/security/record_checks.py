@@ -26,6 +26,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest import open_manifest, swarm_id
+from shoal.swarm.membership.change_keeper import ChangeKeeper
 from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
@@ -57,6 +58,7 @@ from tests.swarm.security.forgeries import (
     ROUND,
     VICTIM,
     attestation,
+    change,
     decision,
     invitation,
     manifest,
@@ -430,8 +432,26 @@ class Counters(Gates):
         self.gate = RecordFilter(Receipts, SWARM)
 
 
+class Changes(Court):
+    """A member that holds an earlier change, and is handed this one; by whom does not matter."""
+
+    make, old, author = staticmethod(change), {"number": 5}, False
+
+    def __init__(self, network):
+        host = network.host()
+        self.keeper = ChangeKeeper(host, Directory(Quiet(), VICTIM, SWARM), SWARM, manifest())
+        self.keeper.close()
+        self.keeper.take(seal(change(number=6), HONEST))
+
+    def judge(self, sealed, sender):
+        taken = []
+        said = reason_of(lambda: taken.append(self.keeper.take(sealed)))
+        return said or ("" if taken == [True] else "older")
+
+
 COURTS = {
-    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds,  "`manifest`": Manifests, "`invitation`": Policies,
+    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds,  "`manifest`": Manifests,
+    "`change`": Changes, "`invitation`": Policies,
     "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
     "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
     "`attestation`": Records, "`status`": Gates, "`receipts`, at a node": Tallies, "`receipts`, at a watcher": Counters,

@@ -12,6 +12,7 @@ import shoal
 from shoal.optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
 from shoal.optim.codecs.registry import INT8
 from shoal.swarm.access import Link, issue
+from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.file_lock import InUseError
 from shoal.swarm.identity import Identity
@@ -19,6 +20,8 @@ from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for
+from shoal.swarm.wire.envelope import seal
+from tests.clocks import until
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4
@@ -701,3 +704,48 @@ def test_after_its_end_a_session_reports_nothing_more_and_the_callback_still_com
     loop(opt, module, 2, steps=2 * EVERY)
     assert called == []
     assert len(rounds) == 3
+
+
+def test_a_change_of_the_creator_reaches_every_loop_in_its_round():
+    """Mutants: only who was handed the change tells its loop; a loop is told before the round; a change is told twice."""
+    key, begin, told = Identity.ephemeral(), model(0), {"anna": [], "bert": []}
+    first = shoal.create(
+        state=begin, every=EVERY, lag=0, start_when=2, network=HERE, node="anna", identity=key
+    )
+    link = first.link
+    parts = (ChangePart(round=2, lr=0.01, steps=40),)
+    change = Change(swarm=first.membership.swarm, creator=key.peer_id, number=1, parts=parts)
+
+    def run(session, module, name, seed):
+        with session as s:
+            opt = s.optimizer(sgd(module))
+            s.on_change = lambda train: told[name].append((opt.round, train.lr, train.steps))
+            if name == "anna":
+                s.membership.changes.take(seal(change, key))
+            loop(opt, module, seed, steps=EVERY)
+            until(lambda: s.membership.changes.number == 1)
+            loop(opt, module, seed + 1, steps=EVERY)
+            assert s.status()["changes"][0]["lr"] == 0.01
+            return s.train
+
+    def bert():
+        other = model(7)
+        return run(shoal.join(link, state=other, network=HERE, node="bert"), other, "bert", 2)
+
+    ends = together(lambda: run(first, begin, "anna", 1), bert)
+    assert told == {"anna": [(2, 0.01, 40)], "bert": [(2, 0.01, 40)]}
+    assert [(train.lr, train.steps) for train in ends] == [(0.01, 40)] * 2
+
+
+def test_a_loop_that_takes_no_changes_is_told_so(caplog):
+    key, begin = Identity.ephemeral(), model(0)
+    with shoal.create(state=begin, every=EVERY, network=HERE, identity=key) as session:
+        opt = session.optimizer(sgd(begin))
+        parts = (ChangePart(round=0, lr=0.01),)
+        change = Change(swarm=session.membership.swarm, creator=key.peer_id, number=1, parts=parts)
+        session.membership.changes.take(seal(change, key))
+        loop(opt, begin, 1, steps=2)
+    said = [line for line in caplog.messages if "has changed" in line]
+    assert said == [
+        "the swarm's creator has changed train.lr=0.01: this loop has no session.on_change, so it goes on as before"
+    ]

@@ -38,7 +38,7 @@ LARGEST = {
     "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9 / 3, "missing_names": (WIDE * 16,) * MAX_MISSING,
     "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH), "reach": "unreachable",
-    "throughput": MAX_RATE / 3,
+    "throughput": MAX_RATE / 3, "change": MAX_COUNT,
 }  # fmt: skip
 SMALL = {
     "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "tokens_per_s": 0.0, "mfu": None,

@@ -1,0 +1,263 @@
+"""What only the creator of a swarm can do, with the key by which it was made: invitations, and changes of a swarm that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median_high
+from typing import Any
+
+from pydantic import ValidationError
+
+from shoal.node.commands.status import MAX_BYTES, RUNS
+from shoal.node.config.links import LINK
+from shoal.node.config.settings import ConfigError, OwnTraining, default_identity_path, known_keys
+from shoal.node.console import plural
+from shoal.swarm.access import Link, issue
+from shoal.swarm.changes import ChangePart, described, extended, refusal
+from shoal.swarm.errors import AdmissionError, IdentityError, NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.membership.admission import connected, visited
+from shoal.swarm.membership.change_keeper import newest_change, swap_change
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.messages import Member
+
+# -- the creator's key -------------------------------------------------------------------------------------------------------
+
+MAX_NODES = 256  # folders of nodes below runs/ that are looked at
+
+
+def creator_key(manifest: Manifest, given: Path | None, what: str) -> Identity:
+    """Return the key by which the swarm of ``manifest`` was made.
+
+    Without a file ``given`` it is the default one, or that of a node whose folder is below runs/ here, whichever is the creator's.
+    ``what``: what only the creator can do, for people.
+
+    Raises IdentityError: the given file cannot be read. AdmissionError: no such key is the creator's.
+    """
+    lost = "if it is lost, begin a new swarm (shoal up --resume-from)"
+    if given is not None:
+        identity = Identity.load(given)
+        if identity.peer_id != manifest.creator:
+            raise AdmissionError(
+                f"Only the swarm's creator, {manifest.creator}, can {what}, and the key in {given} is {identity.peer_id}: "
+                f"name the creator's key file with --identity; {lost}."
+            )
+        return identity
+    looked = list(dict.fromkeys([default_identity_path(), *_keys_of_nodes(RUNS)]))
+    for path in looked:
+        with suppress(IdentityError):
+            identity = Identity.load(path)
+            if identity.peer_id == manifest.creator:
+                return identity
+    files = ", ".join(str(path) for path in looked[:4]) + (", …" if len(looked) > 4 else "")
+    raise AdmissionError(
+        f"Only the swarm's creator, {manifest.creator}, can {what}, and none of the key files that were looked at is that one "
+        f"({files}): name the one with which `shoal up` made the swarm by --identity; {lost}."
+    )
+
+
+def _keys_of_nodes(runs: Path) -> list[Path]:
+    """Return the key files of the nodes whose folders are in ``runs``, the newest first."""
+    files = sorted(runs.glob(f"*/{LINK}"), key=_modified, reverse=True)[:MAX_NODES]
+    found = []
+    for file in files:
+        with (
+            suppress(OSError, ValueError, TypeError, KeyError, RecursionError),
+            file.open(encoding="utf-8") as opened,
+        ):
+            found.append(Path(json.loads(opened.read(MAX_BYTES))["identity"]))
+    return found
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# -- invitations -------------------------------------------------------------------------------------------------------------
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+MAX_LIFE_S = 10 * 366 * 86_400
+
+
+def seconds(text: str) -> float:
+    """Return the seconds in ``text``, such as 30m, 12h, 7d or 2w. Raises AdmissionError."""
+    parts = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    life = int(parts[1]) * UNITS[parts[2]] if parts else 0
+    if not 0 < life <= MAX_LIFE_S:
+        raise AdmissionError(
+            f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w."
+        )
+    return float(life)
+
+
+def invite(
+    link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float
+) -> dict[str, Any]:
+    """Return a link with an invitation to the swarm of ``link``, by its creator's key (`creator_key`), and its terms.
+
+    Raises:
+        IdentityError, StartupError, NetworkError, MessageError.
+        AdmissionError: the swarm is open, or no key here is its creator's.
+    """
+    with connected(link) as (_, _, manifest):
+        pass
+    identity = inviting_key(manifest, path)
+    now = time.time()
+    invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
+    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(
+        link.bootstrap[1:]
+    )  # as many as fit beside it
+    return {
+        "link": str(invited),
+        "swarm": link.swarm,
+        "uses": uses,
+        "peer": peer,
+        "expires": now + lives,
+    }
+
+
+def inviting_key(manifest: Manifest, path: Path | None) -> Identity:
+    """Return the creator's key. AdmissionError: the swarm of ``manifest`` is open, or no key here is its creator's."""
+    if not manifest.invite_only:
+        raise AdmissionError(
+            f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the link, or make a swarm with "
+            "`shoal up --invite-only`."
+        )
+    return creator_key(manifest, path, "invite")
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------------
+
+MOST_TOLD = 64  # members that a change is handed to; the others take it from them
+ANSWER_S = 20.0  # seconds for all of them together
+NEXT = 1  # rounds from now on at which a change counts, if no round is named
+
+
+def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `ChangePart` of dotted settings. ConfigError names the first that a change cannot have."""
+    if not assigned:
+        raise ConfigError(
+            "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set train.steps=4000."
+        )
+    of_node = [f"train.{name}" for name in OwnTraining.model_fields]
+    known = known_keys()
+    for key in assigned:
+        if key not in known and not key.startswith("task.options."):
+            near = difflib.get_close_matches(key, known, 1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "`shoal change --help` names them."
+            raise ConfigError(f"There is no setting {key!r}: {hint}")
+        if problem := refusal(key, of_node):
+            raise ConfigError(problem)
+    fields = {key.partition(".")[2]: value for key, value in assigned.items()}
+    if isinstance(fields.get("lr"), int) and not isinstance(fields["lr"], bool):
+        fields["lr"] = float(fields["lr"])
+    try:
+        ChangePart(round=0, **fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        what = re.sub(r"^Input should", "it should", first["msg"])
+        raise ConfigError(
+            f"The setting train.{name}={fields[name]!r} cannot be used: {what}."
+        ) from None
+    return fields
+
+
+def change(
+    link: Link, assigned: Mapping[str, Any], path: Path | None, at: int | None = None
+) -> dict[str, Any]:
+    """Change settings of the swarm of ``link`` for all its members, from round ``at`` on (None: the next); return what was done.
+
+    Raises:
+        ConfigError: a setting that cannot be changed, or not so; a round that is over.
+        AdmissionError, IdentityError: no key here is the creator's.
+        StartupError, NetworkError, MessageError: the swarm is not reached, or no member took the change.
+    """
+    fields = wanted(assigned)
+    with visited(link) as (host, manifest, members, _):
+        identity = creator_key(manifest, path, "change its settings")
+        if not members:
+            raise NetworkError(
+                "No member of the swarm is there to take the change: start a node first, or try again."
+            )
+        fragments = int(manifest.outer.overlap().get("fragments", 1))
+        now = median_high(member.round // fragments for member in members.values())
+        if at is not None and at <= now:
+            raise ConfigError(
+                f"Round {at} is over, for the swarm is in round {now}: leave --at out, or name a later one."
+            )
+        before = newest_change(host, link.swarm, manifest, members)
+        if before is None and any(member.change for member in members.values()):
+            raise NetworkError(
+                "The settings were changed before, and no member served that change: try again."
+            )
+        part = ChangePart(round=now + NEXT if at is None else at, **fields)
+        try:
+            made = extended(before, manifest, link.swarm, part, now=now, least=int(time.time()))
+        except ValueError as error:
+            raise ConfigError(f"The swarm's settings cannot change so: {error}.") from None
+        told, problems = _tell(host, link.swarm, members, seal(made, identity))
+        if not told:
+            raise NetworkError(
+                f"No member took the change ({next(iter(problems), 'none answered')}): try again."
+            )
+    return _report(manifest, part, members, told, now)
+
+
+def _tell(
+    host: Host, swarm: str, members: Mapping[str, Member], sealed: bytes
+) -> tuple[list[str], list[str]]:
+    """Hand a change to members; return which took it, and what was wrong with the others."""
+    some = list(members.values())[:MOST_TOLD]
+
+    async def told() -> list[Any]:
+        calls = (swap_change(host, one.peer, one.addresses, swarm, sealed) for one in some)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    took, problems = [], []
+    for member, reply in zip(some, host.call(told(), ANSWER_S), strict=True):
+        if isinstance(reply, BaseException):
+            problems.append(str(reply).rstrip("."))
+        elif reply.change == sealed:
+            took.append(member.peer)
+        else:
+            problems.append(reply.reason.rstrip(".") or "a member has another change")
+    return took, problems
+
+
+def _report(
+    manifest: Manifest, part: ChangePart, members: Mapping[str, Member], told: list[str], now: int
+) -> dict[str, Any]:
+    """Return what was done, ready for JSON, with a sentence for people."""
+    every = manifest.outer.resolved().every
+    about = f"round {part.round}"
+    if manifest.outer.round == "steps" and every:
+        about += f" (their step {part.round * every:,})"
+    said = (
+        f"{described(part.settings())} from {about} on; the swarm is in round {now}. "
+        f"{len(told)} of {plural(len(members), 'member')} took the change"
+    )
+    said += "." if len(told) == len(members) else ", and the others take it from them."
+    over = [member for member in members.values() if part.steps and member.step >= part.steps]
+    if over:
+        said += f" {plural(len(over), 'member')} did as many steps already, and will end then."
+    return {
+        "changed": part.settings(),
+        "round": part.round,
+        "now": now,
+        "told": len(told),
+        "members": len(members),
+        "said": said,
+    }

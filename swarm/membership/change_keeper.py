@@ -1,0 +1,201 @@
+"""The newest change of the swarm's settings that a node knows: it serves it, and finds a newer one by the directory.
+
+Each member's record in the directory has the number of the newest change that it holds. A node that sees a higher number than its
+own asks that member for the change. So newcomers, members that were away and the two sides of a partition all get it by the reading
+of the directory that they do anyway. Whoever signs a change hands it to some members, and needs to be no member.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from shoal.swarm.changes import (
+    CHANGE_PROTOCOL,
+    Change,
+    ChangeReply,
+    ChangeRequest,
+    open_change,
+    rank_of,
+    settings_at,
+)
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.manifest import Manifest, TrainSettings
+from shoal.swarm.p2p.limits import Counters, Newest
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.wire.envelope import pack, unpack
+from shoal.swarm.wire.messages import Member
+
+if TYPE_CHECKING:
+    from shoal.swarm.membership.directory import Directory
+    from shoal.swarm.p2p.host import Host
+
+SMALL_S, OPEN_S = 5.0, 10.0  # seconds for one small message, and to open a stream
+LOOK_S = 2.0  # seconds between two looks at the members' numbers, which use no network
+AGAIN_S = 60.0  # seconds for which a member is not asked again: it may state a number that it does not have
+AT_ONCE = 3  # members asked at a time
+MAX_ASKED = 1024
+
+log = logging.getLogger(__name__)
+
+
+async def swap_change(
+    host: Host, peer: str, addresses: Sequence[str], swarm: str, sealed: bytes
+) -> ChangeReply:
+    """Show a peer the change ``sealed`` (empty: none) and return its reply, unverified. Raises NetworkError or MessageError."""
+    stream = await host.open(peer, CHANGE_PROTOCOL, addresses=addresses, timeout=OPEN_S)
+    with contextlib.closing(stream):
+        await stream.send(pack(ChangeRequest(swarm=swarm, change=sealed)), SMALL_S)
+        return unpack(await stream.receive(ChangeReply.LIMIT, SMALL_S), ChangeReply)
+
+
+MOST_ASKED = 8  # members that a visitor asks, those with the highest numbers first
+ANSWER_S = 20.0  # seconds for all of them together
+
+
+def newest_change(
+    host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]
+) -> Change | None:
+    """Return the newest change that ``members`` hand out, for a visitor; None: they state none, or none of them answers."""
+    ahead = [member for member in members.values() if member.change]
+    ahead.sort(key=lambda member: member.change, reverse=True)
+
+    async def asked() -> list[ChangeReply | BaseException]:
+        calls = (
+            swap_change(host, member.peer, member.addresses, swarm, b"")
+            for member in ahead[:MOST_ASKED]
+        )
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    newest: tuple[Change | None, bytes] = (None, b"")
+    for reply in host.call(asked(), ANSWER_S) if ahead else ():
+        if isinstance(reply, BaseException) or not reply.change:
+            continue
+        with contextlib.suppress(MessageError):
+            found = open_change(reply.change, swarm, manifest.creator)
+            newest = max(newest, (found, reply.change), key=lambda one: rank_of(*one))
+    return newest[0]
+
+
+class ChangeKeeper:
+    """The newest change of ``swarm`` that this node holds. All but the serving and looking is for any thread.
+
+    ``clock``: seconds; a simulation has its own.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        directory: Directory,
+        swarm: str,
+        manifest: Manifest,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host, self._directory = host, directory
+        self._swarm, self._manifest = swarm, manifest
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._change: Change | None = None
+        self._sealed = b""
+        self._asked = Newest[str, float](MAX_ASKED)
+        self.counters = Counters()
+        """Changes that were refused, by reason."""
+        directory.change = lambda: self.number
+        host.serve(CHANGE_PROTOCOL, self._answer)
+        self._running = host.submit(self._run())
+
+    @property
+    def number(self) -> int:
+        """Number of the newest change; 0: nothing was changed."""
+        with self._lock:
+            return 0 if self._change is None else self._change.number
+
+    @property
+    def newest(self) -> Change | None:
+        with self._lock:
+            return self._change
+
+    @property
+    def sealed(self) -> bytes:
+        """The newest change as its creator signed it, for a checkpoint; empty: nothing was changed."""
+        with self._lock:
+            return self._sealed
+
+    def settings_at(self, round: int) -> TrainSettings:
+        """Return the swarm's settings of training in ``round``; those of the manifest itself if nothing was changed."""
+        return settings_at(self.newest, self._manifest.train, round)
+
+    def take(self, sealed: bytes) -> bool:
+        """Keep a change if it is newer than the one that this node has; return whether it is. MessageError: it is not valid."""
+        change = open_change(sealed, self._swarm, self._manifest.creator)
+        with self._lock:
+            if rank_of(change, sealed) <= rank_of(self._change, self._sealed):
+                return False
+            self._change, self._sealed = change, sealed
+        self._directory.renew()  # its number, by which others find it
+        return True
+
+    def fetch(self, timeout: float) -> None:
+        """Ask the members that hold a newer change, if any are known, for at most ``timeout`` seconds."""
+        with contextlib.suppress(NetworkError):
+            self._host.call(self._look(), timeout)
+
+    def close(self) -> None:
+        self._running.cancel()
+
+    # -- on the host's loop ----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self._look()
+            except Exception:  # a bug here must not end the node
+                log.warning("no change of the swarm's settings could be asked for", exc_info=True)
+
+    async def _look(self) -> None:
+        """Ask some of the members whose number is higher than this node's."""
+        now, own = self._clock(), self.number
+        ahead = [
+            member
+            for member in self._directory.members().values()
+            if member.change > own and now - self._asked.get(member.peer, -AGAIN_S) >= AGAIN_S
+        ]
+        ahead.sort(key=lambda member: member.change, reverse=True)
+        for member in ahead[:AT_ONCE]:
+            self._asked[member.peer] = now
+        await asyncio.gather(
+            *(self._ask(member.peer, member.addresses) for member in ahead[:AT_ONCE])
+        )
+
+    async def _ask(self, peer: str, addresses: Sequence[str]) -> None:
+        try:
+            reply = await swap_change(self._host, peer, addresses, self._swarm, b"")
+            if reply.change:
+                self.take(reply.change)
+        except (NetworkError, MessageError) as error:
+            if isinstance(error, MessageError):
+                self.counters.reject(error.reason)
+            log.info("peer %s served no change of the settings: %s", short(peer), error)
+
+    async def _answer(self, stream: Stream) -> None:
+        request = unpack(await stream.receive(ChangeRequest.LIMIT, SMALL_S), ChangeRequest)
+        reason = ""
+        if request.swarm != self._swarm:
+            await stream.send(
+                pack(ChangeReply(reason=f"this peer belongs to swarm {self._swarm}")), SMALL_S
+            )
+            return
+        if request.change:
+            try:
+                if not self.take(request.change) and request.change != self.sealed:
+                    reason = "this peer has a newer change of the settings"
+            except MessageError as error:
+                self.counters.reject(error.reason)
+                reason = str(error)
+        await stream.send(pack(ChangeReply(change=self.sealed, reason=reason)), SMALL_S)

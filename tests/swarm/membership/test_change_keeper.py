@@ -1,0 +1,158 @@
+"""A change of the settings goes from member to member, also to one that comes later; a liar costs a request a minute."""
+
+import time
+
+import pytest
+
+from shoal.swarm.changes import Change, ChangePart, ChangeReply
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import Manifest, TrainSettings
+from shoal.swarm.membership.change_keeper import (
+    CHANGE_PROTOCOL,
+    ChangeKeeper,
+    newest_change,
+    swap_change,
+)
+from shoal.swarm.wire.envelope import pack, seal
+from tests.records import SWARM, member_of
+
+CREATOR = Identity.ephemeral()
+TRAIN = TrainSettings(steps=100, optimizer="adamw", lr=0.5)
+MANIFEST = Manifest(
+    name="x", created=1.0, creator=CREATOR.peer_id, task="text", model="0" * 64, train=TRAIN
+)
+
+
+def signed(number, lr=0.25, signer=CREATOR):
+    parts = (ChangePart(round=4, lr=lr),)
+    made = Change(swarm=SWARM, creator=signer.peer_id, number=number, parts=parts)
+    return seal(made, signer)
+
+
+class Listing:
+    """The directory of a member: the other members, with the numbers that they state."""
+
+    def __init__(self, stated):
+        self.stated, self.renewed, self.change = stated, 0, None
+
+    def members(self):
+        return {
+            peer: member_of(peer, change=number(), issued=time.time())
+            for peer, number in self.stated.items()
+        }
+
+    def renew(self):
+        self.renewed += 1
+
+
+@pytest.fixture
+def keep(network):
+    """Make a member whose looks are the test's to call; ``stated``: peer -> a function that returns its number."""
+    keepers = []
+
+    def made(**stated):
+        host = network.host()
+        keeper = ChangeKeeper(host, Listing({**stated}), SWARM, MANIFEST, clock=lambda: made.now)
+        keeper.close()  # its own looks
+        keepers.append(keeper)
+        return keeper, host
+
+    made.now = 1000.0
+    return made
+
+
+def test_a_member_takes_what_another_has(network, keep):
+    """Mutants: nobody asks; what is asked for is not kept; the number is not announced."""
+    first, host = keep()
+    first.take(signed(5))
+    second, _ = keep(**{host.peer_id: lambda: first.number})
+    second.fetch(5.0)
+    assert (second.number, second.sealed) == (5, first.sealed)
+    assert second._directory.change() == 5
+    assert second._directory.renewed == 1
+    assert second.settings_at(3) is TRAIN
+    assert second.settings_at(4).lr == 0.25
+    opened = len(network.opened)
+    second.fetch(5.0)
+    assert len(network.opened) == opened  # nobody states a higher number
+
+
+def test_the_newest_of_several_wins_and_an_older_one_is_not_taken_back(keep):
+    first, _ = keep()
+    first.take(signed(5))
+    assert not first.take(signed(4))
+    assert not first.take(signed(5))
+    assert first.take(signed(6))
+    assert first.number == 6
+    twins = [signed(7, lr=0.1), signed(7, lr=0.2)]
+    one, _ = keep()
+    other, _ = keep()
+    for sealed in twins:
+        one.take(sealed)
+    for sealed in reversed(twins):
+        other.take(sealed)
+    assert one.sealed == other.sealed
+
+
+def test_anothers_signature_is_refused_and_counted(network, keep):
+    keeper, host = keep()
+    with pytest.raises(MessageError, match="not signed by the creator of the swarm"):
+        keeper.take(signed(9, signer=Identity.ephemeral()))
+    visitor = network.host()
+    forged = signed(9, signer=Identity.ephemeral())
+    reply = network.call(swap_change(visitor, host.peer_id, (), SWARM, forged), 10)
+    assert reply.reason.startswith("A change of the swarm's settings was refused")
+    assert keeper.counters.rejected() == {"not the creator's": 1}
+    assert keeper.number == 0
+
+
+def test_a_visitor_hands_over_a_change_and_hears_of_a_newer_one(network, keep):
+    keeper, host = keep()
+    visitor = network.host()
+    reply = network.call(swap_change(visitor, host.peer_id, (), SWARM, signed(5)), 10)
+    assert (reply.change, reply.reason, keeper.number) == (signed(5), "", 5)
+    reply = network.call(swap_change(visitor, host.peer_id, (), SWARM, signed(4)), 10)
+    assert reply.reason == "this peer has a newer change of the settings"
+    assert reply.change == signed(5)
+    reply = network.call(swap_change(visitor, host.peer_id, (), "b" * 52, b""), 10)
+    assert (reply.change, reply.reason) == (b"", f"this peer belongs to swarm {SWARM}")
+
+
+def test_a_number_that_is_no_change_costs_a_request_a_minute(network, keep):
+    """Fault: a member that states 2^53 is asked again and again, and hides those who have one."""
+    liar = network.host()
+    asked = []
+
+    async def nothing(stream):
+        await stream.receive(4096, 2.0)
+        asked.append(1)
+        await stream.send(pack(ChangeReply()), 2.0)
+
+    liar.serve(CHANGE_PROTOCOL, nothing)
+    honest, host = keep()
+    honest.take(signed(5))
+    keeper, _ = keep(**{liar.peer_id: lambda: 2**53, host.peer_id: lambda: 5})
+    for _ in range(3):
+        keeper.fetch(5.0)
+    assert (len(asked), keeper.number) == (1, 5)
+    keep.now += 60.0
+    keeper.fetch(5.0)
+    assert len(asked) == 2
+
+
+def test_a_visitor_finds_the_newest(network, keep):
+    hosts = []
+    for number in (5, 8, 6):
+        keeper, host = keep()
+        keeper.take(signed(number))
+        hosts.append((host, number))
+    members = {
+        host.peer_id: member_of(host.peer_id, change=number, issued=time.time())
+        for host, number in hosts
+    }
+    found = newest_change(network.host(), SWARM, MANIFEST, members)
+    assert found is not None
+    assert found.number == 8
+    nobody = {CREATOR.peer_id: member_of(CREATOR.peer_id, issued=time.time())}
+    assert newest_change(network.host(), SWARM, MANIFEST, nobody) is None
