@@ -89,7 +89,7 @@ PACKAGES = {
 }  # fmt: skip
 FREE = {
     "swarm": {"errors", "file_lock", "identity"},
-    "node": {"console", "task", "user_code"},
+    "node": {"console", "inner_tensors", "task", "user_code"},
     "optim": {"device"},
     "verification": set(),
 }

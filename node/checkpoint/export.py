@@ -30,6 +30,7 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.store import Kind, TensorName, kind, sync, write_tensors
 from shoal.node.console import finite
+from shoal.node.inner_tensors import InnerTensors, OpaqueError, taken_apart
 from shoal.node.tasks.text import GPT
 from shoal.swarm.errors import ShoalError, printable
 
@@ -187,10 +188,29 @@ def export_numbered(
 
 
 def _save(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write tensors. ExportError, naming it, if a file of safetensors cannot hold one."""
+    state = {name: _plain(name, tensor) for name, tensor in state.items()}
     with path.open("wb") as file:
         write_tensors(
             file.write, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__
         )
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    try:
+        plain = taken_apart(tensor)
+        if isinstance(plain, InnerTensors):
+            raise OpaqueError(f" of {len(plain.tensors)} tensors")
+        if plain.is_nested or plain.is_quantized or plain.layout != torch.strided:
+            raise OpaqueError(" that is nested, quantized or sparse")
+        kind(plain)
+        return plain
+    except TypeError as error:
+        what = f"{type(tensor).__name__}{error}" if isinstance(error, OpaqueError) else str(error)
+        raise ExportError(
+            f"Cannot write the weights: {name!r} is what a file of safetensors cannot hold ({what}): give the model "
+            "save_pretrained()."
+        ) from error
 
 
 def _loading(model: nn.Module, about: Mapping[str, Any], whole: bool) -> list[str]:
@@ -360,6 +380,12 @@ def _source(path: Path, slow: bool) -> _Source:
     file, state = checkpoint.outline(path)
     try:
         trainer = state["trainer"]
+        for name, value in trainer["model"].items():
+            if isinstance(value, InnerTensors):
+                raise MergeError(
+                    f"The checkpoint in {str(path)!r} holds {name!r} as {value.kind:.60}, which has no mean: "
+                    "merge models without it."
+                )
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
         names = {
             str(name): _text(tensor)

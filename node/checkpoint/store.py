@@ -22,10 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
+from shoal.node.inner_tensors import InnerTensors, OpaqueError, taken_apart
 
 # Writing safetensors files tensor by tensor, without a copy of everything and without holding Python's lock.
 #
@@ -39,6 +41,7 @@ _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
 }  # fmt: skip
 
 
@@ -78,9 +81,7 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     write(len(text).to_bytes(8, "little") + text)
     for name, size in sizes.items():
-        content = (
-            tensor_of(name).detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        )
+        content = as_bytes(tensor_of(name).detach().to("cpu")).numpy()
         if content.nbytes != size:
             raise SafetensorError(
                 f"{name!r} has {content.nbytes} bytes where {size} were announced"
@@ -90,12 +91,21 @@ def write_tensors(
     return 8 + len(text) + offset
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the values of a plain tensor as bytes, in their order; a view where they lie so already."""
+    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if values.stride(0) != 1:  # a view of one value, which counts as contiguous
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(torch.uint8)
+
+
 def _width(dtype: str) -> int:
     """Return the bytes of a value of that type: 4 for F32, 1 for F8_E4M3 and BOOL, 8 for C64."""
     return {"BOOL": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8
 
 
-FORMAT = 1
+FORMAT = 2
+"""Of a checkpoint that holds inner tensors or bytes of types that safetensors has no name for; all others are of format 1."""
 KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -114,6 +124,7 @@ class Packed:
 
     tree: Any
     tensors: dict[str, Tensor]
+    format: int = 1
 
 
 DEEPEST = 200  # levels of nested state: well within Python's own limit, which JSON meets too
@@ -131,24 +142,73 @@ class UnpackableError(TypeError):
     def __init__(self, value: Any, place: tuple[Any, ...], why: str = "") -> None:
         where = "".join(f"[{key!r:.40}]" for key in place)
         super().__init__(
-            f"a checkpoint cannot hold a {type(value).__name__}{why}: {value!r:.80}{where and f', at {where}'}"
+            f"a checkpoint cannot hold a {type(value).__name__}{why}: {shown(value)}{where and f', at {where}'}"
         )
         self.value, self.place, self.why = value, place, why
 
 
+def shown(value: Any) -> str:
+    """Return a few words that show a value. A tensor's own may need values that it does not have, or a wait for a GPU."""
+    if isinstance(value, Tensor):
+        form = "" if value.is_nested else f" of shape {tuple(value.shape)}"
+        return f"{value.dtype}{form}"
+    return f"{value!r:.80}"
+
+
+class _Tensors(dict[str, Tensor]):
+    """The tensors of a state by their names in the file, in the order in which they were found."""
+
+    format = 1
+
+    def keep(self, tensor: Tensor) -> str:
+        name = str(len(self))
+        self[name] = tensor
+        return name
+
+
 def pack(state: Any) -> Packed:
     """Split ``state`` into a tree and tensors, which are not copied. Raises UnpackableError if a checkpoint cannot hold it."""
-    tensors: dict[str, Tensor] = {}
-    return Packed(_pack(state, tensors, ()), tensors)
+    tensors = _Tensors()
+    tree = _pack(state, tensors, ())
+    return Packed(tree, tensors, tensors.format)
 
 
-def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any:
+def _pack_tensor(value: Tensor, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
+    """Turn a tensor into a one-key object that names it, or the plain tensors that it consists of."""
+    try:
+        apart = taken_apart(value)
+    except OpaqueError as error:
+        raise UnpackableError(value, place, str(error)) from error
+    return _pack_apart(apart, value, tensors, place)
+
+
+def _pack_apart(
+    apart: Tensor | InnerTensors, value: Tensor, tensors: _Tensors, place: tuple[Any, ...]
+) -> Any:
+    if isinstance(apart, InnerTensors):
+        tensors.format = FORMAT
+        inside = [
+            [name, _pack_apart(inner, value, tensors, place)]
+            for name, inner in apart.tensors.items()
+        ]
+        return {"inner": [apart.kind, inside]}
+    if apart.is_nested:
+        raise UnpackableError(value, place, " that is nested")
+    if apart.is_quantized:
+        raise UnpackableError(value, place, f" of {apart.dtype}")
+    if apart.layout != torch.strided:
+        raise UnpackableError(value, place, f" that is {apart.layout}")
+    if apart.is_meta:
+        raise UnpackableError(value, place, " without values")
+    if apart.dtype in _NAMES:
+        return {"tensor": tensors.keep(apart)}
+    tensors.format = FORMAT
+    dtype = str(apart.dtype).removeprefix("torch.")
+    return {"bytes_of": [dtype, list(apart.shape), tensors.keep(as_bytes(apart))]}
+
+
+def _pack(value: Any, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
     """Turn ``value`` into JSON values; move each tensor to ``tensors`` and leave a one-key object in its place."""
-
-    def kept(tensor: Tensor) -> str:
-        name = str(len(tensors))
-        tensors[name] = tensor
-        return name
 
     def each(values: Any) -> list[Any]:
         return [_pack(v, tensors, (*place, number)) for number, v in enumerate(values)]
@@ -167,15 +227,7 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Tensor):
-        try:
-            kind(value)  # raises TypeError now rather than when it is written
-        except TypeError as error:
-            raise UnpackableError(value, place, f" of {value.dtype}") from error
-        if value.layout != torch.strided or value.is_meta:
-            raise UnpackableError(
-                value, place, " without values" if value.is_meta else f" that is {value.layout}"
-            )
-        return {"tensor": kept(value.detach())}
+        return _pack_tensor(value, tensors, place)
     if type(value) is list:
         return each(value)
     if type(value) in (tuple, torch.Size):
@@ -201,10 +253,18 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any
         return {"device": str(value)}
     if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
         flat = np.frombuffer(value.tobytes(), np.uint8).copy()
-        return {"array": [value.dtype.str, list(value.shape), kept(torch.from_numpy(flat))]}
+        return {"array": [value.dtype.str, list(value.shape), tensors.keep(torch.from_numpy(flat))]}
     if isinstance(value, torch.Generator) and value.device.type == "cpu":
-        return {"generator": kept(value.get_state())}
+        return {"generator": tensors.keep(value.get_state())}
     raise UnpackableError(value, place)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    """Return torch's type of that name. Raises ValueError if it has none."""
+    found = vars(torch).get(str(name))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no type of torch: {name!r:.40}")
+    return found
 
 
 def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -217,6 +277,13 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
         return float(inner)
     if kind == "tensor":
         return tensors[inner]
+    if kind == "inner":
+        name, inside = inner
+        return InnerTensors(str(name), {str(n): _unpack(v, tensors) for n, v in inside})
+    if kind == "bytes_of":
+        name, shape, content = inner
+        stored, form = tensors[content], _dtype(name)
+        return stored.view(form).view(shape) if isinstance(stored, Tensor) else stored
     if kind == "dict":
         return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
     if kind in _SEQUENCES:
@@ -228,8 +295,8 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "deque":
         length, items = inner
         return deque((_unpack(v, tensors) for v in items), length)
-    if kind == "dtype" and isinstance(found := vars(torch).get(str(inner)), torch.dtype):
-        return found
+    if kind == "dtype":
+        return _dtype(inner)
     if kind == "device":
         return torch.device(str(inner))
     if kind == "array":
@@ -273,11 +340,11 @@ def save(
 ) -> Path:
     """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are kept.
 
-    ``state`` nests dicts, lists, tuples, sets and deques of None, bool, int, float, complex, str, bytes, tensors (any dtype that
-    safetensors knows, any device, any strides), NumPy's numbers and arrays of numbers, torch's dtypes, devices and generators of
-    the CPU. Subclasses of dict come back as dict, NumPy's numbers as Python's, tensors on the CPU without gradient. It may be
-    `Packed` already. ``at`` is called with each of the `POINTS` that is reached. ``hash_later``: read the tensor file
-    once more to hash it, so that the tensors are written sooner.
+    ``state`` nests dicts, lists, tuples, sets and deques of None, bool, int, float, complex, str, bytes, tensors (any dtype, any
+    device, any strides), NumPy's numbers and arrays of numbers, torch's dtypes, devices and generators of the CPU. Subclasses of
+    dict come back as dict, NumPy's numbers as Python's, tensors on the CPU without gradient, tensors of a class of their own as
+    `shoal.node.inner_tensors.InnerTensors`. It may be `Packed` already. ``at`` is called with each of the `POINTS` that
+    is reached. ``hash_later``: read the tensor file once more to hash it, so that the tensors are written sooner.
 
     Raises:
         CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
@@ -305,7 +372,12 @@ def save(
                 write_tensors(write, kinds, packed.tensors.__getitem__)
             at("tensors")
             tensors = _sha256(temporary / TENSORS) if hash_later else written.hexdigest()
-            body = {"format": FORMAT, "step": step, "tensors_sha256": tensors, "state": packed.tree}
+            body = {
+                "format": packed.format,
+                "step": step,
+                "tensors_sha256": tensors,
+                "state": packed.tree,
+            }
             text = json.dumps(body)
             if len(text) > MAX_STATE_BYTES - 100:
                 raise ValueError(
@@ -340,6 +412,33 @@ def save(
     return final
 
 
+def prove(packed: Packed) -> None:
+    """Write and read the first value of each tensor, in memory: what the files would do, without their bytes.
+
+    Raises UnpackableError: a tensor cannot be written, or the state comes back as another one.
+    """
+    firsts: dict[str, Tensor] = {}
+    # One of each form is enough, and each costs a wait for its device.
+    seen: set[tuple[torch.dtype, torch.device, bool, bool]] = set()
+    for name, tensor in packed.tensors.items():
+        firsts[name] = torch.zeros((), dtype=tensor.dtype, device="cpu")
+        form = (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+        if tensor.numel() and form not in seen:
+            seen.add(form)
+            try:
+                firsts[name] = as_bytes(tensor[(0,) * tensor.ndim].to("cpu"))
+            except (RuntimeError, TypeError) as error:
+                why = next(iter(str(error).splitlines()), type(error).__name__)
+                raise UnpackableError(
+                    tensor, (), f" whose values cannot be read ({why})"
+                ) from error
+    parts: list[bytes] = []
+    kinds = {name: kind(tensor) for name, tensor in firsts.items()}
+    write_tensors(lambda data: parts.append(bytes(data)), kinds, firsts.__getitem__)
+    load_tensors(b"".join(parts))
+    _unpack(json.loads(json.dumps(packed.tree)), _Names())
+
+
 class _Damage(Exception):
     """A file is damaged; the message names it and the damage."""
 
@@ -365,9 +464,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Damage(f"{str(file)!r} is not as it was written")
     try:
         body: dict[str, Any] = json.loads(text)
-        if body["format"] != FORMAT:
+        if body["format"] not in range(1, FORMAT + 1):
             raise _Damage(
-                f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows {FORMAT}"
+                f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows 1 to {FORMAT}"
             )
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.node.checkpoint.folder import CheckpointError, listed
-from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
+from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, prove, save, shown
 from shoal.node.console import FULL
 from shoal.node.user_code import device_failed, out_of_memory
 from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
@@ -122,6 +122,7 @@ class CheckpointWriter:
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
         gigabytes: budget of the folder's files; 0: none. Only older checkpoints are removed to make room for the next.
         copies: called with the bytes of memory that a copy would take, returns whether it may.
+        check: called at the first `turn`; raises ShoalError if a run could not go on from the state.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class CheckpointWriter:
         at: Callable[[str], None] = lambda point: None,
         gigabytes: float = 0.0,
         copies: Callable[[int], bool] = lambda nbytes: True,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder, self._keep, self._state, self._notify, self._at = (
             folder.absolute(),
@@ -143,6 +145,7 @@ class CheckpointWriter:
             at,
         )
         self._budget, self._copies = gigabytes * GB, copies
+        self._check = check
         self._size = 0
         """Bytes of the tensors of the last save."""
         self._free, self._given_up = threading.Event(), threading.Event()
@@ -170,8 +173,8 @@ class CheckpointWriter:
 
         It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at most.
 
-        Raises CheckpointError: at the first call: a checkpoint cannot hold the state, and the sentence names who keeps what; or the
-        budget cannot hold two of them.
+        Raises CheckpointError: at the first call: a checkpoint cannot hold the state, or no run could go on from it, and the
+        sentence names who keeps what; or the budget cannot hold two of them.
         """
         if self.busy:
             return
@@ -180,6 +183,8 @@ class CheckpointWriter:
         if not self._tried:
             try:
                 packed = self._pack()
+                prove(packed)
+                self._check()
             except UnpackableError as error:
                 raise _as_failure(error) from error
             except (MemoryError, RuntimeError) as error:
@@ -339,9 +344,10 @@ def _as_failure(error: Exception) -> CheckpointError:
     if isinstance(error, UnpackableError):
         holder = next((HOLDERS[key] for key in error.place if key in HOLDERS), "the state")
         where = "".join(f"[{key!r:.40}]" for key in error.place)
+        kept = f"{type(error.value).__name__}{error.why} ({shown(error.value)})"
         return CheckpointError(
-            f"Cannot save a checkpoint: {holder} keeps a {type(error.value).__name__}{error.why} ({error.value!r:.80}) at {where}, "
-            f"and a checkpoint holds {ABLE}: keep one of them in its place."
+            f"Cannot save a checkpoint: {holder} keeps a {kept} at {where}, and a checkpoint holds "
+            f"{ABLE}: keep one of them in its place."
         )
     return CheckpointError(
         f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's optimizer keeps."

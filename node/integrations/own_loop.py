@@ -33,6 +33,7 @@ from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings
+from shoal.node.inner_tensors import holds_inner, initialise, load_whole_model, put_together
 from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields
 from shoal.node.metrics.sinks import about, open_sinks
 from shoal.optim import OuterOptimizer, RoundInfo
@@ -174,9 +175,12 @@ class Run:
     def _restore(self) -> None:
         self.step, state = load(self.folder)
         try:
-            self._model.load_state_dict(state["model"])
             for one, kept in zip(self._inner, state["inner"], strict=True):
+                if holds_inner(kept):
+                    initialise(one)
+                    kept = {**kept, "state": put_together(kept["state"], one.state_dict()["state"])}
                 one.load_state_dict(kept)
+            load_whole_model(self._model, state["model"])
             self.extra = state["extra"]
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise RunError(

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.node.config.device import make_current
 from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.inner_tensors import load_whole_model
 from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, rank_device
 from shoal.node.task import Shard, Task
 from shoal.node.training.inner_step import Layout, TrainingError
@@ -111,7 +112,7 @@ class WholeModels(RanksLayout):
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         """Load rank 0's state, one tensor at a time, and what modules keep beside tensors."""
         if self.rank == 0:
-            model.load_state_dict(state)
+            load_whole_model(model, state)
         if any(not isinstance(value, Tensor) for value in model.state_dict().values()):
             others = self.agreed(
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)}

@@ -19,8 +19,10 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, steps
 from shoal.node.config.settings import NodeSettings
 from shoal.node.console import dumps
+from shoal.node.inner_tensors import load_whole_model
 from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.task import Shard
+from shoal.node.training.inner_step import TrainingError
 from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.changes import open_change, settings_at
@@ -307,7 +309,10 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
 def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Begin a new run with the model of another run's ``state``. TrainingError, before any change, if it is of another model."""
     trainer.check_model(state)
-    trainer.model.load_state_dict(state["model"])
+    try:
+        load_whole_model(trainer.model, state["model"])
+    except ValueError as error:
+        raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
     opt = trainer.opt
     opt.restart_from_model()
     opt.round, opt.applied = (

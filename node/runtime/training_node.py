@@ -173,6 +173,7 @@ class TrainingNode:
             notify=notify,
             gigabytes=budget,
             copies=copies,
+            check=lambda: self.trainer.check_can_resume(),
         )
         self._identity, self._saved, self._sinks, self.metrics, self._activity = (
             identity,

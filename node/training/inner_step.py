@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.node.config.settings import OwnTraining, Precision
+from shoal.node.inner_tensors import load_whole_model, same_values
 from shoal.node.task import Task, leaves, mapped
 from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory, summary
 from shoal.optim import OuterOptimizer
@@ -153,7 +154,8 @@ class Layout:
         return model.state_dict()
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        model.load_state_dict(state)
+        """Raise ValueError if the model does not hold what ``state`` says afterwards."""
+        load_whole_model(model, state)
 
     def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
         return opt.whole_state(copy=False)
@@ -594,7 +596,7 @@ class Schedule:
         done = int(about["done"])
         self._unscaled = about.get("unscaled")
         self._without_factor()
-        if about["length"] == self.length and _equal(about["made"], self._made):
+        if about["length"] == self.length and same_values(about["made"], self._made):
             if self.scheduler is not None and saved is not None:
                 self.scheduler.load_state_dict(copy.deepcopy(dict(saved)))
             self.done = done
@@ -630,24 +632,8 @@ def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[s
         name
         for old, new in both
         for name, value in new.items()
-        if name not in old or not _equal(old[name], value)
+        if name not in old or not same_values(old[name], value)
     }
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return (
-            isinstance(one, torch.Tensor)
-            and isinstance(other, torch.Tensor)
-            and torch.equal(one, other)
-        )
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(
-            _equal(value, other[name]) for name, value in one.items()
-        )
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
 
 
 def plain(value: Any) -> Any:

@@ -22,6 +22,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.config.settings import OwnTraining
+from shoal.node.inner_tensors import (
+    InnerTensors,
+    copied,
+    form_of,
+    holds_inner,
+    initialise,
+    put_together,
+    taken_apart,
+)
 from shoal.node.task import Batches, Shard, Task, iterator_of, to_device, tokens_in
 from shoal.node.training.inner_step import InnerStep, Layout, Schedule, make_inner
 from shoal.node.training.inner_step import TrainingError as TrainingError
@@ -186,6 +195,8 @@ class Trainer:
             recompute(self.model)
         wrapped = self.layout.wrap(self.model, self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self._made = _shapes(self.model.state_dict())
+        """Form of the model's state before its first step, which is what a resumed run loads into."""
         on_model(self.params)
         inner = make_inner(task, train, self.model)
         self.plan: DevicePlan | None = None
@@ -388,20 +399,15 @@ class Trainer:
             {name: value for name, value in state.items() if name not in ("model", "optimizer")}
         )
         try:
-            self.layout.load_outer(self.opt, state.get("optimizer", {}))
+            self.layout.load_outer(self.opt, self._with_classes(state.get("optimizer", {})))
+            # torch keeps the tensors that it is given, which map a file that may be removed.
+            for own in self.opt.inner.state.values():
+                for name, value in own.items():
+                    if isinstance(value, torch.Tensor):
+                        own[name] = copied(value)
+            self.layout.load_model(self.model, state.get("model", {}))
         except ValueError as error:
             raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
-        for own in (
-            self.opt.inner.state.values()
-        ):  # torch keeps the tensors that it is given, which map a file that may be removed
-            own.update(
-                {
-                    name: value.clone()
-                    for name, value in own.items()
-                    if isinstance(value, torch.Tensor)
-                }
-            )
-        self.layout.load_model(self.model, state.get("model", {}))
         same = self.schedule.resume(small["scheduler"], small["schedule"])
         self.inner_step.load_state_dict(small.get("scaler"))
         place = self._find_place(small)
@@ -413,6 +419,41 @@ class Trainer:
         ):  # of another layout there are none for this rank
             restore_random_state(others[rank - 1], self.device)
         return same
+
+    def _with_classes(self, outer: dict[str, Any]) -> dict[str, Any]:
+        """Return the outer state with tensors of the classes that this run's inner optimizer makes.
+
+        ValueError if it makes others.
+        """
+        saved = outer.get("inner", {}).get("state", {})
+        if not holds_inner(saved):
+            return outer
+        inner = self.opt.inner
+        for one in getattr(inner, "parts", [inner]):
+            initialise(one)
+        made = put_together(saved, inner.state_dict()["state"])
+        return {**outer, "inner": {**outer["inner"], "state": made}}
+
+    def check_can_resume(self) -> None:
+        """Raise TrainingError if a run could not go on from the present state: for the end of the first step, without a copy.
+
+        What a run would load is tried as far as it costs no memory: the model's form, and the making of an optimizer's tensors of a
+        class of their own.
+        """
+        if self.layout.ranks > 1:
+            return
+        state = self.model.state_dict()
+        now = _shapes(state)
+        for name in sorted(now.keys() | self._made.keys()):
+            if now.get(name, "none") != self._made.get(name, "none"):
+                raise TrainingError(
+                    f"No run could go on from a checkpoint: the model's {name!r} is of another form after the first step than "
+                    "when the task made it: make it so in model()."
+                )
+        for name, value in _tensors_in(self.opt.inner.state_dict()["state"]):
+            apart = taken_apart(value)
+            if isinstance(apart, InnerTensors):
+                _check_made(name, value, apart)
 
     def schedule_at(self, step: int) -> None:
         """Let the learning-rate schedule go on to ``step`` of it; it never goes back."""
@@ -457,11 +498,41 @@ class Trainer:
             )
 
 
+def _tensors_in(state: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested dicts, with the keys that lead to them."""
+    for key, value in state.items():
+        where = f"{place}[{key!r}]"
+        if isinstance(value, torch.Tensor):
+            yield where, value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value, where)
+
+
+def _check_made(name: str, value: torch.Tensor, apart: InnerTensors) -> None:
+    """Raise TrainingError unless a tensor can be made again from its inner ones, which are empty here."""
+    kind: Any = type(value)
+    names, context = kind.__tensor_flatten__(value)
+    try:
+        inner = {key: getattr(value, key) for key in names}
+        made = kind.__tensor_unflatten__(inner, context, value.shape, value.stride())
+        same = form_of(made) == form_of(value)
+    except Exception as error:  # whatever a class of another library raises
+        raise TrainingError(
+            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} cannot be made again from its parts "
+            f"({type(error).__name__}: {error!s:.100}): use another optimizer."
+        ) from error
+    if not same:
+        raise TrainingError(
+            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} becomes another one when it is made "
+            "again from its parts: use another optimizer."
+        )
+
+
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the shape of each tensor in a model's state; None for what a module's ``get_extra_state`` returned, of any type."""
-    tensors = {
-        name
+    """Return the form of each tensor in a model's state; None for what a module's ``get_extra_state`` returned, of any type."""
+    return {
+        name: form_of(value)
+        if isinstance(value, torch.Tensor | InnerTensors) and not name.endswith(EXTRA_STATE)
+        else None
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)
     }
-    return {name: value.shape if name in tensors else None for name, value in state.items()}
