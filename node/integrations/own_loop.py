@@ -25,6 +25,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
@@ -67,8 +68,16 @@ class TakingPart:
 
     def _begin(self, saved: dict[str, Any] | None) -> None:
         """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that begins again keeps its own."""
-        if self.opt is None or self._over:
-            self.opt = self.session.optimizer(resume=saved, **self.options)
+        if self.opt is not None and not self._over:
+            return
+        weights = [p.detach().clone() for p in self.session.parameters] if saved is not None else []
+        self.opt = self.session.optimizer(**self.options)
+        if saved is None:
+            return
+        with torch.no_grad():
+            for parameter, own in zip(self.session.parameters, weights, strict=True):
+                parameter.copy_(own)
+        self.opt.load_state_dict(saved)
 
     def _begun(self) -> OuterOptimizer:
         assert self.opt is not None  # the trainer begins before it steps

@@ -247,6 +247,7 @@ class OuterOptimizer(OuterState):
         For callers that cannot block, such as a simulator with one thread for all peers: it lets the exchange end, then goes on.
         """
         self._check_not_averaged("step")
+        self._begins_from_slow = False
         self.steps += 1
         self._begin_anew()
         for position in self.length.reached(self.position, self.schedule, self.tokens):

@@ -70,6 +70,8 @@ class OuterState(Wrapper):
     """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any change is right."""
     restarts = 0
     """Times that ``restart_from_model`` was called."""
+    _begins_from_slow = False
+    """True until the next step if weights that are loaded into the model before it do not count."""
 
     def __init__(
         self,
@@ -171,6 +173,10 @@ class OuterState(Wrapper):
         if now == then or (
             self.steps == 0 and self._weights.holds_slow()
         ):  # such as DDP, which copies equal weights
+            return
+        if self._begins_from_slow:
+            self._start_from_slow()
+            self._note_weights()
             return
         self._versions, self._warned = None, True
         changed = sum(a != b for a, b in zip(now, then, strict=True))
@@ -286,7 +292,7 @@ class OuterState(Wrapper):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, state) or state
         check_rank(state.get("rank"), self._weights.rank)
-        state = check_keys(self._whole(state))
+        state = self.whole_form(state)
         groups = groups_of(state, len(self.outer.param_groups))
         if state.get("order", self._form.order) != self._form.order:
             raise ValueError(
@@ -339,6 +345,7 @@ class OuterState(Wrapper):
             self._in_flight.add(pending)
         self._resumed, self._versions = True, None  # the model may be loaded before or after this
         self._listening.clear()  # what was adopted before and is to be trained first is gone
+        self._begins_from_slow = False
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(
@@ -346,6 +353,10 @@ class OuterState(Wrapper):
             )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def whole_form(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved state of either form in that of ``whole_state``. ValueError if it is not an outer optimizer's."""
+        return check_keys(self._whole(state))
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return (
@@ -394,6 +405,11 @@ class OuterState(Wrapper):
                     f"the saved memory of the codec {codec.name} is of other tensors than are sent now"
                 )
         return codecs or self._codecs
+
+    @property
+    def listens(self) -> bool:
+        """True if the next contribution of a fragment has weight 0 (`listen`)."""
+        return bool(self._listening)
 
     @property
     def codec(self) -> Codec:
@@ -476,6 +492,7 @@ class OuterState(Wrapper):
         self._sent_at = [(self.steps, self.tokens)] * len(self._parts)
         self._resumed = False
         self.restarts += 1
+        self._begins_from_slow = False
         self._note_weights()
 
     @torch.no_grad()
@@ -554,6 +571,17 @@ class OuterState(Wrapper):
         self._weights.restart(self._weights.everything)
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
+
+    @torch.no_grad()
+    def begin_from_slow(self) -> None:
+        """Put the slow weights into the model, and again if others are loaded into it before the next step.
+
+        For a state that was loaded while the swarm's weights count, whichever of model and optimizer the caller loads first. Where
+        other code takes the inner steps, only what was loaded before this is replaced.
+        """
+        self._start_from_slow()
+        self._note_weights()
+        self._begins_from_slow = True
 
     def go_back(self, round: int) -> None:
         """Go on in an earlier ``round``, where the other peers are; what is in flight ends in its own."""

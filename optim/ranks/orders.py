@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
-from shoal.optim.outer.in_flight import Record, check_given, check_keys, check_record, groups_of
+from shoal.optim.outer.in_flight import Record, check_given, check_record, groups_of
 from shoal.optim.outer.rule import State
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost, RankWeights, cut_like
@@ -171,7 +171,7 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
 
 def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
     """Return the whole state to load. ValueError unless it fits."""
-    state = check_keys(opt._whole(state))
+    state = opt.whole_form(state)
     groups_of(state, len(opt.outer.param_groups))
     opt._checked_rule(state, _outlines(opt, opt.shapes))
     opt._loaded_codecs(state)

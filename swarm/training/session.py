@@ -58,6 +58,7 @@ from shoal.swarm.training.factories import (
     round_length,
     steps_of_rounds,
 )
+from shoal.swarm.training.loaded_state import LoadedState, of_later_round, settle
 from shoal.swarm.training.member import RoundReport, TrainingMember
 from shoal.swarm.training.session_setup import (
     EPOCH_S,
@@ -159,6 +160,8 @@ class Session:
         self._on_round: Callable[[RoundInfo], None] | None = None
         self.on_report: Callable[[RoundInfo, RoundReport], None] | None = None
         """Called after each exchange of this node, with what it cost, before the optimizer's own ``on_round``."""
+        self._began_at = 0  # the swarm's round, when this node took over its weights
+        self._loads: LoadedState | None = None  # while a saved state is being loaded
         self._loss: float | None = None
         self._speed, self._announced, self._round = StepRate(), 0.0, -1
         self._since, self._waited = 0, 0.0
@@ -176,6 +179,11 @@ class Session:
     def membership(self) -> Membership:
         """The node itself: its network, the manifest and the directory. For what the session does not offer."""
         return self._membership
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are averaged, in the order that all peers have."""
+        return list(self._params)
 
     @property
     def progress(self) -> int:
@@ -212,21 +220,15 @@ class Session:
             self._membership, self.settings, self._screen, opt, seed=self.seed, model=self._digest
         )
 
-    def optimizer(
-        self, inner: Inner | None = None, *, resume: dict[str, Any] | None = None, **options: Any
-    ) -> OuterOptimizer:
+    def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
 
         Without ``inner`` its ``step`` does the outer part alone: call it after each step that other code has taken.
-        ``resume``: the ``whole_state`` of an earlier session's optimizer, to go on from with the model's weights as they are. If
-        the swarm is further, its weights count, and of ``resume`` the inner optimizer's state.
+        To go on from a checkpoint, load it into the model and into this optimizer once it is made, in either order
+        (`shoal.swarm.training.loaded_state`).
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
-        Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do, and ValueError if ``resume`` does not fit.
+        Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
         """
-        if resume is not None and self._ranks is not None:
-            raise SessionError(
-                "An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.orders instead."
-            )
         if unknown := options.keys() - {"slow_device", "on_round", "ranks"}:
             name = sorted(unknown)[0]
             has = {
@@ -237,9 +239,8 @@ class Session:
             raise SessionError(
                 f"The swarm's settings decide {name}, which is {has[name]}: leave it out."
                 if name in has
-                else f"A session's optimizer has no option {name!r}: it has slow_device, on_round and resume."
+                else f"A session's optimizer has no option {name!r}: it has slow_device and on_round."
             )
-        own = [] if resume is None else [p.detach().clone() for p in self._params]
         # One that is unfrozen later is trained by the caller, and averaged with nobody: it must be seen.
         frozen = (
             ()
@@ -247,20 +248,7 @@ class Session:
             else (p for p in self._model.parameters() if not p.requires_grad)
         )
         made = Stepped([*self._params, *frozen]) if inner is None else inner
-        opt = self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
-        if resume is not None and resume["round"] >= opt.round:
-            with torch.no_grad():
-                for parameter, weights in zip(self._params, own, strict=True):
-                    parameter.copy_(weights)
-            opt.load_state_dict(resume)
-        elif resume is not None:
-            log.warning(
-                "the swarm is at round %d, beyond the saved %d: took over its weights",
-                opt.round,
-                resume["round"],
-            )
-            opt.inner.load_state_dict(resume["inner"])
-        return opt
+        return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if not self._fragments and self._model is None and (self.settings.fragments or 1) > 1:
@@ -370,8 +358,8 @@ class Session:
             opt.on_round = self._on_round
             raise
         opt.register_step_post_hook(self._after_step)
-        if self._ranks is None:
-            opt.register_load_state_dict_post_hook(self._loaded)
+        opt.register_load_state_dict_pre_hook(self._loading)
+        opt.register_load_state_dict_post_hook(self._loaded)
 
     def _check(self, opt: OuterOptimizer) -> None:
         """Raise SessionError unless ``opt`` averages as the swarm does, in all ranks of this peer."""
@@ -401,7 +389,9 @@ class Session:
             name=self._name,
             shard=self.shard,
         )
-        begin(membership, self._digest, opt, member, self._announce, first=self._first)
+        self._began_at = begin(
+            membership, self._digest, opt, member, self._announce, first=self._first
+        )
         member.reporter = StatusReporter(membership, self._name)
         self._announce("training")
         self._follow_changes()
@@ -487,9 +477,28 @@ class Session:
             for notice in self._member.news():
                 log.warning("%s", notice.said)
 
-    def _loaded(self, opt: Any) -> None:
-        """Go on in the round of the state that was loaded."""
-        if not self._closed and self._member is not None:
+    def _loading(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """Return what is loaded of a saved state: of the swarm's weights and its, those of the later round count."""
+        if self._closed or self._finished:
+            return state
+        opt: OuterOptimizer = optimizer
+        began_at, round, steps = self._began_at, opt.round, opt.steps
+        if self._ranks is not None:  # rank 0 alone is in the network
+            began_at, round, steps = self._ranks.agreed((began_at, round, steps))
+        swarm_round = round if steps > 0 else began_at
+        self._loads = of_later_round(opt, state, swarm_round)
+        return self._loads.state
+
+    def _loaded(self, optimizer: Any) -> None:
+        """Go on in the round that was loaded."""
+        loads, self._loads = self._loads, None
+        if loads is None:
+            return
+        settle(optimizer, loads)
+        self._together(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._member is not None:
             self._member.begin()
             self._announce("training")
 

@@ -203,8 +203,10 @@ def begin(
     announce: Callable[[DirectoryState], None],
     *,
     first: bool,
-) -> None:
+) -> int:
     """Take over the swarm's weights unless this node is its ``first``, and wait until the swarm begins.
+
+    Return the swarm's round when they were taken over; 0 if it has not begun.
 
     Raises:
         ModelDiffersError: the model does not fit.
@@ -223,6 +225,7 @@ def begin(
     member.begin(state)
     announce("waiting")
     _wait_for_start(membership, opt, member, first=first)
+    return 0 if state is None else state.round
 
 
 class _Company:

@@ -326,17 +326,18 @@ def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made
     ] * 2
 
 
-def test_who_resumes_an_older_state_than_the_swarms_takes_over_its_weights_and_keeps_the_inner_state(
-    caplog,
-):
-    old = model(7)
-    inner = torch.optim.AdamW(old.parameters())
-    loop(inner, old, 1, steps=2)
+@pytest.mark.parametrize("form", ["state_dict", "whole_state"])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_of_an_older_checkpoint_only_the_inner_state_counts(caplog, form, model_first):
+    """Whichever of model and optimizer is loaded first, the swarm's weights are trained on, in its round."""
     begin, stop = model(0), threading.Event()
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0)
     opt = first.optimizer(sgd(begin))
+    loop(opt, begin, 1, steps=EVERY)
+    old = model(7)
+    earlier = NoLoCo(torch.optim.AdamW(old.parameters()), shoal.Alone(), every=EVERY, lag=0)
+    loop(earlier, old, 1, steps=EVERY)
     loop(opt, begin, 1)
-    saved = {**opt.whole_state(), "round": 1, "inner": inner.state_dict()}
 
     def anna():
         while not stop.is_set():
@@ -346,17 +347,70 @@ def test_who_resumes_an_older_state_than_the_swarms_takes_over_its_weights_and_k
         try:
             other = model(8)
             with shoal.join(first.link, state=other, network=HERE) as s:
-                mine = s.optimizer(torch.optim.AdamW(other.parameters()), resume=saved)
-                return mine.round, mine.steps, float(mine.inner.state_dict()["state"][0]["step"])
+                mine = s.optimizer(torch.optim.AdamW(other.parameters(), lr=0.0))
+                joined, slow = mine.round, [t.clone() for t in mine.slow]
+                if model_first:
+                    other.load_state_dict(old.state_dict())
+                mine.load_state_dict(getattr(earlier, form)())
+                if not model_first:
+                    other.load_state_dict(old.state_dict())
+                assert mine.listens
+                assert float(mine.inner.state_dict()["state"][0]["step"]) == EVERY
+                for group in mine.param_groups:
+                    group["lr"] = 0.0
+                loop(mine, other, 2, steps=1)
+                assert (mine.round, mine.steps) == (joined, 1)
+                for wanted, kept, trained in zip(slow, mine.slow, other.parameters(), strict=True):
+                    assert torch.equal(kept, wanted)
+                    assert torch.equal(trained, wanted)
+                return joined
         finally:
             stop.set()
 
-    round, steps, inner_steps = together(anna, bert)[1]
+    joined = together(anna, bert)[1]
     first.close()
-    assert round >= ROUNDS
-    assert (steps, inner_steps) == (0, 2)
+    assert joined >= ROUNDS
     assert (
-        f"the swarm is at round {round}, beyond the saved 1: took over its weights" in caplog.text
+        f"the swarm is at round {joined}, beyond the saved 1: its weights count, and of what is loaded the inner optimizer's state"
+        in caplog.messages
+    )
+
+
+def test_a_checkpoint_of_a_further_swarm_goes_on_in_the_round_of_this_one(caplog):
+    """Round 40,000 of another swarm: nobody here would ever meet it there."""
+    begin, stop, met = model(0), threading.Event(), []
+    first = shoal.create(state=begin, every=EVERY, lag=0, codec="float32", network=HERE, wait_s=1.0)
+    opt = first.optimizer(sgd(begin))
+    loop(opt, begin, 1, steps=2 * EVERY)
+
+    def anna():
+        while not stop.is_set():
+            loop(opt, begin, 1, steps=1)
+
+    def bert():
+        try:
+            other, old = model(8), model(9)
+            with shoal.join(first.link, state=other, network=HERE) as s:
+                mine = s.optimizer(sgd(other), on_round=lambda info: met.append(info.key.round))
+                joined = mine.round
+                earlier = NoLoCo(sgd(old), shoal.Alone(), every=EVERY, lag=0)
+                other.load_state_dict(old.state_dict())
+                mine.load_state_dict({**earlier.whole_state(), "round": 40_000})
+                assert mine.round == joined
+                slow = zip(mine.slow, old.parameters(), strict=True)
+                assert all(torch.equal(kept, wanted) for kept, wanted in slow)
+                loop(mine, other, 2, steps=2 * EVERY)
+                return joined
+        finally:
+            stop.set()
+
+    joined = together(anna, bert)[1]
+    first.close()
+    assert met
+    assert max(met) < joined + 40  # one that is alone may go back or ahead by some rounds
+    assert (
+        f"the saved round 40000 is beyond the swarm's: goes on from the saved weights in its round {joined}"
+        in caplog.messages
     )
 
 
@@ -611,7 +665,7 @@ def test_what_the_settings_decide_is_no_option_of_a_sessions_optimizer(alone):
         ({"every": 7}, "The swarm's settings decide every, which is 5: leave it out."),
         (
             {"slow": "cpu"},
-            "A session's optimizer has no option 'slow': it has slow_device, on_round and resume.",
+            "A session's optimizer has no option 'slow': it has slow_device and on_round.",
         ),
     ):
         with pytest.raises(SessionError, match=sentence):
