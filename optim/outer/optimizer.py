@@ -216,11 +216,13 @@ class OuterOptimizer(OuterState):
         try:
             self._check_not_averaged("step")
             self._check_parameters()
-            self._check_weights()
             if closure is None and initialises(self):
+                changed = self._versions not in (None, self._weights.versions())
                 self.inner.step()
-                self._note_weights()
+                if not changed:  # else the first real step says so, unless a state is loaded before
+                    self._note_weights()
                 return None
+            self._check_weights()
             loss: float | None = None
             if overflow is None:
                 loss = self.inner.step(closure) if closure is not None else self.inner.step()

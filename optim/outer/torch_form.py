@@ -12,7 +12,9 @@ new optimizer's state is a template into which a checkpoint can be loaded.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from shoal.optim.outer.in_flight import Record
 from shoal.optim.outer.weights import local, sharded_like
 
 OUTER, PROGRESS = "outer", "progress"
+TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+FLATTEN = "flatten_optimizer_state_dict"
 _PLAIN = (
     "steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule", "order",
 )  # fmt: skip
@@ -63,7 +67,15 @@ class TorchForm:
         """The number among all parameters of each averaged one; a session has them in the order of its model."""
 
     def pack(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in torch's form. Tensors of sharded parameters are DTensors with the parameter's placements."""
+        """Return the state in torch's form. Tensors of sharded parameters are DTensors with the parameter's placements.
+
+        ValueError if torch asks for it to flatten it: a flattened state is read back without the outer part.
+        """
+        if _is_flattened():
+            raise ValueError(
+                "a state of flatten_optimizer_state_dict=True loses the slow weights, outer momentum and round when it is loaded: "
+                "leave that option out, here and where it is loaded"
+            )
         state = dict(whole["inner"]["state"])
         outer = self._tensors(whole)
         for number, parameter in enumerate(self._every):
@@ -281,6 +293,18 @@ def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
     return [
         (part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)
     ]
+
+
+def _is_flattened() -> bool:
+    """Return True if ``get_optimizer_state_dict`` of torch calls, with the option that flattens what it gets.
+
+    It tells no optimizer of its options, so they are read where it keeps them; unread ones are refused when the state is loaded.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != TORCH_CHECKPOINT:
+        frame = frame.f_back
+    info = None if frame is None else frame.f_locals.get("info")
+    return bool(getattr(info, FLATTEN, False))
 
 
 def _place(fragment: int, name: str, number: int) -> str:

@@ -317,6 +317,19 @@ def test_the_options_of_torch_give_a_state_that_loads(options):
     assert equal(fresh.whole_state(), opt.whole_state())
 
 
+@pytest.mark.parametrize("read", [get_optimizer_state_dict, get_state_dict])
+def test_a_state_to_be_flattened_is_refused_when_it_is_saved(read):
+    net, opt = made()
+    train(net, opt, 9)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    with pytest.raises(ValueError, match=r"^a state of flatten") as raised:
+        read(net, opt, options=options)
+    assert str(raised.value) == (
+        "a state of flatten_optimizer_state_dict=True loses the slow weights, outer momentum and round when it is loaded: leave "
+        "that option out, here and where it is loaded"
+    )
+
+
 def test_what_cannot_be_restored_is_refused_and_changes_nothing():
     net, opt = made()
     train(net, opt, 9)
@@ -327,9 +340,14 @@ def test_what_cannot_be_restored_is_refused_and_changes_nothing():
     with pytest.raises(ValueError, match="has no outer part, so it is not an outer optimizer's"):
         fresh.load_state_dict(plain)
     get_optimizer_state_dict(other, fresh)  # makes the inner state
-    with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
+    with pytest.raises(
+        ValueError, match="which does not keep it"
+    ):  # flattened by an earlier version
         set_optimizer_state_dict(
-            other, fresh, get_optimizer_state_dict(net, opt, options=flattened), options=flattened
+            other,
+            fresh,
+            get_optimizer_state_dict(net, opt.inner, options=flattened),
+            options=flattened,
         )
     state = opt.state_dict()
     del state["state"][1]["outer"]["momentum"]
