@@ -16,9 +16,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,10 @@ class ExitCode(IntEnum):
     SWARM_FAILED = 3, "the swarm or one of its nodes failed"
     REFUSED = 4, "a claim was checked and refused (`shoal verify`)"
     DEVICE_FAILED = 5, "the device (a GPU) failed; the last checkpoint remains"
+    TRAINED_ALONE = (
+        6,
+        "the run went to its end, but exchanged nothing though others were there",
+    )
     UNFIT_MACHINE = (
         10,
         "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way",
@@ -169,8 +174,42 @@ def log_to_stderr(verbose: bool) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True
     )
+    (handler,) = logging.getLogger().handlers
+    handler.setLevel(logging.DEBUG if verbose else logging.WARNING)  # a log file gets more
+    handler.addFilter(lambda record: record.name != DISPLAYED)
     logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.WARNING)
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")
+
+
+DISPLAYED = "shoal.node.runtime.display"  # the logger of what the display has shown already
+LOG_BYTES, LOGS = 2 << 20, 3  # bytes of a node's log file, and how many older ones are kept
+
+
+@contextmanager
+def log_to_file(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Log to ``path`` too while the block runs, with `LOGS` older files of `LOG_BYTES` each; a sentence to ``say`` if it cannot."""
+    logger = logging.getLogger("shoal")
+    try:
+        handler = RotatingFileHandler(
+            path, maxBytes=LOG_BYTES, backupCount=LOGS, encoding="utf-8", errors="backslashreplace"
+        )
+    except OSError as error:
+        say(
+            f"Cannot write the log {str(path)!r} ({error.strerror}): free some space or choose another folder."
+        )
+        yield
+        return
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk ends no training
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(before or logging.INFO, logging.INFO))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+        handler.close()
 
 
 def free_memory(

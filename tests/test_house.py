@@ -88,7 +88,7 @@ PACKAGES = {
     },
 }  # fmt: skip
 FREE = {
-    "swarm": {"errors", "file_lock", "identity"},
+    "swarm": {"errors", "file_lock", "identity", "internal_errors"},
     "node": {"console", "inner_tensors", "task", "user_code"},
     "optim": {"device"},
     "verification": set(),

@@ -19,7 +19,7 @@ from shoal.node.cli.options import (
     overrides,
     set_option,
 )
-from shoal.node.console import dumps, log_to_stderr
+from shoal.node.console import ExitCode, dumps, log_to_stderr
 
 
 @click.command(
@@ -66,7 +66,7 @@ from shoal.node.console import dumps, log_to_stderr
 @set_option
 @json_option
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
-def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) -> None:
+def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) -> int:
     """Start a swarm of real nodes on this machine, train, and compare with training alone.
 
     \b
@@ -96,7 +96,7 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
 
         report = rl.run_demo(cheat=cheat, more=given, **own)
         click.echo(dumps(report) if as_json else rl.summary(report))
-        return
+        return int(ExitCode.OK)
     if cheat:
         raise ConfigError(
             "--cheat is for --task rl with --verify 1: leave it out, or give these too."
@@ -105,3 +105,4 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
 
     report = run_demo(every=every, compare=not no_compare, more=given, **own)
     click.echo(dumps(report) if as_json else summary(report))
+    return int(ExitCode.TRAINED_ALONE if report["trained_alone"] else ExitCode.OK)

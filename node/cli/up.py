@@ -208,4 +208,6 @@ def _train(
         from shoal.node.checkpoint.folder import CheckpointError
 
         raise CheckpointError(result.not_saved)
-    return int(ExitCode.INTERRUPTED if result.interrupted else ExitCode.OK)
+    if result.interrupted:
+        return int(ExitCode.INTERRUPTED)
+    return int(ExitCode.TRAINED_ALONE if result.trained_alone else ExitCode.OK)

@@ -75,8 +75,10 @@ def run_demo(
         ended = [_ended(node, now * length, length) for node in events]
         losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in map(_loss, ended))
         moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
-        single = sum(event["partner"] is None for node in ended for event in node)
-        yield f"round {now} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner"
+        failed = sum(bool(event["error"]) for node in ended for event in node)
+        single = sum(event["partner"] is None for node in ended for event in node) - failed
+        own = f", {failed} ended by an error in a node's own code" if failed else ""
+        yield f"round {now} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner{own}"
         if now == rounds and compare:
             yield "now the same again without partners, to compare"
 
@@ -139,7 +141,9 @@ def run_nodes(
                 nodes.start(["join", link, *own[index]], folders[index].name, program=(program,))
             while not nodes.check():
                 time.sleep(LOOK_S)
-                events = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
+                events = liveness.look(
+                    sum(process.poll() is not None for process in nodes.processes)
+                )
                 now = done(events)
                 if now > shown and (now == rounds or now - shown >= max(rounds // 10, 1)):
                     for line in said(events, shown, now):
@@ -267,6 +271,9 @@ def report(
         # Both members of a committed pair count it.
         "exchanges": sum(result["exchanges"] for result in results) // 2,
         "pairs_none": sum(result["pairs_none"] for result in results),
+        "failed": sum(result["failed"] for result in results),
+        "internal_errors": internal_errors(results),
+        "trained_alone": [result["trained_alone"] for result in results if result["trained_alone"]],
         "bytes_sent": sum(result["bytes_sent"] for result in results),
         "bytes_received": sum(result["bytes_received"] for result in results),
         "wait_s": mean("wait_s"),
@@ -278,6 +285,29 @@ def report(
     }
 
 
+def internal_errors(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the errors of the nodes' own code by place: their ``count``, and the ``first`` line of one."""
+    found: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for place, known in result["internal_errors"].items():
+            of_place = found.setdefault(place, {"count": 0, "first": known["first"]})
+            of_place["count"] += known["count"]
+    return found
+
+
+def erring(report: Mapping[str, Any]) -> str:
+    """Return a line about the errors of the nodes' own code; nothing if there were none."""
+    found = report["internal_errors"]
+    if not found:
+        return ""
+    count = sum(known["count"] for known in found.values())
+    first = next(iter(found.values()))["first"]
+    return (
+        f"\n{count} error{'s' * (count > 1)} in the nodes' own code, and not in the network, ended {report['failed']} exchanges "
+        f"({first}): run again with --keep FOLDER, whose node.log files have the tracebacks"
+    )
+
+
 def summary(report: dict[str, Any]) -> str:
     first, together, alone = (report[key] for key in ("loss_first", "loss_last", "loss_local"))
     said = "not known, because evaluate() returned no finite number"
@@ -287,6 +317,8 @@ def summary(report: dict[str, Any]) -> str:
         gain = 100 * (1 - together / alone) if alone else 0.0
         said = f"{first:.3f} at first, {together:.3f} together, {alone:.3f} alone with the same steps: "
         said += f"{abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together"
+    if report["trained_alone"] and not report["exchanges"] and None not in (first, together):
+        said = f"{first:.3f} at first, {together:.3f} in the end; nothing was exchanged, so each node trained alone"
     most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
@@ -295,4 +327,5 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no partner, "
         f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"
+        f"{erring(report)}"
     )

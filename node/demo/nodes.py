@@ -231,6 +231,7 @@ class ForkServer:
             self._process.wait(END_S)
 
 
+FINISHED = (ExitCode.OK, ExitCode.TRAINED_ALONE)  # the end of a node that went to its end
 STOP_S, STOP_EACH_S = 8.0, 0.5  # seconds that the nodes have to end orderly, and more for each
 LOOK_S = 0.5
 TRACEBACK, USERS_ERROR = (
@@ -291,11 +292,12 @@ class Nodes:
         return process
 
     def check(self) -> bool:
-        """Return whether all have ended well. Raises DemoError, with the end of its log, if one failed."""
-        for index, process in enumerate(self.processes):
-            if (code := process.poll()) not in (None, 0):
+        """Return whether all went to their end. Raises DemoError, with the end of its log, if one failed."""
+        codes = [process.poll() for process in self.processes]
+        for index, code in enumerate(codes):
+            if code not in (None, *FINISHED):
                 raise self.failure(index, code)
-        return all(process.poll() == 0 for process in self.processes)
+        return None not in codes
 
     def failure(self, index: int, code: int | None, what: str = "ended") -> DemoError:
         """Return the error of a node that ended with ``code``. If its task failed, that is the user's own error here too."""

@@ -134,6 +134,8 @@ class RoundRecord:
     """Name or peer id of the partner; None when nobody answered."""
     why: str = ""
     """Why there was no partner, for people."""
+    error: str = ""
+    """First line of the error of this node's own code that ended the exchange; "" if none did."""
     bytes_sent: int
     bytes_received: int
     lag: int
@@ -163,7 +165,7 @@ class RoundRecord:
         """Return the record of the exchange of ``info``. ``before``: inner steps that ``opt`` does not count, of earlier runs."""
         return cls(
             round=info.key.round, fragment=info.key.fragment, fragments=opt.fragments, step=before + info.step,
-            members=max(len(info.members), 1), partner=partner, why=report.why, bytes_sent=report.sent,
+            members=max(len(info.members), 1), partner=partner, why=report.why, error=report.error, bytes_sent=report.sent,
             bytes_received=report.received, lag=info.lag, late=info.late, wait_s=report.wait_s, loss=loss, weights=weights,
             suspicious=len(report.rejected), tokens=opt.tokens, tokens_per_s=rates.tokens_per_s, mfu=rates.mfu,
         )  # fmt: skip

@@ -119,6 +119,10 @@ MEASURES = (
         "refused.*", labels=("reason",),
     ),
     Measure(
+        "shoal_internal_errors_total", "counter", "Errors of the node's own code that it survived, by place.",
+        "internal.*", labels=("place",),
+    ),
+    Measure(
         "shoal_missing_members", "gauge", "Members that are thought to be behind a partition of the network.", "partition.missing"
     ),
     Measure(

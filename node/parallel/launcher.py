@@ -310,6 +310,7 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
 
 MAX_RESTARTS = 3
 STOP_S = 30  # seconds that the other ranks may take to end when one has died
+FINISHED = (ExitCode.OK, ExitCode.TRAINED_ALONE)  # the run went to its end
 FINAL = (
     ExitCode.BAD_INPUT,
     ExitCode.DEVICE_FAILED,
@@ -353,10 +354,8 @@ class Launcher:
                 if not self._failures:
                     return ExitCode.OK
                 left = read_ends(self._folder, self._world)
-                if (
-                    0 in left and left[0].code == ExitCode.OK
-                ):  # it had finished; what ended after it is no matter
-                    return ExitCode.OK
+                if 0 in left and left[0].code in FINISHED:  # what ended after it is no matter
+                    return left[0].code
                 if (code := self._final(left)) is not None:
                     return code
                 if self._signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -22,7 +23,10 @@ from shoal.swarm.errors import printable
 if TYPE_CHECKING:
     from shoal.node.training.trainer import Progress
 
+log = logging.getLogger(__name__)
+
 LINE_EVERY_S = 10.0
+OWN_ERROR = "an error in this node's own code, and not in the network"
 
 
 def per_second(tokens_per_s: float, mfu: float | None) -> str:
@@ -39,6 +43,10 @@ def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
 
 def describe(info: RoundRecord) -> str:
     lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
+    if info.error:
+        where = "its traceback is in node.log"
+        failed = f"{OWN_ERROR}, ended the exchange ({printable(info.error)}); {where}"
+        return f"round {info.round // info.fragments}: {failed}"
     alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
     partner = alone if info.partner is None else f"with {printable(info.partner)}"
     part = (
@@ -95,6 +103,7 @@ class LineDisplay:
         self.message(text)
 
     def message(self, text: str) -> None:
+        log.info("%s", printable(text))  # for the log file
         print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -153,12 +162,14 @@ class LiveDisplay:
 
     def round(self, info: RoundRecord) -> None:
         self._bar.newest = describe(info)
+        log.info("%s", self._bar.newest)
 
     def activity(self, text: str) -> None:
         self._bar.newest = printable(text)
 
     def message(self, text: str) -> None:
         """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""
+        log.info("%s", printable(text))
         self._bar.console.print(
             Text(printable(text)), soft_wrap=True
         )  # Text: a stranger's name is no rich markup

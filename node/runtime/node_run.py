@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint import folder as checkpoints
 from shoal.node.config.device import resolve_device, use_threads
-from shoal.node.console import ExitCode, uncollected
+from shoal.node.console import ExitCode, log_to_file, uncollected
 from shoal.node.metrics.log import Metrics
 from shoal.node.metrics.sinks import open_sinks
 from shoal.node.runtime.display import Activity
-from shoal.node.runtime.run_options import METRICS, RunOptions, network
+from shoal.node.runtime.run_options import LOG, METRICS, RunOptions, network
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import join
 
@@ -41,6 +41,7 @@ class NodeRun(RunOptions):
                 pass
             log, path = self.display.message, self.folder / METRICS
             with (
+                log_to_file(self.folder / LOG, log),
                 closing(open_sinks(node, log)) as sinks,
                 closing(Metrics(path, log, sinks)) as metrics,
                 Activity(metrics, self.display) as activity,

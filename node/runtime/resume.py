@@ -21,6 +21,7 @@ from shoal.node.config.settings import NodeSettings
 from shoal.node.console import dumps
 from shoal.node.inner_tensors import load_whole_model
 from shoal.node.runtime.display import lag_words, per_second
+from shoal.node.runtime.run_options import LOG
 from shoal.node.task import Shard
 from shoal.node.training.inner_step import TrainingError
 from shoal.node.training.trainer import Trainer
@@ -62,6 +63,13 @@ class Result:
     """Exchanges in which a partner's contribution was committed."""
     pairs_none: int = 0
     """Exchanges without a partner."""
+    failed: int = 0
+    """Exchanges that an error of this node's own code ended."""
+    internal_errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Errors of this node's own code that it survived, by place: ``count``, the newest's ``first`` line and ``newest_at`` (Unix
+    seconds). Their tracebacks are in node.log."""
+    trained_alone: str = ""
+    """The reason in a sentence, if nothing was ever exchanged though others were there."""
     suspicious: int = 0
     """Contributions that this node refused for their distance (``shoal.swarm.exchange.robust.DistanceScreen``)."""
     bytes_sent: int = 0
@@ -135,8 +143,14 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.tried} came "
         f"later, and training waited {result.wait_s:.1f} s for the network"
     ]
+    own = sum(known["count"] for known in result.internal_errors.values())
+    erring = [
+        f"{own} error{'s' * (own > 1)} of this node's own code: their tracebacks are in {str(folder / LOG)!r}"
+    ]
     return [
         end,
+        *([result.trained_alone] if result.trained_alone else []),
+        *(erring if own else []),
         *(speed if result.tokens else []),
         *(overlapped if result.lag else []),
         f"{files}; {resume}",

@@ -139,7 +139,7 @@ def network(settings: Settings) -> NetworkOptions:
     )
 
 
-METRICS = "metrics.jsonl"
+METRICS, LOG = "metrics.jsonl", "node.log"
 
 
 @dataclass

@@ -34,7 +34,7 @@ from shoal.node.runtime.join import (
     try_partners,
 )
 from shoal.node.runtime.resume import Result, SavedRun, save, summary
-from shoal.node.runtime.run_options import RunOptions, network
+from shoal.node.runtime.run_options import LOG, RunOptions, network
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.trainer import Progress, Trainer
@@ -189,6 +189,7 @@ class TrainingNode:
         )
         self._newcomer = False  # begins with the weights of a swarm that is under way
         self._refused: dict[str, int] = {}
+        self._own_errors: dict[str, int] = {}
         self._bound = (
             0.0 if node.slow_folder else node.ram
         )  # until it is passed; pages of files would count too
@@ -204,6 +205,7 @@ class TrainingNode:
         joined = membership is not None
         self.membership = self._create() if membership is None else membership
         try:
+            self.membership.host.internal_errors.log_file = str(self.folder / LOG)
             self._link_file = LinkFile(self.folder, self.membership)
             if joined:
                 self._enter(self.membership.manifest)
@@ -508,6 +510,10 @@ class TrainingNode:
         result.tokens_per_s_with_waiting = result.tokens / result.wall_s if result.wall_s else 0.0
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
         result.refused = self.membership.refused()
+        self._tell_news()
+        result.internal_errors = host.internal_errors.report()
+        if not self.settings.outer.alone:
+            result.trained_alone = self.member.trained_alone()
         with self._activity.doing("saving", bounded=True):
             result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
@@ -596,7 +602,8 @@ class TrainingNode:
         result.tried, result.rounds = result.tried + 1, result.rounds + over
         result.exchanges += partner is not None
         result.suspicious += rejected
-        result.pairs_none += not (partner or rejected or self.settings.outer.alone)
+        result.failed += bool(report.error)
+        result.pairs_none += not (partner or rejected or report.error or self.settings.outer.alone)
         opt, loss = self.trainer.whole, self.trainer.round_loss()
         named, weights = (
             member.name if member is not None else partner,
@@ -624,6 +631,9 @@ class TrainingNode:
         if (refused := self.membership.refused()) != self._refused:
             self._refused = refused
             self.metrics.write("refused", **refused)
+        if (own := self.membership.host.internal_errors.counts()) != self._own_errors:
+            self._own_errors = own
+            self.metrics.write("internal", **own)
         self._tell_news()
 
     def _tell_news(self) -> None:

@@ -131,6 +131,7 @@ def event_of(line: str, where: str = "the recording") -> Event:
 FAULTS = {
     "no-partner": ("found no partner in a round and kept its own step", "no partner in"),
     "refused": ("refused a contribution that was too far away", "refused"),
+    "internal": ("met an error of its own code, not of the network", "own errors"),
     "daemon-restarts": ("had to start its network daemon again", "daemon restarts"),
 }
 """Kind of fault -> what happened, and a short name before the count."""

@@ -49,6 +49,7 @@ from shoal.optim.exchange.base import (
 )
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
+from shoal.swarm.internal_errors import InternalError, InternalErrors, Place, TrialError
 from shoal.swarm.wire.envelope import (
     CHUNK,
     FAILURES,
@@ -262,10 +263,13 @@ def kind_of(error: NetworkError | MessageError) -> Failure:
 
 
 class ExchangeStats:
-    """The counters of one node's exchanges. Thread-safe."""
+    """The counters of one node's exchanges. Thread-safe. ``errors``: of the node's own code."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: InternalErrors | None = None) -> None:
         self._lock = threading.Lock()
+        self.errors = InternalErrors() if errors is None else errors
+        self._own_errors: dict[int, tuple[int, str]] = {}
+        """Fragment -> the newest of its rounds with an error of this node's own, and that error's first line."""
         self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self.odd = 0
@@ -281,6 +285,18 @@ class ExchangeStats:
         with self._lock:
             if not any(known == key and other == peer for known, other, _ in self._events):
                 self._events.append((key, peer, kind))
+
+    def caught(self, key: RoundKey, place: Place, error: Exception) -> None:
+        """Count an error of this node's own code in exchange ``key``; no peer is to blame."""
+        first = self.errors.caught(place, error)
+        with self._lock:
+            self._own_errors[key.fragment] = key.round, first
+
+    def own_error(self, key: RoundKey) -> str:
+        """Return the first line of an error of this node's own in ``key``, or in what it was moved to; "" if there was none."""
+        with self._lock:
+            round, first = self._own_errors.get(key.fragment, (-1, ""))
+        return first if round >= key.round else ""
 
     def done(self, key: RoundKey, seconds: float) -> None:
         """Count a committed exchange whose bytes took ``seconds`` to move."""
@@ -409,8 +425,35 @@ class ExchangeAttempt(Generic[R]):
     def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
         self.stats.failed(self.key, peer, problem)
 
+    def caught(self, place: Place, error: Exception) -> InternalError:
+        """Count an error of this node's own code, and return what to raise in its place, to end the exchange."""
+        if isinstance(error, InternalError):  # counted where it arose
+            return error
+        self.stats.caught(self.key, place, error)
+        return InternalError("this node had an error of its own")
+
     def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:
-        """Return why the payload of ``peer`` cannot be used, or None, and what it says. Slow: for a worker thread."""
+        """Return why the payload of ``peer`` cannot be used, or None, and what it says. Slow: for a worker thread.
+
+        Raises InternalError, counted, where this node's own code failed and the payload tells nothing.
+        """
+        try:
+            problem, received, tensors = self._decoded(payload)
+        except Exception as error:
+            raise self.caught("codec", error) from error
+        if problem is not None:
+            return problem, received
+        try:
+            own = self.contribution.payload.tensors
+            distrust = self.screen.problem(self.key, own, peer, tensors)
+        except TrialError as error:
+            raise self.caught("trial", error.cause) from error.cause
+        except Exception as error:
+            raise self.caught("screen", error) from error
+        return None if distrust is None else Problem("suspicious", distrust), received
+
+    def _decoded(self, payload: Tensor) -> tuple[Problem | None, Received, Sequence[Tensor]]:
+        """Return what is wrong with a payload, what it says, and the tensors in that."""
         mine, message = self.contribution, self.contribution.payload.message
         try:
             read = None if message is None else message.read(payload)
@@ -422,12 +465,11 @@ class ExchangeAttempt(Generic[R]):
         except (
             ValueError
         ) as error:  # raised by codecs at bytes that no peer of this version encodes
-            return Problem("damaged", f"it is not {mine.codec.name}: {error}"), []
+            return Problem("damaged", f"it is not {mine.codec.name}: {error}"), [], []
         received = tensors if read is None else read
         if not all_finite(tensors):
-            return Problem("damaged", "it holds NaN or infinity"), received
-        distrust = self.screen.problem(self.key, mine.payload.tensors, peer, tensors)
-        return None if distrust is None else Problem("suspicious", distrust), received
+            return Problem("damaged", "it holds NaN or infinity"), received, tensors
+        return None, received, tensors
 
 
 SLICE_S = 0.1
@@ -446,7 +488,7 @@ class ExchangeBase(Exchange):
         self.host, self.rounds, self.evidence, self.time = host, rounds, evidence, time
         host.resource_manager.partner = evidence.knows
         self.until = float("inf")
-        self.stats = ExchangeStats()
+        self.stats = ExchangeStats(host.internal_errors)
         """The outcomes of its exchanges."""
         self.waited = 0.0
         """Total seconds for which the calling thread was blocked here."""

@@ -79,6 +79,7 @@ from shoal.optim.exchange.averaging import (
     squared_distances,
 )
 from shoal.optim.exchange.base import Mean, RoundKey, combined, held_at_once, weighted_mean
+from shoal.swarm.internal_errors import TrialError
 from shoal.swarm.p2p.limits import Newest
 
 Losses = Callable[[int, Sequence[Tensor], Sequence[Tensor]], tuple[float, float, float] | None]
@@ -123,12 +124,15 @@ class LossCheck:
 
     def problem(self, key: RoundKey, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
         """Return in a few words why the contribution must not count, or None. Neither tensor is changed."""
-        found = self._losses(key.fragment, own, theirs)
+        try:
+            found = self._losses(key.fragment, own, theirs)
+        except Exception as error:
+            raise TrialError(error) from error
         if found is None or not math.isfinite(found[0]):
             return None  # this node's own weights are broken: then anybody's are welcome
         mine, mean, alone = found
         if not (math.isfinite(mean) and math.isfinite(alone)):
-            return f"with it the loss on this node's own batches, {mine:.4g}, is no longer finite"
+            return f"with it the loss on this node's own batches, {mine:.4g}, is no longer finite, or cannot be computed"
         with self._lock:
             passed = [
                 self._mean.passes(key.fragment, mean - mine, mine),

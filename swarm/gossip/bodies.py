@@ -62,7 +62,8 @@ class BodyStore:
         quota: RateLimit | None = None,
         more: Callable[[bytes], bytes | None] = lambda sha256: None,
     ) -> None:
-        self._host, self._swarm, self._addresses, self._protocol = host, swarm, addresses, protocol
+        self.host = self._host = host
+        self._swarm, self._addresses, self._protocol = swarm, addresses, protocol
         self._max_bodies, self._max_bytes, self._more = bodies, nbytes, more
         self._quotas = None if quota is None else TokenBuckets(quota)
         self._lock = threading.Lock()
@@ -269,8 +270,8 @@ class BodyFetcher:
                     log.debug("peer %s did not serve a body: %s", short(source), error)
                     answered.add(source)
                     reason = error.reason
-                except Exception:  # a bug must cost one record, not all that follow
-                    log.warning("fetching a body from peer %s failed", short(source), exc_info=True)
+                except Exception as error:  # a bug must cost one record, not all that follow
+                    self._body_store.host.internal_errors.caught("gossip", error)
                     answered.add(source)
                     reason = "failed"
         return reason

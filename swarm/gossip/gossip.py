@@ -214,8 +214,8 @@ class Topic(Generic[M]):
         while True:
             try:
                 await work()
-            except Exception:  # a bug must not stop the topic
-                log.warning("%s failed; trying again", self.name, exc_info=True)
+            except Exception as error:  # a bug must not stop the topic
+                self._host.internal_errors.caught("gossip", error)
                 await asyncio.sleep(AGAIN[-1])
 
     async def _listen(self) -> None:
@@ -317,8 +317,8 @@ class Topic(Generic[M]):
         except MessageError as error:
             log.debug("%s: %s", self.name, error)
             self.counters.reject(error.reason)
-        except Exception:
-            log.warning("handling a record of %s failed", self.name, exc_info=True)
+        except Exception as error:
+            self._host.internal_errors.caught("gossip", error)
             self.counters.reject("failed")
 
     async def _send(self) -> None:
@@ -330,8 +330,8 @@ class Topic(Generic[M]):
             except NetworkError as error:
                 log.info("a %s was not published: %s", self._kind.KIND, error)
                 self.counters.add("unsent")
-            except Exception:
-                log.warning("publishing a %s failed", self._kind.KIND, exc_info=True)
+            except Exception as error:
+                self._host.internal_errors.caught("gossip", error)
                 self.counters.add("unsent")
             with self._settled:
                 self._unsettled -= 1

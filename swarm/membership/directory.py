@@ -438,8 +438,8 @@ class Directory:
             await work()
         except NetworkError as error:
             log.info("the directory is not up to date: %s", error)
-        except Exception:  # a bug must not make this node vanish from the swarm
-            log.warning("the directory failed; trying again", exc_info=True)
+        except Exception as error:  # a bug must not make this node vanish from the swarm
+            self._host.internal_errors.caught("directory", error)
 
     async def _rest(self, since: float) -> None:
         """Wait after work that took long: on a machine or a link with too much to do, peers in haste would starve each other."""

@@ -23,6 +23,7 @@ from statistics import fmean, median, median_high, median_low
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.changes import CHANGEABLE, Change, described
+from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.dht import AHEAD
 from shoal.swarm.p2p.addresses import by_peer, host_of, known_first, of_ranges
@@ -96,8 +97,10 @@ async def compare_clocks(
                 await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)
             ) as stream:
                 seen.append(await ask(stream, port))
-        except Exception as error:
+        except (ShoalError, OSError, EOFError) as error:
             log.debug("a clock was not read: %r", error)
+        except Exception as error:  # one answer must not end the comparison
+            host.internal_errors.caught("clock", error)
         if seen and port is None and not limit.expired():
             limit.reschedule(
                 min(limit.when() or 0.0, loop.time() + (PATIENCE_S if len(seen) < ASKED else 0.0))
@@ -149,8 +152,8 @@ class ClockCheck:
                 self._directory.dialled = reach_of(seen, addresses) or self._directory.dialled
                 problem = self._take(seen)
                 pause = SOON_S if problem or not others else LATER_S
-            except Exception:  # a bug must not end the node
-                log.warning("the clock was not compared", exc_info=True)
+            except Exception as error:  # a bug must not end the node
+                self._host.internal_errors.caught("clock", error)
                 pause = LATER_S
             end = loop.time() + pause
             while loop.time() < end and self._host.addresses() == addresses:
@@ -229,6 +232,7 @@ def health_report(
         *_silent(there, now),
         *_slow(there, in_seconds),
         *_failing(there),
+        *_erring(there),
         *_partnerless(there),
     ]
     return [*found, *_unreachable(there)]
@@ -268,6 +272,15 @@ def _partnerless(members: Mapping[str, Member]) -> list[str]:
         f"{_and(name for name, _ in those)} had no partner in {min(rounds for _, rounds in those)} rounds or more "
         f"({PARTNERLESS[reason][0]}); {PARTNERLESS[reason][1]}."
         for reason, those in sorted(of_reason.items())
+    ]
+
+
+def _erring(members: Mapping[str, Member]) -> list[str]:
+    return [
+        f"{member.name} met {member.internal_errors:,} error{'s' * (member.internal_errors > 1)} of its own, in the code "
+        "of shoal or of its task and not in the network: node.log in its folder has the traceback; please report it."
+        for member in members.values()
+        if member.internal_errors
     ]
 
 
@@ -371,7 +384,7 @@ def _and(names: Iterable[str]) -> str:
 
 SHOWN = (
     "name", "peer", "state", "step", "loss", "steps_per_s", "tokens_per_s", "mfu", "exchange_s", "wait_s", "lag", "lag_auto",
-    "late", "exchanges", "reach", "throughput", "version",
+    "late", "exchanges", "internal_errors", "reach", "throughput", "version",
 )  # fmt: skip
 """Fields of a record that are shown as they are."""
 ROUGH = 0.25  # standard error, of fewer than 16 in view, beyond which a number of peers says more than is known

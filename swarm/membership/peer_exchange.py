@@ -269,8 +269,8 @@ class PeerExchange:
                     if shuffles := now >= due:
                         due = now + SHUFFLE * self._chance.uniform(0.8, 1.2)
                     await self.look(shuffles)
-            except Exception:  # a bug must not take this node's other ways into the swarm
-                log.warning("exchanging peers failed; trying again", exc_info=True)
+            except Exception as error:  # a bug must not take this node's other ways into the swarm
+                self._host.internal_errors.caught("directory", error)
 
     async def look(self, shuffles: bool) -> None:
         """Keep in touch with the active view, fill it, and follow one hint. ``shuffles``: a partner becomes active in a shuffle."""

@@ -90,8 +90,8 @@ class Reconnector:
                     await self._host.meet(addresses)
             except NetworkError as error:
                 log.debug("no lost peer was dialled: %s", error)
-            except Exception:  # a bug must not keep the swarm apart
-                log.warning("dialling lost peers failed; trying again", exc_info=True)
+            except Exception as error:  # a bug must not keep the swarm apart
+                self._host.internal_errors.caught("directory", error)
 
 
 PERIOD = 20.0  # seconds between two reports; a seed forgets a silent node after six times as long
@@ -148,8 +148,8 @@ class SeedAnnouncer:
                 await self._report()
             except NetworkError as error:
                 log.debug("this node was not reported to the bootstrap nodes: %s", error)
-            except Exception:  # a bug must not make this node unfindable
-                log.warning("reporting to the bootstrap nodes failed; trying again", exc_info=True)
+            except Exception as error:  # a bug must not make this node unfindable
+                self._host.internal_errors.caught("directory", error)
 
     async def _report(self) -> None:
         own = self._directory.own()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.swarm.errors import ListenError, NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p import connections, reachability
 from shoal.swarm.p2p.addresses import DialBackoff, Peerstore, by_peer, is_loopback
 from shoal.swarm.p2p.connections import (
@@ -317,6 +318,7 @@ class DaemonSupervisor:
         self.dht: DHTNode | None = None
         self.addresses: tuple[str, ...] = ()  # full multiaddrs that the daemon gives for this node
         self.restarts = 0
+        self.internal_errors = InternalErrors()
         self.known = known
         self.backoff = DialBackoff(options.bootstrap)
         self.known.met = self.backoff.met
@@ -476,8 +478,8 @@ class DaemonSupervisor:
                     daemon.end_by_force()
             except DAEMON_GONE as error:
                 log.debug("no relay was asked: %r", error)
-            except Exception:  # a bug must not leave the node without its slots
-                log.warning("asking the relays failed; trying again", exc_info=True)
+            except Exception as error:  # a bug must not leave the node without its slots
+                self.internal_errors.caught("network", error)
 
     async def end(self, timeout: float) -> None:
         """Leave the network and end the daemon, in about ``timeout`` seconds at most."""
@@ -493,10 +495,18 @@ class DaemonSupervisor:
             self.daemon = None
 
 
-def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning."""
+def report(
+    loop: asyncio.AbstractEventLoop, context: dict[str, Any], errors: InternalErrors | None = None
+) -> None:
+    """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning.
+
+    ``errors``: where one of this node's own code is counted.
+    """
     error = context.get("exception")
     expected = isinstance(error, (*DAEMON_GONE, asyncio.TimeoutError)) or type(
         error
     ).__module__.startswith("hivemind.")
     log.log(logging.DEBUG if expected else logging.WARNING, "%s: %r", context.get("message"), error)
+    of_others = expected or isinstance(error, (ShoalError, OSError, EOFError))
+    if errors is not None and isinstance(error, Exception) and not of_others:
+        errors.caught("network", error)

@@ -30,6 +30,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
@@ -170,6 +171,8 @@ class Host:
         self.peer_id = peer_id
         self.traffic = TrafficMeter(upload, Pacer(self._echo))
         self.resource_manager = resource_manager
+        self.internal_errors = supervisor.internal_errors
+        """Errors of this node's own code that it survived."""
         self.introduce: Introduce | None = None
         """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
         self.met: Mapping[str, str] = supervisor.backoff.met
@@ -180,7 +183,7 @@ class Host:
         self._owner = os.getpid()
         self._closed = False
         self._loop = uvloop.new_event_loop()
-        self._loop.set_exception_handler(report)
+        self._loop.set_exception_handler(partial(report, errors=self.internal_errors))
         self._thread = threading.Thread(target=self._run_loop, name="shoal-host", daemon=True)
 
     @classmethod
@@ -564,8 +567,9 @@ class Host:
         except asyncio.CancelledError:
             stream.abort()
             raise
-        except Exception:
-            log.warning("answering %s of peer %s failed", protocol, short(peer), exc_info=True)
+        except Exception as error:
+            log.info("answering %s of peer %s failed: %r", protocol, short(peer), error)
+            self.internal_errors.caught("stream", error)
         finally:
             stream.close()
             self.resource_manager.release(stream, protocol, stream.sent)

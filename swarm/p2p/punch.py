@@ -206,8 +206,8 @@ class Puncher:
                 )
             except GONE as error:
                 log.debug("no connection past a relay: %r", error)
-            except Exception:  # a bug must not leave the node without its connections
-                log.warning("connecting past a relay failed; trying again", exc_info=True)
+            except Exception as error:  # a bug must not leave the node without its connections
+                self._supervisor.internal_errors.caught("network", error)
 
     async def _look(self) -> list[str]:
         """Note who is reached. Return whom to ask now, and note that it is; of two members the one with the smaller id asks."""

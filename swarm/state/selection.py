@@ -479,12 +479,10 @@ class StateServer:
             self._last = version, snapshot.id
             self._kept.put(snapshot)
             await self._hand_out(snapshot)
+        except OSError as error:  # a full disk
+            log.warning("the weights could not be copied for a peer that asked for them: %s", error)
         except Exception as error:  # nobody waits for this coroutine
-            log.warning(
-                "the weights could not be copied for a peer that asked for them (%s): %s",
-                type(error).__name__,
-                error,
-            )
+            self._host.internal_errors.caught("weights", error)
         finally:
             self._making = False
 

@@ -55,6 +55,7 @@ BANNED = 8
 FAULTS = 12
 PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each sends fewer
 PROJECTED = 16  # sums in a projection
+OWN_ERROR = "an error in this node's own code, and not in the network"
 TAIL = 8  # characters from the end of a peer id by which a partner is named
 
 Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
@@ -177,6 +178,7 @@ class RecordPublisher(Generic[M]):
     ) -> None:  # fmt: skip
         self._make, self._members, self._beat = make, members, beat
         self.topic = gossip.join(kind, handler)
+        self._errors = gossip.host.internal_errors
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._running = gossip.host.submit(self._run())
@@ -211,7 +213,7 @@ class RecordPublisher(Generic[M]):
             if record is not None:
                 self.topic.publish(record)
         except Exception as error:  # else no later one would be sent either, and nobody would know
-            log.warning("a %s was not sent: %s", self.topic.name, error)
+            self._errors.caught("status", error)
 
 
 HELD_S = 2 * GAP_S  # seconds for which a projection is in the statuses, unless a better one comes
@@ -298,6 +300,7 @@ class StatusReporter:
         suspicious: int = 0,
         odd: bool = False,
         why: str = "",
+        error: str = "",
         projection: tuple[float, ...] = (),
         tokens: int = 0,
     ) -> None:
@@ -305,6 +308,7 @@ class StatusReporter:
 
         ``projection``: that of the slow weights after it (`shoal.optim.outer.weights`), or empty where it is not known.
         ``odd``: without a partner because the number of peers was odd, which is no fault. ``why``: without one, in words.
+        ``error``: the first line of the error of this node's own code that ended it.
         """
         partners = [peer for peer in members if peer != self._membership.host.peer_id]
         others = [peer[-TAIL:] for peer in partners]
@@ -323,11 +327,10 @@ class StatusReporter:
         )
         with self._lock:
             self._rounds.append(done)
-            self._more["why"] = why
+            self._more["why"] = f"{OWN_ERROR} ({error})" if error else why
             self._note_projection(round, projection)
-            self._faults["no-partner"] += not (
-                others or odd or self._membership.manifest.outer.alone
-            )
+            alone = self._membership.manifest.outer.alone
+            self._faults["no-partner"] += not (others or odd or error or alone)
             self._faults["refused"] += suspicious
         self._publisher.hint()
 
@@ -384,7 +387,8 @@ class StatusReporter:
         )
         with self._lock:
             now, more, rounds = dict(self._now), dict(self._more), tuple(self._rounds)
-            faults = self._faults + Counter({"daemon-restarts": host.restarts})
+            counted = {"daemon-restarts": host.restarts, "internal": host.internal_errors.total}
+            faults = self._faults + Counter(counted)
         return Status(
             swarm=self._membership.swarm,
             peer=host.peer_id,

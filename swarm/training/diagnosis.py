@@ -151,12 +151,13 @@ SEVERAL = 3  # rounds in a row without a partner that are worth a sentence
 
 
 class Notice(NamedTuple):
-    """A sentence for this node's user; ``about``: partition, partner, weights, update, refused, lag, or membership."""
+    """A sentence for this node's user; ``about``: partition, partner, weights, update, refused, lag, membership, or internal."""
 
     about: str
     said: str
 
 
+NOBODY = ("nobody", "model", "odd")  # reasons of an exchange with whom nobody was there
 LOOK_S = 1.0  # seconds between two looks at the members: records change every five
 AGAIN_S = 600.0  # seconds between two sentences about weights that differ: a hostile peer may say so of its own in each round
 KEPT = 64  # notices that are not read yet
@@ -179,14 +180,27 @@ class Diagnosis:
             None  # the reason, and for how many rounds by now
         )
         self._refused = Counter[str]()
+        self._own_errors = 0  # exchanges in a row that an error of this node's own code ended
+        self.exchanged = 0
+        """Exchanges with others so far."""
+        self._missed = Counter[str]()
+        """Exchanges without one while others were there to exchange with, by the reason; "internal": by an own error."""
 
     def waited(self, seconds: float) -> None:
         """Note that training stood still for ``seconds`` in the round that has just ended."""
         self._waits.append(seconds)
 
     def met(self, info: RoundInfo, model: str, fragments: int, *, odd: bool) -> str:
-        """Follow an exchange; return why it had no partner, if so. ``odd``: the number of members was, which is no fault."""
+        """Follow an exchange; return why it had no partner, if so. ``odd``: the number of members was, which is no fault.
+
+        One that an error of this node's own code ended is no exchange without a partner: `own_error` describes it.
+        """
+        if self.own_error(info):
+            self._erred(fragments)
+            return ""
+        self._own_errors = 0
         if len(info.members) > 1:
+            self.exchanged += 1
             if self._said.over(*PARTNERLESS):
                 self._news.append(
                     Notice(
@@ -197,6 +211,7 @@ class Diagnosis:
             self._without, self._partnerless = 0, None
             return ""
         reason, why = self._why(info, model, odd)
+        self._missed[reason] += reason not in NOBODY
         self._without += reason in PARTNERLESS
         rounds = self._without // fragments
         if rounds >= SEVERAL and reason in PARTNERLESS:
@@ -205,6 +220,40 @@ class Diagnosis:
                 said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {PARTNERLESS[reason][1]}"
                 self._news.append(Notice("partner", said))
         return why
+
+    def own_error(self, info: RoundInfo) -> str:
+        """Return the first line of the error of this node's own code that ended the exchange ``info``; "" if none did."""
+        return "" if len(info.members) > 1 else self.stats.own_error(info.key)
+
+    def _erred(self, fragments: int) -> None:
+        """Note an exchange that an error of this node's own ended; a round of them is worth a sentence."""
+        self._own_errors += 1
+        self._without, self._partnerless = 0, None
+        self._missed["internal"] += 1
+        if self._own_errors >= fragments and self._said.due("internal", AGAIN_S):
+            said = (
+                f"this node trains alone: an error in its own code, and not in the network, ended every exchange of its last "
+                f"{_rounds(self._own_errors // fragments)} {self.stats.errors.newest()}"
+            )
+            self._news.append(Notice("internal", said))
+
+    def trained_alone(self, fragments: int) -> str:
+        """Return a sentence if nothing was ever exchanged though others were there: by an own error, or for several rounds."""
+        missed = self._missed.total()
+        if self.exchanged or not missed:
+            return ""
+        if count := self._missed["internal"]:
+            return (
+                f"this node trained alone though others were there: an error in its own code, and not in the network, ended "
+                f"{count} of {missed} exchanges {self.stats.errors.newest()}"
+            )
+        if missed < SEVERAL * fragments:
+            return ""
+        (reason, _), *_ = self._missed.most_common(1)
+        return (
+            f"this node trained alone though others were there: none of {missed} exchanges had a partner "
+            f"({PARTNERLESS[reason][0]}); {PARTNERLESS[reason][1]}"
+        )
 
     def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
         """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in words."""
@@ -267,6 +316,7 @@ class Diagnosis:
         suspected = self.absence.suspected
         return {
             **self.stats.report(),
+            "internal_errors": self.stats.errors.total,
             "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
             "partnerless": self._partnerless,
             "sketch": self._sketch(),
@@ -279,6 +329,7 @@ class Diagnosis:
             at = self._directory
             said = self.absence.look(at.everyone(), at.departed(), self._said.clock(), at.belongs)
             self._news += [Notice("partition", sentence) for sentence in said]
+        self._news += [Notice("internal", sentence) for sentence in self.stats.errors.news()]
         return [self._news.popleft() for _ in range(len(self._news))]
 
 
@@ -288,6 +339,10 @@ def _some(names: Sequence[str]) -> str:
 
 def _name(peer: str, members: Mapping[str, Member]) -> str:
     return members[peer].name if peer in members else short(peer)
+
+
+def _rounds(count: int) -> str:
+    return "round" if count <= 1 else f"{count} rounds"
 
 
 def listed(counts: Mapping[str, int]) -> str:

@@ -5,6 +5,8 @@ tries a partner's weights before they count (`shoal.swarm.exchange.robust`).
 from __future__ import annotations
 
 import copy
+import logging
+import math
 import threading
 import time
 from collections import deque
@@ -45,6 +47,8 @@ from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.wire.messages import Member
+
+log = logging.getLogger(__name__)
 
 TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
@@ -345,7 +349,7 @@ class LossTrial:
             losses = []
             for weights in (mine, mean, other):
                 self._copy(dict(zip(places, weights, strict=True)))
-                losses.append(self._loss(batches))
+                losses.append(self._loss(batches) if weights is mine else self._loss_with(batches))
                 if time.monotonic() > until:
                     self._break_off(f"took over {TOO_LONG_S:g} s")
                     return None
@@ -371,6 +375,19 @@ class LossTrial:
         if [tensor.shape for tensor in first] == [tensor.shape for tensor in second]:
             return [slow - step for slow, step in zip(first, second, strict=True)]
         return list(first)
+
+    def _loss_with(self, batches: Sequence[object]) -> float:
+        """Return the loss with a partner's weights: NaN where it cannot be computed, as it could with the own ones.
+
+        A task may check its numbers and raise; then the partner's weights are the cause, and no code of this node.
+        """
+        try:
+            return self._loss(batches)
+        except Exception as error:
+            if isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+                raise
+            log.info("a partner's weights give no loss: %r", error)
+            return math.nan
 
     def _loss(self, batches: Sequence[object]) -> float:
         with self._autocast():

@@ -205,6 +205,8 @@ class RoundReport:
     """True without a partner because the number of peers was odd."""
     why: str = ""
     """Why the round had no partner, for people; nothing if it had one."""
+    error: str = ""
+    """The first line of the error of this node's own code that ended the exchange; then ``why`` says nothing."""
 
 
 class TrainingMember:
@@ -325,6 +327,7 @@ class TrainingMember:
             rejections,
             odd > self._odd,
             why,
+            diagnosis.own_error(info),
         )
         self._sent, self._received, self._waited, self._odd = (
             traffic.sent,
@@ -350,9 +353,13 @@ class TrainingMember:
             self.reporter.round(
                 info.members, tokens=max(tokens, 0),
                 round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
-                wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd, why=report.why,
+                wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd, why=report.why, error=report.error,
                 projection=self._opt.projection_of(info.key.fragment),
             )  # fmt: skip
+
+    def trained_alone(self) -> str:
+        """Return a sentence if nothing was ever exchanged though others were there, else nothing."""
+        return self.sync.diagnosis.trained_alone(self._opt.fragments)
 
     def after_step(self) -> bool:
         """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""

@@ -506,7 +506,8 @@ class Session:
         """Return the swarm as this node sees it.
 
         That is the object of `shoal status --json`, with this node's ``peer``, the numbers that it has ``refused`` so far, by
-        reason (`Membership.refused`), and what others have ``confirmed`` of its work (`shoal.swarm.topics.tally.Tally.report`).
+        reason (`Membership.refused`), the ``internal_errors`` of its own code by place (`InternalErrors.report`), and what others
+        have ``confirmed`` of its work (`shoal.swarm.topics.tally.Tally.report`).
         """
         membership, directory = self._membership, self._membership.directory
         found = overview(
@@ -523,6 +524,7 @@ class Session:
             **found,
             "peer": membership.identity.peer_id,
             "refused": membership.refused(),
+            "internal_errors": membership.host.internal_errors.report(),
             **mine,
         }
 
@@ -539,6 +541,12 @@ class Session:
         try:
             if self._member is not None:
                 self._measure(self._member)
+                for said in (
+                    *(notice.said for notice in self._member.news()),
+                    self._member.trained_alone(),
+                ):
+                    if said:
+                        log.warning("%s", said)
                 self._member.leave(self._loss, self.rates)
         finally:
             self._closed = True

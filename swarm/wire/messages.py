@@ -53,6 +53,7 @@ class Member(Message):
     ``lag``, the inner steps that training goes on during one, ``lag_auto`` if the node chooses that by itself, and ``late``, the
     number of those so far that came after theirs;
     ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``).
+    ``internal_errors``: errors of its own code since its start, which no peer caused.
     ``partnerless``: why its last rounds had no partner, and how many. ``missing``: number of the ``missing_of`` members that it
     lost sight of at about the same moment, and some of their names. ``sketch``: the round and
     fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
@@ -87,6 +88,7 @@ class Member(Message):
     failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
     blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()
     partnerless: tuple[Failure | Literal["nobody", "model", "taken"], Count] | None = None
+    internal_errors: Count = 0
     missing: Count = 0
     missing_of: Count = 0
     missing_within_s: Seconds = 0.0

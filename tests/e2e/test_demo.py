@@ -1,5 +1,6 @@
 """``shoal demo``: what a newcomer sees first."""
 
+import json
 import math
 from pathlib import Path
 
@@ -13,6 +14,7 @@ FIELDS = {
     "peers", "method", "rounds", "steps", "loss_first", "loss_last", "loss_local", "exchanges", "pairs_none", "bytes_sent",
     "bytes_received", "wait_s", "wall_s", "spread", "params", "start_s", "seconds",
 }  # fmt: skip
+FAILING = f"{Path(__file__).with_name('failing_trial_task.py')}:Failing"
 TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
 
 
@@ -150,3 +152,36 @@ def test_forty_rounds_together_are_better_than_alone(shoal):
     assert report["loss_last"] < 0.96 * report["loss_local"]
     assert report["loss_last"] < 0.6 * report["loss_first"]
     assert report["spread"][-1] < 0.7 * max(report["spread"])
+
+
+@pytest.mark.ci
+def test_an_error_in_every_trial_is_shown_as_what_it_is(shoal):
+    """The fault: "no partner", advice about the length of rounds, exit code 0, and "better together" of one node alone."""
+    demo = shoal.start(
+        "demo", "--task", FAILING, "--peers", "2", "--rounds", "4", "--every", "5", "--keep", "kept",
+        "--set", "outer.check_loss=true",
+    )  # fmt: skip
+    assert demo.wait(120) == 6
+    planted = "RuntimeError: planted in the trial"
+    shown = "\n".join(demo.lines)
+    assert "nothing was exchanged, so each node trained alone" in shown
+    assert "errors in the nodes' own code, and not in the network, ended 32 exchanges" in shown
+    assert "better together" not in shown
+    assert "0 without a partner, 8 ended by an error in a node's own code" in demo.said()
+    for name in ("peer-0", "peer-1"):
+        folder = shoal.home / "kept" / name
+        result = json.loads((folder / "result.json").read_text())
+        assert (result["exchanges"], result["pairs_none"], result["failed"]) == (0, 0, 16)
+        assert planted in result["trained_alone"]
+        assert result["internal_errors"]["trial"]["count"] == result["failed"]
+        assert planted in result["internal_errors"]["trial"]["first"]
+        log = (folder / "node.log").read_text()
+        assert log.count("Traceback (most recent call last)") >= 1
+        assert log.count("further ones like it are only counted") == 1
+        events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rounds = [event for event in events if event["event"] == "round"]
+        assert all(planted in event["error"] and not event["why"] for event in rounds)
+        assert [event for event in events if event["event"] == "internal"][-1]["trial"] >= 1
+        said = [event["said"] for event in events if event["event"] == "diagnosis"]
+        assert any("this node trains alone: an error in its own code" in line for line in said)
+        assert not any("--round seconds:auto" in line or "no partner" in line for line in said)

@@ -31,6 +31,7 @@ from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import ExchangeHandle
 from shoal.swarm.identity import Identity
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import TrafficMeter
@@ -310,6 +311,7 @@ class SimHost:
             NONCES.set, random.Random(f"nonces {network.seed} {name} {network.born()}").randbytes
         )
         self.traffic = TrafficMeter()
+        self.internal_errors = InternalErrors(network.loop.time)
         self.resource_manager = ResourceManager(clock=network.loop.time)
         """Refuses no peer: it only counts."""
         self.free = 0.0

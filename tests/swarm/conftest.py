@@ -15,6 +15,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
@@ -30,6 +31,7 @@ class FakeHost:
     def __init__(self, network, identity):
         self.network, self.identity, self.peer_id = network, identity, identity.peer_id
         self.traffic, self.resource_manager = TrafficMeter(), ResourceManager()
+        self.internal_errors = InternalErrors()
         self.handlers, self.met = {}, {}
         self.dead = False
         self.streams = []

@@ -210,12 +210,8 @@ class GroupExchange(ExchangeBase):
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         try:
             await self._meet(pending)
-        except Exception:  # an error that a peer provoked costs one round, never the training
-            log.warning(
-                "round %d was given up because of an error in shoal; please report it",
-                attempt.key.round,
-                exc_info=True,
-            )
+        except Exception as error:  # this node's own: it costs one round, never the training
+            pending.attempt.caught("exchange", error)
         finally:
             self.rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
             if attempt.commit.received is None:

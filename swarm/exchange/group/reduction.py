@@ -279,6 +279,8 @@ class AllGather:
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
             self._attempt.failed(peer, error)
+        except Exception as error:  # this node's own, which nobody else would see
+            self._attempt.caught("exchange", error)
 
     async def _swap(self, stream: Stream) -> None:
         peer, ready = stream.peer_id, self.group.readies[stream.peer_id]

@@ -51,6 +51,7 @@ from shoal.swarm.exchange.pair.transfer import (
     PartnerContribution,
     Withdrawn,
 )
+from shoal.swarm.internal_errors import InternalError
 from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import Stream, first_of, race, running, short, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
@@ -320,6 +321,9 @@ class PairState:
                         longest,
                     )
                 received = work.result() if work.done() else attempt.commit.received
+        except InternalError:
+            pairing.broken = True  # with any other partner the same would happen
+            raise
         finally:
             attempt.commit.leave_out = None
         held += loop.time() - since if pairing.needed.is_set() else 0.0

@@ -191,12 +191,8 @@ class PairExchange(ExchangeBase):
             return await (
                 self._until_needed(pairing) if self.rounds.overlap else self._meet(pairing)
             )
-        except Exception:  # an error that a peer provoked costs one round, never the training
-            log.warning(
-                "round %d was given up because of an error in shoal; please report it",
-                pairing.key.round,
-                exc_info=True,
-            )
+        except Exception as error:  # this node's own: it costs one round, never the training
+            pairing.attempt.caught("exchange", error)
             return attempt.commit.received
         finally:
             if attempt.commit.received is None:

@@ -37,6 +37,7 @@ from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
+from shoal.swarm.internal_errors import InternalError
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, HashList, M, Message, fresh_nonce, pack, unpack
@@ -140,6 +141,8 @@ class PairTransfer:
                 "round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error
             )
             attempt.failed(stream.peer_id, error)
+        except Exception as error:  # this node's own: no peer is to blame
+            raise attempt.caught("exchange", error) from error
         else:
             if attempt.commit.received is not None and attempt.commit.received.far:
                 attempt.failed(
@@ -196,9 +199,13 @@ class PairTransfer:
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
         values: Received = []
         if incoming.hashes.digest() == theirs.sha256:
-            problem, values = await asyncio.to_thread(
-                attempt.problem, stream.peer_id, incoming.payload
-            )
+            try:
+                problem, values = await asyncio.to_thread(
+                    attempt.problem, stream.peer_id, incoming.payload
+                )
+            except InternalError as error:  # the partner need not wait, nor wonder
+                await self._send(stream, Abort(nonce=theirs.nonce, reason=str(error)))
+                raise
         if problem is not None:
             await self._send(stream, Abort(nonce=theirs.nonce, reason=problem.text))
             raise MessageError(

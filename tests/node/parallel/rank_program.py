@@ -24,6 +24,8 @@ def work():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if how == "bug":
         raise RuntimeError("oops")
+    if how == "alone" and job.leads:
+        return 6
     if (
         how in ("killed", "killed-once")
         and job.rank == 1

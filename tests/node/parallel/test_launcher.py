@@ -83,6 +83,14 @@ def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch, how,
 
 
 @pytest.mark.ci
+def test_a_run_that_ended_alone_is_not_started_again(launch):
+    process = launch("alone", 1)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 6, said
+    assert not [line for line in starts(said) if line.endswith("start 1")]
+
+
+@pytest.mark.ci
 def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch):
     process = launch("killed-once", 1)
     out, said = process.communicate(timeout=120)

@@ -257,5 +257,5 @@ def test_no_terminal_means_lines():
 
 
 def test_every_exit_code_is_documented():
-    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 130]
+    assert [int(code) for code in ExitCode] == [0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13, 130]
     assert all(f"{int(code):>3}  {code.meaning}" in epilogue() for code in ExitCode)

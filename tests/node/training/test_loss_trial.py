@@ -1,5 +1,6 @@
 """Losses of a partner's weights, computed with a copy of the model beside training."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import count
@@ -183,3 +184,23 @@ def test_without_batches_nothing_is_tried():
         )
         is None
     )
+
+
+class Choosy(Line):
+    """Raises at weights beyond 2, as a task may that checks its numbers."""
+
+    def loss(self, model, batch):
+        if model.weight.abs().max() > 2:
+            raise ValueError("too large")
+        return super().loss(model, batch)
+
+
+def test_weights_at_which_the_task_raises_are_the_partners_fault_and_its_own_are_not():
+    """Mutants: a partner makes this node report an error of its own; an error of its own is put down to the partner."""
+    model = Line().model()
+    tried = LossTrial(Choosy().loss, Line().batches(SHARD), model, around(model), print)
+    own, _, theirs = tried(0, weights(1, 0), weights(3, 0))
+    assert own == 1.0
+    assert math.isnan(theirs)
+    with pytest.raises(ValueError, match="too large"):
+        tried(0, weights(3, 0), weights(1, 0))

@@ -66,6 +66,14 @@ def test_members_without_partners_are_named_together_with_the_reason_and_what_to
     )
 
 
+def test_errors_of_a_members_own_code_are_told_as_such():
+    (said,) = health_report(swarm(*ALL, anna={"internal_errors": 1200}), NOW)
+    assert said == (
+        "anna met 1,200 errors of its own, in the code of shoal or of its task and not in the network: node.log in its folder has "
+        "the traceback; please report it."
+    )
+
+
 def test_the_slow_is_named_with_its_time_and_the_median():
     (said,) = health_report(swarm(*ALL, carl={"steps_per_s": 2.0}), NOW)
     assert said.startswith(

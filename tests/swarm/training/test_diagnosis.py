@@ -124,16 +124,75 @@ def alone():
     diagnosis, _ = diagnosed(lambda: members)
     stats = diagnosis.stats
 
-    def exchange(*others, kind=None, passed=False, odd=False, fragments=1):
+    def exchange(
+        *others, kind=None, passed=False, odd=False, fragments=1, error=None, about="partner"
+    ):
         key = RoundKey("run", next(number), 0)
+        if error:
+            stats.caught(key, "trial", error)
         if kind:
             stats.failed(key, BERT, kind)
         if passed:
             stats.pass_over(key, [BERT], [BERT] if passed == "slow" else [])
         diagnosis.met(RoundInfo(key, (ME, *others), 10, 0), MODEL, fragments, odd=odd)
-        return [said for about, said in diagnosis.news() if about == "partner"]
+        return [said for topic, said in diagnosis.news() if topic == about]
 
-    return SimpleNamespace(exchange=exchange, members=members, details=diagnosis.details)
+    return SimpleNamespace(
+        exchange=exchange,
+        members=members,
+        details=diagnosis.details,
+        trained_alone=diagnosis.trained_alone,
+    )
+
+
+def test_an_error_of_its_own_is_no_missing_partner(alone):
+    """The fault: "no partner (all others were taken)", and advice about the length of rounds."""
+    planted = RuntimeError("planted")
+    caught, trains_alone = alone.exchange(error=planted, about="internal")[::-1]
+    where = "its traceback is in the log: please report it"
+    assert trains_alone == (
+        "this node trains alone: an error in its own code, and not in the network, ended every exchange of its last round "
+        f"(RuntimeError: planted); {where}"
+    )
+    assert caught == (
+        "an error in this node's own code, and not in the network, was caught trying a partner's weights on data "
+        f"(outer.check_loss) (RuntimeError: planted); {where}"
+    )
+    assert [alone.exchange(error=planted, about="partner") for _ in range(2 * SEVERAL)] == [[]] * 6
+    details = alone.details()
+    assert (details["partnerless"], details["internal_errors"]) == (None, 1 + 2 * SEVERAL)
+    assert alone.trained_alone(1) == (
+        "this node trained alone though others were there: an error in its own code, and not in the network, ended 7 of 7 "
+        f"exchanges (RuntimeError: planted); {where}"
+    )
+    alone.exchange(BERT)
+    assert alone.trained_alone(1) == ""
+
+
+def test_a_round_of_fragments_must_fail_whole_before_the_node_says_that_it_trains_alone(alone):
+    said = [
+        alone.exchange(error=RuntimeError("planted"), fragments=3, about="internal")
+        for _ in range(3)
+    ]
+    assert [any("trains alone" in line for line in lines) for lines in said] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "odd", "there", "alone_in_the_end"),
+    [("timeout", False, True, True), (None, True, True, False), ("timeout", False, False, False)],
+)
+def test_several_rounds_without_any_exchange_are_an_end_alone_if_others_were_there(
+    alone, kind, odd, there, alone_in_the_end
+):
+    """Mutants: a node that nobody has joined ended badly; so did the odd one out; one round is enough."""
+    if not there:
+        alone.members.clear()
+        kind = None
+    for _ in range(SEVERAL - 1):
+        alone.exchange(kind=kind, odd=odd)
+    assert alone.trained_alone(1) == ""
+    alone.exchange(kind=kind, odd=odd)
+    assert bool(alone.trained_alone(1)) == alone_in_the_end
 
 
 def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(

@@ -35,7 +35,7 @@ LARGEST = {
     "lag": MAX_COUNT, "lag_auto": True, "late": MAX_COUNT,
     "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
     "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "partnerless": ("unreachable", MAX_COUNT),
-    "missing": MAX_COUNT, "missing_of": MAX_COUNT,
+    "internal_errors": MAX_COUNT, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9 / 3, "missing_names": (WIDE * 16,) * MAX_MISSING,
     "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH), "reach": "unreachable",
     "throughput": MAX_RATE / 3, "change": MAX_COUNT,
