@@ -46,7 +46,8 @@ NODE_FLAGS = {
     ),
     COMPUTING: ("train.precision", "train.compile", "node.gpus", "node.parallel"),
     NETWORK: (
-        "node.listen", "node.announce", "node.bootstrap", "node.relay", "peers.allow", "node.upload", "node.ram", "node.offload",
+        "node.listen", "node.announce", "node.bootstrap", "node.relay", "peers.allow", "peers.deny",
+        "node.upload", "node.ram", "node.offload",
     ),
 }  # fmt: skip
 """Settings of this node alone that have a flag, by the title under which `--help` shows it; all others are set by --set."""
@@ -62,6 +63,7 @@ NAMES = {"task.hooks": "task", "task.options": "option", "verify.audit_rate": "v
 METAVARS = {
     "task.hooks": "text|rl|MODULE:CLASS|FILE.py:CLASS", "task.options": "KEY=VALUE", "node.shard": "I/N", "node.gpus": "all|N",
     "node.listen": "MULTIADDR", "node.announce": "MULTIADDR", "node.bootstrap": "MULTIADDR", "peers.allow": "ID|FILE",
+    "peers.deny": "ID|FILE",
     "node.upload": "MBIT", "node.ram": "GB", "node.metrics": "[HOST:]PORT", "node.wandb": "PROJECT", "node.lag": "STEPS|auto",
     "node.offload": "device|DIR", "verify.audit_rate": "SHARE",
 }  # fmt: skip

@@ -453,6 +453,8 @@ class TrainingNode:
 
     def _train(self) -> Result:
         result, trainer, host = self.result, self.trainer, self.membership.host
+        if self.options.link is not None:
+            self.membership.check_alone(lambda: self.shutdown.requested)
         self.shutdown.orderly(lambda: self.member.exchange.hurry(HURRY_S))
         self.member.announce("waiting")
         self.options.on_link(self.membership.link())

@@ -27,7 +27,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.swarm.access import AccessPolicy
@@ -109,6 +110,8 @@ AGAIN = (
     2  # readings after the first one of a stranger, which finds where in the swarm's buckets it is
 )
 MAX_ADDRESSES = 8
+MAX_PUBLISHED = 64  # of this node's records whose dates are kept: all that may live, and more
+CLOCKS_APART_S = 3.0  # seconds by which the clocks of two machines may differ
 HERE: tuple[State, ...] = ("waiting", "training")
 
 
@@ -179,6 +182,10 @@ class Directory:
         self._urgent = False  # a change that others should know at once
         self._waiting = 0
         self._look_soon = False
+        self._began = self.now()
+        self._published: deque[float] = deque(maxlen=MAX_PUBLISHED)  # dates of this node's records
+        self._earlier: float | None = None  # date of a record of an earlier run, if one was read
+        self._twin = ""
         self._prefix: str | None = None  # under which the own record is stored
         self._keys: dict[str, dht.Names] = {}  # the trie as last read
         self._said = Repeats()
@@ -295,6 +302,26 @@ class Directory:
         with contextlib.suppress(NetworkError):  # the first reading will do
             for _ in range(AGAIN * self._index.moved):
                 self._host.call(self._read(), max(until - time.monotonic(), 0.01))
+
+    def twin(self) -> str:
+        """Return where another node is that runs with this node's key, as seen since the last call; nothing without one."""
+        found, self._twin = self._twin, ""
+        return found
+
+    def first_twin(self, should_stop: Callable[[], bool] = lambda: False) -> str:
+        """Return the same before this node publishes anything.
+
+        Takes no time, unless a record in this node's name was read: of another node, which renews it, or of an earlier run of this
+        one.
+        """
+        end = self._began + CLOCKS_APART_S + self._period + GAP
+        while self._earlier is not None and not self._twin and self.now() < end:
+            if self._closed or should_stop():
+                break
+            with contextlib.suppress(NetworkError):
+                self.refresh(self._period)
+            time.sleep(HASTE)
+        return self.twin()
 
     def wait_for(
         self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False
@@ -473,6 +500,7 @@ class Directory:
             for member in names.values()
             if isinstance(member, Member)
         ]
+        self._look_for_twin(found)
         oldest = self.now() - self._ttl
         with self._changed:
             seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
@@ -489,6 +517,16 @@ class Directory:
         self._host.remember(
             a for m in others for a in m.addresses[:1] if a.endswith(f"/p2p/{m.peer}")
         )
+
+    def _look_for_twin(self, found: Sequence[Member]) -> None:
+        """Note a record in this node's name that it did not publish, which another node with its key must have."""
+        for member in found:
+            foreign = member.peer == self._identity.peer_id and member.issued not in self._published
+            if foreign and member.state in HERE:
+                if member.issued > self._began + CLOCKS_APART_S:
+                    self._twin = next(iter(member.addresses), "an unknown address")
+                else:
+                    self._earlier = member.issued
 
     def _credible(self, peer: str, prefix: str, record: VerifiedRecord) -> bool:
         member = record.member
@@ -515,9 +553,9 @@ class Directory:
                 return False
             me = self._identity.peer_id
             for prefix in self._index.places(self._prefix, self._keys):
-                value = make_record(
-                    prefix, self._member(fields), self._identity
-                )  # each dated: a store may take seconds
+                record = self._member(fields)  # each dated: a store may take seconds
+                self._published.append(record.issued)
+                value = make_record(prefix, record, self._identity)
                 if not await self._host.store(
                     key_of(self._swarm, prefix), me, value, self._ttl + self.skew
                 ):

@@ -6,12 +6,12 @@ import contextlib
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, PeerLists, admission
-from shoal.swarm.errors import AdmissionError
+from shoal.swarm.errors import AdmissionError, Repeats
 from shoal.swarm.gossip.bodies import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
@@ -36,6 +36,7 @@ from shoal.swarm.p2p.reachability import (
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""
 SEED_S = 5.0  # seconds that the report to the seeds may take before the link is shown
+TWIN_S = 60.0  # seconds until another node with this one's key is named again
 READ_S = 10.0  # seconds to read the directory, for others that were admitted by the same invitation
 BYTES_OF_MBIT = 1e6 / 8
 
@@ -84,6 +85,7 @@ class Membership:
     network: NetworkOptions
     clock: ClockCheck
     changes: ChangeKeeper
+    _said: Repeats = field(default_factory=Repeats)
 
     def refused(self) -> dict[str, int]:
         """Return how many streams, calls and records of others were refused since the start, by reason. Thread-safe."""
@@ -95,8 +97,26 @@ class Membership:
         return dict(sorted((+found).items()))
 
     def news(self) -> str:
-        """Return one sentence when the invitation is about to expire, when it has, and while the clock is wrong; else nothing."""
-        return self.directory.access_policy.expiry_event() or self.clock.news()
+        """Return one sentence when the invitation is about to expire, when it has, and while the clock is wrong or another node has
+        this one's key; else nothing.
+        """
+        expiry = self.directory.access_policy.expiry_event()
+        return expiry or self._twin_said(self.directory.twin()) or self.clock.news()
+
+    def check_alone(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Raise AdmissionError if another node with this one's key is in the swarm; before this one announces itself."""
+        if said := self._twin_said(self.directory.first_twin(should_stop)):
+            raise AdmissionError(said)
+
+    def _twin_said(self, address: str) -> str:
+        """Return one sentence about another node with this one's key, at ``address``; nothing without an address, or too soon."""
+        if not address or not self._said.due("twin", TWIN_S):
+            return ""
+        return (
+            f"Another node runs with this node's key, {self.identity.peer_id}, at {address}, so exchanges with both of them "
+            "fail: stop one of the two, and start it again with a key of its own (--identity FILE; where the swarm is by "
+            "invitation, with a new invitation)."
+        )
 
     def link(self) -> Link:
         """Return `link_now`, after this node was reported to the seeds, so that the link works at once."""
@@ -167,6 +187,14 @@ def join(
     ``sealed``: the swarm's manifest, if this node was a member before. Then no peer need answer: this may be the first to return.
     ``meanwhile``: as for `Host.start`.
     """
+    entries = (*link.bootstrap, *network.bootstrap)
+    own = f"/p2p/{identity.peer_id}"
+    if sealed is None and entries and all(address.endswith(own) for address in entries):
+        raise AdmissionError(
+            f"The link leads only to the node of this very key, {identity.peer_id}: if that node runs on another machine, start "
+            "this one with a key of its own (--identity FILE); if it has ended, take a link of another member (shoal link), or go "
+            "on from its checkpoint (--resume)."
+        )
     ticket = _admission(identity, link)
     with _started(
         identity, link.swarm, network, link.bootstrap, must_join=sealed is None, meanwhile=meanwhile

@@ -125,8 +125,17 @@ def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
     return tuple(_ANY_PORT.sub(free, address) for address in listen)
 
 
+ANYWHERE = ("/ip4/0.0.0.0/tcp/0",)
+"""Where a node listens if its user names no address."""
+_LISTEN = re.compile(r"/(ip4|ip6)/[0-9a-fA-F.:]+/(tcp|udp)/[0-9]{1,5}(/|$)")
+
+
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
-    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there; else ``listen``."""
+    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there, or no address was named (`ANYWHERE`); else
+    ``listen``.
+    """
+    if tuple(listen) == ANYWHERE and before and all(map(_LISTEN.match, before)):
+        return tuple(before)
     port = re.compile(r"(?<=/tcp/|/udp/)[0-9]+(?=/|$)")
     same = len(listen) == len(before) and all(
         a in (b, port.sub("0", b, count=1)) for a, b in zip(listen, before, strict=True)

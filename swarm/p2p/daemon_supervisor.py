@@ -407,7 +407,12 @@ class DaemonSupervisor:
         except ListenError:
             if self._listen == self._wanted:
                 raise
-            self._listen = self._wanted  # any port was wanted, so the one of before is no loss
+            log.warning(
+                "this node cannot listen on %s as before (another program may have the port), so links and invitations with "
+                "that address lead to it no more: give out a new link (shoal link), or free the address and start it again",
+                ", ".join(self._listen),
+            )
+            self._listen = self._wanted
             daemon = await self._launch(timeout)
         try:
             dht = await enter(daemon)

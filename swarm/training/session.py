@@ -713,6 +713,7 @@ def join(
         membership = members.join(key, found, network or NetworkOptions())
         try:
             membership.directory.refresh(READ_S)
+            membership.check_alone()
             if membership.manifest.outer.alone:
                 raise SessionError(
                     "The peers of this swarm share no weights (method none): join it with `shoal join`."

@@ -129,7 +129,8 @@ VALUES = {
     "outer.method": ("diloco", "diloco"), "outer.round": ("tokens:9", "tokens:9"), "outer.codec": ("int8", "int8"),
     "outer.robust": ("clipped-gossip", "clipped-gossip"), "verify.audit_rate": ("0.1", 0.1),
     "node.bootstrap": ("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWBhSKrWrmS6Q2VFtPYJWqDkZhFJFPqGnCuyZbDFvNMv2L",) * 2,
-    "peers.allow": ("friends", "friends"), "node.gpus": ("2", "2"), "node.parallel": ("fsdp", "fsdp"), "node.shard": ("1/2", "1/2"),
+    "peers.allow": ("friends", "friends"), "peers.deny": ("foes", "foes"),
+    "node.gpus": ("2", "2"), "node.parallel": ("fsdp", "fsdp"), "node.shard": ("1/2", "1/2"),
     "node.relay": ("off", "off"), "node.metrics": ("9464", "127.0.0.1:9464"), "task.options": ("width=8", {"width": 8}),
 }  # fmt: skip
 

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.node.config.settings import load
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership.membership import NetworkOptions
 from shoal.swarm.p2p.addresses import ANSWERED, MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
-from shoal.swarm.p2p.connections import as_before
+from shoal.swarm.p2p.connections import ANYWHERE, as_before
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52
@@ -69,6 +71,15 @@ def test_the_port_of_before_is_taken_if_any_will_do():
         before + "/ws",
         before,
     )
+
+
+def test_where_no_address_is_named_the_one_of_before_is_kept():
+    """Fault: a creator resumed without its --listen took another port, and all its invitations led nowhere."""
+    for before in ("/ip4/127.0.0.1/tcp/4001", "/ip4/192.168.1.7/tcp/4001", "/ip6/::/tcp/4001"):
+        assert as_before(ANYWHERE, (before,)) == (before,)
+    assert as_before(ANYWHERE, ()) == ANYWHERE
+    assert as_before(ANYWHERE, ("junk",)) == ANYWHERE
+    assert NetworkOptions().listen == ANYWHERE == tuple(load(None, {}).node.listen)
 
 
 def test_a_relayed_address_survives(tmp_path):
