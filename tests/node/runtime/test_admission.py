@@ -9,7 +9,8 @@ import pytest
 
 from shoal.node.commands import creator as creators
 from shoal.node.commands.creator import inviting_key
-from shoal.node.config.settings import load
+from shoal.node.commands.status import read_status
+from shoal.node.config.settings import ConfigError, load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import network
 from shoal.swarm.access import AccessPolicy, Link, issue
@@ -324,3 +325,62 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
     assert first.host.resource_manager.refused()[
         "denied"
     ]  # the manifest is for any other peer, not for a denied one
+
+
+@pytest.mark.ci
+def test_a_change_by_the_creators_key_is_taken_by_all_and_by_who_comes_later(club, tmp_path):
+    """As `shoal change` does it, by a visitor without an invitation, and told by `shoal status`."""
+    key = tmp_path / "creator.key"
+    club.identity.write_to(key)
+    guest = club.join(club.invited(), "guest")
+    guest.directory.announce(**ABOUT)
+    assert club.first.directory.wait_for(2, 30.0)
+    until(lambda: guest.directory._prefix is not None)
+    made = creators.change(club.link(), {"train.lr": 0.5, "train.steps": 7}, key)
+    assert (made["round"], made["members"]) == (1 if made["now"] == 0 else 2, 2)
+    assert made["said"].startswith(f"train.lr=0.5, train.steps=7 from round {made['round']} (their")
+    for member in (club.first, guest):
+        until(lambda member=member: member.changes.number)
+        train = member.changes.settings_at(made["round"])
+        assert (train.lr, train.steps) == (0.5, 7)
+        assert member.changes.settings_at(made["round"] - 1) == member.manifest.train
+    late = club.join(club.invited(), "late")
+    late.directory.refresh(10.0)
+    until(lambda: late.changes.fetch(5.0) or late.changes.number)
+    assert late.changes.sealed == club.first.changes.sealed
+    later = creators.change(club.link(), {"train.lr": 0.25}, key, made["round"] + 5)
+    assert later["round"] == made["round"] + 5
+    until(lambda: club.first.changes.number > late.changes.number or late.changes.newest.parts[1:])
+    parts = club.first.changes.newest.parts
+    assert [(part.round, part.lr, part.steps) for part in parts] == [
+        (made["round"], 0.5, 7),
+        (later["round"], 0.25, None),
+    ]
+    shown = read_status(club.link())["changes"]
+    assert [one["round"] for one in shown] == [made["round"], later["round"]]
+
+
+@pytest.mark.parametrize(
+    ("given", "at", "said"),
+    [
+        ({}, None, "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set train.steps=4000."),
+        ({"train.lrr": 1.0}, None, "There is no setting 'train.lrr': did you mean 'train.lr'?"),
+        ({"train.lr": "x"}, None, "The setting train.lr='x' cannot be used: it should be a valid number."),
+        ({"train.steps": -1}, None, "The setting train.steps=-1 cannot be used: it should be greater than or equal to 0."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_changed_is_said_before_anybody_is_asked(given, at, said):
+    with pytest.raises(ConfigError) as refused:
+        creators.wanted(given)
+    assert str(refused.value) == said
+
+
+def test_a_round_that_is_over_is_refused(club, tmp_path):
+    key = tmp_path / "creator.key"
+    club.identity.write_to(key)
+    club.first.directory.announce(**{**ABOUT, "round": 40})
+    until(lambda: club.first.directory.own().round == 40)
+    time_is_up = r"^Round 1 is over, for the swarm is in round \d+: leave --at out, or name a later"
+    until(lambda: not club.first.directory._urgent)
+    with pytest.raises(ConfigError, match=time_is_up):
+        creators.change(club.link(), {"train.lr": 0.5}, key, 1)

@@ -399,3 +399,20 @@ async def test_an_announced_length_that_is_too_large_is_not_allocated():
         await read(varint(daemon.MAX_FRAME + 1))
     with pytest.raises(EOFError):
         await read(varint(100) + bytes(99))
+
+
+def test_the_port_of_an_earlier_run_that_is_taken_is_named(tmp_path, caplog):
+    """Fault: another port was taken in silence, and links with the old one led nowhere."""
+    known = tmp_path / "peers.json"
+    with start(known=known, swarm="a" * 52) as host:
+        before = host.addresses()[0].partition("/p2p/")[0]
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", int(before.rpartition("/")[2])))
+    held.listen()
+    with held, start(known=known, swarm="a" * 52) as host:
+        assert host.addresses()[0].partition("/p2p/")[0] != before
+    assert [line for line in caplog.messages if "as before" in line] == [
+        f"this node cannot listen on {before} as before (another program may have the port), so links and invitations with "
+        "that address lead to it no more: give out a new link (shoal link), or free the address and start it again"
+    ]
