@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from shoal.optim.ranks.orders import whole_slow
+from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.identity import Identity
+from shoal.swarm.wire.envelope import seal
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS, BATCH = 5, 3, 8
@@ -276,3 +279,19 @@ def join_late(kind, link):
     session.close()
     ranks.barrier()
     return found
+
+
+def changed(kind, count):
+    """Make a swarm, change its rate for round 1, train so many steps; return what this rank's loop is told."""
+    key, told = Identity.ephemeral(), []
+    begin(kind, 0, every=EVERY, method="diloco", wait_s=0.5, identity=key)
+    session, ranks = HELD["session"], HELD["ranks"]
+    session.on_change = lambda train: told.append([HELD["opt"].round, train.lr])
+    optimize()
+    if ranks.first:
+        parts = (ChangePart(round=1, lr=0.25),)
+        swarm = session.membership.swarm
+        made = Change(swarm=swarm, creator=key.peer_id, number=1, parts=parts)
+        session.membership.changes.take(seal(made, key))
+    train(1, count)
+    return [told, session.train.lr]

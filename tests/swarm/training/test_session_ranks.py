@@ -114,6 +114,13 @@ def test_all_ranks_of_a_peer_have_the_fragments_that_the_creator_names(peers, tm
 
 
 @pytest.mark.ci
+def test_every_rank_is_informed_of_a_change(peers):
+    """Mutant: rank 0 alone changes its rate, and the ranks of one peer train with two."""
+    found = peers[0].call(JOBS, "changed", kind="ddp", count=2 * EVERY)
+    assert found == [[[[1, 0.25]], 0.25]] * 2
+
+
+@pytest.mark.ci
 @KINDS
 def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_path):
     link, _ = peers[0].call(
