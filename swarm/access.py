@@ -530,6 +530,11 @@ class Link:
     @classmethod
     def parse(cls, text: str) -> Link:
         """Parse the link in ``text``; white space around it is ignored. Raises LinkError."""
+        if not isinstance(text, str):
+            raise LinkError(
+                f"The link is {'None' if text is None else 'of type ' + type(text).__name__}, and must be a text: pass the link "
+                "that `shoal up` or the other session's `link` shows."
+            )
         text = text.strip()
         if len(text) > MAX_CHARS:
             raise LinkError(f"The link is longer than {MAX_CHARS} characters: {AGAIN}.")

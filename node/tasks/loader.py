@@ -32,6 +32,7 @@ from shoal.node.user_code import (
     summary,
     user_trace,
 )
+from shoal.optim.outer.inner import fault_of
 from shoal.swarm.errors import ShoalError
 
 # The user's task as Shoal calls it: each method behind a boundary, and each result of the type that training needs.
@@ -80,11 +81,9 @@ class Guarded(Task):
                 "model()",
                 "returned a model of which every parameter is frozen: let some require a gradient",
             )
-        if any(nn.parameter.is_lazy(parameter) for parameter in trained):
-            raise self._fault(
-                "model()",
-                "returned a model with lazy layers: call it once with an example before you return it",
-            )
+        for name, parameter in found.named_parameters():
+            if parameter.requires_grad and (fault := fault_of(parameter)):
+                raise self._fault("model()", f"returned a model whose {name!r} {fault}")
         return found
 
     def batches(self, shard: Shard) -> Iterator[Any]:

@@ -42,11 +42,28 @@ def all_parameters(inner: Inner) -> list[Tensor]:
     ]
 
 
+def fault_of(parameter: Tensor) -> str:
+    """Return why a parameter cannot be trained and averaged, with the remedy, to follow its name; nothing if it can."""
+    if nn.parameter.is_lazy(parameter):
+        return "has no shape yet (a lazy layer): call the model once with an example before"
+    if parameter.is_complex():
+        return "is complex, and real numbers are averaged: keep torch.view_as_real of it as the parameter"
+    if not parameter.is_floating_point():
+        return f"is of {parameter.dtype}, which is not averaged: freeze it (requires_grad = False)"
+    if parameter.is_meta:
+        return "is on the meta device, without values: make the model on a real one, or fill it (to_empty) before"
+    if parameter.is_inference():
+        return "was made under torch.inference_mode(), where nothing can be trained: make the model outside it"
+    return ""
+
+
 def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> list[Tensor]:
     """Return the parameters that require a gradient, ``but`` for some: those that are averaged.
 
     They are in the order of ``exchange`` if it has one (that of a session's model), else in that of ``all_parameters``, unless the
     optimizer has an ``order`` of its own, as `shoal.muon` makes it.
+
+    ValueError names one that cannot be trained.
     """
     every, left_out = all_parameters(inner), set(but)
     if order := getattr(inner, "order", ()):
@@ -55,6 +72,9 @@ def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> lis
     averaged = [
         parameter for parameter in every if parameter.requires_grad and parameter not in left_out
     ]
+    for number, parameter in enumerate(every):
+        if parameter.requires_grad and (fault := fault_of(parameter)):
+            raise ValueError(f"parameter {number} of the inner optimizer {fault}")
     return exchange.ordered(averaged)
 
 
@@ -154,6 +174,12 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
         if any("outer" in group for group in one.param_groups):  # of `shoal.optim.outer.torch_form`
             raise ValueError(
                 "the inner optimizer holds the saved state of an outer one: load that into the outer optimizer, once it is made"
+            )
+        kept = [value for state in one.state.values() for value in dict(state).values()]
+        if any(isinstance(value, Tensor) and value.is_inference() for value in kept):
+            raise ValueError(
+                "the inner optimizer's state was made under torch.inference_mode(), where nothing can be trained: make the "
+                "optimizer outside it"
             )
     return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
 
@@ -301,7 +327,8 @@ class Combined(Wrapper):
         self.order = list(order)
         if not optimizers:
             raise ValueError("there is no inner optimizer: hand in at least one")
-        groups = [dict(group) for one in optimizers for group in one.param_groups]
+        # torch gives each group the settings that it lacks, for schedulers look for the same ones in all (OneCycleLR: betas).
+        groups = [group for one in optimizers for group in one.param_groups]
         if order and not {parameter for group in groups for parameter in group["params"]} <= set(
             order
         ):

@@ -107,10 +107,13 @@ class OuterState(Wrapper):
         self._params = trained(inner, exchange, own)
         self._frozen = [p for p in every if not p.requires_grad and p not in own]
         self._count = len(every)
-        wrong = [p.dtype for p in self._params if not p.is_floating_point()]
-        if wrong or not self._params:
+        if torch.is_inference_mode_enabled():
             raise ValueError(
-                f"the outer optimizer averages floating-point parameters that require a gradient, got {wrong or 'none'}"
+                "the outer optimizer is made under torch.inference_mode(), where nothing can be trained: make it outside"
+            )
+        if not self._params:
+            raise ValueError(
+                "the outer optimizer averages floating-point parameters that require a gradient, got none"
             )
         everything = list(range(len(self._params)))
         self._parts = [everything] if fragments is None else positions(fragments, self._params)

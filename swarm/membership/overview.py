@@ -205,7 +205,8 @@ PARTNERLESS: dict[str, tuple[str, str]] = {
     **{kind: (f"partners {did}", REMEDY[kind]) for kind, did in FAILED.items()},
     "nobody": (
         "nobody else is here",
-        "give others the link (`shoal link` shows it); if they run already, `shoal doctor LINK` shows what is in the way",
+        "give others the link (`shoal link` shows a node's, `session.link` that of a loop of yours); if they run already, "
+        "`shoal doctor LINK` shows what is in the way",
     ),
     "model": (
         "all others train another model",

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +64,9 @@ from shoal.swarm.training.session_setup import (
     SessionError,
     SessionExchange,
     begin,
+    checked_name,
+    default_name,
+    identity_of,
     new_swarm,
     parameters_of_all,
     whole_parameters,
@@ -94,7 +96,8 @@ class Session:
         ranks: Ranks | None = None,
         channel: Channel | None = None,
     ) -> None:
-        self._membership, self._name, self._first = membership, name, first
+        self._membership, self._first = membership, first
+        self._name = name or default_name(membership.identity.peer_id)
         everyone = membership.directory.members()
         of, peer, seed = (
             membership.manifest.shards,
@@ -202,6 +205,10 @@ class Session:
 
     def exchange(self) -> SessionExchange:
         """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
+        if torch.is_inference_mode_enabled():
+            raise SessionError(
+                "The session's optimizer is made under torch.inference_mode(), where nothing can be trained: make it outside."
+            )
         if self._exchange is None:
             opt = self._expected()
             inner = self._real_exchange(opt)
@@ -638,8 +645,8 @@ class FollowingSession(Session):
 
 
 def create(
-    *,
     state: nn.Module | Iterable[Tensor],
+    *,
     name: str = "own-loop",
     node: str = "",
     start_when: int = 1,
@@ -679,7 +686,7 @@ def create(
     """
 
     def connected(params: list[Tensor]) -> Membership:
-        key = _identity(identity)
+        key = identity_of(identity)
         sealed = new_swarm(
             key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
             model=state if isinstance(state, nn.Module) else None, bucket=bucket, epoch_s=epoch_s,
@@ -691,14 +698,17 @@ def create(
 
 def join(
     link: str | Link,
-    *,
     state: nn.Module | Iterable[Tensor],
+    *,
     node: str = "",
     network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
     ranks: Ranks | None = None,
+    **settings: Any,
 ) -> Session:
     """Join the swarm of ``link``, made by ``create`` or `shoal up`, and return a session. The arguments are those of ``create``.
+
+    ``settings``: none, because the swarm has fixed them; SessionError names the first.
 
     Raises:
         LinkError, IdentityError: the link or the key cannot be used.
@@ -708,8 +718,14 @@ def join(
         RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
     """
 
+    if settings:
+        raise SessionError(
+            f"The swarm has fixed {next(iter(settings))}, or has no such setting: leave it out, for who joins takes the settings "
+            "from the swarm."
+        )
+
     def connected(params: list[Tensor]) -> Membership:
-        key, found = _identity(identity), link if isinstance(link, Link) else Link.parse(link)
+        key, found = identity_of(identity), link if isinstance(link, Link) else Link.parse(link)
         membership = members.join(key, found, network or NetworkOptions())
         try:
             membership.directory.refresh(READ_S)
@@ -738,11 +754,11 @@ def _session(
     """Return the session of this process, after rank 0 has ``connected``."""
     model = state if isinstance(state, nn.Module) else None
     if ranks is None:
-        params, name, channel = whole_parameters(state), _name(node), None
+        params, name, channel = whole_parameters(state), checked_name(node), None
     else:
         params, name, channel = (
             parameters_of_all(state, ranks),
-            ranks.alike(lambda: _name(node)),
+            ranks.alike(lambda: checked_name(node)),
             Channel(ranks),
         )
         if not ranks.first:
@@ -773,17 +789,3 @@ def _session(
             membership.close()
             raise
     return session
-
-
-def _name(given: str) -> str:
-    if len(given) > 64 or not given.isprintable():
-        raise SessionError(
-            "The name of a node is at most 64 printable characters: give it a shorter one."
-        )
-    return given or platform.node().split(".")[0][:64] or "node"
-
-
-def _identity(given: Identity | str | os.PathLike[str] | None) -> Identity:
-    if given is None:
-        return Identity.ephemeral()
-    return given if isinstance(given, Identity) else Identity.load_or_create(given)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, Ranks
 from shoal.optim.exchange.base import Contribution, Exchange, NoPartner
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
+from shoal.optim.outer.inner import fault_of
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -40,6 +43,8 @@ PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its wei
 ALONE_S = 30.0  # seconds without any other member in view after which a joiner has nobody left to begin with
 LOOK_S = 0.2
 REMIND_S = 10.0
+MAX_NAME = 64  # characters
+NAME_ID_CHARS = 4  # of the peer id, in the name of a node that was given none
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +62,22 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     inside = state.parameters() if isinstance(state, nn.Module) else state if several else ()
     given = dict.fromkeys(inside)  # a tied one counts once
     params: list[Tensor] = [p for p in given if not isinstance(p, Tensor) or p.requires_grad]
-    if not params or not all(isinstance(p, Tensor) and p.is_floating_point() for p in params):
+    if not params or not all(isinstance(p, Tensor) for p in params):
         raise SessionError(
             "The state must be a module or a list of floating-point parameters, some of which require a gradient: hand in the "
             f"model that is trained, and not {'nothing' if several and not given else 'this ' + type(state).__name__}."
         )
+    names = dict(_names(state))
+    for number, parameter in enumerate(params):
+        if fault := fault_of(parameter):
+            name = repr(names[parameter]) if parameter in names else f"number {number}"
+            raise SessionError(f"Parameter {name} of the state {fault}.")
     return params
+
+
+def _names(state: nn.Module | Iterable[Tensor]) -> Iterator[tuple[Tensor, str]]:
+    for name, parameter in state.named_parameters() if isinstance(state, nn.Module) else ():
+        yield parameter, name
 
 
 def whole_parameters(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
@@ -341,3 +356,24 @@ class SessionExchange(Exchange):
 
     def close(self) -> None:
         self._closed = True
+
+
+def checked_name(given: str) -> str:
+    """Return the name of a node. SessionError if it cannot be shown."""
+    if len(given) > MAX_NAME or not given.isprintable():
+        raise SessionError(
+            "The name of a node is at most 64 printable characters: give it a shorter one."
+        )
+    return given
+
+
+def default_name(peer: str) -> str:
+    """Return a name for the node of a peer id: its machine's and the end of the id, so that nodes of one machine differ."""
+    machine = platform.node().split(".")[0] or "node"
+    return f"{machine[: MAX_NAME - NAME_ID_CHARS - 1]}-{peer[-NAME_ID_CHARS:]}"
+
+
+def identity_of(given: Identity | str | os.PathLike[str] | None) -> Identity:
+    if given is None:
+        return Identity.ephemeral()
+    return given if isinstance(given, Identity) else Identity.load_or_create(given)

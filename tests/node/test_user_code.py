@@ -123,7 +123,7 @@ class StateHook(Good):
 FAULTS = {
     "Constructor": ("when it is made", "ValueError: no luck"), "Model": ("failed in model()", "ValueError: no luck"),
     "NoModule": ("model() returned an object of type function", None), "Frozen": ("every parameter is frozen", None),
-    "Lazy": ("lazy layers", None), "Batches": ("failed in batches()", "ValueError: no luck"),
+    "Lazy": ("has no shape yet (a lazy layer)", None), "Batches": ("failed in batches()", "ValueError: no luck"),
     "BatchList": ("batches() returned an object of type list", None), "Loss": ("failed in loss()", "in helper"),
     "Dtype": ("failed in loss()", "RuntimeError: mat1 and mat2"), "FloatLoss": ("loss() returned an object of type float", None),
     "VectorLoss": ("loss() returned a torch.float32 tensor of shape [2]", None), "DetachedLoss": ("without a gradient", None),

@@ -234,8 +234,8 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     alone.members.clear()
     (nobody,) = alone.exchange()
     assert (
-        "(nobody else is here), and training goes on without; give others the link (`shoal link` shows it)"
-        in nobody
+        "(nobody else is here), and training goes on without; give others the link (`shoal link` shows a node's, "
+        "`session.link` that of a loop of yours)" in nobody
     )
     assert alone.exchange() == alone.exchange(kind="timeout") == []
 
