@@ -272,8 +272,8 @@ class ExchangeStats:
         """Fragment -> the newest of its rounds with an error of this node's own, and that error's first line."""
         self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self.odd = 0
-        """Rounds without a partner because the number of peers was odd, which is no failure."""
+        self._odd: dict[int, int] = {}
+        """Fragment -> the newest of its rounds in which this node was the odd one out, which is no failure."""
         self._passed: dict[int, tuple[int, dict[str, bool]]] = {}
         """Fragment -> the newest of its rounds in which nobody could be met; peer that was passed over in it -> whether as slow."""
 
@@ -313,6 +313,16 @@ class ExchangeStats:
             for known, peer, kind in events
             if known.fragment == key.fragment and known.round >= key.round
         ]
+
+    def left_out(self, key: RoundKey) -> None:
+        """Note that the number of peers is odd, and this node the one without a partner in round ``key``."""
+        with self._lock:
+            self._odd[key.fragment] = key.round
+
+    def was_left_out(self, key: RoundKey) -> bool:
+        """Return whether this node was the odd one out in the exchange ``key``, or in what it was moved to."""
+        with self._lock:
+            return self._odd.get(key.fragment, -1) >= key.round
 
     def pass_over(self, key: RoundKey, peers: Collection[str], slow: Collection[str]) -> None:
         """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow`` ones for the time they cost."""

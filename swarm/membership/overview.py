@@ -186,7 +186,7 @@ SILENT_S = 15.0
 REMEDY: dict[str, str] = {
     "unreachable": "open the port given by --listen, check --announce, or give the swarm a bootstrap node with --relay",
     "timeout": "its machine or its link is too slow, or asleep: free it, or leave it out",
-    "refused": "see its log and theirs for the reason: another version, other options, or a ban",
+    "refused": "see its log and theirs for the reason: another version, other options, a ban, or an error of its own",
     "broken": "its connection ends in the middle of transfers: look after its link, and whether its machine runs out of memory",
     "damaged": "what it sends is not whole or not finite: check its machine and its version of shoal",
     "suspicious": "its contributions lie far from the others': let it join anew, or leave it out if you do not know whose it is",
@@ -214,7 +214,7 @@ PARTNERLESS: dict[str, tuple[str, str]] = {
     ),
     "taken": (
         "all others were taken, or in other rounds",
-        "if that lasts, this node is much slower or quicker than they are: a swarm with --round seconds:auto would suit it",
+        "`shoal status` shows in which rounds they are; a node that is behind or ahead comes to them by itself",
     ),
 }
 """Reason why rounds have no partner -> in words, and what to do."""
@@ -234,7 +234,7 @@ def health_report(
         *_slow(there, in_seconds),
         *_failing(there),
         *_erring(there),
-        *_partnerless(there),
+        *_partnerless(there, in_seconds),
     ]
     return [*found, *_unreachable(there)]
 
@@ -262,16 +262,32 @@ def _silent(members: Mapping[str, Member], now: float) -> list[str]:
     ]
 
 
-def _partnerless(members: Mapping[str, Member]) -> list[str]:
+def partner_remedy(reason: str, speeds: Iterable[float], *, in_seconds: bool) -> str:
+    """Return what to do where rounds have no partner for ``reason``, a key of `PARTNERLESS`.
+
+    ``speeds``: the members' inner steps a second. Only where these differ, and a round is so many steps, do nodes miss each
+    other for their speed, and only then would rounds of seconds help.
+    """
+    known = [speed for speed in speeds if speed > 0]
+    if reason != "taken" or in_seconds or not known or max(known) < SLOW_STEP * min(known):
+        return PARTNERLESS[reason][1]
+    return (
+        f"the quickest member is {max(known) / min(known):.1f} times as quick as the slowest: a swarm with --round seconds:auto "
+        "would suit them"
+    )
+
+
+def _partnerless(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
     """Return a sentence for each reason: in a small swarm it is often that of several members."""
     of_reason: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for member in members.values():
         if member.partnerless is not None:
             reason, rounds = member.partnerless
             of_reason[reason].append((member.name, rounds))
+    speeds = [member.steps_per_s for member in members.values()]
     return [
         f"{_and(name for name, _ in those)} had no partner in {min(rounds for _, rounds in those)} rounds or more "
-        f"({PARTNERLESS[reason][0]}); {PARTNERLESS[reason][1]}."
+        f"({PARTNERLESS[reason][0]}); {partner_remedy(reason, speeds, in_seconds=in_seconds)}."
         for reason, those in sorted(of_reason.items())
     ]
 

@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.optim import OuterOptimizer, RoundInfo
+from shoal.optim import OuterOptimizer, RoundInfo, Steps
 from shoal.swarm.errors import Repeats
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.cost import BUSY
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.overview import FAILED, PARTNERLESS
+from shoal.swarm.membership.overview import FAILED, PARTNERLESS, partner_remedy
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import Sketch
@@ -165,12 +165,15 @@ REFUSED_S = 60.0  # seconds between two sentences about what was refused of othe
 
 
 class Diagnosis:
-    """The diagnosis of one node. ``sketch`` gives a sketch of the slow weights (`shoal.swarm.state.resync`); ``clock``: seconds."""
+    """The diagnosis of one node. ``sketch`` gives a sketch of the slow weights (`shoal.swarm.state.resync`); ``clock``: seconds.
+    ``in_seconds``: the swarm's rounds last so many seconds.
+    """
 
     def __init__(
         self, stats: ExchangeStats, directory: Directory, me: str, sketch: Callable[[], Sketch | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, *, in_seconds: bool = False,
     ) -> None:  # fmt: skip
+        self._in_seconds = in_seconds
         self.stats, self._directory, self._me, self._sketch = stats, directory, me, sketch
         self.absence = PartitionDetector(me)
         self._waits: deque[float] = deque(maxlen=RECENT)
@@ -217,7 +220,7 @@ class Diagnosis:
         if rounds >= SEVERAL and reason in PARTNERLESS:
             self._partnerless = reason, rounds
             if self._said.due(reason):
-                said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {PARTNERLESS[reason][1]}"
+                said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {self._remedy(reason)}"
                 self._news.append(Notice("partner", said))
         return why
 
@@ -252,8 +255,12 @@ class Diagnosis:
         (reason, _), *_ = self._missed.most_common(1)
         return (
             f"this node trained alone though others were there: none of {missed} exchanges had a partner "
-            f"({PARTNERLESS[reason][0]}); {PARTNERLESS[reason][1]}"
+            f"({PARTNERLESS[reason][0]}); {self._remedy(reason)}"
         )
+
+    def _remedy(self, reason: str) -> str:
+        speeds = [member.steps_per_s for member in self._directory.members().values()]
+        return partner_remedy(reason, speeds, in_seconds=self._in_seconds)
 
     def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
         """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in words."""
@@ -411,10 +418,15 @@ class LagReport:
         if not sentence and len(self._waits) == FULL:
             sentence = (
                 f"Exchanges take this node longer than a round, so training waits for each ({sum(self._waits) / FULL:.2g} s "
-                "recently): longer rounds (outer.every) or a smaller codec (outer.codec) would end that, more fragments would not; "
+                f"recently): longer rounds ({self._longer()}) or a smaller codec (outer.codec) would end that, more "
+                "fragments would not; "
                 "`shoal plan` shows which settings fit this link."
             )
         return [Notice("lag", sentence)] if sentence and self._said.due("lag") else []
+
+    def _longer(self) -> str:
+        """Return the setting that says how long a round is."""
+        return "outer.every" if isinstance(self._opt.length, Steps) else "outer.round"
 
     def _too_slow(self) -> str:
         rate = self._rate()
@@ -433,10 +445,12 @@ class LagReport:
             self._opt.schedule.every,
             sum(math.prod(shape) for shape in self._opt.shapes),
         )
-        fits = math.ceil(every * nbytes / seconds / (BUSY * rate))
+        times = nbytes / seconds / (BUSY * rate)
+        rounds = f"rounds of {math.ceil(every * times)} inner steps (outer.every, now {every})"
+        if self._longer() != "outer.every":
+            rounds = f"rounds {times:.2g} times as long ({self._longer()})"
         return (
             f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send {nbytes / seconds / MBIT:.2g} Mbit/s for "
-            f"the time that it computes, so training waits for the network: rounds of "
-            f"{fits} inner steps (outer.every, now {every}) or a smaller codec "
+            f"the time that it computes, so training waits for the network: {rounds} or a smaller codec "
             f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} --step {seconds / steps:.2g}`."
         )

@@ -80,7 +80,14 @@ class OuterSync:
         )
         self._drift = DriftDetector(me, model, MAX_GROUP)
         self._restarts = opt.restarts
-        self.diagnosis = Diagnosis(exchange.stats, membership.directory, me, self._sketch, clock)
+        self.diagnosis = Diagnosis(
+            exchange.stats,
+            membership.directory,
+            me,
+            self._sketch,
+            clock,
+            in_seconds=membership.manifest.outer.round.startswith("seconds"),
+        )
         exchange.sketch = self._sketch
 
     def begin_from(self, state: State) -> None:
@@ -242,7 +249,7 @@ class TrainingMember:
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
-        self._sent = self._received = self._odd = self._tokens = 0
+        self._sent = self._received = self._tokens = 0
         self._waited = 0.0
 
     @property
@@ -314,27 +321,20 @@ class TrainingMember:
         self._screen.newcomers.see(self._membership.directory.members())
         traffic, waited = self._membership.host.traffic, self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
-        odd, diagnosis, rejections = (
-            self.exchange.stats.odd,
-            self.sync.diagnosis,
-            self._screen.rejections(),
-        )
-        why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd > self._odd)
+        diagnosis, rejections = self.sync.diagnosis, self._screen.rejections()
+        # By its key: of several fragments in flight one may begin before another is over.
+        odd = len(info.members) < 2 and self.exchange.stats.was_left_out(info.key)
+        why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd)
         report = RoundReport(
             traffic.sent - self._sent,
             traffic.received - self._received,
             wait_s,
             rejections,
-            odd > self._odd,
+            odd,
             why,
             diagnosis.own_error(info),
         )
-        self._sent, self._received, self._waited, self._odd = (
-            traffic.sent,
-            traffic.received,
-            waited,
-            odd,
-        )
+        self._sent, self._received, self._waited = traffic.sent, traffic.received, waited
         diagnosis.waited(wait_s)
         diagnosis.rejected(rejections)
         self.lag_report.on_round(info, wait_s, report.sent)

@@ -156,6 +156,7 @@ HELD = {
     "wait_s",
     "sketch",
     "partnerless",
+    "internal_errors",
 }
 
 

@@ -237,7 +237,7 @@ class PairExchange(ExchangeBase):
             pairing.partner = partner if order else None
             self.held.release(pairing)
             if partner is None and order:
-                pairing.attempt.stats.odd += 1  # the odd one out
+                pairing.attempt.stats.left_out(pairing.key)  # the odd one out
                 wary = self._selector.passed.lately(pairing.key.round)
                 return (
                     await self._listen(pairing, linger if wary else 0.0)

@@ -62,7 +62,7 @@ def test_members_without_partners_are_named_together_with_the_reason_and_what_to
         == f"carl had no partner in 3 rounds or more (all others train another model); {PARTNERLESS['model'][1]}."
     )
     assert both.startswith(
-        "anna and bert had no partner in 5 rounds or more (all others were taken, or in other rounds); if that"
+        "anna and bert had no partner in 5 rounds or more (all others were taken, or in other rounds); `shoal status`"
     )
 
 

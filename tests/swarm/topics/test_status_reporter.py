@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.swarm.identity import Identity
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.manifest import OuterSettings, swarm_id
 from shoal.swarm.topics.status import (
     BANNED,
@@ -26,7 +27,7 @@ ME = PEERS[0]
 
 def membership(method="noloco", bucket=0, seen=25):
     host = SimpleNamespace(
-        peer_id=ME, restarts=0, traffic=SimpleNamespace(sent=100, received=50),
+        peer_id=ME, restarts=0, internal_errors=InternalErrors(), traffic=SimpleNamespace(sent=100, received=50),
         addresses=lambda: tuple(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ME}" for port in range(1, 9)),
         submit=lambda coroutine: (coroutine.close(), SimpleNamespace(cancel=lambda: None))[1],
     )  # fmt: skip

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.optim import RoundInfo, RoundKey
+from shoal.optim import RoundInfo, RoundKey, Seconds, Steps
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership.overview import health_report, partner_remedy
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.diagnosis import (
     AGAIN_S,
@@ -218,7 +219,7 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     """Mutants: a peer that is passed over counts as taken; why it is, is not said; the first reason hides the next."""
     (refused,) = [alone.exchange(kind="refused") for _ in range(SEVERAL)][-1]
     assert "(bert refused)" in refused
-    assert "another version, other options, or a ban" in refused
+    assert "another version, other options, a ban, or an error of its own" in refused
     assert alone.exchange(passed=True) == []  # for the same reason, which was said
     (slow,) = alone.exchange(kind="timeout")
     assert "(bert did not answer in time)" in slow
@@ -238,6 +239,34 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
         "`session.link` that of a loop of yours)" in nobody
     )
     assert alone.exchange() == alone.exchange(kind="timeout") == []
+
+
+@pytest.mark.parametrize(
+    ("speeds", "in_seconds", "advised"),
+    [
+        ((1.0, 8.0), False, True),
+        ((1.0, 8.0), True, False),
+        ((4.0, 5.0), False, False),
+        ((0.0, 0.0), False, False),
+    ],
+)
+def test_rounds_of_seconds_are_advised_only_where_they_would_help(speeds, in_seconds, advised):
+    """The fault: seconds:auto was advised to a run that had seconds:10, and to nodes of one speed."""
+    own, others = (
+        member(peer, steps_per_s=speed) for peer, speed in zip((ME, BERT), speeds, strict=True)
+    )
+    said = partner_remedy("taken", [own.steps_per_s, others.steps_per_s], in_seconds=in_seconds)
+    assert ("--round seconds:auto" in said) == advised
+    (finding,) = [
+        line
+        for line in health_report(
+            {ME: own.model_copy(update={"partnerless": ("taken", 5)}), BERT: others},
+            1.0,
+            in_seconds=in_seconds,
+        )
+        if "had no partner" in line
+    ]
+    assert finding.endswith(f"{said}.")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +332,9 @@ def over(report, *, members=("a", "b"), wait_s=2.0, late=False):
 
 
 def optimizer(lag=10, lag_auto=True, every=10):
-    return SimpleNamespace(lag=lag, lag_auto=lag_auto, schedule=SimpleNamespace(every=every))
+    return SimpleNamespace(
+        lag=lag, lag_auto=lag_auto, schedule=SimpleNamespace(every=every), length=Steps()
+    )
 
 
 def test_it_reports_the_present_lag_and_counts_what_came_late():
@@ -352,11 +383,15 @@ def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
     assert report.news() == []
 
 
-def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):
+def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0, length=None):
     """Return the sentences of a node with rounds of 40 steps that waits for each exchange."""
     clock = Clock()
     opt = SimpleNamespace(
-        lag=lag, lag_auto=False, schedule=SimpleNamespace(every=40), shapes=[(250, 250), (500,)]
+        lag=lag,
+        lag_auto=False,
+        schedule=SimpleNamespace(every=40),
+        shapes=[(250, 250), (500,)],
+        length=length or Steps(),
     )
     report, found = LagReport(opt, lambda: rate, clock), []
     for number in range(count):
@@ -366,6 +401,16 @@ def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):
         clock.now += computing_s + wait_s
         found += [said for _, said in report.news()]
     return found
+
+
+def test_in_rounds_of_seconds_the_setting_to_change_is_theirs():
+    """The fault: outer.every was named to a run whose rounds it does not make longer."""
+    length = Seconds(10.0, Clock())
+    (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL, length=length)
+    assert (
+        "rounds 3 times as long (outer.round) or a smaller codec (outer.codec) would fit"
+        in sentence
+    )
 
 
 def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_fit():

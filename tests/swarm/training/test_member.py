@@ -127,8 +127,9 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     first = member.on_round(info(3))
     assert (first.sent, first.received, first.wait_s, first.rejected) == (70, 30, 2.0, ["update"])
     traffic.sent, member.exchange.waited = 175, 2.5
-    member.exchange.stats.odd += 1
-    second = member.on_round(info(4))
+    member.exchange.stats.left_out(RoundKey("run", 4, 0))
+    alone = RoundInfo(RoundKey("run", 4, 0), ("anna",), 30, 0)
+    second = member.on_round(alone)
     assert (first.odd, second.odd) == (False, True)
     assert (second.sent, second.received, second.wait_s, second.rejected) == (5, 0, 0.5, [])
     third = member.on_round(info(5), 0.25)
@@ -144,7 +145,7 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
     assert fields == {
         "round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1, "odd": False,
-        "why": "", "projection": (1.0,), "tokens": 60,
+        "why": "", "error": "", "projection": (1.0,), "tokens": 60,
     }  # fmt: skip
 
 
@@ -158,11 +159,17 @@ def test_a_round_without_a_partner_says_why(world):
 
     assert member.on_round(info(3)).why == ""
     assert member.on_round(alone(3)).why == "nobody else is here"
-    world.members["anna"] = world.members["else"] = SimpleNamespace(name="else", model="another")
+    world.members["anna"] = world.members["else"] = SimpleNamespace(
+        name="else", model="another", steps_per_s=1.0
+    )
     assert member.on_round(alone(3)).why == "all others train another model"
-    world.members["id-of-bert"] = SimpleNamespace(name="bert", model="digest")
+    world.members["id-of-bert"] = SimpleNamespace(name="bert", model="digest", steps_per_s=1.0)
     assert member.on_round(alone(3)).why == "all others were taken, or in other rounds"
-    stats.odd += 1
+    stats.left_out(
+        RoundKey("run", 5, 1)
+    )  # it has begun before the one of the other fragment is over
+    assert member.on_round(alone(3)).why == "all others were taken, or in other rounds"
+    stats.left_out(RoundKey("run", 3, 0))
     assert member.on_round(alone(3)).why == "the number of members is odd"
     stats.failed(RoundKey("run", 4, 0), "id-of-bert", "timeout")
     stats.failed(RoundKey("run", 5, 1), "id-of-somebody-else", "broken")

@@ -264,7 +264,10 @@ def test_the_odd_one_out_does_not_wait(network):
     handles = [peer.start(value=1.0) for peer in peers if peer is not odd]
     began = time.monotonic()
     assert odd.start().result() is None
-    assert [peer.exchange.stats.odd for peer in peers] == [int(peer is odd) for peer in peers]
+    key = RoundKey(SWARM, 0, 0)
+    assert [peer.exchange.stats.was_left_out(key) for peer in peers] == [
+        peer is odd for peer in peers
+    ]
     assert time.monotonic() - began < LONG / 2
     assert [value(handle.result()) for handle in handles] == [1.0, 1.0]
 
