@@ -7,8 +7,9 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -31,7 +32,7 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.inner_tensors import load_whole_model
 from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, rank_device
 from shoal.node.task import Shard, Task
-from shoal.node.training.inner_step import Layout, TrainingError
+from shoal.node.training.inner_step import Layout
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.inner import repeated_blocks
@@ -91,14 +92,43 @@ class WholeModels(RanksLayout):
     """DDP: each rank has the whole model."""
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Return the wrapper, which begins with rank 0's weights on all ranks."""
+        """Return the wrapper, which begins with rank 0's weights on all ranks.
+
+        It looks in each step which parameters have a part in the loss: a branch may be left out, on one rank or on all.
+        """
         self._wrapped = Replicated(
-            model.to(device), device_ids=None if device.index is None else [device]
+            model.to(device),
+            device_ids=None if device.index is None else [device],
+            find_unused_parameters=True,
         )
+        warnings.filterwarnings("ignore", message=r"find_unused_parameters=True was specified")
         return self._wrapped
 
-    def unsynchronised(self) -> AbstractContextManager[Any]:
-        return self._wrapped.no_sync()
+    def backward_of(self, part: int, count: int) -> AbstractContextManager[Any]:
+        """Let DDP average during the backward pass, if there is one only: else `backward_done` does.
+
+        DDP would average what the last part has a gradient of, and leave out what only an earlier part has used.
+        """
+        return nullcontext() if count == 1 else self._wrapped.no_sync()
+
+    @torch.no_grad()
+    def backward_done(self, count: int) -> None:
+        """Average the gradients of several parts, of every parameter that any part of any rank has used."""
+        if count == 1:
+            return
+        parameters = [p for p in self._wrapped.parameters() if p.requires_grad]
+        flags = [parameter.grad is not None for parameter in parameters]
+        used = torch.tensor(flags, dtype=torch.uint8, device=parameters[0].device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        waiting = []
+        for parameter, by_any in zip(parameters, used.tolist(), strict=True):
+            if by_any:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.div_(self.ranks)
+                waiting.append(dist.all_reduce(parameter.grad, async_op=True))
+        for work in waiting:
+            work.wait()
 
     def evaluated(self, work: Callable[[], float]) -> float:
         """Let rank 0, which has the whole model, work as one process does, while the others wait."""
@@ -144,9 +174,9 @@ class ShardedModel(RanksLayout):
         return 2 * outside + 3 * max(blocks, default=0)
 
     @contextmanager
-    def unsynchronised(self) -> Iterator[None]:
-        """Let each rank keep the gradients of its own rows within the block."""
-        self._sharded.set_requires_gradient_sync(False)
+    def backward_of(self, part: int, count: int) -> Iterator[None]:
+        """Let each rank keep the gradients of its own rows within the block, but for the last part."""
+        self._sharded.set_requires_gradient_sync(part == count - 1)
         try:
             yield
         finally:
@@ -183,8 +213,6 @@ LAYOUTS: dict[str, type[RanksLayout]] = {"ddp": WholeModels, "fsdp": ShardedMode
 
 
 # A trainer on several ranks: the node calls rank 0's, which has the other ranks make the same calls.
-
-DDP_UNUSED = "find_unused_parameters"  # in what DDP raises where the loss leaves parameters out
 
 
 class RankTrainer(Trainer):
@@ -254,15 +282,7 @@ class RankTrainer(Trainer):
     def step(self) -> None:
         """Take one inner step with this rank's rows of the batch, and the outer step if it is due."""
         self._order("step")
-        try:
-            super().step()
-        except RuntimeError as error:
-            if DDP_UNUSED in str(error):
-                raise TrainingError(
-                    "Some parameters of the model have no part in the loss, with which DDP cannot go on: freeze them "
-                    "(requires_grad = False), or pass --parallel fsdp."
-                ) from error
-            raise
+        super().step()
 
     def evaluate(self) -> float | None:
         """Return the held-out loss: with DDP rank 0 computes it, with FSDP all do, each on the whole data."""

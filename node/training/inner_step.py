@@ -137,9 +137,12 @@ class Layout:
         """Return the bytes of others' parts of ``model`` that are on this rank's device at most, while it computes."""
         return 0
 
-    def unsynchronised(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward pass whose gradients need not be the same on all ranks yet."""
+    def backward_of(self, part: int, count: int) -> AbstractContextManager[Any]:
+        """Return the context of the backward pass of the ``part``-th of ``count`` parts of a batch."""
         return nullcontext()
+
+    def backward_done(self, count: int) -> None:
+        """Have the gradients of ``count`` backward passes be the same on all ranks, if they are not yet."""
 
     def mean(self, loss: Tensor) -> Tensor:
         return loss
@@ -250,9 +253,10 @@ class InnerStep:
         total: torch.Tensor | None = None
         with self._explained(batch):
             for number, part in enumerate(parts):
-                with nullcontext() if number == count - 1 else self.layout.unsynchronised():
+                with self.layout.backward_of(number, count):
                     loss = self._backward(part)
                 total = loss if total is None else total + loss
+            self.layout.backward_done(count)
         assert total is not None
         return total if count == 1 else total / count
 

@@ -27,15 +27,27 @@ class Net(torch.nn.Module):
         return self.frozen(x)
 
 
+class Branched(Net):
+    """A model of which a layer has a part in the loss of some batches only, on some ranks and in some parts of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = torch.nn.Linear(6, 6)
+        self.never = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        return super().forward(self.branch(x) if x[0, 0] > 0.3 else x)
+
+
 class Squares:
     def loss(self, model, batch):
         return (model(batch[0]) * model.scale - batch[1]).square().mean()
 
 
-def steps(layout, accumulate):
-    """Weights and losses after four steps, and the weights after those of a checkpoint were loaded."""
+def steps(layout, accumulate, net=Net):
+    """Weights and losses after six steps, and the weights after those of a checkpoint were loaded."""
     torch.manual_seed(3)
-    model, device = Net(), torch.device("cpu")
+    model, device = net(), torch.device("cpu")
     wrapped = layout.wrap(model, device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     own = OwnTraining(accumulate=accumulate)
@@ -43,7 +55,7 @@ def steps(layout, accumulate):
     optimizer = torch.optim.AdamW(parameters, lr=0.05)
     generator = torch.Generator().manual_seed(5)
     losses = []
-    for _ in range(4):
+    for _ in range(6):
         batch = [torch.randn(8, 6, generator=generator) for _ in range(2)]
         losses.append(layout.mean(step.gradients(batch)))
         step.step(optimizer)
@@ -60,8 +72,10 @@ dist.init_process_group("gloo")
 group = SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size())
 for parts in (1, 2):
     found = {how: steps(layout(group, None), parts) for how, layout in LAYOUTS.items()}
+    found["ddp-branched"] = steps(LAYOUTS["ddp"](group, None), parts, Branched)
     if group.rank == 0:
         found["one"] = steps(Layout(), parts * group.size)
+        found["one-branched"] = steps(Layout(), parts * group.size, Branched)
         for how, tensors in found.items():
             save_file(tensors, Path(sys.argv[1]) / f"{how}-{parts}")
 dist.destroy_process_group()
