@@ -89,7 +89,7 @@ PACKAGES = {
 }  # fmt: skip
 FREE = {
     "swarm": {"errors", "file_lock", "identity", "internal_errors"},
-    "node": {"console", "inner_tensors", "task", "user_code"},
+    "node": {"console", "home", "inner_tensors", "task", "user_code"},
     "optim": {"device"},
     "verification": set(),
 }

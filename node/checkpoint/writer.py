@@ -197,11 +197,23 @@ class CheckpointWriter:
                     raise CheckpointError(
                         f"node.disk allows {self._budget / GB:.3g} GB, and two checkpoints take {least / GB:.3g}: allow more."
                     )
+                self._tell_room(least)
         if self.due:
             self.due = False
             self._begin(step, packed)
             if not self.busy:
                 self._report()
+
+    def _tell_room(self, least: int) -> None:
+        """Say it if the disk has no room for the next two checkpoints, in place of those that are there."""
+        with contextlib.suppress(OSError):  # the save says it
+            self._folder.mkdir(parents=True, exist_ok=True)
+            room = shutil.disk_usage(self._folder).free + used(self._folder)
+            if room < least:
+                self._notify(
+                    f"The folder {str(self._folder)!r} has room for {room / GB:.3g} GB, and two checkpoints take "
+                    f"{least / GB:.3g} GB: free some space or choose another folder, or checkpoints will be missing."
+                )
 
     def last(self, step: int, patience_s: float = PATIENCE_S) -> str | None:
         """Save the end of the run and wait ``patience_s`` and 50 s for each GB; return one sentence why that failed, or None."""

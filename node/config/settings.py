@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from shoal.node.console import parse_address
+from shoal.node.home import HomeError, expanded
 from shoal.optim.methods import ALONE, one_of
 from shoal.swarm.access import PeerLists, address_problem
 from shoal.swarm.errors import ShoalError
@@ -50,7 +51,7 @@ from shoal.swarm.manifest import (
 def spec_here(spec: str) -> str:
     """Return ``path/file.py:Class`` with the whole path, if there is that file: its code may change the folder of the process."""
     where, colon, name = spec.rpartition(":")
-    file = Path(os.path.expanduser(where))
+    file = Path(expanded(where))
     return (
         f"{file.absolute()}:{name}" if colon and where.endswith(".py") and file.is_file() else spec
     )
@@ -66,7 +67,7 @@ def policy_here(spec: str) -> str:
     """Return ``hf:PATH`` with the whole path, if there is that folder or file; else ``spec``, which may be a name."""
     policy, url = served_by(spec)
     kind, _, where = policy.partition(":")
-    path = Path(os.path.expanduser(where))
+    path = Path(expanded(where))
     return (
         f"hf:{path.absolute()}{url and '@'}{url}"
         if kind == "hf" and where and path.exists()
@@ -267,7 +268,7 @@ def _ids(entries: list[str], name: str) -> frozenset[str]:
 
 
 def _read_list(entry: str, name: str) -> set[str]:
-    path = Path(os.path.expanduser(entry))
+    path = Path(expanded(entry))
     try:
         with path.open("rb") as file:
             data = file.read(MAX_LIST_BYTES + 1)
@@ -307,7 +308,7 @@ def _file_name(value: str) -> str:
 def _absolute(path: Path) -> Path:
     """Return ``path`` whatever folder the user's code changes to; as it is where the current one is gone."""
     with suppress(FileNotFoundError):
-        return Path(os.path.expanduser(path)).absolute()
+        return Path(expanded(path)).absolute()
     return path
 
 
@@ -581,10 +582,18 @@ class NodeSettings(_Table):
 
 
 def default_identity_path() -> Path:
+    """Return the file of this user's key. HomeError if neither XDG_CONFIG_HOME nor the home folder says where it is."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # The XDG specification says to ignore a relative path there.
-    home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".config"
-    return home / "shoal" / "identity.key"
+    if os.path.isabs(base):
+        return Path(base) / "shoal" / "identity.key"
+    home = os.path.expanduser("~")
+    if not os.path.isabs(home):
+        raise HomeError(
+            "This node's key is kept in the home folder, which is not known (HOME is not set, and this user has no entry in "
+            "the system): pass --identity FILE, or set HOME."
+        )
+    return Path(home) / ".config" / "shoal" / "identity.key"
 
 
 class Settings(_Table):

@@ -37,6 +37,7 @@ from shoal.node.data.source import (
     number,
     reason,
 )
+from shoal.node.home import expanded
 from shoal.node.task import Batches, Shard
 
 BYTES = "bytes"
@@ -170,7 +171,7 @@ def label(name: str) -> str:
 
 
 def _local(name: str, tokenizers: Any) -> Any:
-    path = Path(os.path.expanduser(name))
+    path = Path(expanded(name))
     if path.is_dir() and not (path / FILE).is_file():
         try:  # an older format, which transformers can convert
             from transformers import AutoTokenizer

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from shoal.node.console import require
+from shoal.node.home import expanded
 from shoal.node.task import Shard
 from shoal.swarm.errors import ShoalError
 
@@ -123,7 +124,7 @@ def find_files(data: str, at: Path | None = None) -> list[tuple[str, Path]]:
     # An existing path is not split: a comma or colon may be part of its name.
     parts = [data] if os.path.exists(at / data) else re.split(f"[,{re.escape(os.pathsep)}]", data)
     for part in filter(None, (p.strip() for p in parts)):
-        root = at / os.path.expanduser(part)
+        root = at / expanded(part)
         if os.path.isdir(root):  # unlike Path.is_dir, os.path answers False where it may not look
             found.extend(islice(_walk(root, {"__pycache__"}, ""), MAX_FILES + 1))
         elif os.path.isfile(root):
@@ -399,7 +400,7 @@ class Name:
         if found := re.fullmatch(rf"(.+):({PART}|{PART}\[[0-9:%-]*\])", text):
             text, split = found[1], found[2]
         if is_path(text):
-            path = os.path.expanduser(text)
+            path = expanded(text)
             if not os.path.exists(path):
                 raise DataError(
                     f"There is no folder {text!r} to read a dataset from: name one that exists."

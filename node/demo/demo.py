@@ -167,6 +167,11 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
         yield Path(place).resolve(), make_display()
 
 
+def _toml(value: Any) -> str:
+    """Return a text, a number or a list as TOML has it: JSON, but for characters beyond ASCII and DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def settings_toml(settings: Settings) -> str:
     """Return what was given of the tables that ``shoal up`` needs, as TOML; what was not is left to it."""
     tables = settings.model_dump(
@@ -175,7 +180,7 @@ def settings_toml(settings: Settings) -> str:
     options = tables.get("task", {}).pop("options", {})
     lines = []
     for name, table in {**tables, "task.options": options}.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 

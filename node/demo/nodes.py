@@ -21,6 +21,7 @@ from shoal.node.console import ExitCode
 from shoal.node.runtime.display import ACTIVITY, Display
 from shoal.node.runtime.run_options import METRICS, handle_all
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.p2p.daemon_process import check_shared_memory
 
 # Whether the nodes of a demo still move: by what they write, and by what they say that they do meanwhile.
 
@@ -246,9 +247,11 @@ class Nodes:
     """Processes of a demo. All are ended when the block is left, whatever happened. ``env``: their environment, if not this one.
 
     On Linux a `ForkServer` forks them, so that modules are imported, and held in memory, once for all of them.
+    Raises StartupError: the system has no shared memory, so none of them could start.
     """
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        check_shared_memory()
         self.folder = folder
         self.processes: list[Process] = []
         self._env = env

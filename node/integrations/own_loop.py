@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -34,6 +33,7 @@ from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings
+from shoal.node.home import expanded
 from shoal.node.inner_tensors import holds_inner, initialise, load_whole_model, put_together
 from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields
 from shoal.node.metrics.sinks import about, open_sinks
@@ -144,7 +144,7 @@ class Run:
         tensorboard: str | None = None,
         wandb: str | None = None,
     ) -> None:
-        self.folder = Path(os.path.expanduser(folder)).absolute()
+        self.folder = Path(expanded(folder)).absolute()
         self._model, self._every = model, checkpoint_every
         self._inner = [inner] if isinstance(inner, Optimizer) else [*inner]
         self.step = 0

@@ -90,7 +90,7 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
     """Return the device of this rank. ConfigError if torchrun started other ranks than the settings ask for, or too many."""
     import torch
 
-    from shoal.node.config.device import accelerator
+    from shoal.node.config.device import accelerator, resolve_device
 
     node = settings.node
     if node.gpus not in (None, "all", str(job.world)):
@@ -104,6 +104,8 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
     kind, devices = accelerator()
     if node.device == "cpu" or (node.device == "auto" and not devices):
         return torch.device("cpu")
+    if node.device not in ("auto", kind):
+        resolve_device(node.device)  # says what is here
     if job.world > devices:
         raise ConfigError(
             f"{job.world} ranks need as many GPUs, and this machine has {devices}: start fewer, or pass --device cpu."

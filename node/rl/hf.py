@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.console import require
+from shoal.node.home import expanded
 from shoal.node.rl.environment import (
     Choose,
     Completion,
@@ -362,7 +362,7 @@ def load_hf(where: str, make: Callable[..., HF] = HF) -> HF:
     require(
         PolicyError, f"The policy 'hf:{where}'", "transformers", extra="rl", otherwise="choose tiny"
     )
-    path = Path(os.path.expanduser(where))
+    path = Path(expanded(where))
     options: dict[str, Any] = {"local_files_only": True} if path.exists() else {}
     if path.suffix == ".gguf":
         options["gguf_file"] = path.name

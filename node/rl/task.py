@@ -399,8 +399,15 @@ class RLTask(Task):
 
     def evaluate(self, model: torch.nn.Module) -> float:
         """Return 1 minus the mean reward of greedy answers to the held-out questions."""
-        was_training, total = model.training, 0.0
+        was_training = model.training
         model.eval()
+        try:
+            return 1.0 - self._mean_reward()
+        finally:
+            model.train(was_training)
+
+    def _mean_reward(self) -> float:
+        total = 0.0
         for start in range(0, len(self.held_out), TOGETHER):
             asked = self.held_out[start : start + TOGETHER]
             prompts = [question.prompt for question in asked]
@@ -411,8 +418,7 @@ class RLTask(Task):
                 self.env.rewards(question, [one.text])[0]
                 for question, (one,) in zip(asked, answers, strict=True)
             )
-        model.train(was_training)
-        return 1.0 - total / len(self.held_out)
+        return total / len(self.held_out)
 
     def tokens(self, batch: Update | None) -> int:
         return 1 if batch is None else max(batch.length, 1)

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.node.home import expanded
 from shoal.node.task import Batches, LoadedBatches, NumberedBatches, Shard, Task, iterator_of
 from shoal.node.tasks.text import TextTask
 from shoal.node.user_code import (
@@ -348,7 +348,7 @@ def find_class(spec_text: str, what: str = "task") -> type[Any]:
             f"and is none of the built-in ones ({', '.join((*BUILT_IN, 'rl'))}): write it in one of these ways."
         )
     if where.endswith(".py") or "/" in where or "\\" in where:
-        module = _import_file(Path(os.path.expanduser(where)), spec_text, what)
+        module = _import_file(Path(expanded(where)), spec_text, what)
     elif all(part.isidentifier() for part in where.split(".")):
         module = _import_module(where, spec_text, what)
     else:

@@ -47,6 +47,7 @@ from shoal.node.data.source import (
     no_document,
     number,
 )
+from shoal.node.home import expanded
 from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
 from shoal.node.training.inner_step import factor
@@ -320,7 +321,7 @@ class TextTask(Task):
         """The tokenizer of the text. Raises DataError."""
         name = self.tokenizer_name
         return load_tokenizer(
-            str(self._at / os.path.expanduser(name)) if is_path(name) else name, self._expected
+            str(self._at / expanded(name)) if is_path(name) else name, self._expected
         )
 
     @cached_property

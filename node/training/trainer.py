@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ class Trainer:
         self.device, self.layout = device or torch.device("cpu"), layout or Layout()
         torch.manual_seed(train.seed)  # all peers begin with the same weights
         self.model = task.model()
+        _check_values(self.model)
         if own is not None and own.recompute:
             recompute(self.model)
         wrapped = self.layout.wrap(self.model, self.device)
@@ -351,8 +353,11 @@ class Trainer:
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):
+            remedy = "lower the task's learning rate"
+            if math.isnan(loss):
+                remedy += ", or have loss() return 0 for a batch in which every label is masked, whose mean is nan"
             raise TrainingError(
-                f"The training loss became {loss} by step {self.opt.steps}: lower the task's learning rate."
+                f"The training loss became {loss} by step {self.opt.steps}: {remedy}."
             )
         return loss
 
@@ -495,6 +500,20 @@ class Trainer:
         if different:
             raise TrainingError(
                 f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
+            )
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raise TrainingError unless every parameter and buffer has values that can be trained, or changed by training."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise TrainingError(
+                f"The task's model() has no values for {name!r}, which is on the device meta: make it on the CPU, or call "
+                'to_empty(device="cpu") and set the values.'
+            )
+        if tensor.is_inference():
+            raise TrainingError(
+                f"The task's model() made {name!r} under torch.inference_mode, so it cannot be trained: make it outside."
             )
 
 

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import importlib.util
 import logging
+import multiprocessing
 import os
 import platform
 import secrets
@@ -70,13 +71,27 @@ class _Parts(ModuleType):
         return getattr(self, name)
 
 
+def check_shared_memory() -> None:
+    """Raise StartupError if a lock that processes share cannot be made, which takes a small file in /dev/shm on Linux."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        raise StartupError(
+            f"The system has no shared memory for a lock (/dev/shm: {error.strerror}): mount /dev/shm so that it can be written "
+            "and has some room (docker run --shm-size 64m)."
+        ) from error
+
+
 @contextlib.contextmanager
 def parts_of_hivemind() -> Iterator[None]:
     """Import modules of hivemind in this block without the ``__init__`` of the package, if these are the first of it.
 
     It imports all of hivemind, and with it scipy: a third of a second of a processor, where a node needs the DHT only. Who asks for
     ``hivemind.DHT`` and the like later gets it as ever.
+
+    Raises StartupError: there is no shared memory, in which hivemind makes a lock as it is imported.
     """
+    check_shared_memory()
     found = importlib.util.find_spec("hivemind") if "hivemind" not in sys.modules else None
     if found is not None:
         module = importlib.util.module_from_spec(found)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from errno import EFBIG, ENOSPC
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
 from shoal.node.checkpoint.store import POINTS, load, pack, write_tensors
-from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
+from shoal.node.checkpoint.writer import SPARE, CheckpointWriter, Snapshots
 from shoal.optim.device import give_pinned_back
 
 LONG = 30.0
@@ -266,6 +268,23 @@ def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once
     run.written()
     assert steps(tmp_path) == kept
     assert check(tmp_path) == kept[0]
+
+
+def test_a_disk_without_room_for_two_checkpoints_is_said_at_the_first_step(tmp_path, monkeypatch):
+    """Fault: it was said when the first checkpoint was written, hours later."""
+    run, free = Training(tmp_path), 2 * (58 + SPARE)
+    (tmp_path / "older").write_bytes(bytes(1000))  # older checkpoints give way
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free - 1001))
+    run.train()
+    run.train()
+    assert run.said == [
+        f"The folder {str(tmp_path)!r} has room for 0.0021 GB, and two checkpoints take 0.0021 GB: free some space or choose "
+        "another folder, or checkpoints will be missing."
+    ]
+    roomy = Training(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free - 1000))
+    roomy.train()
+    assert roomy.said == []
 
 
 def test_a_state_that_no_file_can_hold_is_told_too(tmp_path):

@@ -14,6 +14,7 @@ from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load
 from shoal.node.doctor import checks
 from shoal.node.doctor.network_checks import Note
+from shoal.node.home import HomeError, expanded
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 
@@ -128,6 +129,48 @@ def test_missing_file_and_folder(tmp_path):
         load(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="Cannot read the settings file"):
         load(tmp_path)
+
+
+@pytest.fixture
+def homeless(monkeypatch, tmp_path):
+    """A user without HOME and without an entry, as in a container with --user 54321."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_a_home_no_key_goes_to_a_folder_named_tilde(homeless, monkeypatch):
+    """Fault: the private key was written to ./~/.config/shoal."""
+    with pytest.raises(HomeError) as caught:
+        _ = load().node.identity_path
+    assert str(caught.value) == (
+        "This node's key is kept in the home folder, which is not known (HOME is not set, and this user has no entry in the "
+        "system): pass --identity FILE, or set HOME."
+    )
+    assert load(None, {"node.identity": "/keys/one"}).node.identity_path == Path("/keys/one")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/cfg")
+    assert load().node.identity_path == Path("/cfg/shoal/identity.key")
+
+
+@pytest.mark.parametrize("key", ["node.folder", "node.identity", "node.resume_from"])
+def test_a_path_in_an_unknown_home_is_refused(homeless, key):
+    with pytest.raises(HomeError) as caught:
+        load(None, {key: "~/runs"})
+    assert str(caught.value) == (
+        "The home folder that '~/runs' begins with is not known (HOME is not set, and this user has no entry in the system): "
+        "set HOME, or write the whole path."
+    )
+
+
+def test_a_file_whose_name_begins_with_a_tilde_is_that_file(homeless):
+    (homeless / "~notes.txt").touch()
+    assert expanded("~notes.txt") == "~notes.txt"
 
 
 def test_identity_path_follows_xdg(monkeypatch):

@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.parallel import ranks
-from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, job_of, ranks_wanted
+from shoal.node.parallel.launcher import (
+    Job,
+    RankLostError,
+    RankMissingError,
+    job_of,
+    rank_device,
+    ranks_wanted,
+)
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 LAUNCH = """
@@ -215,6 +222,20 @@ def test_a_process_of_torchrun_knows_its_place():
 def test_an_environment_that_no_launcher_of_one_machine_makes_is_refused(wrong, sentence):
     with pytest.raises(ConfigError, match=sentence):
         job_of(TORCHRUN | wrong)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_a_rank_takes_the_kind_of_device_that_was_asked_for(monkeypatch, device):
+    """Fault: with --device cuda on a machine with Intel GPUs the ranks took those without a word."""
+    monkeypatch.setattr("shoal.node.config.device.accelerator", lambda: ("xpu", 2))
+    settings, job = load(None, {"node.device": device, "node.gpus": "2"}), Job(1, 2, 0, None)
+    if device == "xpu":
+        assert rank_device(settings, job) == torch.device("xpu", 1)
+        return
+    with pytest.raises(
+        ConfigError, match=r"^The device 'cuda' is not available here \(there is xpu\): "
+    ):
+        rank_device(settings, job)
 
 
 LAYOUT_PROGRAM = str(Path(__file__).with_name("layout_program.py"))

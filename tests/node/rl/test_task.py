@@ -441,3 +441,17 @@ def test_all_groups_of_a_round_may_be_claimed(policy):
     ]
     assert len(other.inbox) == 3
     assert len(claims.due) == 1
+
+
+def test_an_evaluation_that_fails_leaves_the_model_training(tiny, monkeypatch):
+    """Fault: dropout stayed off for the rest of the run."""
+
+    def fail(*_args, **_kwargs):
+        raise TimeoutError("the server is gone")
+
+    (task,), _ = tasks(1, tiny)
+    task.policy.module.train()
+    monkeypatch.setattr(task.policy, "generate", fail)
+    with pytest.raises(TimeoutError):
+        task.evaluate(task.policy.module)
+    assert task.policy.module.training

@@ -542,3 +542,11 @@ def test_a_policy_has_its_own_name_here_and_its_sampling_is_the_swarms(policy):
         ConfigError, match=r"^The swarm has rl\.group=4, and this node was given rl\.group=8: "
     ):
         swarm_settings(load(None, {"rl.policy": policy, "rl.group": 8}), theirs)
+
+
+def test_settings_with_any_character_are_read_back(tmp_path):
+    """Fault: a demo in a folder with an emoji in its name: "swarm.toml is not TOML"."""
+    data = '/runs/\U0001f41f \x7f\t"q\\\\é'
+    file = tmp_path / "swarm.toml"
+    file.write_text(settings_toml(load(None, {"task.options.data": data})), encoding="utf-8")
+    assert load(file).task.options["data"] == data

@@ -210,7 +210,11 @@ class Explodes(Noisy):
     ("task", "sentence"),
     [
         (Ends, "The task's batches ended after 1 steps: batches(shard) must go on without end."),
-        (Explodes, "The training loss became nan by step 4: lower the task's learning rate."),
+        (
+            Explodes,
+            "The training loss became nan by step 4: lower the task's learning rate, or have loss() return 0 for a batch in "
+            "which every label is masked, whose mean is nan.",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
@@ -223,6 +227,38 @@ def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
     made.connect(Alone(), "run", Shard(0, 2, 1))
     with pytest.raises(TrainingError) as caught:
         made.run()
+    assert str(caught.value) == sentence
+
+
+class OnMeta(Noisy):
+    def model(self):
+        with torch.device("meta"):
+            return super().model()
+
+
+class Inferred(Noisy):
+    def model(self):
+        with torch.inference_mode():
+            return super().model()
+
+
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        (
+            OnMeta,
+            "The task's model() has no values for '0.weight', which is on the device meta: make it on the CPU, or call "
+            'to_empty(device="cpu") and set the values.',
+        ),
+        (
+            Inferred,
+            "The task's model() made '0.weight' under torch.inference_mode, so it cannot be trained: make it outside.",
+        ),
+    ],
+)
+def test_a_model_without_values_to_train_is_refused(task, sentence):
+    with pytest.raises(TrainingError) as caught:
+        trainer(task())
     assert str(caught.value) == sentence
 
 

@@ -1,6 +1,8 @@
 """The start of the daemon, every way in which it fails, and that nothing is ever left behind."""
 
 import asyncio
+import errno
+import multiprocessing
 import os
 import shutil
 import signal
@@ -416,3 +418,18 @@ def test_the_port_of_an_earlier_run_that_is_taken_is_named(tmp_path, caplog):
         f"this node cannot listen on {before} as before (another program may have the port), so links and invitations with "
         "that address lead to it no more: give out a new link (shoal link), or free the address and start it again"
     ]
+
+
+def test_without_shared_memory_a_sentence_says_so(monkeypatch):
+    """Fault: a container with /dev/shm read-only, full or missing met "a bug in shoal"."""
+
+    def no_lock():
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(multiprocessing, "Lock", no_lock)
+    with pytest.raises(StartupError) as caught, daemon_process.parts_of_hivemind():
+        raise AssertionError
+    assert str(caught.value) == (
+        "The system has no shared memory for a lock (/dev/shm: Read-only file system): mount /dev/shm so that it can be "
+        "written and has some room (docker run --shm-size 64m)."
+    )
