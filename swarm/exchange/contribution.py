@@ -271,6 +271,8 @@ class ExchangeStats:
         self._own_errors: dict[int, tuple[int, str]] = {}
         """Fragment -> the newest of its rounds with an error of this node's own, and that error's first line."""
         self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
+        self._unread: deque[tuple[RoundKey, str]] = deque(maxlen=WINDOW)
+        """Those of them, with no failure, in which most of what the peer sent could not be read yet."""
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._odd: dict[int, int] = {}
         """Fragment -> the newest of its rounds in which this node was the odd one out, which is no failure."""
@@ -303,6 +305,12 @@ class ExchangeStats:
         with self._lock:
             self._events.append((key, "", None))
             self._seconds.append(seconds)
+
+    def unread(self, key: RoundKey, peer: str) -> None:
+        """Count a committed exchange, the first with ``peer``, of which most could not be read; nobody is to blame for it."""
+        with self._lock:
+            self._events.append((key, peer, None))
+            self._unread.append((key, peer))
 
     def failures(self, key: RoundKey) -> list[tuple[str, Failure]]:
         """Return the peers with which the exchange ``key``, or what it was moved to, failed, and how."""
@@ -343,10 +351,18 @@ class ExchangeStats:
         )
 
     def turned_down(self) -> int:
-        """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""
+        """Return how many peers in a row refused this node, or were rejected by it or not read, since its last exchange that went
+        well.
+        """
+        found = set()
         with self._lock:
-            since = itertools.takewhile(lambda event: event[2] is not None, reversed(self._events))
-            return len({peer for _, peer, kind in since if kind in ("refused", "suspicious")})
+            for key, peer, kind in reversed(self._events):
+                unread = (key, peer) in self._unread
+                if kind is None and not unread:
+                    break
+                if unread or kind in ("refused", "suspicious"):
+                    found.add(peer)
+        return len(found)
 
     def report(self) -> dict[str, Any]:
         """Return the fields of `shoal.swarm.wire.messages.Member` that describe the exchanges."""

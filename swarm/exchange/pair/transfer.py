@@ -51,6 +51,7 @@ REMEMBERED = (
     64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
 )
 VERIFIED = 3e6  # values a second, at least, that a partner decodes and verifies, also with more nodes than processors
+KNOWN = 4096  # peers and fragments that were exchanged with
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
 Outcome = Literal["committed", "aborted"]
@@ -107,6 +108,9 @@ class PairTransfer:
         self._undecided: set[tuple[str, bytes]] = set()
         self._outcomes = Newest[tuple[str, bytes], tuple[Outcome, bytes]](REMEMBERED)
         """The decisions, and with them the blocks that this node refused."""
+        self._met = Newest[tuple[str, int], None](KNOWN)
+        """The peers, each with a fragment, that this node has exchanged with. At first neither knows how far they are apart, and
+        most of what a late joiner sends cannot be read: that makes nobody suspicious."""
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
     async def run(
@@ -144,12 +148,18 @@ class PairTransfer:
         except Exception as error:  # this node's own: no peer is to blame
             raise attempt.caught("exchange", error) from error
         else:
-            if attempt.commit.received is not None and attempt.commit.received.far:
+            known = (stream.peer_id, attempt.key.fragment)
+            far = attempt.commit.received is not None and attempt.commit.received.far
+            if far and known in self._met:
                 attempt.failed(
                     stream.peer_id, "suspicious"
                 )  # what could be read counts, yet it is as good as turned down
+            elif far:
+                attempt.stats.unread(attempt.key, stream.peer_id)
             elif attempt.commit.received is not None:
                 attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
+            if attempt.commit.received is not None:
+                self._met[known] = None
         finally:
             if exchange in self._undecided:
                 self._settle(exchange, "aborted")

@@ -341,6 +341,19 @@ def test_who_is_far_away_as_a_whole_counts_as_turned_down(pair):
     sent, got = near(pair, 1, far=torch.ones(300, 100))
     assert all(gain.count_nonzero() < 0.05 * gain.numel() for gain in gains(sent, got))
     assert [exchange.stats.turned_down() for exchange in pair.exchanges] == [1, 1]
+    failures = [exchange.stats.report()["failures"] for exchange in pair.exchanges]
+    assert failures == [(), ()]  # the fault: both sides called an honest late joiner suspicious
+
+
+def test_who_is_far_away_again_is_suspicious(pair):
+    """Mutant: a peer that nobody can read is suspicious to nobody."""
+    away = torch.ones(300, 100)
+    near(pair, 1, rounds=2, far=away)
+    assert [dict(exchange.stats.report()["failures"]) for exchange in pair.exchanges] == [
+        {"suspicious": 1},
+        {"suspicious": 1},
+    ]
+    assert [exchange.stats.turned_down() for exchange in pair.exchanges] == [1, 1]
 
 
 def refuse(monkeypatch, kind, refused):
