@@ -208,8 +208,8 @@ def muon(
 
         opt = NoLoCo(muon(model), exchange, every=50)
 
-    It has two parameter groups, Muon's first; a scheduler changes the rates of both. An outer optimizer averages in the model's
-    order of parameters. Hand in a model of DDP or FSDP2 after it is wrapped: Muon works on whole matrices, however they are cut.
+    It has two parameter groups, Muon's first; a scheduler changes the rates of both. Hand in a model of DDP or FSDP2 after it is
+    wrapped: Muon works on whole matrices, however they are cut.
 
     Args:
         lr: learning rate of Muon, with Nesterov momentum; torch multiplies it by ``sqrt(max(1, rows / columns))`` of each matrix.
@@ -239,4 +239,4 @@ def muon(
         parts.append(
             torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused)
         )
-    return Combined(parts, order=list(named.values()))
+    return Combined(parts)

@@ -422,7 +422,7 @@ class Terms(BaseModel):
 
 
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
-PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
+PROTOCOL = 2  # how peers exchange and pair; nodes of different protocols cannot train together
 
 MIN_BUCKET, MAX_BUCKET = 4, 64  # records; nodes store no more of one key
 MIN_EPOCH_S, MAX_EPOCH_S = (
@@ -494,7 +494,7 @@ class Manifest(Message):
         default=None, description="How claimed completions are made; none without claims."
     )
     model: Digest = Field(
-        description="Hex SHA-256 of the shapes and types of the model's parameters."
+        description="Hex SHA-256 of names, types and shapes of the averaged parameters, in their order."
     )
     fragment_of: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1024)], ...],
@@ -581,17 +581,19 @@ def swarm_id(sealed: bytes) -> str:
     return base64.b32encode(hashlib.sha256(sealed).digest()).decode().rstrip("=").lower()
 
 
-def open_manifest(sealed: bytes, expected_id: str | None = None) -> Manifest:
-    """Return the manifest, verified against its signature and, if given, the swarm id. Raises MessageError."""
+def open_manifest(
+    sealed: bytes, expected_id: str | None = None, *, protocol: int | None = PROTOCOL
+) -> Manifest:
+    """Return the manifest, verified against its signature and, if given, the swarm id and the ``protocol``. Raises MessageError."""
     if expected_id is not None and swarm_id(sealed) != expected_id:
         raise MessageError(
             f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not to {expected_id}: "
             "ask for a fresh link."
         )
     _, manifest = unseal(sealed, Manifest)
-    if manifest.protocol != PROTOCOL:
-        where = "here" if manifest.protocol > PROTOCOL else "on its creator's node"
+    if protocol is not None and manifest.protocol != protocol:
+        where = "here" if manifest.protocol > protocol else "on its creator's node"
         raise MessageError(
-            f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}."
+            f"The swarm speaks protocol {manifest.protocol}, this node speaks {protocol}: update shoal {where}."
         )
     return manifest

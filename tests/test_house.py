@@ -90,7 +90,7 @@ PACKAGES = {
 FREE = {
     "swarm": {"errors", "file_lock", "identity", "internal_errors"},
     "node": {"console", "home", "inner_tensors", "task", "user_code"},
-    "optim": {"device"},
+    "optim": {"device", "parameters"},
     "verification": set(),
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.

@@ -17,6 +17,7 @@ import torch
 from bench.sim.plan import Surroundings
 from bench.sim.toy_task import BATCH, LR, Lesson, ToyModel
 from shoal.optim import Alone, Handle, RoundInfo, Steps
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import ExchangeHandle, model_digest
 from shoal.swarm.membership.directory import State as DirectoryState
@@ -56,7 +57,7 @@ class SimPeer:
         self.state: DirectoryState = "waiting" if newcomer else "training"
         model = ToyModel(plan.parameters)
         self.lesson = Lesson(world.toy, model, self.chance.getrandbits(48))
-        outer, params = plan.outer, list(model.parameters())
+        outer, params = plan.outer, AveragedParameters.of(model)
         self.opt = make_outer(
             outer, torch.optim.SGD(params, lr=LR), Alone(), model=model, slow_device=torch.device("cpu"),
             length=round_length(outer.round, self.unix, self._speeds), on_round=self._on_round,

@@ -13,6 +13,7 @@ import torch
 from bench.sim.peer import SimPeer
 from bench.sim.plan import SimPlan
 from bench.sim.toy_task import ToyModel, make_toy
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest, TrainSettings, swarm_id
 from shoal.swarm.p2p.stream import Stream
@@ -103,7 +104,7 @@ class World:
         self._uncounted = (0, 0, 0)
         """Bytes sent, and the directories' bytes and keys, before costs counted."""
         creator = self.network.identity(f"{plan.seed} p0")
-        model = model_digest(list(ToyModel(plan.parameters).parameters()))
+        model = model_digest(AveragedParameters.of(ToyModel(plan.parameters)))
         self.manifest = Manifest(
             name="sim", created=EPOCH, creator=creator.peer_id, task="toy", outer=plan.outer, train=TrainSettings(seed=plan.seed),
             model=model, start_when=plan.peers, bucket=plan.bucket, epoch_s=plan.epoch_s,

@@ -32,12 +32,12 @@ from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.loader import HookError
 from shoal.node.tasks.text import GPT, VOCABULARY, Attention
-from shoal.optim import Alone
 from shoal.optim.codecs.base import FLOAT32, all_finite
-from shoal.optim.outer.inner import float_buffers, trained
+from shoal.optim.outer.inner import float_buffers
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import model_digest, parameters_digest, shapes_differ
+from shoal.swarm.exchange.contribution import Outline, model_digest, outline_digest
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
@@ -45,7 +45,7 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.resync import sources_in
 from shoal.swarm.state.snapshot import DIGEST, Peer, chunk_size, chunks_in, snapshot_id
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQuery, fetch_into
-from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack
+from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack, unpack_names
 from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
 
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
@@ -192,7 +192,7 @@ class BuiltModel:
     """Model of the swarm's task, its parameters in the order of the slow weights, and a tokenizer if the task has one."""
 
     model: nn.Module
-    parameters: list[Tensor]
+    parameters: AveragedParameters
     task: Task
     tokenizer: Any = None
 
@@ -248,9 +248,10 @@ def pull(
             )
         query = _WeightsQuery(
             StateRequest(swarm=link.swarm, model=manifest.model),
-            [] if built is None else [tuple(p.shape) for p in built.parameters],
+            [] if built is None else built.parameters.shapes,
             equal=manifest.outer.row.group == "everyone",
             attempts=ATTEMPTS + 1,  # one for an earlier download that cannot be finished
+            names=() if built is None else built.parameters.names,
             known=built is not None,
             cap=cap,
         )
@@ -312,10 +313,7 @@ def build_model(
         if hooks is not None:
             raise
         return None, str(error)
-    if (
-        model_digest(built.parameters) != manifest.model
-        and model_digest(_trained(built.model)) != manifest.model
-    ):
+    if model_digest(built.parameters) != manifest.model:
         raise ModelDiffersError(
             "The model of the task here is not the swarm's: use the task and version of the swarm."
         )
@@ -325,18 +323,7 @@ def build_model(
 def _model(settings: Settings, task: Task) -> BuiltModel:
     torch.manual_seed(settings.train.seed)
     model = task.model()
-    own = _trained(model)
-    # The task's optimizer may have them in another order; those that the swarm names have the model's.
-    params: list[Tensor] = (
-        [*own]
-        if settings.train.optimizer != "task"
-        else trained(task.inner_optimizer(own), Alone())
-    )
-    return BuiltModel(model, params, task, getattr(task, "tokenizer", None))
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return BuiltModel(model, AveragedParameters.of(model), task, getattr(task, "tokenizer", None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,18 +334,20 @@ class _WeightsQuery(StateQuery):
     cap: int
 
     def check(self, peer: str, header: StateHeader) -> None:
+        theirs = Outline(unpack_names(header.names), header.shapes)
         if self.known:
-            difference = shapes_differ(tuple(self.shapes), header.shapes)
+            own = Outline(tuple(self.names), tuple(self.shapes))
+            difference = own.differs(theirs)
             if difference is not None:
                 raise ModelDiffersError(
                     f"The model here is not that of peer {short(peer)}: {difference}."
                 )
-        elif not any(
-            parameters_digest((dtype, shape) for shape in header.shapes) == self.request.model
+        elif len(theirs.names) != len(theirs.shapes) or not any(
+            outline_digest(theirs, [dtype] * len(theirs.shapes)) == self.request.model
             for dtype in DTYPES
         ):
             raise PullError(
-                f"The shapes that peer {short(peer)} offers cannot be checked against the swarm's manifest: "
+                f"The names and shapes that peer {short(peer)} offers cannot be checked against the swarm's manifest: "
                 "name your copy of the task with --task."
             )
         need = self.wanted(header)

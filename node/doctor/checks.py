@@ -267,7 +267,7 @@ def bucket(visit: Visit, tell: Tell) -> str:
 
 
 def model(visit: Visit, tell: Tell) -> str:
-    """Check that the task loads with the swarm's options, and that its model has the swarm's shapes."""
+    """Check that the task loads with the swarm's options, and that its model has the swarm's parameters."""
     import torch
 
     from shoal.node.config.settings import load
@@ -275,6 +275,7 @@ def model(visit: Visit, tell: Tell) -> str:
     from shoal.node.runtime.door import RL, make_task, swarm_settings
     from shoal.node.tasks.text import TextTask
     from shoal.optim.codecs.base import FLOAT32
+    from shoal.optim.parameters import AveragedParameters
     from shoal.swarm.exchange.contribution import model_digest
     from shoal.swarm.membership.membership import OWN_LOOP
     from shoal.swarm.state.selection import ask
@@ -296,18 +297,19 @@ def model(visit: Visit, tell: Tell) -> str:
         built = (
             task.sized() if isinstance(task, TextTask) else task.model()
         )  # not every model can be made without memory
-        params = [parameter for parameter in built.parameters() if parameter.requires_grad]
+        params = AveragedParameters.of(built)
     except DataError as error:
         raise Skip(
             "its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy of it."
         ) from error
     count = sum(parameter.numel() for parameter in params)
-    shapes = [tuple(parameter.shape) for parameter in params]
-    digest = model_digest(params)
+    shapes, digest = params.shapes, model_digest(params)
     if digest != manifest.model:
         sources = [(m.peer, m.addresses) for m in visit.members().values() if m.model != digest][:2]
         assert visit.link is not None
-        query = StateQuery(StateRequest(swarm=visit.link.swarm, model=digest), shapes)
+        query = StateQuery(
+            StateRequest(swarm=visit.link.swarm, model=digest), shapes, names=params.names
+        )
         for source in sources:
             with contextlib.suppress(NetworkError):
                 header = visit.running().call(
@@ -315,7 +317,8 @@ def model(visit: Visit, tell: Tell) -> str:
                 )
                 query.check(source[0], header)  # names the difference
         raise FaultError(
-            f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
+            f"this node's model ({count:,} parameters) has other names, shapes or types than the swarm's: use its task, "
+            "options and version."
         )
     need, (free, _) = count * COPIES, free_memory()
     said = f"{manifest.task}, {count:,} parameters, as in the swarm"

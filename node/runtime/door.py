@@ -25,6 +25,7 @@ from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import inner_step, resources
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest, Terms, TrainSettings
 from shoal.swarm.membership.membership import OWN_LOOP
@@ -90,10 +91,11 @@ def check_size(
             f"The swarm's model has {least:,} parameters or more, which take {4 * least / resources.GB:,.2f} GB of memory, and "
             f"this node may have {room / resources.GB:.2f}: {way_out}."
         )
-    params = list(task.sized().parameters())
+    params = AveragedParameters.of(task.sized())
     if manifest is not None and model_digest(params) != manifest.model:
         raise ModelDiffersError(
-            "This node's model does not fit the swarm: use the task, options and version of the swarm."
+            "This node's model does not fit the swarm: names, shapes or types of its parameters differ; use the swarm's task, "
+            "options and version."
         )
     if trains:
         node = settings.node

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,7 +303,7 @@ def make_trainer(
     node, method, train = settings.node, settings.outer.method, settings.train
     on_device = node.slow_on_device
 
-    def check(params: list[torch.nn.Parameter]) -> None:
+    def check(params: Sequence[torch.Tensor]) -> None:
         if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
             resources.check(
                 node.ram, params, log, method=method, slow_here=node.slow_in_memory(device.type)

@@ -30,7 +30,7 @@ from shoal.swarm.changes import open_change, settings_at
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.file_lock import replace_file
-from shoal.swarm.manifest import Manifest, OuterSettings, open_manifest
+from shoal.swarm.manifest import PROTOCOL, Manifest, OuterSettings, open_manifest
 from shoal.swarm.state.snapshot import State
 
 RESULT = "result.json"
@@ -258,7 +258,9 @@ def _read(path: Path) -> SavedRun:
         change = bytes.fromhex(state.get("change", ""))
         trainer = dict(state["trainer"])
         Shard(*trainer["shard"])
-        found = SavedRun(path, str(state["swarm"]), sealed, open_manifest(sealed), trainer, change)
+        found = SavedRun(
+            path, str(state["swarm"]), sealed, open_manifest(sealed, protocol=None), trainer, change
+        )
         if change:
             open_change(change, found.swarm, found.manifest.creator)
         return found
@@ -266,6 +268,15 @@ def _read(path: Path) -> SavedRun:
         raise CheckpointError(
             f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved."
         ) from error
+
+
+def check_same_protocol(saved: SavedRun) -> None:
+    """Raise CheckpointError if peers of the saved swarm speak another protocol than this node."""
+    if saved.manifest.protocol != PROTOCOL:
+        raise CheckpointError(
+            f"The swarm of the checkpoint speaks protocol {saved.manifest.protocol}, this version of shoal {PROTOCOL}: pass "
+            f"--resume-from {saved.path} in place of --resume to begin a new swarm from it."
+        )
 
 
 def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:

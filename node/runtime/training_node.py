@@ -222,6 +222,7 @@ class TrainingNode:
     def _create(self) -> Membership:
         saved, settings = self._saved, self.settings
         if saved is not None and settings.node.resume:
+            resume.check_same_protocol(saved)
             resume.check_same_outer(settings.outer, saved)
             self._enter(saved.manifest)
             sealed = saved.sealed

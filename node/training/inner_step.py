@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,9 @@ from shoal.optim import OuterOptimizer
 from shoal.optim.inner import LR as MUON_LR
 from shoal.optim.inner import WEIGHT_DECAY as MUON_WEIGHT_DECAY
 from shoal.optim.inner import Split, muon, split
+from shoal.optim.outer.inner import all_parameters
 from shoal.optim.outer.weights import Processes
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest import TrainSettings
 
@@ -199,7 +201,7 @@ class InnerStep:
         self,
         task: Task,
         model: torch.nn.Module,
-        parameters: list[torch.nn.Parameter],
+        parameters: Sequence[Tensor],
         device: torch.device,
         *,
         clip: float,
@@ -407,12 +409,12 @@ def resolved(train: TrainSettings) -> TrainSettings:
 def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of the inner steps of ``model``, over the parameters that require a gradient.
 
-    TrainingError if Muon finds no matrix in it, or torch has no Muon.
+    TrainingError if Muon finds no matrix in it, or torch has no Muon; or if the task's own optimizer trains others than those.
     """
     train = resolved(train)
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if train.optimizer == "task":
-        return task.inner_optimizer(params)
+        return _checked(AveragedParameters.of(model), task.inner_optimizer(params))
     if train.optimizer == "muon":
         with _explained():
             return muon(
@@ -425,6 +427,23 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
     return torch.optim.AdamW(
         params, betas=BETAS, fused=fused, **{name: getattr(train, name) for name in KNOBS}
     )
+
+
+def _checked(averaged: AveragedParameters, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the task's optimizer. TrainingError unless it trains the parameters that are averaged, and no others."""
+    lacking, more = averaged.compared(all_parameters(inner))
+    if lacking:
+        count = len(averaged)
+        raise TrainingError(
+            f"The task's inner_optimizer() trains {count - len(lacking)} of the {count} parameters that require a gradient, and "
+            f"not {lacking[0]}: let it train all that it is given, or freeze the rest in model() (requires_grad_(False))."
+        )
+    if trained := [parameter for parameter in more if parameter.requires_grad]:
+        raise TrainingError(
+            f"The task's inner_optimizer() trains {len(trained)} parameters that are not its model's, such as one of shape "
+            f"{tuple(trained[0].shape)}: make them part of what model() returns."
+        )
+    return inner
 
 
 def parameter_split(task: Task, train: TrainSettings, model: torch.nn.Module) -> Split | None:

@@ -9,7 +9,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,7 @@ from shoal.node.training.throughput import FlopCount, Throughput, repeated
 from shoal.optim import Alone, Exchange, RoundInfo
 from shoal.optim.device import copies_beside
 from shoal.optim.inner import repeated_blocks
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 
@@ -182,7 +183,7 @@ class Trainer:
         device: torch.device | None = None,
         slow_on_device: bool = False,
         offload: Path | None = None,
-        on_model: Callable[[list[torch.nn.Parameter]], None] = lambda params: None,
+        on_model: Callable[[Sequence[torch.Tensor]], None] = lambda params: None,
         on_round: Callable[[RoundInfo], None] | None = None,
         layout: Layout | None = None,
         clock: Callable[[], float] = time.time,
@@ -196,7 +197,7 @@ class Trainer:
         if own is not None and own.recompute:
             recompute(self.model)
         wrapped = self.layout.wrap(self.model, self.device)
-        self.params = [p for p in self.model.parameters() if p.requires_grad]
+        self.params = AveragedParameters.of(self.model)
         self._made = _shapes(self.model.state_dict())
         """Form of the model's state before its first step, which is what a resumed run loads into."""
         on_model(self.params)

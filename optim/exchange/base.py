@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.parameters import AveragedParameters
 
 SLAB = 1 << 18  # values that are computed at a time
 
@@ -211,9 +212,9 @@ class Exchange:
     def attach(self, optimizer: Any) -> None:
         """Take note of the ``OuterOptimizer``. Called once, when that is made; an exception prevents its construction."""
 
-    def ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def ordered(self, parameters: AveragedParameters) -> AveragedParameters:
         """Return the averaged parameters in the order on which peers agree. An exception prevents the optimizer's construction."""
-        return list(parameters)
+        return parameters
 
 
 def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:

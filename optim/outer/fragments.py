@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.optim.parameters import unwrapped
+
 Weight = Callable[[int, int], float]
 """(tokens, steps) -> weight, at least 0 and finite."""
 
@@ -68,7 +70,7 @@ def layers(
     """
     by_layer: dict[tuple[str, ...], list[_Named]] = {}
     wanted = None if among is None else set(map(id, among))
-    for name, parameter in _unwrapped(model).named_parameters():
+    for name, parameter in unwrapped(model).named_parameters():
         if parameter.requires_grad and (wanted is None or id(parameter) in wanted):
             path = name.split(".")
             end = next((index + 1 for index, part in enumerate(path) if part.isdigit()), 1)
@@ -79,16 +81,6 @@ def layers(
         for layer in by_layer.values()
         for part in _split(layer, most)
     ]
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the innermost module that has all parameters of ``model``."""
-    while next(model.parameters(recurse=False), None) is None:
-        inside = [child for child in model.children() if next(child.parameters(), None) is not None]
-        if len(inside) != 1:
-            break
-        model = inside[0]
-    return model
 
 
 def _values(layer: Sequence[_Named]) -> int:

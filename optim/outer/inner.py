@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -23,15 +23,13 @@ from shoal.optim.device import wide
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.rule import RoundContext, Rule, State
 from shoal.optim.outer.weights import local
+from shoal.optim.parameters import AveragedParameters, plain_name
 
 Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """An optimizer, or several of different parameters."""
 
 Exclude = Sequence[str | Tensor]
 """Parameters, their names, names of modules, or patterns of names, in which "*" stands for any characters."""
-
-_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
-"""Parts of names that come from wrappers of a model: DistributedDataParallel, torch.compile, FSDP."""
 
 
 def all_parameters(inner: Inner) -> list[Tensor]:
@@ -57,25 +55,28 @@ def fault_of(parameter: Tensor) -> str:
     return ""
 
 
-def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> list[Tensor]:
+def trained(
+    inner: Inner, exchange: Exchange, but: Iterable[Tensor] = (), model: nn.Module | None = None
+) -> AveragedParameters:
     """Return the parameters that require a gradient, ``but`` for some: those that are averaged.
 
-    They are in the order of ``exchange`` if it has one (that of a session's model), else in that of ``all_parameters``, unless the
-    optimizer has an ``order`` of its own, as `shoal.muon` makes it.
+    They are in the order of ``model``, without one in that of ``all_parameters``; an exchange may have an order of its own, that of
+    a session's model.
 
     ValueError names one that cannot be trained.
     """
-    every, left_out = all_parameters(inner), set(but)
-    if order := getattr(inner, "order", ()):
-        own = set(every)
-        every = [parameter for parameter in order if parameter in own]
+    left_out = set(but)
     averaged = [
-        parameter for parameter in every if parameter.requires_grad and parameter not in left_out
+        parameter
+        for parameter in all_parameters(inner)
+        if parameter.requires_grad and parameter not in left_out
     ]
-    for number, parameter in enumerate(every):
+    for number, parameter in enumerate(all_parameters(inner)):
         if parameter.requires_grad and (fault := fault_of(parameter)):
             raise ValueError(f"parameter {number} of the inner optimizer {fault}")
-    return exchange.ordered(averaged)
+    if model is None:
+        return exchange.ordered(AveragedParameters(averaged))
+    return exchange.ordered(AveragedParameters.of(model, averaged))
 
 
 def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:
@@ -113,8 +114,59 @@ def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Ten
 
 def fits(name: str, pattern: str) -> bool:
     """Return True if a parameter's or buffer's name is the pattern, lies in the module of that name, or matches it."""
-    name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    name = plain_name(name)
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+class Unfrozen:
+    """Notices a parameter that is trained and was frozen, or was not there, when this was made.
+
+    Args:
+        model: whose parameters are looked through by name, for wrappers may put others in their place; None: none.
+        others: parameters besides, of an inner optimizer.
+        exclude: what stays a peer's own, as an outer optimizer has it.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, others: Iterable[Tensor], exclude: Exclude = ()
+    ) -> None:
+        self._model, self._patterns = model, [one for one in exclude if isinstance(one, str)]
+        own = {id(one) for one in exclude if isinstance(one, Tensor)}
+        self._frozen: dict[Tensor, str] = {}
+        """Parameters that are frozen, each as a message names it."""
+        self._known: set[str] = set()
+        """Names of those that are trained or a peer's own."""
+        self._round = -1
+        """In which the whole model was looked through last."""
+        for name, parameter in self._named():
+            if parameter.requires_grad or id(parameter) in own:
+                self._known.add(name)
+            else:
+                self._frozen[parameter] = f"the parameter {name!r}, frozen at first,"
+        for other in others:
+            if not other.requires_grad:
+                shape = tuple(other.shape)
+                self._frozen.setdefault(other, f"a parameter of shape {shape}, frozen at first,")
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of each parameter of the model that is not excluded by name."""
+        named = () if self._model is None else self._model.named_parameters()
+        for name, parameter in named:
+            if not any(fits(name, pattern) for pattern in self._patterns):
+                yield plain_name(name), parameter
+
+    def found(self, round: int) -> str | None:
+        """Return the first such parameter, as a message names it; the model is looked through once in each ``round``."""
+        for parameter, what in self._frozen.items():
+            if parameter.requires_grad:
+                return what
+        if round == self._round:
+            return None
+        self._round = round
+        for name, parameter in self._named():
+            if parameter.requires_grad and name not in self._known:
+                return f"the parameter {name!r}, frozen or not there at first,"
+        return None
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
@@ -312,27 +364,16 @@ class Combined(Wrapper):
 
     ``state_dict`` is that of a single optimizer with the groups of all, in their order.
 
-    Args:
-        optimizers: at least one.
-        order: in which an outer optimizer is to have the parameters, at least all of theirs; empty: that of the groups.
-
     Raises:
-        ValueError: there is no optimizer, two have the same parameter, or ``order`` lacks one.
+        ValueError: there is no optimizer, or two have the same parameter.
     """
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.parts: list[torch.optim.Optimizer] = []
-        self.order = list(order)
         if not optimizers:
             raise ValueError("there is no inner optimizer: hand in at least one")
         # torch gives each group the settings that it lacks, for schedulers look for the same ones in all (OneCycleLR: betas).
         groups = [group for one in optimizers for group in one.param_groups]
-        if order and not {parameter for group in groups for parameter in group["params"]} <= set(
-            order
-        ):
-            raise ValueError("the order lacks a parameter of the optimizers")
         super().__init__(groups, dict(ChainMap(*(one.defaults for one in optimizers))))
         self.parts = list(optimizers)
 

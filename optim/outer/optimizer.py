@@ -56,6 +56,7 @@ from shoal.optim.outer.inner import (
 from shoal.optim.outer.rule import AveragesEvenly, KeepsFast, RoundContext, State, assign, kind_of
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weights import Processes
+from shoal.optim.parameters import AveragedParameters
 from shoal.optim.schedule import Apply, Every, RoundLength, Schedule, Send, Streaming
 
 if TYPE_CHECKING:
@@ -182,9 +183,9 @@ class OuterOptimizer(OuterState):
         return super().__new__(cls)
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """The averaged parameters, in the order of ``slow``."""
-        return list(self._params)
+    def parameters(self) -> AveragedParameters:
+        """The averaged parameters, in the order of ``slow``: that of the model, if there is one."""
+        return self._params
 
     _step_supports_amp_scaling = True
     """``GradScaler`` calls ``step`` after an overflow too, and leaves it to ``step`` to unscale the gradients."""
@@ -721,11 +722,10 @@ def _length(opt: OuterOptimizer) -> str:
     )
 
 
-def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> list[Tensor]:
+def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> AveragedParameters:
     """Return the parameters that an optimizer with these options averages, in its order."""
-    return trained(
-        inner, exchange, excluded(options.get("exclude", ()), inner, options.get("model"))
-    )
+    model = options.get("model")
+    return trained(inner, exchange, excluded(options.get("exclude", ()), inner, model), model)
 
 
 def cut(

@@ -38,6 +38,7 @@ from shoal.optim.outer.inner import (
     Inner,
     OuterGroups,
     Stepped,
+    Unfrozen,
     Wrapper,
     all_parameters,
     as_one,
@@ -56,7 +57,7 @@ from shoal.optim.outer.rule import (
     kind_of,
     same_memory,
 )
-from shoal.optim.outer.torch_form import TorchForm
+from shoal.optim.outer.torch_form import TorchForm, check_names, in_order
 from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
 
@@ -104,8 +105,8 @@ class OuterState(Wrapper):
         self.run, self.on_round, self.weight = run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
-        self._params = trained(inner, exchange, own)
-        self._frozen = [p for p in every if not p.requires_grad and p not in own]
+        self._params = trained(inner, exchange, own, model)
+        self._unfrozen = Unfrozen(model, [p for p in every if p not in own], exclude)
         self._count = len(every)
         if torch.is_inference_mode_enabled():
             raise ValueError(
@@ -197,16 +198,20 @@ class OuterState(Wrapper):
             )
 
     def _check_parameters(self) -> None:
-        """Raise ValueError if the inner optimizer has parameters, or trains some, that were not there or frozen at first."""
+        """Raise ValueError if a parameter is trained that was not there, or frozen, when this was made.
+
+        Once a round, after each sending, the whole model is looked through.
+        """
         if sum(len(group["params"]) for group in self.param_groups) != self._count:
             raise ValueError(
                 "the inner optimizer has other parameters than when the outer one was made, and they would never be averaged: on "
                 "all peers, finish() and make a new one after adding parameter groups"
             )
-        if any(p.requires_grad for p in self._frozen):
+        found = self._unfrozen.found(self.round)
+        if found is not None:
             raise ValueError(
-                "a parameter that was frozen when the outer optimizer was made is trained now, and would never be averaged: on all "
-                "peers, finish() and make a new one after unfreezing"
+                f"{found} is trained now, and would never be averaged: on all peers, finish() and make a new outer optimizer after "
+                "unfreezing or adding it, or freeze it again"
             )
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
@@ -278,6 +283,7 @@ class OuterState(Wrapper):
             "groups": self.outer.settings(),
             "in_flight": begun,
             "order": self._form.order,
+            "names": list(self._params.names),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,11 +303,6 @@ class OuterState(Wrapper):
         check_rank(state.get("rank"), self._weights.rank)
         state = self.whole_form(state)
         groups = groups_of(state, len(self.outer.param_groups))
-        if state.get("order", self._form.order) != self._form.order:
-            raise ValueError(
-                "the saved outer state has the parameters in the order of another model or session: save state_dict() in place of "
-                "whole_state(), which fits any order"
-            )
         rule_state, codecs = (
             self._weights.housed(self._checked_rule(state, self.slow)),
             self._loaded_codecs(state),
@@ -362,11 +363,24 @@ class OuterState(Wrapper):
         return check_keys(self._whole(state))
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return (
-            dict(state)
-            if "param_groups" not in state
-            else self._form.unpack(state, self.rule_state)
-        )
+        """Return the whole state of a saved one of either form, in this optimizer's order of parameters.
+
+        ValueError if it has other parameters, or is one rank's part of another order.
+        """
+        form = self._form
+        whole = dict(state)
+        if "param_groups" in state:
+            whole = form.unpack(state, self.rule_state)
+        order = whole.get("order", form.order)
+        check_names(order, whole.get("names", ()), form.order, self._params.names)
+        if order == form.order:
+            return whole
+        if sorted(order) != sorted(form.order) or whole.get("rank") is not None:
+            raise ValueError(
+                "the saved outer state is of other parameters, or of another order of them: train the same ones of the model, by "
+                "an inner optimizer of the same groups"
+            )
+        return in_order(whole, form.order, self._parts)
 
     def _checked_rule(self, state: Mapping[str, Any], slow: Sequence[Tensor]) -> State:
         """Return the rule's initial state for these slow weights. ValueError unless what was saved fits it, and the fragments."""

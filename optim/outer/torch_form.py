@@ -28,6 +28,7 @@ TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 FLATTEN = "flatten_optimizer_state_dict"
 _PLAIN = (
     "steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule", "order",
+    "names",
 )  # fmt: skip
 
 
@@ -195,9 +196,11 @@ class TorchForm:
             to = [self.order.index(at) for at in was]
             progress["parts"] = [sorted(to[index] for index in part) for part in progress["parts"]]
             progress["rounded"] = [to[index] for index in progress["rounded"]]
+            names = progress.get("names", [""] * len(was))
             progress |= {
                 "in_flight": [],
                 "order": self.order,
+                "names": [names[was.index(at)] for at in self.order],
             }  # what was sent is in the old order: it is taken back
         number = {parameter: at for at, parameter in enumerate(self._every)}
         entries = [dict(state["state"].get(key, {})) for key in keys]
@@ -286,6 +289,67 @@ class TorchForm:
             if part is tensor or shape is None or part.numel() != shape.numel()
             else part.reshape(shape)
         )
+
+
+def check_names(
+    was: Sequence[int], saved: Sequence[str], now: Sequence[int], own: Sequence[str]
+) -> None:
+    """Raise ValueError if a parameter of the inner optimizer had another name when the state was saved.
+
+    ``was``, ``now``: the numbers of the averaged parameters among those of the inner optimizer; ``saved``, ``own``: their names,
+    each empty where there was no model.
+    """
+    before = dict(zip(was, saved, strict=False))
+    for number, name in zip(now, own, strict=True):
+        then = before.get(number, "")
+        if name and then and name != then:
+            raise ValueError(
+                f"number {number} of the inner optimizer's parameters was {then!r} when the state was saved, and is {name!r} now: "
+                "make the inner optimizer, and the model, as they were then"
+            )
+
+
+def in_order(
+    whole: Mapping[str, Any], order: Sequence[int], parts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return a whole state with its parameters in another ``order``, which has the same numbers as that of the state.
+
+    What is in flight is taken back: it was sent in the old order. ``parts``: positions of each fragment in the new order.
+    """
+    place = {number: at for at, number in enumerate(whole["order"])}
+    source = [place[number] for number in order]
+    """For each position its old one."""
+    names = whole.get("names") or [""] * len(source)
+    rounding = whole.get("rounding", {})
+    rule = {
+        name: [tensors[old] for old in source] if len(tensors) == len(source) else tensors
+        for name, tensors in whole["rule"].items()
+    }
+    return {
+        **whole,
+        "slow": [whole["slow"][old] for old in source],
+        "rule": rule,
+        "rounding": {new: rounding[old] for new, old in enumerate(source) if old in rounding},
+        "codecs": [
+            _memory_in_order(memory, [source[new] for new in part])
+            for memory, part in zip(whole.get("codecs", ()), parts, strict=False)
+        ],
+        "in_flight": [],
+        "order": list(order),
+        "names": [names[old] for old in source],
+    }
+
+
+def _memory_in_order(memory: Mapping[str, Any], source: Sequence[int]) -> dict[str, Any]:
+    """Return a codec's memory of a fragment whose parameters had the positions ``source``, which were ascending."""
+    error = memory.get("error")
+    if error is None or len(error) % len(source):
+        return dict(memory)
+    ascending = sorted(source)
+    within = [ascending.index(old) for old in source]
+    count = len(source)
+    moved = [error[first + at] for first in range(0, len(error), count) for at in within]
+    return {**memory, "error": moved}
 
 
 def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:

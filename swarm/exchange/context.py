@@ -87,7 +87,7 @@ class PeerContext:
     swarm: str
     """The swarm id, which is also the run in every ``RoundKey``."""
     model: str
-    """``model_digest`` of the parameters; members with another one are ignored."""
+    """``model_digest`` of the averaged parameters; members with another one are ignored."""
     seed: int
     """Seed of the pairing and of the order of leaders, equal at all peers."""
     members: Callable[[], Mapping[str, Member]]

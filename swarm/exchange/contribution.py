@@ -21,6 +21,7 @@ import concurrent.futures
 import functools
 import hashlib
 import itertools
+import json
 import math
 import threading
 import time
@@ -47,7 +48,8 @@ from shoal.optim.exchange.base import (
     RoundKey,
     slabs,
 )
-from shoal.swarm.errors import MessageError, NetworkError
+from shoal.optim.parameters import AveragedParameters
+from shoal.swarm.errors import MessageError, NetworkError, printable
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
 from shoal.swarm.internal_errors import InternalError, InternalErrors, Place, TrialError
 from shoal.swarm.wire.envelope import (
@@ -224,25 +226,76 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
     return EncodedContribution(key, payload, shapes, codec, weight, contribution.even)
 
 
-def model_digest(tensors: Sequence[Tensor]) -> str:
-    """Return the hex SHA-256 of the tensors' types and shapes. Peers average only if theirs are equal."""
-    return parameters_digest((tensor.dtype, tensor.shape) for tensor in tensors)
+def model_digest(parameters: AveragedParameters) -> str:
+    """Return the hex SHA-256 of the parameters' names, types and shapes. Peers average only if theirs are equal."""
+    return outline_digest(Outline.of(parameters), parameters.dtypes)
 
 
-def parameters_digest(parameters: Iterable[tuple[torch.dtype, Sequence[int]]]) -> str:
-    """Return the `model_digest` of parameters of which only type and shape are known."""
-    return hashlib.sha256(
-        ";".join(f"{dtype}{list(shape)}" for dtype, shape in parameters).encode()
-    ).hexdigest()
+@dataclass(frozen=True)
+class Outline:
+    """Names and shapes of a model's averaged parameters, in their order.
+
+    Each name is empty where a model's parameters were handed in as a list. There are none at all where only the shapes are known.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+
+    @classmethod
+    def of(cls, parameters: AveragedParameters) -> Outline:
+        return cls(parameters.names, parameters.shapes)
+
+    def differs(self, theirs: Outline) -> str | None:
+        """Return the first difference to the parameters of another peer, in words, or None."""
+        shapes = shapes_differ(self.shapes, theirs.shapes, self.names)
+        if len(self.names) != len(self.shapes) or len(theirs.names) != len(theirs.shapes):
+            return shapes
+        if any(self.names) == any(theirs.names):
+            return _names_differ(self.names, theirs.names) or shapes
+        where, other = ("here", "there") if any(self.names) else ("there", "here")
+        return shapes or (
+            f"the parameters have names {where} and none {other}, where a list of them is averaged in place of a module"
+        )
 
 
-def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | None:
-    """Return the first difference between two lists of shapes, in words, or None."""
+def outline_digest(outline: Outline, dtypes: Iterable[torch.dtype]) -> str:
+    """Return the `model_digest` of parameters of which only these are known."""
+    rows = [
+        [name, str(dtype), list(shape)]
+        for name, dtype, shape in zip(outline.names, dtypes, outline.shapes, strict=True)
+    ]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def _names_differ(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
+    """Return the first difference between two lists of names, in words, or None."""
+    if len(mine) != len(theirs):
+        counts = f"the model has {len(mine)} parameters here and {len(theirs)} there"
+        for own, others, where in ((mine, theirs, "here"), (theirs, mine, "there")):
+            lacking = set(others)
+            only = next((name for name in own if name and name not in lacking), None)
+            if only is not None:
+                return f"{counts}: {printable(only)!r} is only {where}"
+        return counts
+    for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        if here != there:
+            said = f"parameter {number} is {printable(here)!r} here and {printable(there)!r} there"
+            same = sorted(mine) == sorted(theirs)
+            return f"{said}, the same names in another order" if same else said
+    return None
+
+
+def shapes_differ(
+    mine: tuple[Shape, ...], theirs: tuple[Shape, ...], names: Sequence[str] = ()
+) -> str | None:
+    """Return the first difference between two lists of shapes, in words, or None. ``names``: of the tensors, here."""
     if len(mine) != len(theirs):
         return f"the model has {len(mine)} tensors here and {len(theirs)} there"
     for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
         if here != there:
-            return f"tensor {number} has shape {list(here)} here and {list(there)} there"
+            name = names[number] if number < len(names) else ""
+            what = f"{printable(name)!r}" if name else f"tensor {number}"
+            return f"{what} has shape {list(here)} here and {list(there)} there"
     return None
 
 

@@ -38,10 +38,14 @@ from statistics import median, median_low
 import torch
 
 from shoal.optim import OuterOptimizer, RoundInfo
-from shoal.optim.codecs.base import Shape
+from shoal.optim.parameters import AveragedParameters
 from shoal.optim.schedule import Send
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import ExchangeStats, parameters_digest
+from shoal.swarm.exchange.contribution import (
+    ExchangeStats,
+    Outline,
+    outline_digest,
+)
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.p2p.addresses import host_of, known_first, of_ranges
 from shoal.swarm.p2p.host import Host
@@ -100,7 +104,7 @@ def catch_up(
 
     Raises ModelDiffersError; NetworkError if it is under way, but nobody hands out weights, or no second peer confirms them.
     """
-    check_model(membership, model, opt.shapes)
+    check_model(membership, model, opt.parameters)
     state: State | None = None
     for attempt in range(TRIES):
         began = clock()
@@ -127,29 +131,41 @@ def catch_up(
     return state
 
 
-def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> None:
-    """Raise ModelDiffersError unless the swarm's model has the digest ``model``; it names the difference if a member tells it."""
+def check_model(membership: Membership, model: str, parameters: AveragedParameters) -> None:
+    """Raise ModelDiffersError unless the swarm's model has these parameters; it names the difference if a member tells it.
+
+    ``model``: their digest.
+    """
     if model == membership.manifest.model:
         return
+    outline = Outline.of(parameters)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        if membership.manifest.model == parameters_digest((dtype, shape) for shape in shapes):
+        if membership.manifest.model == outline_digest(outline, [dtype] * len(parameters)):
             raise ModelDiffersError(
                 f"This node's parameters are not of the dtype of the swarm's, {dtype}: make them so, by model.to({dtype})."
             )
-    # Any member's header will do: the shapes in it name the difference, which raises.
+    # Any member's header will do: the names and shapes in it tell the difference, which raises.
     sources = _addressed(
         in_order(
             list(_others(membership).values()), membership.host.met, membership.manifest.creator
         )
     )
-    query = StateQuery(StateRequest(swarm=membership.swarm, model=model), shapes)
+    query = StateQuery(
+        StateRequest(swarm=membership.swarm, model=model), outline.shapes, names=outline.names
+    )
     try:
         if sources:
             fetch_state(membership.host, query, sources)
     except NetworkError as error:
         log.info("no member reported how the model differs: %s", error)
+    if not any(outline.names):
+        raise ModelDiffersError(
+            "This node's model does not fit the swarm: hand in the module as state, for a list of parameters has no names, or "
+            "use the swarm's model."
+        )
     raise ModelDiffersError(
-        "This node's model does not fit the swarm: use the task, options and version of the swarm."
+        "This node's model does not fit the swarm: names, shapes or types of its parameters differ, and no member told which; use "
+        "the swarm's model, task, options and version, or compare them while a member runs (shoal doctor LINK)."
     )
 
 
@@ -177,7 +193,12 @@ def sources_in(
 def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
     request = StateRequest(swarm=membership.swarm, model=model)
     return StateQuery(
-        request, opt.shapes, opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments
+        request,
+        opt.shapes,
+        opt.shared_shapes,
+        equal=opt.anchored,
+        fragments=opt.fragments,
+        names=opt.parameters.names,
     )
 
 

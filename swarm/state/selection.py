@@ -61,7 +61,7 @@ from shoal.swarm.state.snapshot import (
     nothing,
     snapshot_id,
 )
-from shoal.swarm.wire.envelope import CHUNK, fresh_nonce, pack, unpack
+from shoal.swarm.wire.envelope import CHUNK, fresh_nonce, pack, pack_names, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
 
 if TYPE_CHECKING:
@@ -382,9 +382,11 @@ class StateServer:
         model: str,
         shapes: Sequence[Shape],
         clock: Callable[[], float] = time.monotonic,
+        names: Sequence[str] = (),
     ) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
+        self._names = pack_names(names)
         self._wanted: dict[asyncio.Future[Snapshot | Answer], tuple[StateRequest, str]] = {}
         """Callers that wait: what each asked for, and its peer id."""
         self._places = StreamPlaces(MAX_WAITING)
@@ -475,7 +477,9 @@ class StateServer:
         self, state: State, payload: Tensor | Spool, version: tuple[object, ...]
     ) -> None:
         try:
-            snapshot = await asyncio.get_running_loop().run_in_executor(None, make, state, payload)
+            snapshot = await asyncio.get_running_loop().run_in_executor(
+                None, make, state, payload, self._names
+            )
             self._last = version, snapshot.id
             self._kept.put(snapshot)
             await self._hand_out(snapshot)
@@ -514,8 +518,8 @@ class StateServer:
         if request.swarm != self._swarm:
             return Answer(verdict="refuse", reason="this peer is in another swarm", round=0)
         if request.model != self._model:
-            # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
-            return nothing(self._shapes)
+            # Names and shapes in the header tell the difference, so that the newcomer's user can mend it; no weights follow.
+            return nothing(self._shapes, self._names)
         if self._keeps_its_own(request, stream.peer_id):
             return DIVERGED
         if not self._places.take(stream):

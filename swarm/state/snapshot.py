@@ -207,8 +207,11 @@ def encode(state: State) -> Tensor | Spool:
     return spool
 
 
-def make(state: State, payload: Tensor | Spool) -> Snapshot:
-    """Return the snapshot of ``state``, whose `encode` is ``payload``. Hashes all of it: do not call it on the host's loop."""
+def make(state: State, payload: Tensor | Spool, names: bytes = b"") -> Snapshot:
+    """Return the snapshot of ``state``, whose `encode` is ``payload``. Hashes all of it: do not call it on the host's loop.
+
+    ``names``: packed ones of the parameters.
+    """
     digests = digests_of(payload)
     header = StateHeader(
         round=state.round,
@@ -220,15 +223,21 @@ def make(state: State, payload: Tensor | Spool) -> Snapshot:
             (name, shapes_digest([tuple(t.shape) for t in state.extra[name]]))
             for name in sorted(state.extra)
         ),
+        names=names,
         applied=struct.pack(f"<{len(state.applied)}Q", *(round + 1 for round in state.applied)),
     )
     return Snapshot(header, payload, digests)
 
 
-def nothing(shapes: tuple[Shape, ...]) -> StateHeader:
-    """Return a header that declares the model's shapes, and whose bytes nobody holds."""
+def nothing(shapes: tuple[Shape, ...], names: bytes = b"") -> StateHeader:
+    """Return a header that declares the model's shapes and packed names, and whose bytes nobody holds."""
     return StateHeader(
-        round=0, nbytes=FLOAT32.nbytes(shapes), shapes=shapes, dtype="float32", sha256=bytes(32)
+        round=0,
+        nbytes=FLOAT32.nbytes(shapes),
+        shapes=shapes,
+        dtype="float32",
+        sha256=bytes(32),
+        names=names,
     )
 
 

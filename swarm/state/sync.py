@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE
-from shoal.swarm.exchange.contribution import shapes_differ
+from shoal.swarm.exchange.contribution import Outline
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.pacing import SLOWEST
 from shoal.swarm.state.selection import (
@@ -48,7 +48,7 @@ from shoal.swarm.state.snapshot import (
     shapes_digest,
     snapshot_id,
 )
-from shoal.swarm.wire.envelope import MAX_COUNT
+from shoal.swarm.wire.envelope import MAX_COUNT, unpack_names
 from shoal.swarm.wire.messages import StateHeader, StateRequest
 
 if TYPE_CHECKING:
@@ -68,17 +68,17 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ModelDiffersError(ShoalError):
-    """This node's model has other shapes than the swarm's."""
+    """This node's model has other names or shapes than the swarm's."""
 
 
 @dataclass(frozen=True)
 class StateQuery:
     """Query for a state that a node can use.
 
-    ``shapes``: of the slow weights. ``extra``: shapes of what its outer rule takes over beside them, by name; a source may have
-    less, never other. ``equal``: in this method peers hold the same weights. ``confirmed``: a second peer must confirm the
-    weights; otherwise the latest offer will do. ``fragments``: of this node's optimizer; None: a state without their rounds will
-    do. ``attempts``: times that the sources are asked, at most.
+    ``shapes``, ``names``: of the slow weights; without names those are not compared. ``extra``: shapes of what its outer rule
+    takes over beside them, by name; a source may have less, never other. ``equal``: in this method peers hold the same weights.
+    ``confirmed``: a second peer must confirm the weights; otherwise the latest offer will do. ``fragments``: of this node's
+    optimizer; None: a state without their rounds will do. ``attempts``: times that the sources are asked, at most.
     """
 
     request: StateRequest
@@ -89,16 +89,18 @@ class StateQuery:
     fragments: int | None = None
     patience: float = PATIENCE_S
     attempts: int = ATTEMPTS
+    names: Sequence[str] = ()
 
     def check(self, peer: str, header: StateHeader) -> None:
         """Check that an offer fits: what is allocated follows from this node's own shapes, whatever the peer says.
 
         Raises ModelDiffersError, MessageError.
         """
-        difference = shapes_differ(tuple(self.shapes), header.shapes)
+        theirs = Outline(unpack_names(header.names), header.shapes)
+        difference = Outline(tuple(self.names), tuple(self.shapes)).differs(theirs)
         if difference is not None:
             raise ModelDiffersError(
-                f"This node's model does not fit the swarm: {difference} (in the swarm); use the task and options of the swarm."
+                f"This node's model does not fit the swarm: {difference} (in the swarm); use the swarm's model, task and options."
             )
         names = [name for name, _ in header.extra]
         unknown = [

@@ -256,7 +256,7 @@ class LossTrial:
     Args:
         loss: returns the loss of a model on a batch.
         batches: none of them is known to another peer.
-        model: what is trained; frozen parameters are shared with the copy.
+        model: what is trained, with all parameters of ``opt``; frozen parameters are shared with the copy.
         opt: the outer optimizer, whose slow weights stand for those that a contribution leaves out.
         autocast: makes the context of computing in this node's precision.
         log: told of each trial that is broken off.
@@ -271,15 +271,14 @@ class LossTrial:
         log: Callable[[str], None],
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        shared = {
+        copies: dict[int, Any] = {
             id(parameter): parameter
             for parameter in model.parameters()
             if not parameter.requires_grad
         }
-        self._model = copy.deepcopy(model, shared).eval()
-        self._params = [
-            parameter for parameter in self._model.parameters() if parameter.requires_grad
-        ]
+        self._model = copy.deepcopy(model, copies).eval()
+        self._params = [copies[id(parameter)] for parameter in opt.parameters]
+        """The copy's parameters, in the order of the slow weights."""
         self._task_loss, self._batches, self._opt, self._autocast, self._log = (
             loss,
             batches,

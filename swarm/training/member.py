@@ -40,7 +40,7 @@ class OuterSync:
 
     Args:
         membership: this peer's place in the swarm.
-        model: digest of the model's shapes.
+        model: digest of the model's names and shapes.
         exchange: the optimizer's.
         screen: the screen by which that exchange refuses updates.
         clock: seconds; a simulation has its own.
@@ -67,7 +67,9 @@ class OuterSync:
             CHUNKS_PROTOCOL,
             max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1),
         )
-        self._server = StateServer(host, membership.swarm, model, shapes, clock)
+        self._server = StateServer(
+            host, membership.swarm, model, shapes, clock, opt.parameters.names
+        )
         self._resynchronizer = Resynchronizer(
             membership,
             model,
@@ -224,7 +226,7 @@ class TrainingMember:
     Args:
         membership: this peer's place in the swarm.
         opt, exchange, screen: the outer optimizer, its exchange, and the screen that refuses others' updates.
-        model: digest of the model's shapes.
+        model: digest of the model's names and shapes.
         name: of this node, for people.
         clock: seconds; a simulation has its own.
     """

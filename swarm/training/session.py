@@ -10,7 +10,7 @@
 
 Making the optimizer makes this node a member: it is compared with the swarm's settings, takes over the swarm's weights, and waits
 until the swarm begins. From then on each of its steps also does a member's duties. It never raises because of a peer. A swarm of
-`shoal up` can be joined too, with a model of the same shapes.
+`shoal up` can be joined too, with a model whose parameters have the same names and shapes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped, config_diff
 from shoal.optim.outer.inner import Inner
+from shoal.optim.parameters import AveragedParameters
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
 from shoal.swarm.access import Link
 from shoal.swarm.changes import changed, described
@@ -66,6 +67,7 @@ from shoal.swarm.training.session_setup import (
     begin,
     checked_name,
     default_name,
+    fitting,
     identity_of,
     new_swarm,
     parameters_of_all,
@@ -88,7 +90,7 @@ class Session:
     def __init__(
         self,
         membership: Membership,
-        params: list[Tensor],
+        params: AveragedParameters,
         model: nn.Module | None,
         name: str,
         *,
@@ -106,6 +108,7 @@ class Session:
         )
         shard = Shard(least_used(everyone, of, peer), of, seed)
         manifest = membership.manifest
+        params = fitting(params, manifest.model)
         self._prepare(
             manifest.outer,
             manifest.train,
@@ -125,7 +128,7 @@ class Session:
         fragment_of: Sequence[int],
         shard: Shard,
         swarm: str,
-        params: list[Tensor],
+        params: AveragedParameters,
         model: nn.Module | None,
         ranks: Ranks | None,
         channel: Channel | None,
@@ -248,13 +251,7 @@ class Session:
                 if name in has
                 else f"A session's optimizer has no option {name!r}: it has slow_device and on_round."
             )
-        # One that is unfrozen later is trained by the caller, and averaged with nobody: it must be seen.
-        frozen = (
-            ()
-            if self._model is None
-            else (p for p in self._model.parameters() if not p.requires_grad)
-        )
-        made = Stepped([*self._params, *frozen]) if inner is None else inner
+        made = Stepped([*self._params]) if inner is None else inner
         return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
@@ -310,7 +307,7 @@ class Session:
     def _speeds(self) -> list[float]:
         return announced_speeds(self._membership)
 
-    def _ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def _ordered(self, parameters: AveragedParameters) -> AveragedParameters:
         """Return an optimizer's parameters in the order of the state, which all peers have, whatever their groups."""
         if self._closed:
             raise SessionError(
@@ -321,34 +318,24 @@ class Session:
                 "This session has its optimizer already: train on with that one, hand several inner optimizers in together "
                 "(NoLoCo([muon, adamw], ...)), or begin another session for another model."
             )
-        own, theirs = set(self._params), set(parameters)
-        lacking = [name for name, parameter in self._named() if parameter not in theirs]
-        if lacking and not own & theirs:
+        lacking, more = self._params.compared(parameters)
+        if len(lacking) == len(self._params):
             raise SessionError(
                 "None of the optimizer's parameters is in the session's state: make it of the model that is handed in as state, "
                 "both after the model is moved, cast or wrapped."
             )
         if lacking:
             raise SessionError(
-                f"The optimizer trains {len(own) - len(lacking)} of the {len(own)} parameters of the session's state, and not "
-                f"{lacking[0]}: hand in as state what it trains, or let it train the rest too (in several optimizers, as a list)."
+                f"The optimizer trains {len(self._params) - len(lacking)} of the {len(self._params)} parameters of the session's "
+                f"state, and not {lacking[0]}: hand in as state what it trains, or let it train the rest too (in several "
+                "optimizers, as a list)."
             )
-        if more := [parameter for parameter in parameters if parameter not in own]:
+        if more:
             raise SessionError(
                 f"The optimizer trains {len(more)} parameters that are not in the session's state, such as one of shape "
                 f"{tuple(more[0].shape)}: hand in the whole model as state, or exclude them (exclude=[...])."
             )
-        return list(self._params)
-
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state's parameters, each with a name for people."""
-        named = () if self._model is None else self._model.named_parameters()
-        names: dict[Tensor, str] = {parameter: repr(name) for name, parameter in named}
-        for index, parameter in enumerate(self._params):
-            yield (
-                names.get(parameter, f"number {index} of shape {tuple(parameter.shape)}"),
-                parameter,
-            )
+        return self._params
 
     def _attach(self, opt: OuterOptimizer) -> None:
         """Become a member; called while ``opt`` is made, of the parameters that ``_ordered`` returned."""
@@ -587,7 +574,7 @@ class FollowingSession(Session):
     def __init__(
         self,
         facts: Mapping[str, Any],
-        params: list[Tensor],
+        params: AveragedParameters,
         model: nn.Module | None,
         ranks: Ranks,
         channel: Channel,
@@ -685,7 +672,7 @@ def create(
         RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
     """
 
-    def connected(params: list[Tensor]) -> Membership:
+    def connected(params: AveragedParameters) -> Membership:
         key = identity_of(identity)
         sealed = new_swarm(
             key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
@@ -724,7 +711,7 @@ def join(
             "from the swarm."
         )
 
-    def connected(params: list[Tensor]) -> Membership:
+    def connected(params: AveragedParameters) -> Membership:
         key, found = identity_of(identity), link if isinstance(link, Link) else Link.parse(link)
         membership = members.join(key, found, network or NetworkOptions())
         try:
@@ -734,7 +721,8 @@ def join(
                 raise SessionError(
                     "The peers of this swarm share no weights (method none): join it with `shoal join`."
                 )
-            check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
+            own = fitting(params, membership.manifest.model)
+            check_model(membership, model_digest(own), own)
         except BaseException:
             membership.close()
             raise
@@ -744,7 +732,7 @@ def join(
 
 
 def _session(
-    connected: Callable[[list[Tensor]], Membership],
+    connected: Callable[[AveragedParameters], Membership],
     state: nn.Module | Iterable[Tensor],
     node: str,
     ranks: Ranks | None,

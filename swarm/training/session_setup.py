@@ -23,6 +23,7 @@ from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, Ranks
 from shoal.optim.exchange.base import Contribution, Exchange, NoPartner
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
 from shoal.optim.outer.inner import fault_of
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -53,8 +54,10 @@ class SessionError(ShoalError):
     """An argument of a session does not fit it, or its swarm."""
 
 
-def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+def parameters_of(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
     """Return the tensors to average: those of a module, or of the given, that require a gradient (with LoRA the adapters).
+
+    Those of a module have its order and names, those of a list its order and none.
 
     SessionError if there are none, or if one is no floating-point tensor.
     """
@@ -72,7 +75,9 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
         if fault := fault_of(parameter):
             name = repr(names[parameter]) if parameter in names else f"number {number}"
             raise SessionError(f"Parameter {name} of the state {fault}.")
-    return params
+    return (
+        AveragedParameters.of(state) if isinstance(state, nn.Module) else AveragedParameters(params)
+    )
 
 
 def _names(state: nn.Module | Iterable[Tensor]) -> Iterator[tuple[Tensor, str]]:
@@ -80,7 +85,7 @@ def _names(state: nn.Module | Iterable[Tensor]) -> Iterator[tuple[Tensor, str]]:
         yield parameter, name
 
 
-def whole_parameters(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+def whole_parameters(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
     """Return the tensors to average of a peer of one process. SessionError as `parameters_of`, and for a rank's shards."""
     params = parameters_of(state)
     if any(hasattr(param, "device_mesh") for param in params):
@@ -91,7 +96,7 @@ def whole_parameters(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return params
 
 
-def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> list[Tensor]:
+def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> AveragedParameters:
     """Return this rank's parameters. SessionError or RankFailed, on all ranks, unless they suit each other."""
     if not isinstance(ranks, Ranks):
         raise SessionError(
@@ -115,9 +120,15 @@ def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> list
     return params
 
 
+def fitting(params: AveragedParameters, model: str) -> AveragedParameters:
+    """Return the parameters without their names if those of the swarm, of the digest ``model``, are a list, which has none."""
+    unnamed = AveragedParameters(params)
+    return unnamed if model_digest(unnamed) == model else params
+
+
 def new_swarm(
     identity: Identity,
-    params: Sequence[Tensor],
+    params: AveragedParameters,
     *,
     seed: int,
     outer: dict[str, Any],
@@ -329,7 +340,7 @@ class SessionExchange(Exchange):
         self,
         inner: PairExchange | GroupExchange,
         attached: Callable[[OuterOptimizer], None],
-        ordered: Callable[[Sequence[Tensor]], list[Tensor]],
+        ordered: Callable[[AveragedParameters], AveragedParameters],
         fragments: Sequence[Sequence[Tensor]] = (),
         codec: Codec = FLOAT32,
     ) -> None:
@@ -341,7 +352,7 @@ class SessionExchange(Exchange):
         """Make ``optimizer`` the session's; the optimizer calls this when it is made."""
         self._attached(optimizer)
 
-    def ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def ordered(self, parameters: AveragedParameters) -> AveragedParameters:
         """Return the optimizer's parameters in the session's order. SessionError if it has others, or is not the first."""
         return self._ordered(parameters)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -113,6 +114,31 @@ def _dims(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
     """Pack shapes: per tensor its rank as u8 and its sizes as little-endian u32."""
     return b"".join(struct.pack(f"<B{len(shape)}I", len(shape), *shape) for shape in shapes)
+
+
+MAX_NAMES = 256 << 10  # bytes of packed names
+MAX_NAMES_TEXT = 8 << 20  # bytes of names that are unpacked
+
+
+def pack_names(names: Sequence[str]) -> bytes:
+    """Pack names of parameters: UTF-8, a line each, compressed by zlib; empty if they take more than ``MAX_NAMES``."""
+    text = "\n".join(printable(name) for name in names)
+    packed = zlib.compress(text.encode(errors="replace"))
+    return packed if len(packed) <= MAX_NAMES and len(text) <= MAX_NAMES_TEXT else b""
+
+
+def unpack_names(packed: bytes) -> tuple[str, ...]:
+    """Return the names, of which none is known to be printable. MessageError if they are malformed, or too long."""
+    if not packed:
+        return ()
+    try:
+        opened = zlib.decompressobj()
+        text = opened.decompress(packed, MAX_NAMES_TEXT)
+        if not opened.eof:
+            raise MessageError("the names of the parameters are too long.")
+        return tuple(text.decode().split("\n"))
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise MessageError("the names of the parameters are malformed.") from error
 
 
 SwarmId = Annotated[str, Field(pattern=r"^[a-z2-7]{52}$")]

@@ -15,6 +15,7 @@ from shoal.swarm.wire.envelope import (
     MAX_BLAMED,
     MAX_COUNT,
     MAX_EXTRA,
+    MAX_NAMES,
     Address,
     Bytes,
     Count,
@@ -330,17 +331,19 @@ class StateHeader(Message):
     """Header of a snapshot: ``nbytes`` bytes of slow weights, of ``shapes``, and the rule's shared state. Its SHA-256 is its id.
 
     ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the shared state, in order, its name
-    and the SHA-256 of its packed shapes. ``applied``: for each fragment, as a little-endian u64, one more than the round whose
+    and the SHA-256 of its packed shapes. ``names``: of the parameters, as `shoal.swarm.wire.envelope.pack_names` packs them;
+    empty if they are too long. ``applied``: for each fragment, as a little-endian u64, one more than the round whose
     outcome is in it. The header is the same on all peers that hold the same snapshot.
     """
 
-    KIND, LIMIT = "state-header", 1024 * KIB
+    KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
     round: Count
     nbytes: Bytes
     shapes: Shapes
     dtype: Token
     sha256: Sha256
     extra: Annotated[tuple[tuple[Token, Sha256], ...], Field(max_length=MAX_EXTRA)] = ()
+    names: Annotated[bytes, Field(max_length=MAX_NAMES)] = b""
     applied: Annotated[bytes, Field(max_length=32 * KIB)] = b""
 
 

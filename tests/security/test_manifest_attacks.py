@@ -17,6 +17,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask, sized
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
@@ -80,7 +81,7 @@ def huge(tmp_path_factory):
     """The link of a real node whose swarm trains 200 thousand million parameters, with the digest that these have."""
     identity, folder = Identity.ephemeral(), tmp_path_factory.mktemp("node")
     settings = load(None, {"node.folder": folder, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
-    digest = model_digest(list(sized(**HUGE, heads=4, context=64).parameters()))
+    digest = model_digest(AveragedParameters.of(sized(**HUGE, heads=4, context=64)))
     membership = create(
         identity, signed(identity, task_options=HUGE, model=digest), network(settings)
     )

@@ -19,6 +19,7 @@ from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest
 from shoal.node.tasks.text import sized
 from shoal.node.training.resources import held
 from shoal.node.training.trainer import Trainer
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
@@ -36,7 +37,9 @@ from shoal.swarm.manifest import (
 CREATOR = Identity.ephemeral()
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}
 DIGEST = model_digest(
-    list(sized(**{key: TINY[key] for key in ("layers", "width", "heads", "context")}).parameters())
+    AveragedParameters.of(
+        sized(**{key: TINY[key] for key in ("layers", "width", "heads", "context")})
+    )
 )
 TERMS = {"policy": "tiny", "base": "0" * 64, "group": 2, "temperature": 1.0, "max_tokens": 8}
 TABLES = {

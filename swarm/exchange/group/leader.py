@@ -453,7 +453,9 @@ class GroupLeader:
                 f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}",
             )
         if ready.model != self._context.model:
-            return reply("refuse", "the models differ in the shapes or types of their parameters")
+            return reply(
+                "refuse", "the models differ in the names, shapes or types of their parameters"
+            )
         if ready.fragment > self._rounds.fragments:  # one beyond the schedule's: the last average
             return reply(
                 "refuse",

@@ -199,7 +199,7 @@ def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
     if theirs.codec != mine.codec:
         return f"the codec is {mine.codec} here and {theirs.codec} there"
     if theirs.model != mine.model or theirs.shapes != mine.shapes:
-        return "the tensors have other shapes or types here than there"
+        return "the parameters have other names, shapes or types here than there"
     if theirs.nbytes != mine.nbytes:
         return f"the payload has {mine.nbytes} bytes here and {theirs.nbytes} there"
     return None

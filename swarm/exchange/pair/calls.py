@@ -843,7 +843,9 @@ class CallAnswerer:
         if offer.model == self._context.model:
             state.evidence.heard(peer, offer.round)
         elif pairing is None:
-            return reply("refuse", "the models differ in the shapes or types of their parameters")
+            return reply(
+                "refuse", "the models differ in the names, shapes or types of their parameters"
+            )
         if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
             return reply(
                 "refuse",

@@ -22,6 +22,7 @@ from shoal.node.doctor.checks import diagnose
 from shoal.node.doctor.network_checks import Check, CheckOutcome, Note, Skip, Visit, examine
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access import Link, issue
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
@@ -61,7 +62,7 @@ class Peer:
 
     def __init__(self, width, says=16, optimizer="task"):
         self.identity, self.clock = Identity.ephemeral(), Clock()
-        params = list(load_task("text", {"width": width, "layers": 1}).model().parameters())
+        params = AveragedParameters.of(load_task("text", {"width": width, "layers": 1}).model())
         settings = load(
             None,
             {"task.options.width": says, "task.options.layers": 1, "train.optimizer": optimizer},
@@ -73,7 +74,7 @@ class Peer:
         )
         self.directory = Directory(self.host, self.identity, self.swarm)
         serve_manifest(self.host, self.swarm, sealed)
-        StateServer(self.host, self.swarm, self.model, [tuple(p.shape) for p in params])
+        StateServer(self.host, self.swarm, self.model, params.shapes, names=params.names)
         self.host.serve(DIAL_PROTOCOL, ReachabilityProbe(self.clock).answer)
         self.host.serve(SPEED_PROTOCOL, ThroughputProbe().answer)
 

@@ -20,6 +20,7 @@ from shoal.node.tasks.loader import HookError
 from shoal.node.tasks.text import GPT, sized
 from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
@@ -416,7 +417,7 @@ def door_manifest(options, digest=None, **fields):
         if digest is None
         else None
     )
-    digest = digest or model_digest(list(sized(**size).parameters()))
+    digest = digest or model_digest(AveragedParameters.of(sized(**size)))
     made = open_manifest(new_manifest(load(None, {"task.options": options}), ME, digest))
     return made.model_copy(update=fields)
 
@@ -424,7 +425,7 @@ def door_manifest(options, digest=None, **fields):
 @pytest.mark.parametrize("size", [(1, 8, 2, 8, 256), (3, 24, 4, 9, 301)])
 def test_the_size_is_that_of_the_model_that_is_made(size):
     made, small = GPT(*size), sized(*size)
-    assert model_digest(list(small.parameters())) == model_digest(list(made.parameters()))
+    assert model_digest(AveragedParameters.of(small)) == model_digest(AveragedParameters.of(made))
     assert list(small.state_dict()) == list(made.state_dict())
     assert all(parameter.is_meta for parameter in small.parameters())
     assert text_size.parameters(size[0], size[1], size[3], size[4]) == sum(

@@ -76,6 +76,32 @@ def test_a_fragment_is_tried_with_the_slow_weights_of_the_others():
     assert found(1, weights(0, 1)[1:], weights(0, 3)[1:]) == (4.0, 9.0, 16.0)
 
 
+class Lines(nn.Module):
+    """y = w x + v x + u, of which all parameters have one shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.v, self.u = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+
+    def forward(self, x):
+        return self.w * x * 3 + self.v * x * 2 + self.u
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_losses_are_those_of_the_right_weights_whatever_the_optimizers_groups(named):
+    """With positions in the order of the groups, and the copy's parameters in the model's, the loss was another model's."""
+    model = Lines()
+    groups = [{"params": [model.u]}, {"params": [model.v]}, {"params": [model.w]}]
+    opt = NoLoCo(
+        torch.optim.SGD(groups, lr=0.1), Alone(), every=2, lag=0, model=model if named else None
+    )
+    of = {id(model.w): 1.0, id(model.v): 10.0, id(model.u): 100.0}
+    own = [torch.tensor([of[id(parameter)]]) for parameter in opt.parameters]
+    theirs = [3 * tensor for tensor in own]
+    loss = (3 * 1 + 2 * 10 + 100) ** 2
+    assert trial(model, opt)(0, own, theirs) == (loss, 4 * loss, 9 * loss)
+
+
 def test_trials_that_take_too_long_become_rarer_until_one_does_not(monkeypatch):
     said, model = [], Line().model()
     found = trial(model, around(model), said.append)

@@ -235,7 +235,7 @@ def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_late
     net.base.weight.requires_grad_(True)
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(
-        ValueError, match="was frozen when the outer optimizer was made is trained now"
+        ValueError, match="frozen at first, is trained now, and would never be averaged"
     ):
         adapt(net, opt, 1)
     assert opt.steps == 1
@@ -274,13 +274,13 @@ def test_a_session_sees_what_the_caller_unfreezes():
     session._model, session._params, session._ranks = net, parameters_of(net), None
     session.exchange, made = Alone, []
     session._made = lambda inner, exchange, **options: (
-        made.append(NoLoCo(inner, exchange, every=2, lag=0)) or made[-1]
+        made.append(NoLoCo(inner, exchange, every=2, lag=0, model=net)) or made[-1]
     )
     opt = session.optimizer()
     assert [id(p) for p in opt.parameters] == [id(net.down), id(net.up)]
     net.base.weight.requires_grad_(True)
     with pytest.raises(
-        ValueError, match="was frozen when the outer optimizer was made is trained now"
+        ValueError, match="frozen at first, is trained now, and would never be averaged"
     ):
         opt.step()
 

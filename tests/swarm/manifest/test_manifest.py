@@ -87,9 +87,9 @@ def test_a_manifest_signed_by_another_than_its_creator_is_refused():
 
 def test_another_protocol_is_named():
     with pytest.raises(
-        MessageError, match="speaks protocol 2, this node speaks 1: update shoal here"
+        MessageError, match="speaks protocol 3, this node speaks 2: update shoal here"
     ):
-        open_manifest(seal(manifest(protocol=2), ME))
+        open_manifest(seal(manifest(protocol=3), ME))
 
 
 @pytest.mark.parametrize("change", [

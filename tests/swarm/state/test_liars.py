@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal.optim import Alone, NoLoCo
+from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.state.resync import sources_in
@@ -142,7 +143,7 @@ def test_it_is_passed_over_for_another_source_and_alone_it_ends_in_a_sentence(ne
 
 
 def test_in_the_latest_round_that_is_believed_a_node_can_adopt_and_state_its_own():
-    weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    weights = AveragedParameters(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
     opt = NoLoCo(torch.optim.SGD(weights, lr=0.1), Alone(), lag=0)
     opt.adopt(slow(), round=LAST_ROUND, into_model=True, applied=[LAST_ROUND - 1])
     assert member("a" * 52, opt.round + 10**9, model_digest(weights)).round == LAST_ROUND + 10**9

@@ -29,7 +29,8 @@ ME, CREATOR = "me", "creator"
 
 def test_a_list_of_many_tensors_makes_a_swarm_that_can_be_joined():
     """With more than 16 of them nobody could open the manifest, its creator included."""
-    identity, params = Identity.ephemeral(), [nn.Parameter(torch.zeros(2)) for _ in range(40)]
+    params = session_setup.parameters_of([nn.Parameter(torch.zeros(2)) for _ in range(40)])
+    identity = Identity.ephemeral()
     made = open_manifest(
         session_setup.new_swarm(identity, params, seed=0, outer={"fragments": 2}, name="many")
     )
