@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import shutil
@@ -28,8 +29,9 @@ from shoal.node.doctor.network_checks import (
     Visit,
     examine,
 )
+from shoal.node.runtime.run_options import METRICS
 from shoal.swarm.access import MAX_ADDRESSES, Link, invited
-from shoal.swarm.errors import NetworkError
+from shoal.swarm.errors import NetworkError, printable
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.connections import check_free
 from shoal.swarm.p2p.stream import short
@@ -166,6 +168,46 @@ def disk(visit: Visit, tell: Tell) -> str:
             f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three checkpoints are kept."
         )
     return f"{free / GB:.1f} GB free {where}"
+
+
+READ = 4 << 20  # bytes from the end of a run's metrics that are looked at
+
+
+def last_run(visit: Visit, tell: Tell) -> str:
+    """Check that the newest run here, which may be under way, met no error of its own code and exchanged something."""
+    runs = [(path.stat().st_mtime, path) for path in Path("runs").glob(f"*/{METRICS}")]
+    if not runs:
+        return "none is in the folder 'runs' here"
+    _, path = max(runs)
+    try:
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - READ, 0))
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise Note(
+            f"{str(path)!r} cannot be read ({error.strerror}): check its permissions."
+        ) from error
+    own, alone = "", ""
+    for line in lines:
+        event = _event(line)
+        if event.get("event") == "start":  # of the newest of several runs in this folder
+            own = alone = ""
+        elif event.get("event") == "diagnosis" and event.get("about") == "internal":
+            own = str(event.get("said"))
+        elif event.get("event") == "end":
+            alone = str(event.get("trained_alone") or "")
+    if said := printable(alone or own):
+        raise Note(f"{str(path.parent)!r}: {said}.")
+    return f"{str(path.parent)!r} met no error of its own"
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """Return the event in a line of metrics; an empty one if it is none, as where the node is writing it just now."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def port(visit: Visit, tell: Tell) -> str:
@@ -363,6 +405,7 @@ def checks(visit: Visit) -> list[Check]:
         ("device", unfit, device, ("torch",), 60.0),
         ("memory", unfit, memory),
         ("disk", unfit, disk),
+        ("run", unfit, last_run),
         ("port", ExitCode.NO_DAEMON, port),
         ("daemon", ExitCode.NO_DAEMON, network_checks.daemon, ("torch",), 45.0),
     ]

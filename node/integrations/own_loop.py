@@ -173,6 +173,7 @@ class Run:
         self._recording: tuple[Session, OuterOptimizer, Metrics] | None = None
         self._base, self._shown = 0, -math.inf
         self._losses: list[float] = []  # since the last round
+        self._own_errors: dict[str, int] = {}
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -233,7 +234,12 @@ class Run:
                 session.on_report = None
                 traffic = session.membership.host.traffic
                 metrics.write(
-                    "end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received
+                    "end",
+                    steps=self.step,
+                    bytes_sent=traffic.sent,
+                    bytes_received=traffic.received,
+                    internal_errors=session.membership.host.internal_errors.report(),
+                    trained_alone=session.trained_alone(),
                 )
         if failure is not None:
             raise CheckpointError(failure)
@@ -273,6 +279,9 @@ class Run:
         partner = next(
             (peer for peer in info.members if peer != session.membership.identity.peer_id), None
         )
+        if (own := session.membership.host.internal_errors.counts()) != self._own_errors:
+            self._own_errors = own
+            metrics.write("internal", **own)
         losses, self._losses = self._losses, []
         loss = sum(losses) / len(losses) if losses else None
         metrics.round(

@@ -522,6 +522,10 @@ class Session:
             **mine,
         }
 
+    def trained_alone(self) -> str:
+        """Return a sentence if nothing was exchanged so far though others were there, else nothing. ``with`` logs it at its end."""
+        return "" if self._member is None or self._opt is None else self._member.trained_alone()
+
     def finish(self) -> None:
         """Wait for pending exchanges, and average once more if the swarm does; once, after the last step. ``with`` does it too."""
         if self._opt is not None and not self._finished and not self._closed:
@@ -537,7 +541,7 @@ class Session:
                 self._measure(self._member)
                 for said in (
                     *(notice.said for notice in self._member.news()),
-                    self._member.trained_alone(),
+                    self.trained_alone(),
                 ):
                     if said:
                         log.warning("%s", said)

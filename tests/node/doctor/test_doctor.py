@@ -385,8 +385,8 @@ class TestThisMachine:
         lines = shown.output.splitlines()
         assert shown.return_value == ExitCode.NO_DAEMON
         named = " ".join(words.split()[1] for words in lines[:-1])
-        assert named == "python: torch: device: memory: disk: port: daemon:"
-        assert lines[-1] == "1 of 7 checks failed"
+        assert named == "python: torch: device: memory: disk: run: port: daemon:"
+        assert lines[-1] == "1 of 8 checks failed"
         runner = CliRunner()
         shown = runner.invoke(cli, ["doctor", "--json"], standalone_mode=False)
         report = json.loads(shown.stdout.splitlines()[-1])
@@ -515,3 +515,37 @@ class TestRouterThatOpensPorts:
             said, _, tried = self.dialled(monkeypatch, opened, outcomes)
             assert said.startswith("the connection of …peer-one to 9.9.9.9 port ")
             assert tried[1:] == more
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(*events):
+        folder = tmp_path / "runs" / "anna"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (folder / "metrics.jsonl").write_text(text + '{"event": "diagn')  # it is writing just now
+
+    return write
+
+
+START = {"event": "start"}
+OWN = {
+    "event": "diagnosis",
+    "about": "internal",
+    "said": "an error in this node's own code, its traceback is in node.log",
+}
+
+
+def test_errors_of_the_newest_run_here_are_noted(run_here):
+    assert checks.last_run(None, None) == "none is in the folder 'runs' here"
+    run_here(OWN, START)  # of an earlier run in the same folder
+    assert checks.last_run(None, None) == "'runs/anna' met no error of its own"
+    run_here(START, OWN)
+    with pytest.raises(checks.Note) as noted:
+        checks.last_run(None, None)
+    assert str(noted.value) == f"'runs/anna': {OWN['said']}."
+    run_here(START, OWN, {"event": "end", "trained_alone": "this node trained alone"})
+    with pytest.raises(checks.Note, match="this node trained alone"):
+        checks.last_run(None, None)
