@@ -10,7 +10,7 @@ place, and only from plain tensors of the same names, types and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,16 @@ class OpaqueError(TypeError):
 def is_plain(tensor: Tensor) -> bool:
     """Return whether the tensor's class is torch's own, whose values lie in memory as its type says."""
     return type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def first_wrapped(tensors: Iterable[Any]) -> Tensor | None:
+    """Return the first tensor whose values lie in tensors inside it, but for those that are cut among ranks; None without one."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or is_plain(tensor) or hasattr(tensor, "to_local"):
+            continue
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return tensor
+    return None
 
 
 def taken_apart(tensor: Tensor, depth: int = 0) -> Tensor | InnerTensors:

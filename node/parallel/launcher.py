@@ -410,6 +410,8 @@ class Launcher:
         """Run all ranks to their end in another thread: torch's launcher takes the signals for itself in the main one."""
         os.environ |= {FOLDER: str(self._folder), STARTS: str(starts), LAUNCHER: str(os.getpid())}
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_S)
+        # Each rank's DDP would say on stderr that it looked for parameters without a part in the loss, and found none.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         (self._folder / PID).unlink(missing_ok=True)
         self._failures = {}
         thread = threading.Thread(target=self._elastic, name="shoal-ranks", daemon=True)

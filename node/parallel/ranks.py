@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.node.config.device import make_current
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.inner_tensors import load_whole_model
+from shoal.node.inner_tensors import first_wrapped, load_whole_model
 from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, rank_device
 from shoal.node.task import Shard, Task
-from shoal.node.training.inner_step import Layout
+from shoal.node.training.inner_step import Layout, TrainingError
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.inner import repeated_blocks
@@ -56,6 +56,16 @@ class Replicated(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def check_one_form(holder: str, tensors: Iterable[Any]) -> None:
+    """Raise TrainingError for a tensor that only one process can keep: ranks hand out and gather plain values."""
+    wrapped = first_wrapped(tensors)
+    if wrapped is not None:
+        raise TrainingError(
+            f"The {holder} keeps tensors of the class {type(wrapped).__name__}, which the ranks of one node cannot share: leave "
+            "--gpus out, or use another."
+        )
 
 
 class RanksLayout(Layout):
@@ -96,6 +106,7 @@ class WholeModels(RanksLayout):
 
         It looks in each step which parameters have a part in the loss: a branch may be left out, on one rank or on all.
         """
+        check_one_form("model", model.state_dict().values())
         self._wrapped = Replicated(
             model.to(device),
             device_ids=None if device.index is None else [device],
@@ -158,6 +169,7 @@ class ShardedModel(RanksLayout):
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Shard the repeated blocks, then the rest, in place: while it computes, a rank holds one whole block at a time."""
+        check_one_form("model", model.state_dict().values())
         mesh = init_device_mesh(device.type, (self.ranks,))
         self._blocks = unshared(model, repeated_blocks(model))
         for block in self._blocks:
@@ -283,6 +295,9 @@ class RankTrainer(Trainer):
         """Take one inner step with this rank's rows of the batch, and the outer step if it is due."""
         self._order("step")
         super().step()
+        if self.opt.steps == 1:
+            for state in self.opt.inner.state.values():
+                check_one_form("inner optimizer", state.values())
 
     def evaluate(self) -> float | None:
         """Return the held-out loss: with DDP rank 0 computes it, with FSDP all do, each on the whole data."""

@@ -22,6 +22,8 @@ from shoal.node.parallel.launcher import (
     rank_device,
     ranks_wanted,
 )
+from shoal.node.training.inner_step import TrainingError
+from tests.node.checkpoint.test_inner_tensors import Coded
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 LAUNCH = """
@@ -236,6 +238,18 @@ def test_a_rank_takes_the_kind_of_device_that_was_asked_for(monkeypatch, device)
         ConfigError, match=r"^The device 'cuda' is not available here \(there is xpu\): "
     ):
         rank_device(settings, job)
+
+
+def test_tensors_that_ranks_cannot_share_are_named():
+    """Fault: an 8-bit optimizer with --gpus met "a bug in shoal" at the first checkpoint."""
+    plain = torch.nn.Parameter(torch.ones(2))
+    ranks.check_one_form("model", [plain, 3])
+    with pytest.raises(TrainingError) as caught:
+        ranks.check_one_form("inner optimizer", [plain, Coded.of(torch.ones(2))])
+    assert str(caught.value) == (
+        "The inner optimizer keeps tensors of the class Coded, which the ranks of one node cannot share: leave --gpus out, or use "
+        "another."
+    )
 
 
 LAYOUT_PROGRAM = str(Path(__file__).with_name("layout_program.py"))
