@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.optimizer import ParamsT
 
 from shoal.optim.device import wide
@@ -169,6 +171,23 @@ class Unfrozen:
         return None
 
 
+def power_iteration_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that hold the singular vectors of torch's spectral norms.
+
+    A mean of two of them is none: the vectors of two peers may point in opposite directions, and the norm then comes out near 0.
+    Each peer finds those of the averaged weight by its own iteration.
+    """
+    found: set[str] = set()
+    for place, module in model.named_modules():
+        prefix = f"{place}." if place else ""
+        if isinstance(module, _SpectralNorm):  # of a parametrization
+            found |= {f"{prefix}_u", f"{prefix}_v"}
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                found |= {f"{prefix}{hook.name}_u", f"{prefix}{hook.name}_v"}
+    return found
+
+
 def float_buffers(model: nn.Module) -> list[Tensor]:
     """Return the model's floating-point buffers that are in its state_dict, each once; so no counters and masks."""
     return AveragedBuffers(model).now()
@@ -177,17 +196,19 @@ def float_buffers(model: nn.Module) -> list[Tensor]:
 class AveragedBuffers:
     """The buffers of ``float_buffers`` by name: ``model.to`` and modules that assign to a buffer put another tensor in its place.
 
-    Without a model there are none. Those whose names are in ``exclude`` are left out.
+    Without a model there are none. Those whose names are in ``exclude`` are left out, and those of ``power_iteration_buffers``.
     """
 
     def __init__(self, model: nn.Module | None, exclude: Exclude = ()) -> None:
         self._model = nn.Module() if model is None else model
         saved = self._model.state_dict(keep_vars=True)
         own = [pattern for pattern in exclude if isinstance(pattern, str)]
+        vectors = power_iteration_buffers(self._model)
         self._shapes = {
             name: buffer.shape
             for name, buffer in self._model.named_buffers()
             if name in saved
+            and name not in vectors
             and buffer.is_floating_point()
             and not any(fits(name, pattern) for pattern in own)
         }

@@ -136,7 +136,8 @@ class OuterOptimizer(OuterState):
             sent (`shoal.optim.outer.fragments`). 0: stay out of this round's mean, as if absent.
         length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers must not share one.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
-            is applied; they are sent as float32. "ignore" leaves every peer its own. All peers must choose the same.
+            is applied; they are sent as float32. The vectors of torch's spectral norms stay each peer's own.
+            "ignore" leaves every peer its own. All peers must choose the same.
         model: the module, needed for its buffers and for sharded parameters (FSDP2); each process then has its part of all state.
         exclude: parameters that stay this peer's own (a head for its task): parameters, names, names of modules, or patterns
             such as "*.bias" (names need ``model``). They are trained, but neither kept nor sent, nor are buffers of these names.

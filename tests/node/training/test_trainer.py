@@ -453,3 +453,33 @@ def test_the_state_of_another_kind_of_device_is_left_out(saved_on, size, kind, m
     assert set_to == []
     restore_random_state(state, torch.device(saved_on))
     assert set_to == [size]
+
+
+class Decayed(Small):
+    """A task with decay and no-decay groups, the latter first; ``part``: it trains only the first of its parameters."""
+
+    def __init__(self, part=False):
+        self.part = part
+
+    def inner_optimizer(self, params):
+        params = list(params)
+        if self.part:
+            return torch.optim.SGD(params[:1], lr=0.05)
+        vectors = [parameter for parameter in params if parameter.ndim < 2]
+        matrices = [parameter for parameter in params if parameter.ndim == 2]
+        return torch.optim.SGD([{"params": vectors}, {"params": matrices}], lr=0.05)
+
+
+def test_a_node_averages_in_the_models_order_whatever_the_groups_of_its_task():
+    """A public swarm tries partners' weights by position: with those of the groups nothing was ever exchanged."""
+    made = trainer(Decayed())
+    assert [id(p) for p in made.opt.parameters] == [id(p) for p in made.model.parameters()]
+    assert made.opt.parameters.names == made.params.names != ("",) * len(made.params)
+
+
+def test_a_task_whose_optimizer_leaves_parameters_out_is_refused():
+    with pytest.raises(
+        TrainingError,
+        match=r"inner_optimizer\(\) trains 1 of the \d+ parameters .* freeze the rest in model",
+    ):
+        trainer(Decayed(part=True))

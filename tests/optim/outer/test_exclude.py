@@ -524,3 +524,36 @@ def test_a_float32_parameter_beside_a_float64_one_is_not_rounded_either():
     opt = METHODS["sparta"].make(torch.optim.SGD(parts, lr=0.1), Alone(), every=1, part=1.0)
     opt.step()
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(parts, before, strict=True))
+
+
+def normed(kind, seed):
+    """Return a model whose spectral norms begin their power iteration elsewhere with each seed."""
+    torch.manual_seed(0)
+    net = nn.Sequential(kind(nn.Linear(3, 8)), nn.BatchNorm1d(8), nn.ReLU(), kind(nn.Linear(8, 1)))
+    torch.manual_seed(seed)
+    for name, buffer in net.named_buffers():
+        if name.endswith(("_u", "_v")):
+            buffer.copy_(nn.functional.normalize(torch.randn_like(buffer), dim=0))
+    return net
+
+
+@pytest.mark.parametrize("kind", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_vectors_of_a_power_iteration_stay_a_peers_own_where_buffers_are_averaged(kind):
+    """Their mean is no singular vector: the first exchange made both peers' weights NaN."""
+
+    def peer(exchange):
+        net = normed(kind, int(exchange.peer) + 1)
+        inner = torch.optim.SGD(net.parameters(), lr=0.01)
+        opt = NoLoCo(inner, exchange, every=2, lag=0, fragments=1, buffers="average", model=net)
+        train(net, opt, 9)
+        opt.finish(average=True)
+        return net
+
+    one, other = Simulation(["0", "1"]).run(peer).values()
+    for net in (one, other):
+        assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+        for name, buffer in net.named_buffers():
+            if name.endswith(("_u", "_v")):
+                assert float(buffer.norm()) == pytest.approx(1.0, abs=1e-4)
+    assert torch.equal(one[1].running_var, other[1].running_var)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
