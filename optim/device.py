@@ -10,9 +10,11 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 ALIGNED, SMALL = 64, 1 << 20
 """Bytes: at a multiple of the first a tensor begins; less than the second is not worth a piece of pinned memory of its own."""
@@ -226,3 +228,14 @@ def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
         ):
             found[place] = part.view(tensors[place].shape)
     return found
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Return ``function`` as code that ``torch.compile`` runs as it is: it talks to threads, or counts, and has nothing to compile.
+
+    torch's optimizers use the same decorator; ``torch.compiler.disable`` would load the compiler at once.
+    """
+    return cast(F, _disable_dynamo(function))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.optimizer import ParamsT
 
-from shoal.optim.device import wide
+from shoal.optim.device import uncompiled, wide
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.rule import RoundContext, Rule, State
 from shoal.optim.outer.weights import local
@@ -227,6 +228,9 @@ class AveragedBuffers:
         return [buffers[name] for name in self._shapes]
 
 
+WATCH = "_shoal_watch"
+"""Attribute of an inner optimizer with the handle of `watch_steps`."""
+
 _OF_EARLIER_WEIGHTS = ("LBFGS", "ASGD", "ScheduleFree")
 """Parts of the names of optimizers whose state holds earlier weights, or differences to them."""
 
@@ -255,6 +259,26 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
                 "optimizer outside it"
             )
     return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
+
+
+def watch_steps(inner: torch.optim.Optimizer, stepped: Callable[[], None]) -> None:
+    """Call the bound method ``stepped`` after each step of ``inner``, of the first of several; an earlier caller's watch ends.
+
+    Not for a `Stepped`, nor for an optimizer without torch's hooks. The method's object is not kept alive.
+    """
+    one = inner.parts[0] if isinstance(inner, Combined) else inner
+    if isinstance(one, Stepped) or not hasattr(one, "_optimizer_step_post_hooks"):
+        return
+    method = WeakMethod(stepped)
+
+    @uncompiled
+    def after(*_: Any) -> None:
+        if (alive := method()) is not None:
+            alive()
+
+    if (before := vars(one).pop(WATCH, None)) is not None:
+        before.remove()
+    vars(one)[WATCH] = one.register_step_post_hook(after)
 
 
 def accumulates(inner: torch.optim.Optimizer) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import BufferTailCodec, Codec
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.device import accelerator_of, to_device, to_host
+from shoal.optim.device import accelerator_of, to_device, to_host, uncompiled
 from shoal.optim.exchange.base import (
     Alone,
     Contribution,
@@ -221,6 +221,7 @@ class OuterOptimizer(OuterState):
             if closure is None and initialises(self):
                 changed = self._versions not in (None, self._weights.versions())
                 self.inner.step()
+                self._stepped_behind = 0
                 if not changed:  # else the first real step says so, unless a state is loaded before
                     self._note_weights()
                 return None
@@ -236,8 +237,7 @@ class OuterOptimizer(OuterState):
                 )
             if accumulates(self.inner):
                 return loss
-            for _ in self.after_inner():
-                pass  # the next iteration waits for the exchange
+            self._outer_part()
             return loss
         except BaseException:
             self._versions = None  # the inner step may have been taken in part
@@ -245,13 +245,18 @@ class OuterOptimizer(OuterState):
                 vars(self).pop(name, None)  # GradScaler would leave them to the next step
             raise
 
+    @uncompiled
+    def _outer_part(self) -> None:
+        for _ in self.after_inner():
+            pass  # the next iteration waits for the exchange
+
     def after_inner(self) -> Iterator[Handle]:
         """Do the outer part of ``step``. Yields each exchange whose outcome is needed next; iterate to the end.
 
         For callers that cannot block, such as a simulator with one thread for all peers: it lets the exchange end, then goes on.
         """
         self._check_not_averaged("step")
-        self._begins_from_slow = False
+        self._begins_from_slow, self._stepped_behind = False, 0
         self.steps += 1
         self._begin_anew()
         for position in self.length.reached(self.position, self.schedule, self.tokens):

@@ -44,6 +44,7 @@ from shoal.optim.outer.inner import (
     as_one,
     excluded,
     trained,
+    watch_steps,
 )
 from shoal.optim.outer.rule import (
     AHEAD,
@@ -60,6 +61,10 @@ from shoal.optim.outer.rule import (
 from shoal.optim.outer.torch_form import TorchForm, check_names, in_order
 from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
+
+STEPPED_BEHIND = (
+    2  # inner steps in a row without an outer one; one is that of a caller of ``after_inner``
+)
 
 
 class OuterState(Wrapper):
@@ -156,11 +161,26 @@ class OuterState(Wrapper):
         """True within ``averaged``."""
         self._resumed = False
         """True from the loading of state to the first exchange after it."""
+        self._stepped_behind = 0
+        """Steps of the inner optimizer since the last of this one."""
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
         self._note_weights()
         self.exchange.attach(self)
+        watch_steps(inner, self._inner_stepped)
         self._note_weights()
+
+    def _inner_stepped(self) -> None:
+        """Warn, once, if the caller steps the inner optimizer in place of this one."""
+        self._stepped_behind += 1
+        if self._stepped_behind != STEPPED_BEHIND or self._warned:
+            return
+        self._versions, self._warned = None, True
+        warnings.warn(
+            "the inner optimizer is stepped and not the outer one, so nothing is averaged: call step() of the outer optimizer (of "
+            "what session.optimizer returned), which steps the inner one",
+            stacklevel=5,
+        )
 
     def _note_weights(self) -> None:
         """Take the model's weights as they are now for this optimizer's own doing."""

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped, config_diff
+from shoal.optim.device import uncompiled
 from shoal.optim.outer.inner import Inner
 from shoal.optim.parameters import AveragedParameters
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
@@ -74,8 +75,11 @@ from shoal.swarm.training.session_setup import (
     whole_parameters,
 )
 from shoal.swarm.training.shard import Shard, least_used
+from shoal.swarm.training.step_watch import StepWatch, follow, outlive_main
 
 if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
 ANNOUNCE_S = 1.0  # seconds between two announcements within a round
@@ -175,6 +179,7 @@ class Session:
         """Recent speed, without what was spent waiting for others."""
         self._tokens, self._tokens_speed = 0, StepRate()
         self._finished = self._closed = False
+        self._watch = StepWatch()
 
     @property
     def link(self) -> str:
@@ -188,7 +193,7 @@ class Session:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that are averaged, in the order that all peers have."""
+        """The averaged parameters, in the order of all peers."""
         return list(self._params)
 
     @property
@@ -200,11 +205,17 @@ class Session:
         """
         if self._opt is None:
             return 0
-        rounds, members = (
-            self._opt.round // self._opt.fragments,
-            self._membership.directory.members().values(),
-        )
+        rounds = self._opt.round // self._opt.fragments
+        members = self._membership.directory.members().values()
         return steps_of_rounds(self.settings, rounds, members, self._membership.host.met) or 0
+
+    def follow(self, schedule: LRScheduler, steps: int) -> int:
+        """Step a learning-rate ``schedule`` on to where the swarm is, for a node that joins late or returns; return that step.
+
+        ``steps``: of the whole schedule, which is not stepped beyond. Call it once both, and a checkpoint if any, are loaded.
+        """
+        self._watch.late = 0
+        return follow(schedule, self.progress, steps)
 
     def exchange(self) -> SessionExchange:
         """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
@@ -386,6 +397,7 @@ class Session:
         self._began_at = begin(
             membership, self._digest, opt, member, self._announce, first=self._first
         )
+        self._watch.late = self.progress
         member.reporter = StatusReporter(membership, self._name)
         self._announce("training")
         self._follow_changes()
@@ -453,7 +465,9 @@ class Session:
         if self.on_report is not None:
             self.on_report(info, report)
 
+    @uncompiled
     def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
+        self._watch.stepped(opt.param_groups, over=self._closed)
         self._together(self._between_steps)
 
     def _between_steps(self) -> None:
@@ -744,6 +758,7 @@ def _session(
     first: bool,
 ) -> Session:
     """Return the session of this process, after rank 0 has ``connected``."""
+    outlive_main()
     model = state if isinstance(state, nn.Module) else None
     if ranks is None:
         params, name, channel = whole_parameters(state), checked_name(node), None

@@ -70,19 +70,13 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
             "The state must be a module or a list of floating-point parameters, some of which require a gradient: hand in the "
             f"model that is trained, and not {'nothing' if several and not given else 'this ' + type(state).__name__}."
         )
-    names = dict(_names(state))
-    for number, parameter in enumerate(params):
+    model = state if isinstance(state, nn.Module) else None
+    for name, parameter in named(model, params):
         if fault := fault_of(parameter):
-            name = repr(names[parameter]) if parameter in names else f"number {number}"
             raise SessionError(f"Parameter {name} of the state {fault}.")
     return (
         AveragedParameters.of(state) if isinstance(state, nn.Module) else AveragedParameters(params)
     )
-
-
-def _names(state: nn.Module | Iterable[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    for name, parameter in state.named_parameters() if isinstance(state, nn.Module) else ():
-        yield parameter, name
 
 
 def whole_parameters(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
@@ -367,6 +361,20 @@ class SessionExchange(Exchange):
 
     def close(self) -> None:
         self._closed = True
+
+
+def named(model: nn.Module | None, params: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state's parameters, each with a name for people."""
+    names: dict[Tensor, str] = {}
+    for name, own in () if model is None else model.named_parameters():
+        names[own] = repr(name)
+    for index, parameter in enumerate(params):
+        if parameter in names:
+            yield names[parameter], parameter
+        elif nn.parameter.is_lazy(parameter):
+            yield f"number {index}", parameter
+        else:
+            yield f"number {index} of shape {tuple(parameter.shape)}", parameter
 
 
 def checked_name(given: str) -> str:
