@@ -3,6 +3,7 @@
 `test_fuzz` finds such functions in the source, and fails for one that is neither here nor in `OWN`.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import save
 
 from shoal.node.checkpoint import export, store
-from shoal.node.commands import status
+from shoal.node.commands import creator, status
 from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.config.settings import load as load_settings
 from shoal.node.data.source import DataError
@@ -42,7 +43,7 @@ from shoal.optim import Alone
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.access import Link, admission, entry_of, issue
-from shoal.swarm.errors import AdmissionError, LinkError, MessageError
+from shoal.swarm.errors import AdmissionError, IdentityError, LinkError, MessageError
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.gossip import envelope
 from shoal.swarm.identity import Identity
@@ -577,6 +578,10 @@ def decoders():
             lambda: json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode(), JSON, LinkError,
         ),
         one(
+            "key of a node", "node/commands/creator.py:_keys_of_nodes", keys_named,
+            lambda: json.dumps({"link": LINK, "identity": "anna.key"}).encode(), JSON,
+        ),
+        one(
             "completions of a server", "node/rl/serving.py:_Server.read",
             lambda data: _Server("http://[::1]:1").read(data, 1, 4, 9),
             lambda: b'{"choices": [{"index": 0, "logprobs": {"tokens": ["token_id:3"], "token_logprobs": [-0.5]}}]}', JSON,
@@ -593,6 +598,18 @@ def decoders():
 def calibrated(data):
     (HERE / "read").write_bytes(data)
     return load_calibration(HERE / "read")
+
+
+def keys_named(data):
+    """Return the key files that a node's link file names, each of which is then tried."""
+    folder = HERE / "runs" / "anna"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "link.json").write_bytes(data)
+    found = creator._keys_of_nodes(HERE / "runs")
+    for path in found:
+        with contextlib.suppress(IdentityError):
+            Identity.load(path)
+    return found
 
 
 def pairs_of(data):
