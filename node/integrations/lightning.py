@@ -52,7 +52,7 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
             raise ShoalError(
                 f"The trainer has {trainer.world_size} processes and {len(trainer.optimizers)} optimizers: a peer has one of each."
             )
-        self._begin(self._saved)
+        self._begin(self._saved, trainer.optimizers[0], pl_module)
         self._steps = trainer.global_step
 
     def on_train_batch_end(

@@ -38,7 +38,7 @@ from shoal.node.inner_tensors import holds_inner, initialise, load_whole_model, 
 from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields
 from shoal.node.metrics.sinks import about, open_sinks
 from shoal.optim import OuterOptimizer, RoundInfo
-from shoal.optim.outer.inner import Inner
+from shoal.optim.outer.inner import Inner, Stepped, all_parameters
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.member import RoundReport
 from shoal.swarm.training.session import Session
@@ -66,12 +66,20 @@ class TakingPart:
         self._slow, self._over, self._shown = evaluate == "slow", False, ExitStack()
         self._showing = False  # the slow weights
 
-    def _begin(self, saved: dict[str, Any] | None) -> None:
-        """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that begins again keeps its own."""
+    def _begin(self, saved: dict[str, Any] | None, inner: Optimizer, model: nn.Module) -> None:
+        """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that begins again keeps its own.
+
+        ``inner``: the trainer's optimizer, which has to be one that an own loop could have, and train the session's ``model``.
+        """
         if self.opt is not None and not self._over:
             return
         weights = [p.detach().clone() for p in self.session.parameters] if saved is not None else []
-        self.opt = self.session.optimizer(**self.options)
+        trained = all_parameters(inner)
+        known = set(trained)
+        # One that is unfrozen later must be seen.
+        frozen = [p for p in model.parameters() if not p.requires_grad and p not in known]
+        stand_in = Stepped([*trained, *frozen], stands_for=inner)
+        self.opt = self.session.optimizer(stand_in, **self.options)
         if saved is None:
             return
         with torch.no_grad():

@@ -50,8 +50,8 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
             raise ShoalError(
                 f"The trainer has {args.world_size} processes: start one process for each peer, without a distributed launcher."
             )
-        model: nn.Module = kwargs["model"]  # the trainer hands it to all callbacks
-        self._begin(_restored(args, state, model))
+        model: nn.Module = kwargs["model"]  # as the optimizer, handed to all callbacks
+        self._begin(_restored(args, state, model), kwargs["optimizer"], model)
         if (
             state.global_step >= state.max_steps > 0
         ):  # nothing is left to train, and the best model may be loaded next

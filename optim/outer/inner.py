@@ -8,10 +8,12 @@ The outer rate and momentum in parameter groups, as torch has them, and rules wi
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import chain
 from typing import Any
 from weakref import WeakMethod
@@ -24,9 +26,12 @@ from torch.optim.optimizer import ParamsT
 
 from shoal.optim.device import uncompiled, wide
 from shoal.optim.exchange.base import Exchange
+from shoal.optim.outer.probe import LEAST_LEFT, STEPS_AFTER, needs_closure, share_left
 from shoal.optim.outer.rule import RoundContext, Rule, State
 from shoal.optim.outer.weights import local
 from shoal.optim.parameters import AveragedParameters, plain_name
+
+log = logging.getLogger(__name__)
 
 Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """An optimizer, or several of different parameters."""
@@ -231,23 +236,19 @@ class AveragedBuffers:
 WATCH = "_shoal_watch"
 """Attribute of an inner optimizer with the handle of `watch_steps`."""
 
-_OF_EARLIER_WEIGHTS = ("LBFGS", "ASGD", "ScheduleFree")
-"""Parts of the names of optimizers whose state holds earlier weights, or differences to them."""
-
 
 def as_one(inner: Inner) -> torch.optim.Optimizer:
-    """Return the optimizer, or several as a ``Combined``.
+    """Return the optimizer, or several as a ``Combined``. ValueError as ``check_inner`` raises."""
+    check_inner(inner)
+    return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
 
-    ValueError for one that keeps weights in its state (LBFGS, ASGD, schedule-free ones): a round moves the parameters, and the next
-    inner step would go on from where they were.
+
+def check_inner(inner: Inner) -> None:
+    """Raise ValueError for an optimizer that keeps weights in its state, which would undo a round's move (``probe``).
+
+    So do Lookahead, MADGRAD and schedule-free ones. LBFGS compares gradients at weights between which a round may lie.
     """
     for one in [inner] if isinstance(inner, torch.optim.Optimizer) else inner:
-        for kind in (*type(one).__mro__, *type(getattr(one, "optimizer", None)).__mro__):
-            if any(name in kind.__name__ for name in _OF_EARLIER_WEIGHTS):
-                raise ValueError(
-                    f"{kind.__name__} remembers earlier weights, from which it would go on after a round has moved the model: use "
-                    "an inner optimizer whose state holds gradients only, such as AdamW"
-                )
         if any("outer" in group for group in one.param_groups):  # of `shoal.optim.outer.torch_form`
             raise ValueError(
                 "the inner optimizer holds the saved state of an outer one: load that into the outer optimizer, once it is made"
@@ -258,7 +259,42 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
                 "the inner optimizer's state was made under torch.inference_mode(), where nothing can be trained: make the "
                 "optimizer outside it"
             )
-    return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
+        for part in one.parts if isinstance(one, Combined) else [one]:
+            _check_keeps_moves(part)
+
+
+def _check_keeps_moves(optimizer: torch.optim.Optimizer) -> None:
+    if hasattr(optimizer, "gradient_state"):  # accelerate's, around the one that steps
+        optimizer = getattr(optimizer, "optimizer")  # noqa: B009 (mypy: no attribute of all)
+    if isinstance(optimizer, Stepped):
+        if optimizer.stands_for is not None:
+            check_inner(optimizer.stands_for)
+        return
+    name = type(optimizer).__name__
+    remedy = "use an inner optimizer whose state holds gradients only, such as AdamW"
+    if needs_closure(optimizer):
+        raise ValueError(
+            f"{name} compares gradients at weights between which a round may have moved the model, in steps that need a "
+            f"closure: {remedy}"
+        )
+    share = share_left(optimizer)
+    if share is None:
+        _say_untried(name)
+    elif share < LEAST_LEFT:
+        raise ValueError(
+            f"{name} remembers earlier weights, to which it would go back after a round has moved the model (of a move "
+            f"{max(share, 0):.0%} was left after {STEPS_AFTER} steps): {remedy}"
+        )
+
+
+@cache
+def _say_untried(name: str) -> None:
+    """Say it once in a process."""
+    log.warning(
+        "whether %s remembers earlier weights could not be tried, for a small copy of it takes no step: if its state holds "
+        "weights, a round's move is lost",
+        name,
+    )
 
 
 def watch_steps(inner: torch.optim.Optimizer, stepped: Callable[[], None]) -> None:
@@ -482,10 +518,18 @@ class Stepped(torch.optim.Optimizer):
     """Optimizer whose ``step`` does nothing: wrapped in an outer optimizer, whose ``step`` then does the outer part alone.
 
     For training loops in which a library steps the inner optimizer. Call the outer optimizer's ``step`` after each inner one.
-    ``defaults``: settings of the parameter groups, if there are any. ValueError without parameters.
+    ``defaults``: settings of the parameter groups, if there are any. ``stands_for``: what takes the inner steps, to be checked as
+    an inner optimizer is. ValueError without parameters.
     """
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any] | None = None,
+        *,
+        stands_for: Inner | None = None,
+    ) -> None:
+        self.stands_for = stands_for
         super().__init__(params, defaults or {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

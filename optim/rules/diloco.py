@@ -278,7 +278,10 @@ class CO2Rule:
     gap-aware penalty L = 1 + ||slow's last move|| / C, C = running mean of ||G|| (first G, then 0.9 C + 0.1 ||G||), both over the
     fragment. A number for ``penalty`` is that constant L, as in the official code (whose default 1 is no penalty).
     Not followed: the official code clips a copy (so never), and averages the live parameters while they are trained.
-    The paper sends the weights, we send their displacement; with equal starts that is the same, and it suits any codec.
+    The paper sends the weights, we send their displacement from where the round started, which suits any codec. Where all peers
+    start a round from the same weights, that is the same. In the second round they do not: no mean has come, so each goes on from
+    its own weights, which hold the first round's displacement, and a mean of weights would count that twice. So the two agree in
+    what the first two rounds apply, and not from the third on (with ``keep`` starts differ in every round but the first).
 
     The displacement since the last send is in no mean yet. By default it is discarded from ``fast`` and comes back with its mean
     one round later. ``keep=True`` leaves it there: fast moves by (slow's move + own g of the round before), so that the own
@@ -606,6 +609,7 @@ class SparseLoCo(DiLoCo):
     There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's authors has both.)
     ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round. Its mean divides by the
     number of peers; that of the authors' production code, ``codec_named("topk2-senders+ef:0.95")``, by those that sent an index.
+    That code also sends tensors of one dimension whole; here top-k cuts them too.
     """
 
     def __init__(

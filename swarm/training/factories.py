@@ -35,7 +35,7 @@ from shoal.optim import (
     equal,
 )
 from shoal.optim.device import Beside, current_device
-from shoal.optim.outer.inner import Inner
+from shoal.optim.outer.inner import Inner, check_inner
 from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule import USEFUL, agreed_seconds, bounded_speeds
 from shoal.swarm.errors import OuterError
@@ -129,6 +129,10 @@ def make_outer(
         options["fragments"] = fragments
     if ranks is not None:
         options["ranks"] = ranks
+    try:
+        check_inner(inner)
+    except ValueError as error:
+        raise OuterError(f"This inner optimizer cannot be used: {error}.") from error
     try:
         return method.make(
             inner,

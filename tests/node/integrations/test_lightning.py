@@ -1,5 +1,7 @@
 """Lightning's trainer in a swarm: the callback takes the outer step after each of the trainer's own."""
 
+import re
+
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -8,6 +10,7 @@ import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
 from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, pair
+from tests.optim.training import GoesBack
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
@@ -203,3 +206,42 @@ def test_a_trainer_with_several_processes_or_optimizers_is_refused():
 
     with pytest.raises(ShoalError, match="1 processes and 2 optimizers: a peer has one of each"):
         SwarmCallback(None).on_train_start(Several(), None)
+
+
+class OtherOptimizer(Regression):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda module: torch.optim.LBFGS(module.parameters()),
+            "This inner optimizer cannot be used: LBFGS compares gradients at weights between which a round may have moved the "
+            "model, in steps that need a closure: use an inner optimizer whose state holds gradients only, such as AdamW.",
+        ),
+        (
+            lambda module: GoesBack(module.parameters(), lr=0.1),
+            "This inner optimizer cannot be used: GoesBack remembers earlier weights, to which it would go back after a round has "
+            "moved the model (of a move 50% was left after 56 steps): use an inner optimizer whose state holds gradients only, "
+            "such as AdamW.",
+        ),
+        (
+            lambda module: torch.optim.AdamW([module.net.weight]),
+            "The optimizer trains 1 of the 2 parameters of the session's state, and not 'bias': hand in as state what it "
+            "trains, or let it train the rest too (in several optimizers, as a list).",
+        ),
+    ],
+    ids=["closure", "back", "part"],
+)
+def test_an_optimizer_that_an_own_loop_cannot_have_is_refused(tmp_path, make, sentence):
+    module = OtherOptimizer(make)
+    with shoal.create(state=module, every=EVERY, network=HERE) as session:
+        fitted = trainer(tmp_path, SwarmCallback(session), max_steps=STEPS)
+        with pytest.raises(ShoalError, match=f"^{re.escape(sentence)}$"):
+            fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))

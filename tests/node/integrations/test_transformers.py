@@ -15,6 +15,7 @@ from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
 from tests.node.integrations import two_peers
 from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat
+from tests.optim.training import GoesBack
 from tests.swarm.training.test_session import together
 
 pytestmark = [
@@ -378,3 +379,16 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
             torch.equal(a, b) for a, b in zip(callback.start, donor.parameters(), strict=True)
         )
     assert callbacks[0].opt.steps == EVERY  # it goes on where the checkpoint was
+
+
+def test_a_trainers_optimizer_that_remembers_earlier_weights_is_refused(tmp_path):
+    model = tiny(0)
+    inner = GoesBack([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with shoal.create(state=model, every=EVERY, network=HERE) as session:
+        fitted = trainer(
+            model, rows(0), tmp_path, callbacks=[swarm_callback(session)], optimizers=(inner, None)
+        )
+        with pytest.raises(
+            ShoalError, match=r"^This inner optimizer .*: GoesBack remembers earlier"
+        ):
+            fitted.train()
