@@ -104,14 +104,6 @@ def figure(value: float | None, form: str = ".3f") -> str:
     return format(value, form) if value is not None and math.isfinite(value) else "-"
 
 
-def amount(value: float, unit: str = "B") -> str:
-    """Return a number of bytes, or of another ``unit``, in three digits: ``1.2 GB``."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 0.9995 * size:  # what three digits would round to 1000 of the unit below
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}".rstrip()
-
-
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.node.console import amount
 from shoal.optim.methods import METHODS
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
+from shoal.swarm.figures import amount
 from shoal.swarm.manifest import OuterSettings
 
 CODECS = ("float32", "bfloat16", "int8", "mod4", "e3m0+ef", "sign+ef")
@@ -159,7 +159,10 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
     liked = [named[choice] for choice in PREFERRED if choice in named]
     for row in liked:
         if row.forecast.good:
-            return row, f"On this link choose {_named(row)}: {_cost(row)}{_instead(row, found)}."
+            return (
+                row,
+                f"On this link choose {_named(row)}: {_cost(row)}{_instead(row, found)}{_thinner(row, liked)}.",
+            )
     # Frequent rounds are worth more than precise ones.
     for row in sorted(liked, key=lambda row: (row.work.group != "pair", row.work.nbytes)):
         every = least_every(row.work, line, most=LONGEST)
@@ -190,6 +193,18 @@ def _cost(row: Row) -> str:
     return (
         f"a node computes {100 * found.utilisation:.0f} % of the time, sends {amount(found.sent_a_day)} a day and fills "
         f"{100 * found.filled:.0f} % of the link"
+    )
+
+
+def _thinner(chosen: Row, liked: Sequence[Row]) -> str:
+    """Return why the advice is not the row with the fewest bytes, where the same method can send fewer."""
+    same = [row for row in liked if row.outer.method == chosen.outer.method and row.forecast.good]
+    least = min(same, key=lambda row: row.forecast.sent_a_day)
+    if least is chosen:
+        return ""
+    return (
+        f"; {least.outer.codec} would send {amount(least.forecast.sent_a_day)} a day and round more, for a link that is "
+        "paid by the byte"
     )
 
 

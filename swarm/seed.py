@@ -56,6 +56,7 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import pack, peek, unpack, unseal
 from shoal.swarm.wire.messages import (
+    GONE,
     MAX_CONTACTS,
     MAX_LISTED,
     MAX_NAMED,
@@ -77,7 +78,6 @@ MAX_SWARMS = 128  # that are listed, and as many that are not
 MAX_MEMBERS = 32  # of a swarm. With 5 KiB each, all of it is below 50 MB.
 MAX_PLACES = 4  # swarms in which one peer is noted
 TTL = 120.0  # seconds after which a silent member is forgotten
-GONE = ("leaving", "done")
 
 
 class _Place(NamedTuple):

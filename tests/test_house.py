@@ -88,7 +88,7 @@ PACKAGES = {
     },
 }  # fmt: skip
 FREE = {
-    "swarm": {"errors", "file_lock", "identity", "internal_errors"},
+    "swarm": {"errors", "figures", "file_lock", "identity", "internal_errors", "refusals"},
     "node": {"console", "home", "inner_tensors", "task", "user_code"},
     "optim": {"device", "parameters"},
     "verification": set(),

@@ -127,7 +127,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     shutdown.install()
     if flags["with_parent"]:
         end_with_parent(flags["with_parent"])
-    settings = load(file, overrides(flags))
+    settings = load(file, overrides(flags), joins=link is not None)
     parsed = _parsed(link, settings)
     if (world := ranks_wanted(settings)) > 1:
         from shoal.node.parallel.launcher import LINK, MAX_RESTARTS, Launcher
@@ -155,7 +155,7 @@ def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, An
         launcher.begin_leading(job)
     else:
         launcher.begin_following()
-    settings = load(file, overrides(flags))
+    settings = load(file, overrides(flags), joins=link is not None)
     parsed = _parsed(link, settings)
     log_to_stderr(flags["verbose"])
     if not job.leads and not flags["verbose"]:

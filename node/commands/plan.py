@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.console import amount
 from shoal.node.plan import MEMORY_SOURCE, advise, rows
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
+from shoal.swarm.figures import amount, duration
 
 MBIT = 1e6 / 8  # bytes a second
 TRIES = 3  # round trips that are measured with a peer
@@ -73,8 +73,8 @@ def plan(
         rtt = measured.round_trip if rtt is None else rtt
         if mbit is None and measured.rate is None:
             raise PlanError(
-                f"The round trip takes {measured.round_trip:.3g} s, but the rate could not be measured ({measured.why}): give it "
-                "by --mbit."
+                f"The round trip takes {duration(measured.round_trip)}, but the rate could not be measured "
+                f"({measured.why}): give it by --mbit."
             )
         mbit = measured.rate / MBIT if mbit is None and measured.rate is not None else mbit
     if mbit is None or rtt is None:
@@ -145,7 +145,7 @@ def measured_line(link: Link) -> Measured:
                 elif nbytes / rate >= RAMP * round_trip:
                     return Measured(round_trip, rate)
                 else:
-                    why = f"at least {rate / MBIT:.3g} Mbit/s, but {nbytes / 1e6:.1f} MB are over before the link is full"
+                    why = f"at least {rate / MBIT:.3g} Mbit/s, but {amount(nbytes)} are over before the link is full"
                     break
         return Measured(round_trip, None, why)
     finally:
@@ -157,8 +157,8 @@ def table(report: dict[str, Any]) -> str:
     link = report["link"]
     grid = Table(
         "method", "codec", "every", "lag", "computes", "of the link", "sends a day", "memory",
-        title=f"{report['params']:,} parameters, {report['peers']} peers, {report['step_s']:g} s a step, {link['mbit']:g} Mbit/s, "
-        f"{link['round_trip_s']:g} s round trip{' (measured)' if link['measured'] else ''}",
+        title=f"{report['params']:,} parameters, {report['peers']} peers, {duration(report['step_s'])} a step, "
+        f"{link['mbit']:g} Mbit/s, {duration(link['round_trip_s'])} round trip{' (measured)' if link['measured'] else ''}",
         title_justify="left",
     )  # fmt: skip
     for number, row in enumerate(report["rows"]):

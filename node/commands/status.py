@@ -20,6 +20,7 @@ from shoal.node.console import plural
 from shoal.node.console import table as grid
 from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError, printable
+from shoal.swarm.figures import duration
 from shoal.swarm.membership.admission import connected, open_directory
 from shoal.swarm.membership.change_keeper import newest_change
 from shoal.swarm.membership.link_addresses import lasting_link
@@ -32,8 +33,8 @@ from shoal.swarm.membership.overview import (
     totals_said,
 )
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.refusals import listed
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
-from shoal.swarm.training.diagnosis import listed
 
 STALE_S = 120.0  # seconds without a new link after which its node may have ended
 MAX_BYTES = 64 * 1024
@@ -117,7 +118,7 @@ COLUMNS = (
     "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",
     "seen",
 )  # fmt: skip
-TALLY = ("peer", "range", "exchanges", "rounds", "tokens", "rollouts", "reward", "votes")
+TALLY = ("peer", "range", "exchanges", "shares", "tokens", "rollouts", "reward", "votes")
 MOST = 64  # members that the table shows
 WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen")  # columns that are no numbers
 
@@ -200,7 +201,8 @@ def tally_table(tally: dict[str, Any]) -> str:
         return "Nobody has confirmed work of this node yet: partners sign for it within seconds of an exchange."
     rows = [(short(one["peer"]), one["range"], *_work(one)) for one in tally["of"][:MOST]]
     total = (plural(tally["partners"], "peer"), f"{tally['ranges']:,} in all", *_work(tally))
-    said = "Signed by those partners. Keys cost nothing, so several can be one person's; address ranges cost more."
+    said = "Signed by those partners. Keys cost nothing, so several can be one person's; address ranges cost more.\n"
+    said += "exchanges: one for each fragment of a round; shares: of a group of n, each of the n - 1 others has one part of n - 1."
     return f"{grid(TALLY, [*rows, total], words=('peer', 'range'), width=120)}\n{said}"
 
 
@@ -256,7 +258,7 @@ def refusals_said(found: Mapping[str, Any]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return f"{value:.3g} s" if value else "-"
+    return duration(value) if value else "-"
 
 
 def _failed(member: dict[str, Any]) -> str:

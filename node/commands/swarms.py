@@ -12,11 +12,12 @@ from typing import Any
 import click
 
 from shoal.node.config.settings import ConfigError, default_identity_path
-from shoal.node.console import amount, dumps, plural
+from shoal.node.console import dumps, plural
 from shoal.node.console import table as grid
 from shoal.node.tasks.text_size import listed_parameters
 from shoal.swarm.access import Link, address_problem
 from shoal.swarm.errors import LinkError, NetworkError
+from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.swarm_list import MAX_MEMBERS, PublicSwarm, look
 from shoal.swarm.seed import Seed
@@ -106,7 +107,7 @@ def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             text = file.read(MAX_FILE_BYTES)
     except FileNotFoundError:
         return

@@ -633,8 +633,12 @@ def _read(path: Path) -> dict[str, Any]:
             f"The settings file {str(path)!r} is over 1 MiB: name a TOML file of settings."
         )
     try:
-        values: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        values: dict[str, Any] = tomllib.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"The settings file {str(path)!r} is not UTF-8 text: save it as UTF-8, as TOML asks for."
+        ) from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The settings file {str(path)!r} is not TOML ({error}): correct that place."
         ) from error
@@ -672,8 +676,12 @@ def assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _explain(error: ValidationError) -> str:
-    """Return the first error as one sentence."""
+SHARED = ("train", "outer", "verify")
+"""Tables that a swarm fixes for all its members."""
+
+
+def _explain(error: ValidationError, joins: bool = False) -> str:
+    """Return the first error as one sentence; ``joins``: for a node that joins a swarm."""
     first = error.errors(include_url=False)[0]
     if first["loc"][:2] == ("task", "options") and len(first["loc"]) > 2:
         return f"The option 'task.options.{first['loc'][2]}' must be a number, a text, or true or false: correct it."
@@ -696,6 +704,12 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "value_error" and isinstance(
         first["input"], Mapping
     ):  # of several settings of a table together
+        if joins and dotted in SHARED:
+            given = ", ".join(f"{dotted}.{key}" for key in first["input"])
+            return (
+                f"The swarm fixes the settings of {dotted!r} for all its members, and this node was given {given}: leave that "
+                "out; the creator can change train.lr and train.steps for all (`shoal change`)."
+            )
         return f"The settings of {dotted!r} do not go together: {problem}."
     problem = re.sub(r"^(Input|String|List) should", "it should", problem)
     if first["type"] == "path_type":
@@ -703,10 +717,17 @@ def _explain(error: ValidationError) -> str:
     return f"The setting {dotted}={reprlib.repr(first['input'])} cannot be used: {problem}."
 
 
-def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+def load(
+    path: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    joins: bool = False,
+) -> Settings:
     """Return the defaults, changed by the TOML file at ``path`` and then by ``overrides``.
 
     The keys of ``overrides`` are dotted, such as ``outer.every``; a value of None means not given.
+
+    ``joins``: for a node that joins a swarm.
 
     Raises ConfigError: the sentence names the file and line, or the key, its value and the problem.
     """
@@ -727,4 +748,4 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
             settings.outer.model_fields_set.discard("method")  # the user did not ask for it
         return settings
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        raise ConfigError(_explain(error, joins)) from None

@@ -23,6 +23,7 @@ from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.door import task_label
 from shoal.node.runtime.resume import RESULT, ROUNDS
 from shoal.node.tasks.loader import load_task
+from shoal.swarm.figures import amount, duration
 
 Given = Mapping[str, Any]
 Events = Sequence[Sequence[Mapping[str, Any]]]
@@ -74,11 +75,11 @@ def run_demo(
     def said(events: Events, shown: int, now: int) -> Iterator[str]:
         ended = [_ended(node, now * length, length) for node in events]
         losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in map(_loss, ended))
-        moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
+        moved = sum(event["bytes_sent"] for node in ended for event in node)
         failed = sum(bool(event["error"]) for node in ended for event in node)
         single = sum(event["partner"] is None for node in ended for event in node) - failed
         own = f", {failed} ended by an error in a node's own code" if failed else ""
-        yield f"round {now} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner{own}"
+        yield f"round {now} of {rounds}: training loss {losses}, {amount(moved)} sent, {single} without a partner{own}"
         if now == rounds and compare:
             yield "now the same again without partners, to compare"
 
@@ -327,10 +328,10 @@ def summary(report: dict[str, Any]) -> str:
     most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
-        f"{report['seconds']:.0f} s\n"
+        f"{duration(round(report['seconds']))}\n"
         f"held-out loss: {said}\n"
         f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no partner, "
-        f"{report['bytes_sent'] / 1e6:.1f} MB sent; {report['wait_s']:.1f} s of {report['wall_s']:.1f} s waiting per node\n"
+        f"{amount(report['bytes_sent'])} sent; {duration(report['wait_s'])} of {duration(report['wall_s'])} waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"
         f"{erring(report)}"
     )

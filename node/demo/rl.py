@@ -15,6 +15,8 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.demo.demo import Events, Given, demo_settings, run_nodes
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
+from shoal.swarm.figures import amount, duration
+from shoal.swarm.refusals import listed
 
 VERIFIED = {"verify.round_s": 15.0}
 """Settings of verification in a demo, which ends before the usual ones say anything."""
@@ -194,10 +196,8 @@ def summary(report: Mapping[str, Any]) -> str:
     ended = "  ".join(
         f"{node['first_reward']:.3f} -> {node['final_reward']:.3f}" for node in report["nodes"]
     )
-    refused = (
-        ", ".join(f"{count} {reason}" for reason, count in report["rejected"].items() if count)
-        or "none"
-    )
+    left_out = {reason: count for reason, count in report["rejected"].items() if count}
+    refused = listed(left_out) or "none"
     verified = ""
     if "verify" in report:
         said = [
@@ -211,10 +211,10 @@ def summary(report: Mapping[str, Any]) -> str:
         )
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['rounds']} rounds of {report['env']!r}, "
-        f"{report['seconds']:.0f} s\n"
+        f"{duration(round(report['seconds']))}\n"
         f"greedy reward on {report['held_out']} held-out questions: {report['first_reward']:.3f} at first, "
         f"{report['final_reward']:.3f} in the end ({ended})\n"
         f"cumulative reward: {report['cumulative_reward']:.1f} of at most {report['rounds']} per node\n"
         f"{report['sent']} rollouts sent, {report['received']} received, {report['used']} learnt from; not used: {refused}\n"
-        f"{report['bytes_sent'] / 1e6:.2f} MB sent{verified}"
+        f"{amount(report['bytes_sent'])} sent{verified}"
     )

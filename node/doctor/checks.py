@@ -91,7 +91,7 @@ def torch(visit: Visit, tell: Tell) -> str:
     }
     made = next(
         (f"for {kind} {version}" for kind, version in kinds.items() if version),
-        "for no GPU but Apple's",
+        "for Apple's GPU" if sys.platform == "darwin" else "a build for the processor only",
     )
     return f"{installed.__version__}, {made}"
 

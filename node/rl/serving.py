@@ -190,6 +190,15 @@ class _Answer(BaseModel):
     choices: Annotated[list[_Choice], FailFast()]
 
 
+LOOK = "look at what it prints"
+NOT_UNDERSTOOD = (404, 405, 422)
+"""What servers answer that have no such path, or that take other fields."""
+UNFIT = (
+    "use vLLM or llama.cpp's own server (llama-server), for it does not understand what is asked: other servers take no "
+    "tokens as a prompt, or return no tokens' ids"
+)
+
+
 class _Server:
     """HTTP server at ``url``. PolicyError if that is no URL."""
 
@@ -219,7 +228,7 @@ class _Server:
         body: Mapping[str, Any],
         *,
         most: int = 0,
-        otherwise: str = "look at what it prints",
+        otherwise: str = "",
     ) -> bytes:
         """Post ``body``; return the answer, of at most ``most`` bytes and 64 KiB. PolicyError, with the remedy ``otherwise``."""
         connection, most, began = self._connect(), min(most + 2**16, MOST_BYTES), time.monotonic()
@@ -257,8 +266,9 @@ class _Server:
                 f"The server at {self.url} answered {path} with more than {most:,} bytes: use another version of it."
             )
         if status != 200:
+            remedy = otherwise or (UNFIT if status in NOT_UNDERSTOOD else LOOK)
             raise PolicyError(
-                f"The server at {self.url} failed at {path} ({status or 'no answer'}: {_said(data)}): {otherwise}."
+                f"The server at {self.url} failed at {path} ({status or 'no answer'}: {_said(data)}): {remedy}."
             )
         return data
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from shoal.node.console import figure, plural
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.swarm.errors import printable
+from shoal.swarm.figures import amount, duration
 
 if TYPE_CHECKING:
     from shoal.node.training.trainer import Progress
@@ -57,8 +58,8 @@ def describe(info: RoundRecord) -> str:
     loss = (
         "" if (known := figure(info.loss, ".4f")) == "-" else f"loss {known}, "
     )  # none where no step was between two exchanges
-    moved = f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB"
-    return f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait {info.wait_s:.2f} s{lag}"
+    moved = f"up {amount(info.bytes_sent)}, down {amount(info.bytes_received)}"
+    return f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait {duration(info.wait_s)}{lag}"
 
 
 class LineDisplay:
@@ -222,6 +223,7 @@ class Activity:
     def __init__(self, metrics: Metrics, display: Display) -> None:
         self._metrics, self._display, self._busy = metrics, display, processor_time()
         self._now, self._since, self._bounded = "starting", self._clock(), False
+        self._told = False
         self._phases: list[dict[str, str | float]] | None = []
         self._phase("starting")
         self._last = (self._clock(), self._busy(), (0, 0))
@@ -233,17 +235,19 @@ class Activity:
         """Called with the name of each new activity."""
 
     @contextmanager
-    def doing(self, what: str, *, bounded: bool = False) -> Iterator[None]:
+    def doing(self, what: str, *, bounded: bool = False, told: bool = False) -> Iterator[None]:
         """Be at ``what``, such as "evaluating", in this block; then again at what it was before.
 
         ``bounded``: it waits for a disk or the network with a deadline of its own, and so counts as alive throughout.
+        ``told``: other lines say on the display how it goes, so only the metrics get the activity.
         """
-        before, self._bounded = (self._now, self._bounded), bounded
+        before = (self._now, self._bounded, self._told)
+        self._bounded, self._told = bounded, told
         self._begin(what)
         try:
             yield
         finally:
-            doing, self._bounded = before
+            doing, self._bounded, self._told = before
             self._begin(doing)
 
     def _begin(self, what: str) -> None:
@@ -286,8 +290,10 @@ class Activity:
             moved=moved,
             alive=alive,
         )
+        if self._told:
+            return
         self._display.activity(
-            f"{doing}, {seconds:.0f} s so far" + ("" if alive else " (nothing moves)")
+            f"{doing}, {duration(round(seconds))} so far" + ("" if alive else " (nothing moves)")
         )
 
     def __enter__(self) -> Activity:

@@ -29,6 +29,7 @@ from shoal.optim import OuterOptimizer
 from shoal.swarm.changes import open_change, settings_at
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
+from shoal.swarm.figures import duration
 from shoal.swarm.file_lock import replace_file
 from shoal.swarm.manifest import PROTOCOL, Manifest, OuterSettings, open_manifest
 from shoal.swarm.state.snapshot import State
@@ -141,7 +142,7 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
     ]
     overlapped = [
         f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.tried} came "
-        f"later, and training waited {result.wait_s:.1f} s for the network"
+        f"later, and training waited {duration(result.wait_s)} for the network"
     ]
     own = sum(known["count"] for known in result.internal_errors.values())
     erring = [

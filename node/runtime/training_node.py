@@ -460,7 +460,7 @@ class TrainingNode:
         self.member.announce("waiting")
         self.options.on_link(self.membership.link())
         self._link_file.refresh()
-        with self._activity.doing("waiting for peers"):
+        with self._activity.doing("waiting for peers", bounded=True, told=True):
             for missing in until_started(
                 self.membership, trainer.opt, WAITING_S, lambda: self.shutdown.requested
             ):

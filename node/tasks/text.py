@@ -15,6 +15,7 @@ V tokens, 256 where they are bytes.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 import os
@@ -186,6 +187,11 @@ def read_documents(
     if not documents:
         if source is not None:
             raise no_document(source)
+        if (path := _wide_text(data, at)) is not None:
+            raise DataError(
+                f"The text {str(path)!r} is in UTF-16 or UTF-32: save it as UTF-8, "
+                "such as with iconv -f UTF-16 -t UTF-8."
+            )
         raise DataError(
             f"There is no text in {data or 'the Python standard library'!r}: name text with --data."
         )
@@ -197,6 +203,19 @@ def read_documents(
             for start in range(0, len(d.content), size)
         ]
     return sorted(documents, key=lambda d: d.name)
+
+
+WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+"""First bytes of such text; those of UTF-32 LE begin with those of UTF-16 LE."""
+
+
+def _wide_text(data: str, at: Path | None) -> Path | None:
+    """Return the first file of ``data`` that is text of two or four bytes a character, if any."""
+    for _, path in find_files(data, at):
+        with path.open("rb") as file:
+            if file.read(4).startswith(WIDE_MARKS):
+                return path
+    return None
 
 
 def _read_files(data: str, left: int, at: Path | None) -> list[Document]:

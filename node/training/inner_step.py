@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from shoal.node.config.settings import OwnTraining, Precision
 from shoal.node.inner_tensors import load_whole_model, same_values
 from shoal.node.task import Task, leaves, mapped
+from shoal.node.task import parts as parts_of
 from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory, summary
 from shoal.optim import OuterOptimizer
 from shoal.optim.inner import LR as MUON_LR
@@ -46,6 +48,24 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
+def _uneven(batch: Any, count: int) -> str | None:
+    """Return the type of an object of a library's own in ``batch`` whose tensors do not all have ``count`` rows, or None.
+
+    In a dict, tuple, list or dataclass a tensor of another length is the same for all rows, such as a mask.
+    """
+    inside = parts_of(batch)
+    if inside is None:
+        return None
+    if not isinstance(batch, Mapping | tuple | list) and not is_dataclass(batch):
+        lengths = {len(leaf) for leaf in leaves(batch) if _has_rows(leaf)}
+        if lengths - {count}:
+            return type(batch).__name__
+    for part in inside.values():
+        if (kind := _uneven(part, count)) is not None:
+            return kind
+    return None
+
+
 def cut_batch(batch: Any, parts: int) -> list[Any]:
     """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors (`shoal.node.task`).
 
@@ -67,6 +87,12 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
         raise TrainingError(
             f"A batch of {count} rows cannot be cut into {parts} equal parts: choose train.accumulate (times the devices) so that "
             "it divides the batch, or another batch size."
+        )
+    if (uneven := _uneven(batch, count)) is not None:
+        raise TrainingError(
+            f"The batch holds an object of type {uneven} with tensors of other lengths than {count}, such as a graph's edges, and "
+            f"cannot be cut into {parts} parts: leave train.accumulate at 1, on one device, or yield dicts of tensors with a row "
+            "for each example."
         )
     size = count // parts
 

@@ -166,9 +166,9 @@ class Curve:
         self._skipped = 0
 
     def add(self, x: float, y: float) -> None:
-        """Append a point; one with no larger x begins the curve anew (a node that resumed from a checkpoint)."""
+        """Append a point; one with no larger x takes the place of all from there on (a node that resumed from a checkpoint)."""
         self._smooth = None
-        if self.points and x < self.points[-1][0]:
+        if self.points and x <= self.points[-1][0]:
             self.points = [point for point in self.points if point[0] < x]
         self._skipped += 1
         if self._skipped < self._every:

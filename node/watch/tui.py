@@ -16,9 +16,10 @@ from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from shoal.node.console import amount, figure, plural
+from shoal.node.console import figure, plural
 from shoal.node.watch.source import EventSource
 from shoal.node.watch.swarm_view import Event, Points, SwarmView, chart, fault_label
+from shoal.swarm.figures import amount
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.

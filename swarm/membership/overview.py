@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.changes import CHANGEABLE, Change, described
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.figures import duration
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.dht import AHEAD
 from shoal.swarm.p2p.addresses import by_peer, host_of, known_first, of_ranges
@@ -256,7 +257,7 @@ def _partition(members: Mapping[str, Member]) -> list[str]:
 
 def _silent(members: Mapping[str, Member], now: float) -> list[str]:
     return [
-        f"{member.name} has not been heard of for {now - member.issued:.0f} s: it may be asleep, stopped or cut off."
+        f"{member.name} has not been heard of for {duration(round(now - member.issued))}: it may be asleep, stopped or cut off."
         for member in members.values()
         if now - member.issued > SILENT_S
     ]
@@ -319,14 +320,14 @@ def _slow(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
     moves = {peer: member.exchange_s for peer, member in members.items() if member.exchange_s > 0}
     step, move = (median_low(seconds.values()) if seconds else 0.0 for seconds in (steps, moves))
     found = [
-        f"{members[peer].name} is slow: an inner step takes it {seconds:.3g} s, {seconds / step:.1f} times the "
-        f"median of all ({step:.3g} s); {rest}."
+        f"{members[peer].name} is slow: an inner step takes it {duration(seconds)}, {seconds / step:.1f} times the "
+        f"median of all ({duration(step)}); {rest}."
         for peer, seconds in steps.items()
         if seconds > SLOW_STEP * step
     ]
     return found + [
-        f"{members[peer].name} has a slow link: an exchange takes it {seconds:.3g} s, {seconds / move:.1f} times the "
-        f"median of all ({move:.3g} s); a smaller codec (--codec int8), or a better link, would help."
+        f"{members[peer].name} has a slow link: an exchange takes it {duration(seconds)}, {seconds / move:.1f} times the "
+        f"median of all ({duration(move)}); a smaller codec (--codec int8), or a better link, would help."
         for peer, seconds in moves.items()
         if seconds > max(SLOW_EXCHANGE * move, move + SLOW_EXCHANGE_S)
     ]

@@ -33,6 +33,7 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
+    GONE,
     MAX_MANIFEST,
     MAX_TOPICS,
     SEED_PROTOCOL,
@@ -173,7 +174,7 @@ class SeedAnnouncer:
                 opening = self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
                 with contextlib.closing(await opening) as stream:
                     members = await ask_seed(stream, self._swarm, record, topics[:MAX_TOPICS])
-                if self._announced is not None:
+                if self._announced is not None and own.state not in GONE:
                     await self._announce(seed, addresses, self._announced)
                 strangers = addresses_of(
                     [m for m in members if m.peer not in known and m.peer != own.peer]

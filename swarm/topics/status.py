@@ -21,6 +21,7 @@ from typing import Annotated, Any, Generic, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.swarm.errors import MessageError
+from shoal.swarm.figures import amount
 from shoal.swarm.gossip.gossip import Gossip, Handler
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
@@ -81,7 +82,7 @@ def tokens_label(tokens_per_s: float, mfu: float | None) -> str:
 
 def reach_label(reach: str, throughput: float) -> str:
     """Return how a node is reached, and what its exchanges move, for people."""
-    return reach + (f", {throughput / 1e6:.3g} MB/s" if throughput else "")
+    return reach + (f", {amount(throughput, 'B/s')}" if throughput else "")
 
 
 class RoundStatus(BaseModel):

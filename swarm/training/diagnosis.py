@@ -27,6 +27,7 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.overview import FAILED, PARTNERLESS, partner_remedy
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.refusals import listed
 from shoal.swarm.wire.envelope import Sketch
 from shoal.swarm.wire.messages import MAX_MISSING, Member
 
@@ -299,7 +300,9 @@ class Diagnosis:
         if (since := Counter(counts) - self._refused) and self._said.due("refusals", REFUSED_S):
             self._refused = Counter(counts)
             self._news.append(
-                Notice("refused", f"refused of others since the last such line: {listed(since)}")
+                Notice(
+                    "refused", f"refused from other peers since it was last said: {listed(since)}"
+                )
             )
 
     def apart(self, peers: Collection[str], members: Mapping[str, Member], gives_way: bool) -> None:
@@ -350,14 +353,6 @@ def _name(peer: str, members: Mapping[str, Member]) -> str:
 
 def _rounds(count: int) -> str:
     return "round" if count <= 1 else f"{count} rounds"
-
-
-def listed(counts: Mapping[str, int]) -> str:
-    """Return counts by reason for people, the most frequent first."""
-    return ", ".join(
-        f"{count} x {reason}"
-        for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    )
 
 
 MBIT = 125_000  # bytes

@@ -44,6 +44,10 @@ from shoal.swarm.wire.envelope import (
 MAX_MISSING = 4  # names of missing members in a record
 
 
+GONE = ("leaving", "done")
+"""States of a member that others forget."""
+
+
 class Member(Message):
     """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 

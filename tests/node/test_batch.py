@@ -250,3 +250,27 @@ def test_lightnings_callback_counts_them(kind):
     )  # fmt: skip
     callback.on_train_batch_end(trainer, None, None, made(kind), 0)
     assert callback.opt.counted == 12
+
+
+class Graphs:
+    """As PyTorch Geometric has them: an object whose tensors have a row for each vertex, edge or graph."""
+
+    def __init__(self):
+        self.x = torch.zeros(8, 3)
+        self.edge_index = torch.zeros(2, 20)
+        self.y = torch.zeros(4)
+
+    def to(self, device):
+        return self
+
+
+def test_graphs_of_a_library_are_not_cut_between_their_vertices():
+    """Mutants: vertices are cut and edges are not; a dict's shared mask is refused too."""
+    with pytest.raises(inner_step.TrainingError) as error:
+        inner_step.cut_batch((Graphs(), 1), 2)
+    assert str(error.value) == (
+        "The batch holds an object of type Graphs with tensors of other lengths than 8, such as a graph's edges, and cannot be "
+        "cut into 2 parts: leave train.accumulate at 1, on one device, or yield dicts of tensors with a row for each example."
+    )
+    halves = inner_step.cut_batch({"x": torch.zeros(8, 3), "mask": torch.ones(3)}, 2)
+    assert [(half["x"].shape[0], half["mask"].shape[0]) for half in halves] == [(4, 3), (4, 3)]

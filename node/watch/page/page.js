@@ -31,7 +31,7 @@ const tokens = (value, mfu) => (value ? value.toLocaleString("en", { maximumFrac
 const lag = (p) => (p.lag ? `${p.lag}${p.lag_auto ? " auto" : ""}${p.late ? `, ${p.late} late` : ""}` : "–");
 
 // How others reach it, and what its exchanges move each way.
-const reach = (p) => (p.reach || "unknown") + (p.throughput ? `, ${(p.throughput / 1e6).toPrecision(3)} MB/s` : "");
+const reach = (p) => (p.reach || "unknown") + (p.throughput ? `, ${bytes(p.throughput)}/s` : "");
 
 // What others signed of its work, and how many they are.
 function work(p) {
@@ -65,13 +65,14 @@ function tiles(picture) {
   if (t.rollouts_own !== null) shown.push(["Groups learnt, own + others'", `${t.rollouts_own} + ${t.rollouts_foreign}`]);
   if (t.confirmed) {
     const c = t.confirmed, apart = c.rounds ? `, ${Math.round((100 * c.elsewhere) / c.rounds)} % across address ranges` : "";
-    shown.push(["Confirmed by partners", `${plural(c.exchanges, "exchange")}, ${tokens(c.tokens)} tokens${apart}`]);
+    shown.push(["Confirmed by partners", plural(c.exchanges, "exchange"), `${tokens(c.tokens)} tokens${apart}`]);
   }
   if (t.claims !== null) shown.push(["Claims, checks, invalid", `${t.claims}, ${t.checked}, ${t.invalid}`]);
   if (t.refused) shown.push(["Messages refused", `${t.refused} of ${t.heard + t.refused}`]);
-  byId("tiles").replaceChildren(...shown.map(([name, value]) => {
+  byId("tiles").replaceChildren(...shown.map(([name, value, more]) => {
     const tile = make("div");
     tile.append(make("dt", {}, name), make("dd", {}, value));
+    if (more) tile.append(make("dd", { class: "more" }, more));
     return tile;
   }));
 }
@@ -120,6 +121,9 @@ const COLUMNS = [
   ["Confirmed", work], ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
 ];
 
+const LONG = 24; // characters from which on a cell has several lines
+const cell = (text) => make("td", text.length > LONG ? { class: "words" } : {}, text);
+
 function table(picture) {
   const shown = COLUMNS.filter(([name]) => name !== "Reward" || picture.totals.reward !== null);
   const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.peer : null;
@@ -132,7 +136,7 @@ function table(picture) {
     button.append(mark, peer.name);
     button.addEventListener("click", () => { chosen = chosen === peer.id ? null : peer.id; show(last); });
     first.append(button);
-    row.append(first, ...shown.slice(1).map(([, text]) => make("td", {}, text(peer))));
+    row.append(first, ...shown.slice(1).map(([, text]) => cell(text(peer))));
     return row;
   }));
   if (focused) [...document.querySelectorAll("[data-peer]")].find((found) => found.dataset.peer === focused)?.focus();

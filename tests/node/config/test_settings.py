@@ -113,7 +113,7 @@ def test_an_unknown_key_is_named_with_its_neighbour(key, place, letter):
     ("content", "words"),
     [
         (b"[outer]\nevery = = 3\n", r"not TOML .*line 2"),
-        (b"\xff\xfe", "not TOML"),
+        (b"\xff\xfe", "is not UTF-8 text: save it as UTF-8, as TOML asks for"),
         (b"#" * (2**20 + 1), "over 1 MiB"),
     ],
 )
@@ -122,6 +122,23 @@ def test_files_that_are_no_settings(tmp_path, content, words):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         load(path)
+
+
+def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "swarm.toml"
+    path.write_bytes(b"\xef\xbb\xbf[outer]\nevery = 7\n")
+    assert load(path).outer.every == 7
+
+
+def test_a_node_that_joins_hears_that_the_swarm_fixes_a_setting():
+    with pytest.raises(ConfigError) as error:
+        load(None, {"train.lr": 1e-3}, joins=True)
+    assert str(error.value) == (
+        "The swarm fixes the settings of 'train' for all its members, and this node was given train.lr: leave that out; "
+        "the creator can change train.lr and train.steps for all (`shoal change`)."
+    )
+    with pytest.raises(ConfigError, match="do not go together"):
+        load(None, {"train.lr": 1e-3})
 
 
 def test_missing_file_and_folder(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from shoal.node.cli.main import cli
 from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
-from shoal.node.console import amount
 from shoal.node.plan import FIXED_BYTES, advise, choices, rows, work_of
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule import Delayed
@@ -22,6 +22,7 @@ from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 from shoal.swarm.exchange.group.reduction import SMALLEST, fits
+from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, DialBackView, Throughput
@@ -180,6 +181,10 @@ def test_a_good_link_gets_the_overlapped_default():
         "On this link choose noloco, float32, every 50, lag auto: a node computes 9"
     )
     assert said.count(". ") == 0
+    assert re.search(
+        r"; mod4 would send [\d.]+ [kMG]B a day and round more, for a link that is paid by the byte\.$",
+        said,
+    )
 
 
 def test_a_thinner_link_gets_fewer_bytes():
@@ -377,7 +382,7 @@ def test_what_cannot_be_measured_honestly_is_asked_for(peer, why, monkeypatch):
     visited(monkeypatch, **peer)
     with pytest.raises(
         PlanError,
-        match=rf"takes 0\.1 s, but the rate could not be measured \({why}\): give it by --mbit",
+        match=rf"takes 100 ms, but the rate could not be measured \({why}\): give it by --mbit",
     ):
         plan(**{**ASKED, "mbit": None, "rtt": None, "measure": LINK})
 

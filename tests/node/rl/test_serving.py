@@ -306,6 +306,11 @@ NONSENSE = "answered other than completions with their tokens' ids"
             r"failed at /v1/completions \(400: no\): look",
         ),
         (answers(b"[" * 60_000, 500), r"failed at /v1/completions \(500: \[+\): look"),
+        (
+            answers({"detail": "no field of it"}, 422),
+            r"failed at /v1/completions \(422: .*\): use vLLM or llama\.cpp's own server \(llama-server\), for it does not "
+            r"understand what is asked: other servers take no tokens as a prompt, or return no tokens' ids\.$",
+        ),
         (answers(b"<html>"), NONSENSE),
         (answers(b'{"choices":' + b"[" * 50_000), NONSENSE),
         (answers({"choices": []}), r"\(0 completions for 1\)"),

@@ -469,3 +469,10 @@ def test_where_it_is_forbidden_training_goes_on(monkeypatch):
 
     monkeypatch.setattr(os, "setpriority", forbidden)
     assert len(set(niceness(compute_last))) == 1
+
+
+def test_what_other_lines_tell_of_is_in_the_metrics_only(node):
+    with node.activity.doing("waiting for peers", bounded=True, told=True):
+        node.pass_time(BEAT_S, used=0.0)
+    assert [(e["doing"], e["alive"]) for e in node.events()] == [("waiting for peers", True)]
+    assert node.shown.lines == []

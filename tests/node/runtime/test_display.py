@@ -144,11 +144,11 @@ def test_lines_name_the_round_and_hold_progress_back():
     assert (
         stream.getvalue().splitlines()
         == [
-            "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
-            "round 3 without a partner (bert broke off): up 0.54 MB, down 0.54 MB, wait 0.25 s",
-            "round 3 with bob: up 0.54 MB, down 0.54 MB, wait 0.25 s",
-            "round 3, fragment 3 of 4, with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
-            "round 4 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",  # the last average, of all fragments
+            "round 3 with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
+            "round 3 without a partner (bert broke off): up 543 kB, down 544 kB, wait 250 ms",
+            "round 3 with bob: up 543 kB, down 544 kB, wait 250 ms",
+            "round 3, fragment 3 of 4, with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
+            "round 4 with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",  # the last average, of all fragments
             "step 2 of 1000: loss 4.5000, 100.0 steps/s",
             "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
         ]
@@ -183,7 +183,7 @@ def test_the_live_display_shows_the_total_and_the_whole_round_on_a_usual_termina
     assert "loss 2.000, 50.0 steps/s" in shown
     assert "123,457 tokens/s, 40 % MFU" in shown
     assert "round 123 with a-machine-in-the-lab: loss 2.5000" in shown
-    assert "wait 0.25 s" in shown.replace("\n", " ")
+    assert "wait 250 ms" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -227,7 +227,7 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
     made.lag, made.lag_auto, made.late, made.wait_s = 7, True, 2, 1.25
     assert summary(made, Path(), 1.0)[1] == (
-        "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training waited 1.2 s for the network"
+        "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training waited 1.25 s for the network"
     )
 
 
@@ -248,8 +248,8 @@ def test_an_end_that_was_not_saved_is_no_place_to_go_on_from(tmp_path, there, wa
 
 
 def test_a_round_that_overlapped_shows_its_lag():
-    assert describe(info(lag=7)).endswith("wait 0.25 s, lag 7 steps")
-    assert describe(info(lag=1, late=True)).endswith("wait 0.25 s, lag 1 step (late)")
+    assert describe(info(lag=7)).endswith("wait 250 ms, lag 7 steps")
+    assert describe(info(lag=1, late=True)).endswith("wait 250 ms, lag 1 step (late)")
 
 
 def test_no_terminal_means_lines():

@@ -191,3 +191,14 @@ def test_unreadable_file_is_one_sentence(tmp_path, monkeypatch):
 def test_bad_options_are_named(options):
     with pytest.raises(DataError, match=next(iter(options))):
         TextTask(**options)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_a_text_of_wide_characters_is_named_with_what_to_do(tmp_path, encoding):
+    path = tmp_path / "wide.txt"
+    path.write_text("Some text in another encoding.", encoding=encoding)
+    with pytest.raises(DataError) as error:
+        read_documents(str(path), 1000)
+    assert str(error.value) == (
+        f"The text {str(path)!r} is in UTF-16 or UTF-32: save it as UTF-8, such as with iconv -f UTF-16 -t UTF-8."
+    )

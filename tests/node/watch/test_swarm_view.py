@@ -289,6 +289,14 @@ def test_a_curve_is_bounded_and_in_order(points):
     assert [x for x, _ in curve.points] == sorted(x for x, _ in curve.points)
 
 
+def test_a_point_at_the_same_place_takes_the_place_of_the_one_before():
+    """A node that resumed reports its last round again."""
+    curve = Curve()
+    for x, y in ((1, 5.0), (2, 4.0), (2, 3.0)):
+        curve.add(x, y)
+    assert curve.points == [(1, 5.0), (2, 3.0)]
+
+
 def test_a_late_joiner_is_drawn_beside_those_that_are_in_its_round(authors):
     anna, bert, _ = authors
     view = view_of(

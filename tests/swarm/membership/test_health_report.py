@@ -77,7 +77,7 @@ def test_errors_of_a_members_own_code_are_told_as_such():
 def test_the_slow_is_named_with_its_time_and_the_median():
     (said,) = health_report(swarm(*ALL, carl={"steps_per_s": 2.0}), NOW)
     assert said.startswith(
-        "carl is slow: an inner step takes it 0.5 s, 5.0 times the median of all (0.1 s); "
+        "carl is slow: an inner step takes it 500 ms, 5.0 times the median of all (100 ms); "
     )
     assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
 
@@ -86,7 +86,7 @@ def test_where_nobody_waits_for_the_slow_it_is_not_advised_to_begin_such_a_swarm
     members = swarm(*ALL, carl={"steps_per_s": 2.0})
     assert "--round seconds:auto" in health_report(members, NOW)[0]
     (said,) = health_report(members, NOW, in_seconds=True)
-    assert said.endswith("(0.1 s); it makes fewer steps in a round, and nobody waits for it.")
+    assert said.endswith("(100 ms); it makes fewer steps in a round, and nobody waits for it.")
 
 
 def test_where_most_fail_with_each_other_none_of_them_is_blamed():
@@ -115,7 +115,7 @@ def test_of_two_the_slower_can_be_the_slow_one_and_who_has_no_speed_yet_is_not()
 def test_a_slow_link_is_not_one_of_a_few_milliseconds():
     (said,) = health_report(swarm(*ALL, dora={"exchange_s": 5.0}), NOW)
     assert said.startswith(
-        "dora has a slow link: an exchange takes it 5 s, 10.0 times the median of all (0.5 s); "
+        "dora has a slow link: an exchange takes it 5 s, 10.0 times the median of all (500 ms); "
     )
     quick = {name: {"exchange_s": 0.01} for name in ALL} | {"dora": {"exchange_s": SLOW_EXCHANGE_S}}
     assert health_report(swarm(*ALL, **quick), NOW) == []
@@ -220,7 +220,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
     assert all(
         text in shown
         for text in (
-            "0.123 s",
+            "123 ms",
             "2.5 s",
             "4/20 broken",
             "12,346",

@@ -170,3 +170,31 @@ def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does(monk
     )
     asyncio.run(announcer._report())
     assert asked == [[], ["rollout/2", "status/4"]]
+
+
+@pytest.mark.parametrize(("state", "times"), [("training", 1), ("leaving", 0), ("done", 0)])
+def test_a_member_that_leaves_announces_its_swarm_no_more(monkeypatch, state, times):
+    """The bootstrap node has just forgotten it, and would answer that it does not know it."""
+    announced = []
+    me = Identity.ephemeral()
+
+    async def opened(*_, **__):
+        return SimpleNamespace(close=lambda: None)
+
+    async def ask(*_):
+        return []
+
+    async def announce(*_):
+        announced.append(state)
+
+    host = SimpleNamespace(
+        submit=lambda work: work.close(), known=None, meet=None, seeds=lambda: {"seed": ()},
+        pubsub=SimpleNamespace(topics=set()), open=opened,
+    )  # fmt: skip
+    directory = SimpleNamespace(everyone=None, departed=None, members=dict)
+    directory.own = lambda: member_of(me.peer_id, state=state)
+    announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
+    announcer._announced, announcer._announce = object(), announce
+    monkeypatch.setattr(swarm_list, "ask_seed", ask)
+    asyncio.run(announcer._report())
+    assert len(announced) == times

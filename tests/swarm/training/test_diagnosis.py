@@ -304,12 +304,19 @@ def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost
 
     assert told(overflow=0) == []
     assert told(rate=3, forged=1) == [
-        ("refused", "refused of others since the last such line: 3 x rate, 1 x forged")
+        (
+            "refused",
+            "refused from other peers since it was last said: "
+            "3 over the rate limit (rate), 1 with a false signature or sender (forged)",
+        )
     ]
     assert told(rate=3, forged=7) == []
     clock.now += REFUSED_S
     assert told(rate=3, forged=7) == [
-        ("refused", "refused of others since the last such line: 6 x forged")
+        (
+            "refused",
+            "refused from other peers since it was last said: 6 with a false signature or sender (forged)",
+        )
     ]
     clock.now += REFUSED_S
     assert told(rate=3, forged=7) == []
