@@ -72,7 +72,10 @@ function tiles(picture) {
   byId("tiles").replaceChildren(...shown.map(([name, value, more]) => {
     const tile = make("div");
     tile.append(make("dt", {}, name), make("dd", {}, value));
-    if (more) tile.append(make("dd", { class: "more" }, more));
+    if (more) {
+      tile.className = "double";
+      tile.append(make("dd", { class: "more" }, more));
+    }
     return tile;
   }));
 }

@@ -128,6 +128,14 @@ def test_names_numbers_charts_roles_and_faults_are_on_the_page(recording):
 def test_it_fills_the_width_and_nothing_sticks_out(recording, width):
     async def work(tab):
         assert await tab.value("document.documentElement.scrollWidth") == width
+        table = "document.querySelector('table')"
+        fits = f"{table}.scrollWidth <= {table}.parentElement.clientWidth"
+        await tab.value(
+            "last.totals.confirmed = {exchanges: 1234, tokens: 345678, rounds: 10, elsewhere: 5}; tiles(last)"
+        )
+        tallest = "Math.max(...[...document.querySelectorAll('#tiles div')].map((tile) => tile.clientHeight))"
+        assert await tab.value(tallest) < 110  # three lines
+        assert await tab.value(fits) == (width == 1400)  # a narrow page scrolls it in its own box
         right = "Math.max(...[...document.querySelectorAll('section:not([hidden])')].map((s) => s.getBoundingClientRect().right))"
         assert width - 24 <= await tab.value(right) <= width
         columns = "new Set([...document.querySelectorAll('section:not([hidden])')].map((s) => s.getBoundingClientRect().left)).size"
