@@ -153,9 +153,10 @@ class OuterSettings(BaseModel):
         "those that send pseudo-gradients e3m0, topk2[:PART], topk2-senders[:PART], sign or auto:BITS, each also with +ef or "
         "+ef:BETA (error feedback).",
     )
-    finish: Literal["none", "average"] = Field(
-        default="none",
-        description="After the last step: none, or average (the mean of the slow weights once more, left in the model).",
+    finish: Literal["none", "average"] | None = Field(
+        default=None,
+        description="After the last step: none (each peer keeps its own model), or average (all that are there take the mean of "
+        "their weights, and end with one model).",
     )
     wait_s: Seconds = Field(
         default=10.0,
@@ -307,8 +308,19 @@ class OuterSettings(BaseModel):
         return self.model_copy(
             update=own
             | self.knobs()
-            | {"codec": self.codec or method.codec, "weights": self.weighing}
+            | {
+                "codec": self.codec or method.codec,
+                "weights": self.weighing,
+                "finish": self.finishing,
+            }
         )
+
+    @property
+    def finishing(self) -> Literal["none", "average"]:
+        """What follows the last step: where peers average in pairs, each would have a model of its own without a last average."""
+        if self.finish is not None:
+            return self.finish
+        return "average" if self.row.group == "pair" else "none"
 
     def fitted(self, fragments: int) -> OuterSettings:
         """Return the settings for a model that is cut into so many ``fragments``, fewer where it has few layers."""

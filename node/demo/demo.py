@@ -274,6 +274,7 @@ def report(
         "loss_first": mean("loss_first"),
         "loss_last": mean("loss_last"),
         "loss_local": mean("loss_local"),
+        "ended": _ended_with([result.get("ended") for result in results]),
         # Both members of a committed pair count it.
         "exchanges": sum(result["exchanges"] for result in results) // 2,
         "pairs_none": sum(result["pairs_none"] for result in results),
@@ -314,6 +315,36 @@ def erring(report: Mapping[str, Any]) -> str:
     )
 
 
+def _ended_with(ends: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return what the last average came to: how many nodes are in the smallest mean, and the mean held-out losses around it."""
+    known = [end for end in ends if end is not None]
+    if not known or len(known) < len(ends):
+        return None
+
+    def mean(key: str) -> float | None:
+        values = [end[key] for end in known]
+        return None if None in values else sum(values) / len(values)
+
+    return {
+        "members": min(len(end["members"]) for end in known),
+        "loss_before": mean("loss_before"),
+        "loss_after": mean("loss_after"),
+    }
+
+
+def _end_said(ended: Mapping[str, Any] | None, peers: int) -> list[str]:
+    """Return a line about the last average, if the swarm ends with one."""
+    if ended is None:
+        return []
+    before, after, members = (ended[key] for key in ("loss_before", "loss_after", "members"))
+    if members < peers:
+        return [f"last average: not all of the {peers} nodes are in one mean; result.json has why"]
+    losses = ""
+    if before is not None and after is not None:
+        losses = f": held-out loss {before:.3f} before, each its own, and {after:.3f} after"
+    return [f"last average: one model of {members} nodes{losses}"]
+
+
 def summary(report: dict[str, Any]) -> str:
     first, together, alone = (report[key] for key in ("loss_first", "loss_last", "loss_local"))
     said = "not known, because evaluate() returned no finite number"
@@ -326,12 +357,13 @@ def summary(report: dict[str, Any]) -> str:
     if report["trained_alone"] and not report["exchanges"] and None not in (first, together):
         said = f"{first:.3f} at first, {together:.3f} in the end; nothing was exchanged, so each node trained alone"
     most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
+    end = "".join(f"\n{line}" for line in _end_said(report.get("ended"), report["peers"]))
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
         f"{duration(round(report['seconds']))}\n"
         f"held-out loss: {said}\n"
         f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no partner, "
         f"{amount(report['bytes_sent'])} sent; {duration(report['wait_s'])} of {duration(report['wall_s'])} waiting per node\n"
-        f"consensus distance of the slow weights: at most {most:.4f}, in the end {last:.4f}"
-        f"{erring(report)}"
+        f"consensus distance of the slow weights: at most {most:.4f}, after the last round "
+        f"{last:.4f}{end}{erring(report)}"
     )

@@ -40,6 +40,7 @@ from shoal.optim.ranks.group import in_thread
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, load_whole, obey, whole_state
 from shoal.optim.ranks.ranks import Ranks
 from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.training.last_average import LastAverage
 
 # A model on several ranks: the same on each, with gradients averaged by DDP, or in parts, one on each rank, by FSDP2.
 #
@@ -275,6 +276,8 @@ class RankTrainer(Trainer):
             self.schedule_at(fields["step"])
         elif name == "change":
             self.change(**fields)
+        elif name == "end_with":
+            self.end_with(None)
         elif name == "connect":
             self.connect(Alone(), fields["run"], Shard(*fields["shard"]))
         else:
@@ -287,6 +290,14 @@ class RankTrainer(Trainer):
         shared = self._ranks.group.exchange(exchange)
         shared.attach(self.opt)
         super().connect(shared, run, shard)
+
+    def end_with(self, last: LastAverage | None) -> None:
+        """Set the exchange of the last average, which rank 0 has."""
+        self._order("end_with")
+        super().end_with(last)
+        shared = self._ranks.group.exchange(Alone() if last is None else last)
+        shared.attach(self.opt)
+        self._last = shared
 
     def _waited(self) -> float:
         return float(getattr(self._real, "waited", 0.0))

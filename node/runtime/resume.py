@@ -98,6 +98,8 @@ class Result:
     task: dict[str, int | float] = field(default_factory=dict)
     """The task's own results (``Task.extra_results``). Text: ``bits_per_byte``, ``loss_last`` in bits for each byte, which can be
     compared where tokenizers differ; a stream also ``skipped``, the number of records that could not be used."""
+    ended: dict[str, Any] | None = None
+    """What the last average came to (`shoal.swarm.training.last_average.EndReport`), where the swarm ends with one."""
     interrupted: bool = False
     not_saved: str | None = None
     """The reason if the end of the run could not be saved."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -51,6 +51,7 @@ from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.factories import Rates, announced_speeds, make_exchange, make_screen
+from shoal.swarm.training.last_average import LastAverage, averages_at_end
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.session_setup import until_started, waiting_for
 from shoal.swarm.training.shard import settled
@@ -190,6 +191,7 @@ class TrainingNode:
         self._newcomer = False  # begins with the weights of a swarm that is under way
         self._refused: dict[str, int] = {}
         self._own_errors: dict[str, int] = {}
+        self._loss_at_end: float | None = None  # of the model that the last average left
         self._bound = (
             0.0 if node.slow_folder else node.ram
         )  # until it is passed; pages of files would count too
@@ -314,6 +316,8 @@ class TrainingNode:
         if self.verification is not None:
             closing.callback(self.verification.close)
         trainer.connect(exchange, membership.swarm, shard)
+        if averages_at_end(outer):
+            trainer.end_with(self._last_average(model))
         try_partners(trainer, screen, log)
         closing.callback(trainer.close)
         self._begin_from(state)
@@ -334,6 +338,22 @@ class TrainingNode:
         self.member.reporter = self.status = StatusReporter(membership, name, folder=self.folder)
         self._activity.on_change = self.status.doing
         closing.callback(self.status.close)
+
+    def _last_average(self, model: str) -> LastAverage:
+        """Return the exchange of the last average, which answers others from now on."""
+        fragments = self.trainer.whole.fragments
+        last = LastAverage(self.membership, self.settings.outer, fragments, model)
+        last.announce = lambda: self.member.end(self._loss, self._rates)
+        last.say = self.display.message
+        last.waiting = self._waiting_at_end
+        last.ends_at(self.settings.train.steps or None)
+        return last
+
+    @contextlib.contextmanager
+    def _waiting_at_end(self) -> Iterator[None]:
+        still = self.member.at_rest() if self.ranks is None else nullcontext()
+        with self._activity.doing("averaging with all members", bounded=True), still:
+            yield
 
     def _own_run(self) -> SavedRun | None:
         """Read the directory, and learn what was changed; return the checkpoint if it is of this swarm."""
@@ -448,6 +468,8 @@ class TrainingNode:
             said += f"; this node keeps its own --steps {own}"
         self.display.message(said)
         self.display.resize(steps)
+        if self.trainer.last is not None:
+            self.trainer.last.ends_at(steps or None)
         self.metrics.write("change", round=round, **news)
 
     # -- running -----------------------------------------------------------------------------------------------------------
@@ -456,7 +478,7 @@ class TrainingNode:
         result, trainer, host = self.result, self.trainer, self.membership.host
         if self.options.link is not None:
             self.membership.check_alone(lambda: self.shutdown.requested)
-        self.shutdown.orderly(lambda: self.member.exchange.hurry(HURRY_S))
+        self.shutdown.orderly(lambda: self._hurry(HURRY_S))
         self.member.announce("waiting")
         self.options.on_link(self.membership.link())
         self._link_file.refresh()
@@ -488,6 +510,7 @@ class TrainingNode:
                     on_progress=self._on_progress,
                     after_step=self._after_step,
                 )
+            self._tell_end()
             if self.shutdown.requested:
                 self.display.message(
                     "stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved"
@@ -522,7 +545,7 @@ class TrainingNode:
         if result.not_saved is not None:
             self.display.message(result.not_saved)
         if not result.interrupted:
-            result.loss_last = self._evaluate()
+            result.loss_last = self._evaluate() if self._loss_at_end is None else self._loss_at_end
             result.task = (
                 {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
             )
@@ -542,6 +565,24 @@ class TrainingNode:
         for line in summary(result, self.folder, self._loss):
             self.display.message(line)
         return result
+
+    def _hurry(self, seconds: float) -> None:
+        self.member.exchange.hurry(seconds)
+        if self.trainer.last is not None:
+            self.trainer.last.hurry(seconds)
+
+    def _tell_end(self) -> None:
+        """Say what the last average came to, where the swarm ends with one, and keep it for the result."""
+        report = self.trainer.ended
+        if report is None:
+            return
+        self.display.message(report.said())
+        self.result.ended = asdict(report)
+        self.metrics.write("last_average", **asdict(report))
+        if report.loss_after is not None and not report.refused:
+            self._loss_at_end = report.loss_after
+        elif report.loss_before is not None:
+            self._loss_at_end = report.loss_before
 
     def _save_whole_step(self) -> None:
         """Save the weights of the last step, which are whole though what came after it failed."""

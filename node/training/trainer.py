@@ -44,6 +44,7 @@ from shoal.optim.inner import repeated_blocks
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
+from shoal.swarm.training.last_average import EndReport, LastAverage, average_at_end
 
 CACHES = (
     "past_key_values",
@@ -234,9 +235,19 @@ class Trainer:
         self.throughput = Throughput(self.device, self.inner_step.dtype)
         self.stepping = self._drawn = False
         """True while the weights are being stepped, and after that has failed: they are those of no whole step then."""
+        self.last: LastAverage | None = None
+        """The exchange of the last average; of a node of several processes rank 0 has it."""
+        self._last: Exchange | None = None
+        self.ended: EndReport | None = None
+        """What the last average came to, once there was one."""
         self._batches: Loader | None = None
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
+
+    def end_with(self, last: LastAverage | None) -> None:
+        """Set the exchange of the last average; None: of another rank of this node, which rank 0 has."""
+        self.last = last
+        self._last = Alone() if last is None else last
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
         """Set the exchange (the method ``none`` uses none), the run's id and the part of the data."""
@@ -265,6 +276,9 @@ class Trainer:
 
         None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
         """
+        return self._held_out_loss()
+
+    def _held_out_loss(self) -> float | None:
         with (
             self.opt.averaged() if self.outer.row.slow else nullcontext(),
             self.inner_step.autocast(),
@@ -318,8 +332,13 @@ class Trainer:
 
     def finish(self) -> None:
         """Take what the exchanges in flight bring, and the mean at the end if the swarm wants one."""
-        # Without averaging a last round would lose the steps since the one before.
-        self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
+        if self._last is None:
+            self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
+            return
+        checked = self.outer.check_loss and self.layout.ranks == 1
+        self.ended = average_at_end(
+            self.opt, self.last, self._last, self._held_out_loss, checked=checked
+        )
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""

@@ -307,28 +307,76 @@ class OuterOptimizer(OuterState):
         """Apply the exchanges in flight (waiting within the exchange's limits). Call it once after the last step.
 
         ``average``: then send the steps since each fragment's last round in one more, and take the plain mean of the slow weights
-        (and the averaged buffers) over the group, as float32, also into the model. Gossip leaves the peers with different weights;
-        this makes the group equal. All peers must do it, after the same number of steps.
+        (and the averaged buffers) over the group, as float32, also into the model. All peers must do it, after as many steps.
         """
-        self._check_not_averaged("finish")
-        self._check_weights()
-        self._apply_in_flight()
-        self._note_weights()
+        self.settle(rest=average)
         if not average:
             return
-        for fragment, (steps, _) in enumerate(list(self._sent_at)):
-            if steps < self.steps:
-                self._send(fragment, at_once=True)
-        self._apply_in_flight()
         key = RoundKey(self.run, self.round, len(self._parts))
         self.round += 1
-        everything = [*(t.float() for t in self.slow), *self._buffers.now()]
-        mean = self.exchange.start(Contribution(key, OnDemand(everything))).result()
-        if mean is not None:
-            assign([*self.slow, *self._buffers.now()], mean.tensors)
+        mean = self._take_mean(self.exchange, key)
         self._start_from_slow()
         self._note_weights()
         self._report(key, mean, 0)
+
+    @torch.no_grad()
+    def settle(self, *, rest: bool = True) -> None:
+        """Apply the exchanges in flight, and send the ``rest``, the steps since each fragment's last round, in one more."""
+        self._check_not_averaged("finish")
+        self._check_weights()
+        self._apply_in_flight()
+        for fragment, (steps, _) in enumerate(list(self._sent_at)):
+            if rest and steps < self.steps:
+                self._send(fragment, at_once=True)
+        self._apply_in_flight()
+        self._note_weights()
+
+    @torch.no_grad()
+    def average_over(
+        self,
+        exchange: Exchange,
+        *,
+        tries: int = 2,
+        enough: Callable[[tuple[str, ...]], bool] = bool,
+        accept: Callable[[], bool] | None = None,
+    ) -> tuple[str, ...]:
+        """Take the plain mean of the slow weights (and the averaged buffers) over ``exchange``, as float32, into the model too.
+
+        Call `settle` before. The rounds of ``exchange`` are its own. The members of one mean bring it to the next try, so that all
+        have equal shares in the end.
+
+        Args:
+            tries: exchanges at most; another one follows unless ``enough(members)`` of the mean so far.
+            accept: called with the mean in the model; False puts everything back as it was, of which there is a copy until then.
+
+        Returns the members of the last mean that was taken and accepted; none if there was none.
+        """
+        self._check_not_averaged("average_over")
+        before = [] if accept is None else [t.clone() for t in (*self.slow, *self._buffers.now())]
+        members: tuple[str, ...] = ()
+        for number in range(tries):
+            key = RoundKey(self.run, number * len(self._parts), len(self._parts))
+            mean = self._take_mean(exchange, key)
+            if mean is not None:
+                members = mean.members
+                self._start_from_slow()
+                self._note_weights()
+            if self._weights.agreed(enough(members)):
+                break
+        if members and accept is not None and not self._weights.agreed(accept()):
+            assign([*self.slow, *self._buffers.now()], before)
+            self._start_from_slow()
+            self._note_weights()
+            members = ()
+        return members
+
+    def _take_mean(self, exchange: Exchange, key: RoundKey) -> Mean | None:
+        """Return the mean of all that is averaged, which the slow weights and buffers are then; None without a partner."""
+        everything = [*(t.float() for t in self.slow), *self._buffers.now()]
+        mean = exchange.start(Contribution(key, OnDemand(everything))).result()
+        if mean is not None:
+            assign([*self.slow, *self._buffers.now()], mean.tensors)
+        return mean
 
     def quiet(self, most: int) -> int:
         """Return the positions up to the next at which anything is sent, applied or asked for, from 1 to ``most``.

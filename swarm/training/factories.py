@@ -50,6 +50,17 @@ from shoal.swarm.wire.messages import Member
 
 log = logging.getLogger(__name__)
 
+
+def still_training(members: Mapping[str, Member]) -> dict[str, Member]:
+    """Return those of ``members`` whose last step is not done: rounds of training are among them."""
+    return {peer: member for peer, member in members.items() if not member.ended}
+
+
+def at_their_end(members: Mapping[str, Member]) -> dict[str, Member]:
+    """Return those of ``members`` whose last step is done."""
+    return {peer: member for peer, member in members.items() if member.ended}
+
+
 TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
 
@@ -75,8 +86,15 @@ def make_exchange(
         membership.swarm,
         membership.directory,
     )
+
+    def members() -> dict[str, Member]:
+        return still_training(directory.members())
+
+    def departed() -> dict[str, Member]:
+        return {**directory.departed(), **at_their_end(directory.members())}
+
     context = PeerContext(
-        host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred, directory.everyone
+        host, identity, swarm, model, seed, members, directory.look, directory.is_barred, directory.everyone
     )  # fmt: skip
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts, fragments = ExchangeTimeouts(outer.wait_s, trial=trial), opt.fragments
@@ -95,7 +113,7 @@ def make_exchange(
         timeouts,
         fragments=fragments,
         overlap=overlap,
-        departed=directory.departed,
+        departed=departed,
         screen=screen,
     )
 

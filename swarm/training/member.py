@@ -248,6 +248,8 @@ class TrainingMember:
         self._name, self._model, self.shard = name, model, shard
         self.exchange = exchange
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
+        self.ended = False
+        """True once this node's last step is done, which others see (``Member.ended``)."""
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
@@ -295,6 +297,7 @@ class TrainingMember:
             "model": self._model,
             "state": state,
             "version": SHOAL_VERSION,
+            "ended": self.ended,
         }
 
     def announce(
@@ -366,6 +369,16 @@ class TrainingMember:
     def after_step(self) -> bool:
         """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
         return self.sync.after_step()
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Return a block in which the slow weights do not change (`OuterSync.at_rest`); only after ``serve``."""
+        return self.sync.at_rest()
+
+    def end(self, loss: float | None = None, rates: Rates = STANDING) -> None:
+        """Tell the swarm at once that this node's last step is done: it is in no more rounds, and averages once more."""
+        self.ended = True
+        self.announce("training", loss, rates)
+        self._membership.directory.renew()
 
     def leave(self, loss: float | None = None, rates: Rates = STANDING) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""

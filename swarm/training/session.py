@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped, config_diff
+from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped
 from shoal.optim.device import uncompiled
 from shoal.optim.outer.inner import Inner
 from shoal.optim.parameters import AveragedParameters
@@ -59,6 +59,7 @@ from shoal.swarm.training.factories import (
     round_length,
     steps_of_rounds,
 )
+from shoal.swarm.training.last_average import EndReport, LastAverage, averages_at_end, end_loop
 from shoal.swarm.training.loaded_state import LoadedState, of_later_round, settle
 from shoal.swarm.training.member import RoundReport, TrainingMember
 from shoal.swarm.training.session_setup import (
@@ -66,6 +67,8 @@ from shoal.swarm.training.session_setup import (
     SessionError,
     SessionExchange,
     begin,
+    check_alike,
+    check_options,
     checked_name,
     default_name,
     fitting,
@@ -180,6 +183,9 @@ class Session:
         self._tokens, self._tokens_speed = 0, StepRate()
         self._finished = self._closed = False
         self._watch = StepWatch()
+        self._last: LastAverage | None = None
+        self.ended: EndReport | None = None
+        """What the last average came to, once `finish` has made one."""
 
     @property
     def link(self) -> str:
@@ -250,18 +256,8 @@ class Session:
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
         Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
         """
-        if unknown := options.keys() - {"slow_device", "on_round", "ranks"}:
-            name = sorted(unknown)[0]
-            has = {
-                **self.settings.knobs(),
-                "method": self.settings.method,
-                "codec": self.settings.codec,
-            }
-            raise SessionError(
-                f"The swarm's settings decide {name}, which is {has[name]}: leave it out."
-                if name in has
-                else f"A session's optimizer has no option {name!r}: it has slow_device and on_round."
-            )
+        if options:
+            check_options(self.settings, options)
         made = Stepped([*self._params]) if inner is None else inner
         return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
 
@@ -373,13 +369,7 @@ class Session:
                 "The session and its optimizer must have the same ranks: hand in ranks= where the session is made, and to the "
                 "optimizer too, or make that by s.optimizer(inner)."
             )
-        unlike = config_diff(opt, self._expected())
-        if unlike is not None:
-            knobs = ", ".join(f"{name}={value}" for name, value in self.settings.knobs().items())
-            raise SessionError(
-                f"The optimizer does not average as the swarm does: {unlike}; the swarm has {self.settings.method} with {knobs}, "
-                f"codec {self.settings.codec}, so make it so, or by s.optimizer(inner)."
-            )
+        check_alike(self.settings, opt, self._expected())
 
     def _become_member(self) -> None:
         assert self._exchange is not None  # it is what called
@@ -394,6 +384,10 @@ class Session:
             name=self._name,
             shard=self.shard,
         )
+        if averages_at_end(self.settings):
+            self._last = LastAverage(membership, self.settings, opt.fragments, self._digest)
+            self._last.announce = lambda: member.end(self._loss, self.rates)
+            self._last.say = log.info
         self._began_at = begin(
             membership, self._digest, opt, member, self._announce, first=self._first
         )
@@ -540,11 +534,19 @@ class Session:
         """Return a sentence if nothing was exchanged so far though others were there, else nothing. ``with`` logs it at its end."""
         return "" if self._member is None or self._opt is None else self._member.trained_alone()
 
-    def finish(self) -> None:
-        """Wait for pending exchanges, and average once more if the swarm does; once, after the last step. ``with`` does it too."""
-        if self._opt is not None and not self._finished and not self._closed:
-            self._finished = True
-            self._opt.finish(average=self.settings.finish == "average")
+    def finish(self, evaluate: Callable[[], float] | None = None) -> None:
+        """Wait for pending exchanges, and average with all members that are there (`average_at_end`), if the swarm ends so.
+
+        Call it once, after the last step; ``with`` does it too. ``evaluate``: returns the held-out loss, nats, of the model as it
+        is. `ended` says with whom, and what was gained.
+        """
+        if self._opt is None or self._finished or self._closed:
+            return
+        self._finished = True
+        if not averages_at_end(self.settings) or self._opt.steps == 0:
+            self._opt.finish()
+            return
+        self.ended = end_loop(self._opt, self._last, self._ranks, self.settings, evaluate)
 
     def close(self) -> None:
         """Leave the swarm, in at most some ten seconds. The optimizer goes on without partners."""

@@ -12,14 +12,14 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, Ranks
+from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, Ranks, config_diff
 from shoal.optim.exchange.base import Contribution, Exchange, NoPartner
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
 from shoal.optim.outer.inner import fault_of
@@ -396,3 +396,28 @@ def identity_of(given: Identity | str | os.PathLike[str] | None) -> Identity:
     if given is None:
         return Identity.ephemeral()
     return given if isinstance(given, Identity) else Identity.load_or_create(given)
+
+
+def check_options(settings: OuterSettings, options: Collection[str]) -> None:
+    """Raise SessionError if a session's optimizer has none of the ``options`` of its own."""
+    unknown = sorted(set(options) - {"slow_device", "on_round", "ranks"})
+    if not unknown:
+        return
+    name = unknown[0]
+    has = {**settings.knobs(), "method": settings.method, "codec": settings.codec}
+    raise SessionError(
+        f"The swarm's settings decide {name}, which is {has[name]}: leave it out."
+        if name in has
+        else f"A session's optimizer has no option {name!r}: it has slow_device and on_round."
+    )
+
+
+def check_alike(settings: OuterSettings, opt: OuterOptimizer, expected: OuterOptimizer) -> None:
+    """Raise SessionError unless ``opt`` averages as one that is made of the swarm's ``settings``."""
+    unlike = config_diff(opt, expected)
+    if unlike is not None:
+        knobs = ", ".join(f"{name}={value}" for name, value in settings.knobs().items())
+        raise SessionError(
+            f"The optimizer does not average as the swarm does: {unlike}; the swarm has {settings.method} with {knobs}, "
+            f"codec {settings.codec}, so make it so, or by s.optimizer(inner)."
+        )

@@ -66,6 +66,7 @@ class Member(Message):
     bytes a second that these moved each way, 0 where none was large enough to tell.
     ``admission``: its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only.
     ``change``: the number of the newest `shoal.swarm.changes.Change` that it holds; 0: none.
+    ``ended``: its last step is done, and it waits for the others to average once more: it is in no more rounds.
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
@@ -104,6 +105,7 @@ class Member(Message):
     reach: Reach = "unknown"
     throughput: Rate = 0.0
     change: Count = 0
+    ended: bool = False
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

@@ -41,12 +41,14 @@ from shoal.swarm.exchange.contribution import (
 )
 from shoal.swarm.exchange.group.leader import (
     COSTLY,
+    DECISION_PROTOCOL,
     LEADER_PROTOCOL,
     DecisionLog,
     GroupLeader,
     moved,
 )
 from shoal.swarm.exchange.group.reduction import (
+    PAYLOAD_PROTOCOL,
     AllGather,
     AllReduce,
     Attempt,
@@ -72,6 +74,16 @@ from shoal.swarm.wire.messages import (
     GroupReply,
     GroupReport,
 )
+
+
+@dataclass(frozen=True)
+class GroupProtocols:
+    """Names of the protocols of one group exchange. Two exchanges of a node must differ in them."""
+
+    leader: str = LEADER_PROTOCOL
+    decision: str = DECISION_PROTOCOL
+    payload: str = PAYLOAD_PROTOCOL
+
 
 TRIED = 8  # leaders tried in one round
 LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
@@ -153,6 +165,8 @@ class GroupExchange(ExchangeBase):
             masks do: then the round has no partner, and only ``next_round`` follows.
         screen: decides which gathered contributions are refused and what the mean is. One that ``gathers`` takes no part in an
             all-reduce, whoever leads, and leads none.
+        view, time: who is waited for and for how long, if not as in rounds of training.
+        protocols: those of this exchange.
 
     Raises:
         ValueError: ``max_group`` or ``fragments`` out of range.
@@ -169,25 +183,36 @@ class GroupExchange(ExchangeBase):
         max_group: int = 16,
         follow: bool = True,
         screen: UpdateScreen = TRUSTING,
+        view: LivenessView | None = None,
+        time: TrainingTime | None = None,
+        protocols: GroupProtocols = GroupProtocols(),
     ) -> None:
         if not 2 <= max_group <= LARGEST_GROUP:
             raise ValueError(f"max_group must be between 2 and {LARGEST_GROUP}, got {max_group}")
         if fragments < 1:
             raise ValueError(f"fragments must be positive, got {fragments}")
-        rounds, view, time = (
-            RoundTracker(fragments),
-            LivenessView(context, fragments),
-            TrainingTime(timeouts, fragments),
-        )
+        rounds = RoundTracker(fragments)
+        view = LivenessView(context, fragments) if view is None else view
+        time = TrainingTime(timeouts, fragments) if time is None else time
         super().__init__(context.host, rounds, view.evidence, time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._view, self._largest, self._follow = view, max_group + 1, follow
-        self._decisions = DecisionLog(context.host, context.identity, context.swarm)
-        self._leader = GroupLeader(
-            context, self._decisions, rounds, view, time, max_group, screen.gathers
+        self._protocols = protocols
+        self._decisions = DecisionLog(
+            context.host, context.identity, context.swarm, protocols.decision
         )
-        self._streams = PeerStreams(context.host, view, timeouts.chunk)
-        context.host.serve(LEADER_PROTOCOL, self._leader.serve)
+        self._leader = GroupLeader(
+            context,
+            self._decisions,
+            rounds,
+            view,
+            time,
+            max_group,
+            screen.gathers,
+            protocols.leader,
+        )
+        self._streams = PeerStreams(context.host, view, timeouts.chunk, protocols.payload)
+        context.host.serve(protocols.leader, self._leader.serve)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
         """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
@@ -351,7 +376,7 @@ class GroupExchange(ExchangeBase):
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
         if leader != self._context.me:
             return await self._context.host.open(
-                leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds
+                leader, self._protocols.leader, addresses=addresses, timeout=seconds
             )
         # The own daemon connects to others only. Bytes on this channel are no traffic.
         mine, theirs = await connected()

@@ -63,11 +63,14 @@ log = logging.getLogger(__name__)
 class DecisionLog:
     """The decisions that this node made as a leader or received as a member. All coroutines run on the host's loop."""
 
-    def __init__(self, host: Host, identity: Identity, swarm: str) -> None:
+    def __init__(
+        self, host: Host, identity: Identity, swarm: str, protocol: str = DECISION_PROTOCOL
+    ) -> None:
         self._host, self._identity, self._swarm = host, identity, swarm
+        self._protocol = protocol
         self._sealed = Newest[bytes, bytes](REMEMBERED)
         self._pending: dict[bytes, asyncio.Event] = {}
-        host.serve(DECISION_PROTOCOL, self._answer)
+        host.serve(protocol, self._answer)
 
     def expect(self, nonce: bytes) -> None:
         """Note that this node leads the group and will decide: a peer that asks earlier waits for it."""
@@ -130,7 +133,7 @@ class DecisionLog:
         self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes
     ) -> bytes | None:
         try:
-            opening = self._host.open(peer, DECISION_PROTOCOL, addresses=addresses, timeout=ASK_S)
+            opening = self._host.open(peer, self._protocol, addresses=addresses, timeout=ASK_S)
             with contextlib.closing(await opening) as stream:
                 await stream.send(pack(GroupQuestion(nonce=nonce)), ASK_S)
                 reply = unpack(await stream.receive(GroupReply.LIMIT, ASK_S), GroupReply)
@@ -386,7 +389,9 @@ class GroupLeader:
         time: TrainingTime,
         max_group: int,
         gather: bool,
+        protocol: str = LEADER_PROTOCOL,
     ) -> None:
+        self._protocol = protocol
         self._context, self.me, self.time, self.timeouts = context, context.me, time, time.timeouts
         self._max_group, self.gather = max_group, gather
         self.decisions, self._rounds, self.view = decisions, rounds, view
@@ -623,7 +628,7 @@ class GroupLeader:
             addresses, seconds = self.view.addresses(peer), self.timeouts.probe(self.timeouts.wait)
             (
                 await self._context.host.open(
-                    peer, LEADER_PROTOCOL, addresses=addresses, timeout=seconds
+                    peer, self._protocol, addresses=addresses, timeout=seconds
                 )
             ).close()
             pending.probed.add(peer)

@@ -55,13 +55,20 @@ MAX_HELD = 64  # callers from groups that this node does not know yet
 class PeerStreams:
     """The streams between the members of this host's groups. All coroutines run on the host's loop."""
 
-    def __init__(self, host: Host, view: LivenessView, chunk_timeout: float) -> None:
+    def __init__(
+        self,
+        host: Host,
+        view: LivenessView,
+        chunk_timeout: float,
+        protocol: str = PAYLOAD_PROTOCOL,
+    ) -> None:
         self._host, self._view, self.chunk_timeout = host, view, chunk_timeout
+        self._protocol = protocol
         self._running: dict[bytes, Reduction] = {}
         self._held: dict[asyncio.Event, bytes] = {}
         self._places = StreamPlaces(MAX_HELD)
         self._kept, self._waiting = KeptStreams(host), StreamPlaces(ANSWERED)
-        host.serve(PAYLOAD_PROTOCOL, self._serve)
+        host.serve(protocol, self._serve)
 
     async def call(
         self, peer: str, nonce: bytes, nbytes: int, use: Callable[[Stream], Awaitable[None]]
@@ -81,7 +88,7 @@ class PeerStreams:
                     raise
         addresses = self._view.addresses(peer)
         stream = await self._host.open(
-            peer, PAYLOAD_PROTOCOL, addresses=addresses, timeout=self.chunk_timeout
+            peer, self._protocol, addresses=addresses, timeout=self.chunk_timeout
         )
         await self._used(stream, nonce, use)
         self._kept.keep(stream) if large else stream.close()
@@ -108,7 +115,7 @@ class PeerStreams:
         self._running.pop(reduction.group.nonce, None)
 
     async def _serve(self, stream: Stream) -> None:
-        await answer_all(self._host, PAYLOAD_PROTOCOL, stream, self._answer, self._waiting)
+        await answer_all(self._host, self._protocol, stream, self._answer, self._waiting)
 
     async def _answer(self, stream: Stream) -> bool:
         """Hand the stream to the reduction of the group that it names; return whether another may follow."""

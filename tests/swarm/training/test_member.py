@@ -79,7 +79,7 @@ def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_s
     assert (name, args) == ("directory.announce", ())
     assert {key: value for key, value in fields.items() if key != "version"} == {
         "name": "anna", "round": 3, "step": 30, "loss": None, "steps_per_s": 0.0, "shard": 1, "shards": 4, "model": "digest",
-        "state": "waiting", "tokens_per_s": 0.0, "mfu": None, **LAG,
+        "state": "waiting", "tokens_per_s": 0.0, "mfu": None, "ended": False, **LAG,
     }  # fmt: skip
 
 

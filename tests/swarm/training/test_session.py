@@ -131,7 +131,13 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
 def test_two_loops_overlap_each_with_a_lag_of_its_own():
     begin, met = model(0), {"anna": [], "bert": []}
     first = shoal.create(
-        state=begin, every=EVERY, start_when=2, network=HERE, node="anna", wait_s=60.0
+        state=begin,
+        every=EVERY,
+        start_when=2,
+        network=HERE,
+        node="anna",
+        wait_s=60.0,
+        finish="none",
     )
     link = first.link
     assert (first.settings.fragments, first.settings.lag) == (2, "auto")  # the model has two layers

@@ -1,0 +1,367 @@
+"""The end of a run: all members that are there take the mean of their weights, and so end with one model.
+
+Gossip leaves every peer with a model of its own, and the mean of all is better than each. A node whose last step is done says so
+in its record (`Member.ended`), takes part in no more rounds, and waits for those that will end soon by their own speed, up to
+`LONGEST_WAIT_S`. The mean is that of a group exchange (`shoal.swarm.exchange.group`) with protocols and rounds of its own, so it
+has that one's guarantees: all who take it take the same bits, or go on with their own. A second try follows if somebody who is
+there is not in the mean of the first. Why it waits so: docs/internals.md, "One model at the end".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from shoal.optim import Alone, Ranks
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.group.exchange import GroupExchange, GroupProtocols
+from shoal.swarm.exchange.group.roster import LivenessView
+from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.manifest import MAX_GROUP, OuterSettings
+from shoal.swarm.membership.membership import Membership
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.messages import Member
+
+PROTOCOLS = GroupProtocols(
+    leader="/shoal/end/1", decision="/shoal/end-decision/1", payload="/shoal/end-payload/1"
+)
+LONGEST_WAIT_S = 120.0
+"""Seconds from a node's last step for which it waits for others."""
+GRACE_S = 10.0
+"""Seconds beyond the time that a member should need by its own speed: its record comes late, and it evaluates first."""
+SLACK = 1.5
+"""Times the seconds that its remaining steps should take: it waits for partners between them."""
+SECOND_TRY_S = 10.0
+"""Seconds that a try waits at least, also after the longest wait."""
+MOST_GATHERED = 8
+"""Members of a group in which each holds all contributions, as a robust rule needs: so many models are in memory."""
+WORSE = 0.01
+"""Share of its held-out loss that a node of a swarm with ``check_loss`` lets the mean add before it keeps its own weights."""
+NAMED = 4
+"""Members that a sentence names."""
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class EndReport:
+    """What the last average came to for this node, ready for JSON."""
+
+    members: tuple[str, ...] = ()
+    """Names of the members in the mean, this node included; empty if it ends with its own weights."""
+    missing: tuple[str, ...] = ()
+    """Names of members that were there and are not in the mean."""
+    wait_s: float = 0.0
+    loss_before: float | None = None
+    """Held-out loss of this node's own model, nats; None where it is not known."""
+    loss_after: float | None = None
+    """That of the mean."""
+    refused: bool = False
+    """True if the mean had a higher held-out loss, so that this node kept its own weights (``outer.check_loss``)."""
+
+    def said(self) -> str:
+        """Return a sentence for people."""
+        losses = ""
+        if self.loss_before is not None and self.loss_after is not None:
+            losses = f": held-out loss {self.loss_before:.4f} before, {self.loss_after:.4f} after"
+        if self.refused:
+            return (
+                f"the last average was not taken, because it is worse than this node's own model{losses}; this node ends with "
+                "its own"
+            )
+        if not self.members:
+            why = "no other member was at its end in time"
+            if self.missing:
+                why = f"no exchange with {_listed(self.missing)} was committed"
+            return (
+                f"no last average: {why}, so this node ends with a model of its own; "
+                "`shoal merge --slow` makes one of checkpoints"
+            )
+        said = f"one model of {len(self.members)} members ({_listed(self.members)}){losses}"
+        if self.missing:
+            said += f"; without {_listed(self.missing)}, who did not come in time"
+        return said
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = list(names)[:NAMED]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+class _EndTime(TrainingTime):
+    """The time of the last average, which follows no rounds: `until` is this node's deadline once its last step is done."""
+
+    until: float | None = None
+
+    def patience(self, fragment: int = 0) -> float:
+        if self.until is None:
+            return LONGEST_WAIT_S
+        return max(self.until - time.monotonic(), SECOND_TRY_S)
+
+    def forming(self, fragment: int) -> float:
+        return self.patience(fragment)
+
+
+class _EndView(LivenessView):
+    """The members at their end, or soon there. A node that still trains may lead a group before it is in one itself."""
+
+    def here(self) -> set[str]:
+        model = self._context.model
+        return {peer for peer, member in self.members().items() if member.model == model}
+
+
+class LastAverage(Exchange):
+    """The exchange of the last average, for `OuterOptimizer.average_over`; it serves others from the moment it is made.
+
+    Args:
+        membership: this peer's place in the swarm.
+        fragments: those of the optimizer.
+        model: digest of the model's shapes.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        outer: OuterSettings,
+        fragments: int,
+        model: str,
+    ) -> None:
+        self._directory, self._me = membership.directory, membership.identity.peer_id
+        self.announce: Callable[[], None] = lambda: None
+        """Tells the swarm that this node's last step is done."""
+        self.say: Callable[[str], None] = lambda line: None
+        """Told what this node waits for."""
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Makes a block in which this node waits, and its weights do not change."""
+        self._end: int | None = None
+        """The step at which a member is at its end, by this node's own; None if it does not know."""
+        self._until: float | None = None
+        self._due: dict[str, float] = {}
+        """Peer -> monotonic time until which it is waited for."""
+        self._names: dict[str, str] = {}
+        self.report = EndReport()
+        directory, manifest = membership.directory, membership.manifest
+        context = PeerContext(
+            membership.host,
+            membership.identity,
+            membership.swarm,
+            model,
+            manifest.train.seed,
+            self.present,
+            directory.look,
+            directory.is_barred,
+            self.present,
+        )
+        timeouts = ExchangeTimeouts(LONGEST_WAIT_S)
+        screen = make_last_screen(outer)
+        self._time = _EndTime(timeouts, fragments)
+        partner = membership.host.resource_manager.partner
+        self.inner = GroupExchange(
+            context,
+            timeouts,
+            fragments=fragments,
+            max_group=MOST_GATHERED if screen.gathers else MAX_GROUP,
+            screen=screen,
+            view=_EndView(context, fragments),
+            time=self._time,
+            protocols=PROTOCOLS,
+        )
+        membership.host.resource_manager.partner = partner  # that of the rounds of training
+
+    def ends_at(self, step: int | None) -> None:
+        """Note the step of this node's end, at which others should be at theirs; None if it is not known."""
+        self._end = step
+
+    @property
+    def ended(self) -> bool:
+        """True once this node's last step is done."""
+        return self._until is not None
+
+    def begin(self, step: int) -> None:
+        """Note that this node's last step, number ``step``, is done, and say for whom it waits."""
+        if self.ended:
+            return
+        self._end, self._until = step, time.monotonic() + LONGEST_WAIT_S
+        self._due.clear()
+        self._time.until = self._until
+        self.announce()
+        self._directory.look()
+        others = self._others()
+        if others:
+            self.say(
+                f"the last step is done: waiting at most {LONGEST_WAIT_S:.0f} s for {_listed(sorted(others.values()))}, to end "
+                "with one model"
+            )
+
+    def start(self, contribution: Contribution) -> Handle:
+        """Begin a try; without a partner if the network is gone."""
+        self._names |= self._others()
+        try:
+            return _RestingHandle(self.inner.start(contribution), self.waiting)
+        except NetworkError:
+            return NoPartner()
+
+    def enough(self, members: tuple[str, ...]) -> bool:
+        """Return whether everybody who is there is in the mean of ``members`` (peer ids), of which there may be none."""
+        others = self._others()
+        self._names |= others
+        left = others.keys() - set(members)
+        me = self._directory.own()
+        names = self._names | {self._me: me.name if me is not None else "this node"}
+        self.report.members = tuple(sorted(names.get(peer, short(peer)) for peer in members))
+        self.report.missing = tuple(sorted(names[peer] for peer in left))
+        self.report.wait_s = self.inner.waited
+        return not left
+
+    def hurry(self, seconds: float) -> None:
+        """Wait at most ``seconds`` from now on. Callable from a signal handler."""
+        self.inner.hurry(seconds)
+
+    def _others(self) -> dict[str, str]:
+        """Return the names of the other members at their end, or soon there, by peer id."""
+        return {peer: one.name for peer, one in self.present().items() if peer != self._me}
+
+    def present(self) -> Mapping[str, Member]:
+        """Return the members to average with: those at their end, and those that are soon. Thread-safe.
+
+        All are in one round, whatever their records state: the tries of the last average are no rounds of training.
+        """
+        members = self._directory.members()
+        now = time.monotonic()
+        begun = self.ended or any(member.ended for member in members.values())
+        found = {}
+        for peer, member in members.items():
+            there = member.ended or (peer == self._me and self.ended) or not begun
+            if there or now < self._waited_until(peer, member, now):
+                found[peer] = member.model_copy(update={"round": 0})
+        return found
+
+    def _waited_until(self, peer: str, member: Member, now: float) -> float:
+        """Return the monotonic time until which a member that is not at its end is waited for, as it was when first seen so."""
+        if peer not in self._due:
+            self._due[peer] = now + self._allowance(member)
+        due = self._due[peer]
+        return due if self._until is None else min(due, self._until)
+
+    def _allowance(self, member: Member) -> float:
+        """Return the seconds that a member may need to its end; 0 if it will not be there in time.
+
+        Records come a second late, so one without a speed may be there already.
+        """
+        left = 0 if self._end is None else self._end - member.step
+        if left < 0:  # it goes on beyond this node's end
+            return 0.0
+        needs = left / member.steps_per_s if member.steps_per_s > 0 else 0.0
+        return 0.0 if needs > LONGEST_WAIT_S else SLACK * needs + GRACE_S
+
+
+class _RestingHandle(Handle):
+    """A handle during whose wait the weights are handed out."""
+
+    def __init__(
+        self, inner: Handle, waiting: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._inner, self._waiting = inner, waiting
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        with self._waiting():
+            return self._inner.result(deadline)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def make_last_screen(outer: OuterSettings) -> UpdateScreen:
+    """Return the screen of the last average: among strangers the clipped mean, of which all compute the same bits.
+
+    The rules of rounds go by what each node saw before, so that peers would end with models that differ.
+    """
+    if outer.robust == "none" and not outer.check_loss:
+        return TRUSTING
+    return DistanceScreen(robust="centered-clip", suspect=0.0, sends="weights")
+
+
+def averages_at_end(outer: OuterSettings) -> bool:
+    """Return whether a swarm ends with a last average."""
+    return not outer.alone and outer.finishing == "average"
+
+
+def allowed(before: float | None, after: float | None) -> bool:
+    """Return whether a node with ``check_loss`` takes a mean that changes its held-out loss so; not if that is not finite."""
+    if before is None:
+        return True
+    return after is not None and after <= before + WORSE * abs(before)
+
+
+def average_at_end(
+    opt: OuterOptimizer,
+    last: LastAverage | None,
+    exchange: Exchange,
+    held_out_loss: Callable[[], float | None],
+    *,
+    checked: bool,
+) -> EndReport:
+    """Average with all members that are there, after this node's last step; return what came of it.
+
+    Args:
+        last: None in other ranks of a peer than the first. exchange: ``last``, as this rank has it.
+        held_out_loss: returns that of the slow weights, nats, or None; called before and after.
+        checked: keep this node's own weights if the mean raises that loss (`allowed`).
+    """
+    opt.settle()
+    report = EndReport() if last is None else last.report
+    report.loss_before = held_out_loss()
+
+    def taken() -> bool:
+        report.loss_after = held_out_loss()
+        report.refused = not allowed(report.loss_before, report.loss_after)
+        return not report.refused
+
+    if last is not None:
+        last.begin(opt.steps)
+    enough = bool if last is None else last.enough
+    members = opt.average_over(exchange, enough=enough, accept=taken if checked else None)
+    if members and not checked:
+        report.loss_after = held_out_loss()
+    return report
+
+
+def end_loop(
+    opt: OuterOptimizer,
+    last: LastAverage | None,
+    ranks: Ranks | None,
+    settings: OuterSettings,
+    evaluate: Callable[[], float] | None,
+) -> EndReport:
+    """Do `average_at_end` for a loop of its own, and log what came of it. ``last``: None in other ranks than the first."""
+    exchange: Exchange = Alone() if last is None else last
+    if ranks is not None:
+        exchange = ranks.exchange(exchange)
+        exchange.attach(opt)
+
+    def held_out_loss() -> float | None:
+        if evaluate is None:
+            return None
+        with opt.averaged():
+            loss = float(evaluate())
+        return loss if math.isfinite(loss) else None
+
+    checked = settings.check_loss and evaluate is not None
+    report = average_at_end(opt, last, exchange, held_out_loss, checked=checked)
+    if last is not None:
+        complete = report.members and not report.missing
+        log.log(logging.INFO if complete else logging.WARNING, "%s", report.said())
+    return report

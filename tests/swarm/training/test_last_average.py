@@ -1,0 +1,377 @@
+"""The end of a run: all members that are there take the mean of their weights. Real hosts on loopback, loops in threads."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import shoal
+from shoal.optim import Exchange, Handle, Mean, NoLoCo, Simulation
+from shoal.optim.exchange.averaging import TRUSTING
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.training import last_average
+from shoal.swarm.training.factories import at_their_end, still_training
+from shoal.swarm.training.last_average import (
+    GRACE_S,
+    LONGEST_WAIT_S,
+    SECOND_TRY_S,
+    SLACK,
+    LastAverage,
+    allowed,
+    make_last_screen,
+)
+from tests.clocks import until
+from tests.records import MODEL, member_of
+from tests.swarm.training.test_session import HERE, loop, model, sgd, together
+
+
+def created(count):
+    return shoal.create(
+        state=model(0),
+        method="noloco",
+        every=5,
+        lag=0,
+        start_when=count,
+        wait_s=1.0,
+        network=HERE,
+        node="peer-0",
+    )
+
+
+def peers(count, steps=20):
+    """Train ``count`` own loops with data of their own; return their models, their slow weights before the end, and reports."""
+    first = created(count)
+    link = first.link
+
+    def one(number):
+        net = first._model if number == 0 else model(number)
+        session = (
+            first
+            if number == 0
+            else shoal.join(link, state=net, network=HERE, node=f"peer-{number}")
+        )
+        with session:
+            opt = session.optimizer(sgd(net))
+            loop(opt, net, number, steps=steps)
+            opt.settle()
+            before = [tensor.clone() for tensor in opt.slow]
+            session.finish()
+        return [p.detach().clone() for p in net.parameters()], before, session.ended
+
+    return together(*(lambda number=number: one(number) for number in range(count)))
+
+
+@pytest.mark.ci
+def test_three_own_loops_end_with_the_mean_of_their_weights():
+    found = peers(3)
+    by_hand = [
+        sum(tensors) / 3 for tensors in zip(*(before for _, before, _ in found), strict=True)
+    ]
+    models = [weights for weights, _, _ in found]
+    assert not torch.equal(found[0][1][0], found[1][1][0])
+    for weights in models:
+        assert all(torch.equal(a, b) for a, b in zip(weights, models[0], strict=True))
+    torch.testing.assert_close(models[0], by_hand)
+    for _, _, report in found:
+        assert report.members == ("peer-0", "peer-1", "peer-2")
+        assert report.missing == ()
+
+
+@pytest.mark.ci
+def test_a_late_loop_is_waited_for():
+    """It takes its last steps only once it sees that the others are at their end."""
+    first = created(2)
+    link = first.link
+
+    def early():
+        with first:
+            net = first._model
+            opt = first.optimizer(sgd(net))
+            loop(opt, net, 0, steps=20)
+        return [p.detach().clone() for p in net.parameters()], first.ended
+
+    def late():
+        net = model(1)
+        with shoal.join(link, state=net, network=HERE, node="peer-1") as session:
+            opt = session.optimizer(sgd(net))
+            loop(opt, net, 1, steps=15)
+
+            def other_ended():
+                session.membership.directory.look()
+                return any(m.ended for m in session.membership.directory.members().values())
+
+            until(other_ended, 30)
+            loop(opt, net, 2, steps=5)
+        return [p.detach().clone() for p in net.parameters()], session.ended
+
+    (one, report), (other, _) = together(early, late)
+    assert report.members == ("peer-0", "peer-1")
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.ci
+def test_who_dies_at_the_end_is_left_out():
+    first = created(3)
+    link, gone = first.link, threading.Event()
+
+    def dies():
+        net = model(2)
+        session = shoal.join(link, state=net, network=HERE, node="peer-2")
+        opt = session.optimizer(sgd(net))
+        loop(opt, net, 2, steps=20)
+        session._member.end()
+        until(lambda: seen_by_all(first), 30)
+        session._membership.host.close()
+        gone.set()
+        with contextlib.suppress(NetworkError):
+            session._membership.close()
+
+    def seen_by_all(session):
+        members = session.membership.directory.members().values()
+        session.membership.directory.look()
+        return any(member.name == "peer-2" and member.ended for member in members)
+
+    def stays(session, number):
+        net = session._model
+        with session:
+            opt = session.optimizer(sgd(net))
+            loop(opt, net, number, steps=20)
+            assert gone.wait(60)
+        return [p.detach().clone() for p in net.parameters()], session.ended
+
+    def joins():
+        return stays(shoal.join(link, state=model(1), network=HERE, node="peer-1"), 1)
+
+    (one, report), (other, _), _ = together(lambda: stays(first, 0), joins, dies)
+    assert report.members == ("peer-0", "peer-1")
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_session_measures_what_the_mean_gained():
+    first = created(2)
+    link = first.link
+
+    def run(session, number):
+        net = session._model
+        with session:
+            opt = session.optimizer(sgd(net))
+            loop(opt, net, number, steps=20)
+            before = [tensor.clone() for tensor in opt.slow]
+            session.finish(lambda: float(next(net.parameters()).detach().sum()))
+        return before, [p.detach().clone() for p in net.parameters()], session.ended
+
+    def joins():
+        return run(shoal.join(link, state=model(1), network=HERE, node="peer-1"), 1)
+
+    for before, after, report in together(lambda: run(first, 0), joins):
+        assert report.loss_before == pytest.approx(float(before[0].sum()))
+        assert report.loss_after == pytest.approx(float(after[0].sum()))
+        assert report.said() == (
+            f"one model of 2 members (peer-0, peer-1): held-out loss {report.loss_before:.4f} before, "
+            f"{report.loss_after:.4f} after"
+        )
+
+
+# -- who is waited for, without a network ------------------------------------------------------------------------------------
+
+ME, BERT, CARL = (Identity.ephemeral().peer_id for _ in range(3))
+
+
+class World:
+    """A directory with records that a test sets, and a clock."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.members = 0.0, {}
+        monkeypatch.setattr(last_average.time, "monotonic", lambda: self.now)
+        directory = SimpleNamespace(
+            members=lambda: self.members,
+            look=lambda: None,
+            is_barred=lambda peer: False,
+            own=lambda: self.members.get(ME),
+        )
+        manager = SimpleNamespace(partner="of training")
+        host = SimpleNamespace(
+            serve=lambda protocol, handler: None,
+            resource_manager=manager,
+            internal_errors=None,
+        )
+        membership = SimpleNamespace(
+            host=host,
+            identity=SimpleNamespace(peer_id=ME),
+            swarm="a" * 52,
+            directory=directory,
+            manifest=SimpleNamespace(train=SimpleNamespace(seed=0)),
+        )
+        self.said = []
+        self.last = LastAverage(membership, OuterSettings(), 1, MODEL)
+        self.last.announce = lambda: self.set(ME, step=100, ended=True)
+        self.last.say = self.said.append
+        assert manager.partner == "of training"
+
+    def set(self, peer, **changes):
+        name = {ME: "anna", BERT: "bert", CARL: "carl"}[peer]
+        self.members[peer] = member_of(peer, name=name, **changes)
+
+    def there(self):
+        return sorted(one.name for one in self.last.present().values())
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def test_members_that_end_soon_by_their_own_speed_are_waited_for(world):
+    world.set(ME, step=100)
+    world.set(BERT, step=90, steps_per_s=1.0)
+    world.set(CARL, step=90, steps_per_s=0.01)  # 1,000 s
+    world.last.begin(100)
+    assert world.there() == ["anna", "bert"]
+    assert world.said == [
+        "the last step is done: waiting at most 120 s for bert, to end with one model"
+    ]
+
+
+def test_nobody_is_waited_for_without_end(world):
+    world.set(BERT, step=90, steps_per_s=1.0)
+    world.last.begin(100)
+    world.now = SLACK * 10 + GRACE_S - 1
+    assert world.there() == ["anna", "bert"]
+    world.now += 2  # and its record still says 90
+    assert world.there() == ["anna"]
+    world.set(BERT, step=100, ended=True)
+    assert world.there() == ["anna", "bert"]
+
+
+def test_the_wait_has_a_deadline_whatever_a_member_says(world):
+    world.set(BERT, step=0, steps_per_s=0.9)  # 111 s, so 177 with the slack
+    world.last.begin(100)
+    world.now = LONGEST_WAIT_S - 1
+    assert world.there() == ["anna", "bert"]
+    world.now = LONGEST_WAIT_S + 1
+    assert world.there() == ["anna"]
+    assert world.last.inner.time.patience(1) == SECOND_TRY_S
+
+
+def test_who_goes_on_beyond_this_nodes_end_is_not_waited_for(world):
+    world.set(BERT, step=101, steps_per_s=1.0)
+    world.last.begin(100)
+    assert world.there() == ["anna"]
+    assert world.said == []
+
+
+def test_a_node_that_still_trains_leads_a_group_only_as_long_as_it_is_waited_for(world):
+    world.set(ME, step=50, steps_per_s=1.0)
+    world.set(BERT, step=100, ended=True)
+    world.last.ends_at(100)
+    assert world.there() == ["anna", "bert"]
+    world.now = SLACK * 50 + GRACE_S + 1
+    assert world.there() == ["bert"]
+
+
+def test_a_second_try_follows_if_somebody_who_is_there_is_not_in_the_mean(world):
+    world.set(BERT, step=100, ended=True)
+    world.set(CARL, step=100, ended=True)
+    world.last.begin(100)
+    assert not world.last.enough((ME, BERT))
+    assert world.last.report.said() == (
+        "one model of 2 members (anna, bert); without carl, who did not come in time"
+    )
+    assert world.last.enough((ME, BERT, CARL))
+    assert world.last.report.members == ("anna", "bert", "carl")
+    assert world.last.report.missing == ()
+
+
+def test_a_node_alone_at_its_end_says_so(world):
+    world.last.begin(100)
+    assert world.last.enough(())
+    assert world.last.report.said() == (
+        "no last average: no other member was at its end in time, so this node ends with a model of its own; "
+        "`shoal merge --slow` makes one of checkpoints"
+    )
+
+
+def test_strangers_are_averaged_by_a_rule_of_which_all_compute_the_same_bits():
+    assert make_last_screen(OuterSettings()) is TRUSTING
+    for outer in (OuterSettings(check_loss=True), OuterSettings(robust="clipped-gossip")):
+        screen = make_last_screen(outer)
+        assert (screen.robust, screen.gathers, screen.suspect) == ("centered-clip", True, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "taken"),
+    [
+        (2.0, 1.9, True),
+        (2.0, 2.019, True),
+        (2.0, 2.021, False),
+        (2.0, None, False),
+        (None, 9.0, True),
+        (-2.0, -1.99, True),
+    ],
+)
+def test_a_mean_that_is_worse_on_held_out_data_is_not_taken_from_strangers(before, after, taken):
+    assert allowed(before, after) is taken
+
+
+def test_partners_of_a_round_are_those_that_still_train():
+    records = {"a": member_of(BERT), "b": member_of(CARL, ended=True)}
+    assert list(still_training(records)) == ["a"]
+    assert list(at_their_end(records)) == ["b"]
+
+
+def test_a_mean_that_is_not_accepted_is_put_back_to_the_last_bit():
+    def peer(exchange):
+        net = model(int(exchange.peer))
+        opt = NoLoCo(sgd(net), exchange, every=5, lag=0)
+        loop(opt, net, int(exchange.peer), steps=5)
+        opt.settle()
+        before = [tensor.clone() for tensor in opt.slow]
+        accepted = exchange.peer == "1"
+        members = opt.average_over(exchange, tries=1, accept=lambda: accepted)
+        after = [p.detach().clone() for p in net.parameters()]
+        return before, after, [t.clone() for t in opt.slow], members
+
+    found = Simulation(["1", "2"]).run(peer)
+    before, after, slow, members = found["2"]
+    assert members == ()
+    assert all(torch.equal(a, b) for a, b in zip(before, slow, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert found["1"][3] == ("1", "2")
+    torch.testing.assert_close(found["1"][1][0], (before[0] + found["1"][0][0]) / 2)
+
+
+def test_members_of_a_first_mean_bring_it_to_the_second_try():
+    """So the mean is of all three with equal shares, though one of them came late."""
+
+    class Tries(Exchange):
+        def __init__(self, means):
+            self.means, self.brought = list(means), []
+
+        def start(self, contribution):
+            self.brought.append((contribution.key, [t.clone() for t in contribution.tensors]))
+            return Ready(self.means.pop(0))
+
+    net = model(0)
+    opt = NoLoCo(sgd(net), shoal.Alone(), every=5, lag=0)
+    values = [torch.full_like(t, 2.0) for t in opt.slow]
+    tries = Tries([Mean(values, 2.0, ("a", "b")), None])
+    members = opt.average_over(tries, enough=lambda members: len(members) == 3)
+    assert members == ("a", "b")
+    assert all(torch.equal(a, b) for a, b in zip(tries.brought[1][1], values, strict=True))
+    assert [key.round for key, _ in tries.brought] == [0, 1]
+    assert {key.fragment for key, _ in tries.brought} == {1}
+
+
+class Ready(Handle):
+    def __init__(self, mean):
+        self._mean = mean
+
+    def done(self):
+        return True
+
+    def result(self, deadline=None):
+        return self._mean
