@@ -33,7 +33,7 @@ REMEMBERED = {
     "_silent": 64, "_unreached": 64, "misses": 64, "_met": 64, "_said": 64, "_shared": 64, "_begins": 64, "_pushes": 64,
     "holds": 16, "took": 16, "_nbytes": 16, "_waits": 16, "_owed": 64, "_behind": 64, "_been": 8, "_began": 8, "sizes": 8,
     "_receiving": 8, "_periods": 8, "_passed": 8,
-    "_events": 64, "_seconds": 64,
+    "_events": 64, "_seconds": 64, "_odd": 8, "_own_errors": 8, "_unread": 64,
 }  # fmt: skip
 """Tables that may hold something when all is over, by name, and how much."""
 AHEAD = 10  # rounds of every fragment
