@@ -108,7 +108,8 @@ def test_a_node_that_cannot_start_says_why_and_leaves_nothing(shoal, arguments, 
     node = shoal.start("up", "--name", "n", "--folder", "n", "--identity", "n.key", *arguments)
     assert sentence in node.error()
     assert shoal.left() == []
-    assert list((shoal.home / "n").glob("*")) == []
+    # The log of a start that failed may be asked for in a report.
+    assert {path.name for path in (shoal.home / "n").glob("*")} <= {"node.log"}
     assert (shoal.home / "file").read_text() == "no key\n"
 
 
@@ -136,7 +137,7 @@ def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on
 ):
     node, link = swarm
     other = joiner(shared, link, "other", task=hooks(shared, "theirs", width=6))
-    assert "tensor 0 has shape [1, 6] here and [1, 4] there" in other.error()
+    assert "'weight' has shape [1, 6] here and [1, 4] there" in other.error()
     done = len(shared.rounds("first"))
     eventually(lambda: len(shared.rounds("first")) > done, 60, "another round")
     assert node.popen.poll() is None

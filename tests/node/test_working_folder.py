@@ -221,12 +221,19 @@ def test_what_is_not_finite_is_null():
         (["status", LINK], "shoal.node.commands.status.read_status"), (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
         (["merge", "x", "--out", "y"], "shoal.node.checkpoint.export.merge"),
-        (["invite", LINK], "shoal.node.commands.status.invite"), (["verify", "odds"], "shoal.node.verify.history.odds_report"),
+        (["invite", LINK], "shoal.node.commands.creator.invite"), (["verify", "odds"], "shoal.node.verify.history.odds_report"),
     ],
 )  # fmt: skip
 def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):
     monkeypatch.setattr(
-        where, lambda *args, **kwargs: {**REPORT, "troubles": [], "values": 1, "tensors": 1}
+        where,
+        lambda *args, **kwargs: {
+            **REPORT,
+            "troubles": [],
+            "values": 1,
+            "tensors": 1,
+            "trained_alone": False,
+        },
     )
     shown = CliRunner().invoke(
         cli, [*arguments, "--json"], standalone_mode=False, catch_exceptions=False
@@ -273,6 +280,10 @@ def test_a_demo_whose_evaluations_are_not_known_still_has_a_report():
         "wait_s": 0.0,
         "wall_s": 1.0,
         "odd": 0,
+        "failed": 0,
+        "internal_errors": {},
+        "trained_alone": False,
+        "ended": None,
     }
     report = demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
     assert (report["loss_first"], report["loss_last"]) == (None, 2.0)

@@ -61,7 +61,16 @@ from shoal.swarm.membership.swarm_list import read_listed
 from shoal.swarm.p2p import addresses as multiaddr
 from shoal.swarm.topics.attestation import sign_record
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.wire.envelope import Message, pack, peek, seal, unpack, unseal
+from shoal.swarm.wire.envelope import (
+    Message,
+    pack,
+    pack_names,
+    peek,
+    seal,
+    unpack,
+    unpack_names,
+    unseal,
+)
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
 from shoal.verification.calibration import (
     Calibration,
@@ -576,6 +585,10 @@ def decoders():
         one(
             "link of a node", "node/commands/status.py:current_link", current,
             lambda: json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode(), JSON, LinkError,
+        ),
+        one(
+            "names of parameters", "swarm/wire/envelope.py:unpack_names", unpack_names,
+            lambda: pack_names(("0.weight", "0.bias")), None, MessageError,
         ),
         one(
             "key of a node", "node/commands/creator.py:_keys_of_nodes", keys_named,

@@ -118,7 +118,7 @@ DIGESTS = {
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {
     "optim/codecs/mod4.py:Mod4Codec.load_state_dict", "optim/codecs/mod4.py:_read_text",
-    "node/checkpoint/store.py:_pack",
+    "node/checkpoint/store.py:_pack", "node/checkpoint/store.py:prove", "node/doctor/checks.py:_event",
     "node/config/settings.py:_read", "node/config/settings.py:assignment", "node/data/source.py:HubDataset.documents",
     "node/data/source.py:RecordFiles._text", "node/data/reader.py:Bytes.encode", "node/demo/demo.py:run_nodes",
     "node/demo/demo.py:consensus_distances", "node/demo/fork_server.py:ForkServer._fork", "node/demo/nodes.py:EventReader.read",

@@ -15,7 +15,8 @@ VOTES = {
 ROWS = {
     "round of an exchange": lambda kind, name: name in ("round", "fragment") and kind in MEETING,
     "round and weights to begin from": lambda kind, name: (kind, name) in {
-        ("state-header", "round"), ("state-header", "applied"), ("state-header", "extra"), ("state-request", "round"),
+        ("state-header", "round"), ("state-header", "applied"), ("state-header", "extra"),
+        ("state-header", "names"), ("state-request", "round"),
         ("state-request", "since"),
     },
     "weight in the mean": lambda kind, name: name == "weight",
@@ -43,7 +44,8 @@ ROWS = {
     or (kind == "announcement" and name in ("params", "round_bytes", "memory"))
     or (kind, name) == ("listed-swarm", "peers")
     or (kind == "member" and name in (
-        "blamed", "exchange_s", "exchanges", "failures", "lag", "late", "loss", "mfu", "missing", "missing_names", "missing_of",
+        "blamed", "exchange_s", "exchanges", "failures", "internal_errors",
+        "lag", "late", "loss", "mfu", "missing", "missing_names", "missing_of",
         "missing_within_s", "partnerless", "step", "throughput", "wait_s",
     )),
 }  # fmt: skip

@@ -130,9 +130,10 @@ def test_a_failing_handler_ends_its_stream_and_nothing_else(two, caplog):
     for protocol in ("/test/fail/1", "/test/refuse/1"):
         with pytest.raises(NetworkError, match="ended early"):
             b.call(call(protocol), 60)
-    assert [
-        r.levelname for r in caplog.records if "answering /test/fail/1 of peer" in r.getMessage()
-    ] == ["WARNING"]
+    assert a.internal_errors.counts() == {"stream": 1}
+    assert [r.levelname for r in caplog.records if "answering a call" in r.getMessage()] == [
+        "ERROR"
+    ]
     assert b.call(ask(b, a.peer_id), 60) == b"hello"
 
 

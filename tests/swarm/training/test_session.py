@@ -14,7 +14,6 @@ from shoal.optim.codecs.registry import INT8
 from shoal.swarm.access import Link, issue
 from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import AdmissionError, LinkError
-from shoal.swarm.file_lock import InUseError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.overview import overview
@@ -112,7 +111,7 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
             status = s.status()
             seen["names"] = sorted(member["name"] for member in status["members"])
             expected = overview("x", s._membership.manifest, s._membership.directory.members(), 0.0)
-            assert set(status) == {*expected, "peer", "refused", "confirmed"}
+            assert set(status) == {*expected, "peer", "refused", "confirmed", "internal_errors"}
             assert set(status["members"][0]) == set(expected["members"][0])
             return [t.clone() for t in opt.slow]
 
@@ -661,7 +660,7 @@ def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path
         shoal.join("http://example.org", state=model(0))
     with shoal.create(state=model(0), identity=tmp_path / "key", network=HERE) as s:
         assert s.status()["peer"] == Identity.load(tmp_path / "key").peer_id
-        with pytest.raises(InUseError, match="is in use by this process already"):
+        with pytest.raises(AdmissionError, match="leads only to the node of this very key"):
             shoal.join(s.link, state=model(0), identity=tmp_path / "key", network=HERE)
     Identity.load(tmp_path / "key").lock().__exit__(None, None, None)
     with pytest.raises(AttributeError, match="no attribute 'leave'"):

@@ -457,8 +457,8 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("offer", "reason"), [
     ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
-    ({"shape": (5,)}, "the tensors have other shapes or types"),
-    ({"shape": (2, 2)}, "the tensors have other shapes or types"),
+    ({"shape": (5,)}, "the parameters have other names, shapes or types"),
+    ({"shape": (2, 2)}, "the parameters have other names, shapes or types"),
 ])  # fmt: skip
 def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(
     school, caplog, offer, reason
