@@ -491,7 +491,7 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     shown = CliRunner().invoke(cli, ["--help"]).output
     assert "Exit codes:" in shown
     expected = {
-        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "watch", "invite", "change",
+        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "watch", "invite", "change", "end",
         "doctor", "init", "link", "plan", "swarms", "sample",
     }  # fmt: skip
     assert set(cli.commands) == expected

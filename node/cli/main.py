@@ -15,7 +15,7 @@ import click
 from shoal.node.cli.demo import demo
 from shoal.node.cli.prepare import doctor, init, plan
 from shoal.node.cli.pull import merge, pull, sample
-from shoal.node.cli.swarm import change, identity, invite, link, peers, seed, status, swarms
+from shoal.node.cli.swarm import change, end, identity, invite, link, peers, seed, status, swarms
 from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
@@ -70,7 +70,7 @@ def cli() -> None:
 
 
 cli.add_chapter("Begin", demo, init, doctor, plan)
-cli.add_chapter("Train together", up, link, invite, change, swarms, join, identity)
+cli.add_chapter("Train together", up, link, invite, change, end, swarms, join, identity)
 cli.add_chapter("Look", status, watch, peers)
 cli.add_chapter("Take the result", pull, sample, merge)
 cli.add_chapter("Run a bootstrap node", seed)

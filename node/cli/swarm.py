@@ -181,6 +181,37 @@ def change(
     click.echo(dumps(made) if as_json else made["said"])
 
 
+@click.command(short_help="End the run of a swarm for all members.")
+@click.argument("link")
+@click.option(
+    "--at",
+    type=click.IntRange(1),
+    metavar="ROUND",
+    help="Round in which it ends.  [default: the next]",
+)
+@creator_option
+@json_option
+@logging_option
+def end(link: str, at: int | None, path: Path | None, as_json: bool) -> None:
+    """End the run of the swarm of LINK for all members, in a round that is near.
+
+    Only the swarm's creator can do so. It changes the steps of all members to those of that round, as `shoal change` does.
+    They then average once more and end with one model, unless outer.finish is none.
+
+    \b
+    Examples:
+      shoal end 'shoal://...'
+      shoal end 'shoal://...' --at 120
+    """
+    from shoal.node.commands.creator import end as make
+    from shoal.node.config.links import read_link
+
+    parsed = read_link(link)
+    waiting("asking the swarm's peers")
+    made = make(parsed, path, at)
+    click.echo(dumps(made) if as_json else made["said"])
+
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """What a public swarm may be called; anything else is read as a link."""
 

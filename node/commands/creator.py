@@ -7,7 +7,7 @@ import difflib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_high
@@ -186,6 +186,31 @@ def change(
         StartupError, NetworkError, MessageError: the swarm is not reached, or no member took the change.
     """
     fields = wanted(assigned)
+    return _changed(link, lambda manifest, members, round: fields, path, at)
+
+
+def end(link: Link, path: Path | None, at: int | None = None) -> dict[str, Any]:
+    """End the run of the swarm of ``link`` in round ``at`` (None: the next): a change of its steps. Raises as `change`."""
+    return _changed(link, _steps_to_end, path, at)
+
+
+def _steps_to_end(
+    manifest: Manifest, members: Mapping[str, Member], round: int
+) -> Mapping[str, Any]:
+    """Return the steps at which members end that take them in ``round``."""
+    every = manifest.outer.resolved().every
+    if manifest.outer.round == "steps" and every:
+        return {"steps": round * every}
+    return {"steps": max(min(member.step for member in members.values()), 1)}
+
+
+def _changed(
+    link: Link,
+    fields_of: Callable[[Manifest, Mapping[str, Member], int], Mapping[str, Any]],
+    path: Path | None,
+    at: int | None,
+) -> dict[str, Any]:
+    """Make the change of the fields that ``fields_of`` returns for the manifest, the members and the round."""
     with visited(link) as (host, manifest, members, _):
         identity = creator_key(manifest, path, "change its settings")
         if not members:
@@ -203,7 +228,8 @@ def change(
             raise NetworkError(
                 "The settings were changed before, and no member served that change: try again."
             )
-        part = ChangePart(round=now + NEXT if at is None else at, **fields)
+        round = now + NEXT if at is None else at
+        part = ChangePart(round=round, **fields_of(manifest, members, round))
         try:
             made = extended(before, manifest, link.swarm, part, now=now, least=int(time.time()))
         except ValueError as error:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -358,6 +359,29 @@ def test_a_change_by_the_creators_key_is_taken_by_all_and_by_who_comes_later(clu
     ]
     shown = read_status(club.link())["changes"]
     assert [one["round"] for one in shown] == [made["round"], later["round"]]
+
+
+@pytest.mark.ci
+def test_the_creator_ends_a_run_for_all_members(club, tmp_path):
+    key = tmp_path / "creator.key"
+    club.identity.write_to(key)
+    club.first.directory.announce(**{**ABOUT, "round": 40})
+    until(lambda: not club.first.directory._urgent)
+    made = creators.end(club.link(), key, 60)
+    until(lambda: club.first.changes.number)
+    every = club.first.manifest.outer.resolved().every
+    assert made["changed"] == {"steps": 60 * every}
+    assert club.first.changes.settings_at(59).steps == club.first.manifest.train.steps
+    assert club.first.changes.settings_at(60).steps == 60 * every
+
+
+def test_rounds_that_are_no_steps_end_for_every_member_alike(club):
+    outer = club.first.manifest.outer.model_copy(update={"round": "seconds:30"})
+    manifest = club.first.manifest.model_copy(update={"outer": outer})
+    members = {str(step): SimpleNamespace(step=step) for step in (70, 90)}
+    assert creators._steps_to_end(manifest, members, 9) == {"steps": 70}
+    members["0"] = SimpleNamespace(step=0)
+    assert creators._steps_to_end(manifest, members, 9) == {"steps": 1}
 
 
 @pytest.mark.parametrize(
