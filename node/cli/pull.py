@@ -69,6 +69,11 @@ def merge(
     is_flag=True,
     help="Compute the held-out loss of the task here, for the model card.",
 )
+@click.option(
+    "--average",
+    is_flag=True,
+    help="Take the mean of the newest weights of all members that can be reached.",
+)
 @click.option("--data", help="Data of --evaluate, for the built-in task: as for `shoal up`.")
 @click.option(
     "--max-bytes",
@@ -98,6 +103,7 @@ def pull(
     Examples:
       shoal pull 'shoal://...' --out weights
       shoal pull 'shoal://...' --out weights --task task.py:Mine --evaluate
+      shoal pull 'shoal://...' --out weights --average
       shoal pull 'shoal://...' --out weights --push anna/common-text
     """
     from shoal.node.commands.pull import HubRepository, PushError
@@ -112,7 +118,10 @@ def pull(
 
     waiting("asking the swarm's peers for their newest weights")
     report = take(
-        parsed, out, **options | {"evaluate": options["evaluate"] or options["data"] is not None}
+        parsed,
+        out,
+        say=waiting,
+        **options | {"evaluate": options["evaluate"] or options["data"] is not None},
     )
     if repository is not None:
         waiting(f"the weights are in {str(out)!r}; uploading them to the hub")

@@ -13,9 +13,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered, fill
+from shoal.node.commands.pull_average import Average
+from shoal.node.commands.pull_average import average as mean_of
+from shoal.node.commands.pull_average import lines as average_lines
 from shoal.node.config.settings import Settings, load
 from shoal.node.console import require
 from shoal.node.data.reader import TEXT
@@ -204,14 +207,18 @@ def pull(
     hooks: str | None = None,
     data: str | None = None,
     evaluate: bool = False,
+    average: bool = False,
     max_bytes: int = MAX_BYTES,
     force: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Write the weights of the swarm of ``link``, and a model card, into the folder ``out``; return a report.
 
     Args:
         hooks: this machine's copy of the swarm's task, if it is not built in.
         data: the task's data on this machine. evaluate: compute the held-out loss on it, for the model card.
+        average: take the mean of all members that can be reached (`shoal.node.commands.pull_average`), whose held-out losses are
+            computed if the task is here, and told to ``say``.
         max_bytes: most bytes of weights (float32) to fetch; the free space of the disk bounds them too.
         force: replace existing weights.
 
@@ -256,8 +263,13 @@ def pull(
             cap=cap,
         )
         before = host.traffic.received
+        parts: list[dict[str, Any]] = []
         try:
-            header, tensors = _fetch(host, query, sources, out / ASIDE)
+            if average:
+                made = _average(host, query, sources, members, out / ASIDE, built, say)
+                header, tensors, parts = made.header, made.tensors, made.report()
+            else:
+                header, tensors = _fetch(host, query, sources, out / ASIDE)
         except OSError as error:
             raise PullError(
                 f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again."
@@ -267,6 +279,9 @@ def pull(
         clear_download(out / ASIDE)
         raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
     about = _about(link, manifest, header, members, built, why)
+    if average:
+        about |= {"snapshot": None, "averaged": sum(not part["left_out"] for part in parts)}
+        about["notes"] = [made.note(), *about["notes"]]
     about |= {
         "values": FLOAT32.nbytes(header.shapes) // 4,
         "held_out_loss": None,
@@ -275,7 +290,7 @@ def pull(
     aside = out / ASIDE / "new"
     if built is not None:
         fill(built.parameters, tensors)
-        if evaluate:
+        if evaluate or average:
             about |= {
                 "held_out_loss": float(built.task.evaluate(built.model)),
                 "held_out_on": _held_out_on(manifest, data),
@@ -288,6 +303,7 @@ def pull(
         **about,
         "out": str(out),
         "files": files,
+        **({"average": parts} if average else {}),
         "tensors": len(header.shapes),
         "bytes_received": received,
         "seconds": round(time.monotonic() - began, 2),
@@ -410,6 +426,33 @@ def _fetch(
         )
 
 
+def _average(
+    host: Host,
+    query: _WeightsQuery,
+    sources: Sequence[Peer],
+    members: Mapping[str, Member],
+    folder: Path,
+    built: BuiltModel | None,
+    say: Callable[[str], None],
+) -> Average:
+    """Return the mean of the newest snapshots of ``sources``, each kept below ``folder``. The bound on bytes is of all together."""
+    left = query.cap
+
+    def fetch(number: int, source: Peer) -> tuple[StateHeader, list[Tensor]]:
+        nonlocal left
+        own = replace(query, confirmed=False, cap=left)  # each member's weights are its own
+        header, tensors = _fetch(host, own, [source], folder / str(number))
+        left -= own.wanted(header)
+        return header, tensors
+
+    def held_out_loss(tensors: Sequence[Tensor]) -> float:
+        assert built is not None
+        fill(built.parameters, tensors)
+        return float(built.task.evaluate(built.model))
+
+    return mean_of(sources, members, fetch, held_out_loss if built is not None else None, say)
+
+
 def _about(
     link: Link,
     manifest: Manifest,
@@ -490,6 +533,8 @@ def summary(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"
     ]
+    if "average" in report:
+        lines += average_lines(report["average"], report["held_out_loss"])
     if report["held_out_loss"] is not None:
         lines.append(f"held-out loss {report['held_out_loss']:.4f}, on {report['held_out_on']}")
     if "pushed" in report:

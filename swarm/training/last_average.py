@@ -84,7 +84,7 @@ class EndReport:
                 why = f"no exchange with {_listed(self.missing)} was committed"
             return (
                 f"no last average: {why}, so this node ends with a model of its own; "
-                "`shoal merge --slow` makes one of checkpoints"
+                "`shoal pull LINK --average` makes one of members that still serve, `shoal merge --slow` one of checkpoints"
             )
         said = f"one model of {len(self.members)} members ({_listed(self.members)}){losses}"
         if self.missing:

@@ -531,3 +531,21 @@ def test_weights_that_are_not_finite_are_said(tmp_path):
     torch.nn.init.constant_(model.head.weight, float("nan"))
     with pytest.raises(SampleError, match="not finite"):
         sample(written(tmp_path / "w", model))
+
+
+def test_the_mean_of_all_members_is_checked_on_held_out_data_and_written(world, task, tmp_path):
+    """Here all members serve the same snapshot, so the mean is that, to the last bit."""
+    said = []
+    report = pull(LINK, tmp_path / "out", hooks=task, average=True, say=said.append)
+    assert [part["left_out"] for part in report["average"]] == [""] * len(report["average"])
+    assert report["average"]
+    losses = {part["loss"] for part in report["average"]}
+    assert losses == {report["held_out_loss"]}
+    assert len(said) == report["averaged"] == len(report["average"])
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    names = list(fresh(task).parameters.names)
+    assert all(torch.equal(state[name], slow(world)[at]) for at, name in enumerate(names))
+    assert (
+        "The weights are the mean of the newest ones of" in (tmp_path / "out/README.md").read_text()
+    )
+    assert not (tmp_path / "out" / ".pull").exists()

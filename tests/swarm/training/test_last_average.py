@@ -291,7 +291,7 @@ def test_a_node_alone_at_its_end_says_so(world):
     assert world.last.enough(())
     assert world.last.report.said() == (
         "no last average: no other member was at its end in time, so this node ends with a model of its own; "
-        "`shoal merge --slow` makes one of checkpoints"
+        "`shoal pull LINK --average` makes one of members that still serve, `shoal merge --slow` one of checkpoints"
     )
 
 

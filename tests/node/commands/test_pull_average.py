@@ -1,0 +1,77 @@
+"""The mean of all members' newest weights: who is in it, who is not and why, and what it says."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal.node.commands.pull_average import MOST, average, lines
+from shoal.swarm.errors import NetworkError, ShoalError
+from tests.records import member_of
+from tests.swarm.training.test_last_average import BERT, CARL, ME
+
+NAMES = {ME: "anna", BERT: "bert", CARL: "carl"}
+MEMBERS = {peer: member_of(peer, name=name) for peer, name in NAMES.items()}
+
+
+def taken(weights, loss=None, rounds=(7, 9, 8)):
+    """The mean of three members of which each has one tensor of one value; None: it cannot be reached."""
+
+    def fetch(number, source):
+        if weights[number] is None:
+            raise NetworkError("peer …x is gone.")
+        header = SimpleNamespace(round=rounds[number])
+        return header, [torch.full((2, 3), weights[number])]
+
+    return average([(peer, ()) for peer in NAMES], MEMBERS, fetch, loss)
+
+
+def test_the_mean_is_of_all_with_equal_shares_and_of_the_newest_round():
+    made = taken([1.0, 2.0, 6.0])
+    assert torch.equal(made.tensors[0], torch.full((2, 3), 3.0))
+    assert made.tensors[0].dtype == torch.float32
+    assert made.header.round == 9
+    assert [part.round for part in made.parts] == [7, 9, 8]
+    assert made.note() == "The weights are the mean of the newest ones of 3 members."
+    assert list(lines(made.report(), None)) == ["mean of 3 members: anna, bert, carl"]
+
+
+def test_a_member_that_is_gone_or_not_finite_is_left_out_and_named():
+    made = taken([1.0, None, math.nan])
+    assert torch.equal(made.tensors[0], torch.full((2, 3), 1.0))
+    assert list(lines(made.report(), None)) == [
+        "mean of 1 member: anna",
+        "without bert: peer …x is gone",
+        "without carl: its weights hold NaN or infinity",
+    ]
+
+
+@pytest.mark.parametrize(("third", "there"), [(2.19, True), (2.21, False), (math.nan, False)])
+def test_a_held_out_loss_far_above_the_median_leaves_a_member_out(third, there):
+    losses = {1.0: 2.0, 2.0: 1.9, 6.0: third}
+    made = taken([1.0, 2.0, 6.0], lambda tensors: losses[float(tensors[0][0, 0])])
+    assert float(made.tensors[0][0, 0]) == (3.0 if there else 1.5)
+    assert [part.loss for part in made.parts[:2]] == [2.0, 1.9]
+    said = list(lines(made.report(), 1.95))
+    assert "the mean is worse than the best member: their weights may lie far apart still" in said
+    left = "without carl: its held-out loss is more than a tenth above the median's"
+    assert (left in said) is not there
+
+
+def test_without_weights_that_can_be_used_the_first_reason_is_the_error():
+    with pytest.raises(NetworkError, match=r"^peer …x is gone\.$"):
+        taken([None, None, None])
+    with pytest.raises(ShoalError, match=r"^No member has weights that are finite"):
+        taken([math.nan, math.inf, -math.inf])
+
+
+def test_at_most_so_many_members_are_asked():
+    asked = []
+
+    def fetch(number, source):
+        asked.append(number)
+        return SimpleNamespace(round=1), [torch.zeros(1)]
+
+    average([(str(number), ()) for number in range(MOST + 5)], {}, fetch, None)
+    assert asked == list(range(MOST))
