@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -236,6 +237,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 def uncompiled(function: F) -> F:
     """Return ``function`` as code that ``torch.compile`` runs as it is: it talks to threads, or counts, and has nothing to compile.
 
-    torch's optimizers use the same decorator; ``torch.compiler.disable`` would load the compiler at once.
+    torch's optimizers use the same decorator, which loads the compiler at its first call: so it is asked only where the compiler is
+    loaded already, and a node that compiles nothing never loads it.
     """
-    return cast(F, _disable_dynamo(function))
+    guarded = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return guarded(*arguments, **named)
+        return function(*arguments, **named)
+
+    return cast(F, call)

@@ -90,8 +90,8 @@ def test_text_is_pretrained_alone(tmp_path):
     link, *rounds, loss = out.splitlines()
     assert link.startswith("shoal://")
     assert rounds == [
-        f"round {number}: 1 peers" for number in range(13)
-    ]  # of 5, 5 and 1 steps in 4 fragments; the mean
+        f"round {number}: 1 peers" for number in range(12)
+    ]  # of 5, 5 and 1 steps in 4 fragments
     assert float(re.fullmatch(r"held-out loss: (\d\.\d{4}) nats a byte", loss)[1]) < 5.6
 
 

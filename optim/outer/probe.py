@@ -12,9 +12,11 @@ import copy
 import inspect
 import math
 import random
+import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +65,13 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
+def _uncompiled() -> AbstractContextManager[object]:
+    """Return the context in which compiled optimizers run as they are; setting it would load the compiler."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
 def _tried(optimizer: torch.optim.Optimizer) -> float | None:
     accelerators = {
         parameter.device
@@ -74,7 +83,7 @@ def _tried(optimizer: torch.optim.Optimizer) -> float | None:
     with torch.random.fork_rng(accelerators), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+            with torch.inference_mode(False), _uncompiled():
                 # Some optimizers make their state with the first step, some when they are made.
                 for keep_state in (False, True):
                     for form in FORMS:

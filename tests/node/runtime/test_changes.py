@@ -41,7 +41,7 @@ class Followed:
         node.options = SimpleNamespace(settings=load(None, own))
         node.settings = load(None, {**SWARMS, **own})
         node.membership = SimpleNamespace(changes=changes, manifest=manifest)
-        node.trainer = SimpleNamespace(change=lambda **given: self.taken.append(given))
+        node.trainer = SimpleNamespace(change=lambda **given: self.taken.append(given), last=None)
         node.display = SimpleNamespace(message=self.said.append, resize=self.ends.append)
         node.metrics = SimpleNamespace(
             write=lambda event, **given: self.written.append((event, given))
