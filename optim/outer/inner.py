@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -253,7 +253,9 @@ def check_inner(inner: Inner) -> None:
             raise ValueError(
                 "the inner optimizer holds the saved state of an outer one: load that into the outer optimizer, once it is made"
             )
-        kept = [value for state in one.state.values() for value in dict(state).values()]
+        # Some keep a counter of their own beside the parameters' states.
+        states = [state for state in one.state.values() if isinstance(state, Mapping)]
+        kept = [value for state in states for value in state.values()]
         if any(isinstance(value, Tensor) and value.is_inference() for value in kept):
             raise ValueError(
                 "the inner optimizer's state was made under torch.inference_mode(), where nothing can be trained: make the "

@@ -119,6 +119,25 @@ def test_trying_changes_nothing_of_a_run_under_way():
     assert all(torch.equal(a, p.grad) for a, p in zip(gradients, net.parameters(), strict=True))
 
 
+class Counts(torch.optim.SGD):
+    """Counts in its state, beside the parameters, as SPAM of pytorch_optimizer does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.state["calls"] = 0
+
+    def step(self, closure=None):
+        self.state["calls"] += 1
+        return super().step(closure)
+
+
+def test_a_counter_in_the_state_is_no_parameter_s():
+    inner = Counts(model().parameters(), lr=0.1)
+    NoLoCo(inner, Alone(), lag=0)
+    assert share_left(inner) > 0.99
+    assert inner.state["calls"] == 0
+
+
 def test_a_large_model_is_not_copied():
     layer = nn.Linear(1 << 14, 1 << 14, device="meta")
     small = probe.SmallCopy(torch.optim.AdamW(layer.parameters()), False)
