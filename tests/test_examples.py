@@ -89,9 +89,8 @@ def test_text_is_pretrained_alone(tmp_path):
     out = ended(start("pretrain_text.py", *options, HERE, folder=tmp_path))
     link, *rounds, loss = out.splitlines()
     assert link.startswith("shoal://")
-    assert rounds == [
-        f"round {number}: 1 peers" for number in range(12)
-    ]  # of 5, 5 and 1 steps in 4 fragments
+    # Of 5, 5 and 1 steps in 4 fragments; several may be applied at one step, in any order.
+    assert sorted(rounds) == sorted(f"round {number}: 1 peers" for number in range(12))
     assert float(re.fullmatch(r"held-out loss: (\d\.\d{4}) nats a byte", loss)[1]) < 5.6
 
 

@@ -68,7 +68,8 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 def _uncompiled() -> AbstractContextManager[object]:
     """Return the context in which compiled optimizers run as they are; setting it would load the compiler."""
     if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
+        eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return eager
     return nullcontext()
 
 
