@@ -63,8 +63,13 @@ def taken_apart(tensor: Tensor, depth: int = 0) -> Tensor | InnerTensors:
         if depth > DEEPEST:
             raise OpaqueError(f" of tensors that are nested {DEEPEST} deep")
         names, _ = tensor.__tensor_flatten__()
+        inner = {}
         with torch.no_grad():
-            inner = {str(name): taken_apart(getattr(tensor, name), depth + 1) for name in names}
+            for name in names:
+                part = getattr(tensor, name)
+                if not isinstance(part, Tensor):  # the mesh of a distributed tensor
+                    raise OpaqueError(f", a class with parts that are no tensors ({name})")
+                inner[str(name)] = taken_apart(part, depth + 1)
         return InnerTensors(_kind(tensor), inner)
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise OpaqueError(", a class that does not say what it consists of (__tensor_flatten__)")
@@ -164,7 +169,10 @@ def _made(saved: InnerTensors, like: Any) -> Tensor:
 
 def copied(tensor: Tensor) -> Tensor:
     """Return a copy in memory of its own, of the same class."""
-    apart = taken_apart(tensor)
+    try:
+        apart = taken_apart(tensor)
+    except OpaqueError:  # such as a distributed one, which copies itself
+        return tensor.detach().clone()
     if isinstance(apart, InnerTensors):
         return _made(apart, tensor)
     return apart.clone()
