@@ -155,8 +155,8 @@ class ChangeKeeper:
             await asyncio.sleep(LOOK_S)
             try:
                 await self._look()
-            except Exception:  # a bug here must not end the node
-                log.warning("no change of the swarm's settings could be asked for", exc_info=True)
+            except Exception as error:  # a bug must not keep this node from later changes
+                self._host.internal_errors.caught("directory", error)
 
     async def _look(self) -> None:
         """Ask some of the members whose number is higher than this node's."""
