@@ -31,11 +31,13 @@ class LoopThread:
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
+        self._submitted = []  # a loop refers weakly to its tasks
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
     def submit(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        self._submitted.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
+        return self._submitted[-1]
 
     def call(self, coroutine, timeout):
         return self.submit(coroutine).result(timeout)

@@ -169,6 +169,7 @@ class Host:
         upload: BandwidthLimiter | None,
     ) -> None:
         self.peer_id = peer_id
+        self._submitted: set[concurrent.futures.Future[Any]] = set()
         self.traffic = TrafficMeter(upload, Pacer(self._echo))
         self.resource_manager = resource_manager
         self.internal_errors = supervisor.internal_errors
@@ -319,7 +320,11 @@ class Host:
         if self._closed:
             coroutine.close()
             raise NetworkError("the host is closed.")
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        # A loop refers weakly to its tasks: one that awaits a socket, and that nobody else holds, would be collected with it.
+        self._submitted.add(running)
+        running.add_done_callback(self._submitted.discard)
+        return running
 
     def serve(self, protocol: str, handler: Handler) -> None:
         """Answer incoming streams of ``protocol`` with ``handler``; an exception of it is logged and ends the stream.

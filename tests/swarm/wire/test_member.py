@@ -38,7 +38,7 @@ LARGEST = {
     "internal_errors": MAX_COUNT, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9 / 3, "missing_names": (WIDE * 16,) * MAX_MISSING,
     "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH), "reach": "unreachable",
-    "throughput": MAX_RATE / 3, "change": MAX_COUNT,
+    "throughput": MAX_RATE / 3, "change": MAX_COUNT, "ended": True,
 }  # fmt: skip
 SMALL = {
     "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "tokens_per_s": 0.0, "mfu": None,
