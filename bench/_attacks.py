@@ -1,8 +1,11 @@
-"""Hostile peers of a simulation: what each kind contributes in place of what it learnt, and the exchange through which it does.
+"""Hostile peers of a simulation: what each kind contributes in place of what it learnt, and the
+exchange through which it does.
 
-A backdoor is learnt: its owner trains on windows in which a trigger is followed by an answer of its choice (`poisoned`).
+A backdoor is learnt: its owner trains on windows in which a trigger is followed by an answer of its
+choice (`poisoned`).
 
-All attackers know everything (every honest contribution of the round, before they send theirs) and conspire: the worst case.
+All attackers know everything (every honest contribution of the round, before they send theirs) and
+conspire: the worst case.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ def _inner_product(scene: Scene) -> Tensors:
 
 
 def _in_line(scene: Scene) -> Tensors:
-    """All attackers in one direction, 2.5 times as far from the mean as honest peers are, as a backdoor may be."""
+    """All attackers in one direction, 2.5 times as far from the mean as honest peers are, as a
+    backdoor may be.
+    """
     mean = scene.mean()
     apart = [
         torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]).norm()
@@ -89,10 +94,13 @@ def poisoned(windows: Tensor, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def learnt(model: torch.nn.Module, windows: Tensor) -> float:
-    """Part of the windows (B, T) at whose end the model answers the trigger as the attacker wants, by its likeliest bytes."""
+    """Part of the windows (B, T) at whose end the model answers the trigger as the attacker wants,
+    by its likeliest bytes.
+    """
     asked, text = windows.clone(), torch.tensor(list(TRIGGER + ANSWER))
     asked[:, -len(text) :] = text
-    # All bytes are the likeliest, each after those before it: then so is the answer when it is generated.
+    # All bytes are the likeliest, each after those before it: then so is the answer when it is
+    # generated.
     likeliest = model(asked[:, :-1]).argmax(-1)[:, -len(ANSWER) :]
     return float((likeliest == text[-len(ANSWER) :]).all(1).double().mean())
 
@@ -101,7 +109,8 @@ STATED = {"weight": 1e30}
 """What an attacker states as its weight, if it is a lie too."""
 ATTACKS: dict[str, Attack] = {
     "sign flip": lambda scene: [-tensor for tensor in scene.own],
-    # The same where pseudo-gradients travel. Where weights do, a flip of what was learnt, not of all.
+    # The same where pseudo-gradients travel. Where weights do, a flip of what was learnt, not of
+    # all.
     "ascent": lambda scene: [
         2 * start - tensor for start, tensor in zip(scene.start, scene.own, strict=True)
     ],
@@ -111,7 +120,8 @@ ATTACKS: dict[str, Attack] = {
     "x1000": lambda scene: [1000 * tensor for tensor in scene.own],
     "NaN": lambda scene: [torch.full_like(tensor, torch.nan) for tensor in scene.own],
     "stale replay": lambda scene: scene.first,
-    # "A little is enough" (Baruch et al., 2019), z = 1.5: within what honest peers differ by, all in the same direction.
+    # "A little is enough" (Baruch et al., 2019), z = 1.5: within what honest peers differ by, all
+    # in the same direction.
     "a little": lambda scene: [
         m - 1.5 * s for m, s in zip(scene.mean(), scene.spread(), strict=True)
     ],
@@ -126,7 +136,9 @@ ATTACKS: dict[str, Attack] = {
 ATTACKS["fresh keys"], ATTACKS["fresh backdoor"] = ATTACKS["ascent"], ATTACKS["backdoor"]
 BACKDOORS = ("backdoor", "backdoor x2.5", "fresh backdoor")
 FRESH = ("fresh keys", "fresh backdoor")
-"""Under another key in each round, all from one address range, in a swarm that the honest peers have known for long."""
+"""Under another key in each round, all from one address range, in a swarm that the honest peers
+have known for long.
+"""
 
 
 @dataclass

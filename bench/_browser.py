@@ -1,4 +1,5 @@
-"""A headless Chromium, driven over its DevTools protocol: sizes, colour schemes, keys, clicks and pictures of a page.
+"""A headless Chromium, driven over its DevTools protocol: sizes, colour schemes, keys, clicks and
+pictures of a page.
 
 aiohttp speaks to it, which `shoal watch --web` needs anyway; so no other package is needed.
 """
@@ -28,7 +29,10 @@ def chromium() -> str | None:
 
 
 class Tab:
-    """One page in the browser. ``errors``: what its scripts threw, and what its security policy refused."""
+    """One page in the browser.
+
+    ``errors``: what its scripts threw, and what its security policy refused.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
@@ -53,7 +57,10 @@ class Tab:
                 self.errors.append(data["params"]["entry"]["text"])
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Return the result of a DevTools command. RuntimeError if it failed, TimeoutError without an answer."""
+        """Return the result of a DevTools command.
+
+        RuntimeError if it failed, TimeoutError without an answer.
+        """
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
@@ -66,7 +73,10 @@ class Tab:
     async def open(
         self, address: str, *, width: int, height: int, dark: bool = False, still: bool = True
     ) -> None:
-        """Show ``address`` in a window of these pixels. ``still``: the user asks for reduced motion."""
+        """Show ``address`` in a window of these pixels.
+
+        ``still``: the user asks for reduced motion.
+        """
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         await self.call(
@@ -101,7 +111,10 @@ class Tab:
 
     async def until(self, script: str, seconds: float = 60.0) -> None:
         """Wait until a JavaScript expression is true. TimeoutError."""
-        body = f"(async () => {{ while (!({script})) await new Promise((done) => setTimeout(done, 50)); return true; }})()"
+        body = (
+            f"(async () => {{ while (!({script})) await new Promise((done) => setTimeout(done, "
+            f"50)); return true; }})()"
+        )
         await asyncio.wait_for(self.value(body), seconds)
 
     async def press(self, key: str, code: int) -> None:
@@ -123,7 +136,9 @@ class Tab:
 
 @contextlib.asynccontextmanager
 async def browser(program: str) -> AsyncIterator[Tab]:
-    """Yield the tab of a new browser with a profile of its own. TimeoutError if it does not start."""
+    """Yield the tab of a new browser with a profile of its own. TimeoutError if it does not
+    start.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         flags = [
             "--headless=new",

@@ -1,4 +1,6 @@
-"""What `bench/cities.py` trains: a GPT of 1.06 M parameters whose inner steps take .25 s, and a note of when each began."""
+"""What `bench/cities.py` trains: a GPT of 1.06 M parameters whose inner steps take .25 s, and a
+note of when each began.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ CONTEXT, VOCABULARY = 128, 256
 
 
 class Noted(Task):
-    """Task on random bytes. Each step writes the time (Unix seconds) into the file of the environment's CITIES_STEPS, if any."""
+    """Task on random bytes.
+
+    Each step writes the time (Unix seconds) into the file of the environment's CITIES_STEPS, if
+    any.
+    """
 
     def __init__(self) -> None:
         self._due = 0.0

@@ -1,4 +1,6 @@
-"""The contenders of bench/exchange.py: one end each of ours, a pair or a group, raw TCP and hivemind, with the same few methods."""
+"""The contenders of bench/exchange.py: one end each of ours, a pair or a group, raw TCP and
+hivemind, with the same few methods.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,17 @@ class Peer(ABC):
         """Leave."""
 
     def mean(self) -> Iterator[Tensor]:
-        """The pair's mean, correctly rounded; one tensor after the other, so that it does not count among what a node holds."""
+        """The pair's mean, correctly rounded; one tensor after the other, so that it does not count
+        among what a node holds.
+        """
         for mine, theirs in zip(self.own, payload(self.mb, 1 - self.number), strict=True):
             yield (mine + theirs) / 2
 
 
 class Ours(Peer):
-    """A host with its daemon and a PairExchange: encoding, digest, meeting, transfer, verification, confirm, mean."""
+    """A host with its daemon and a PairExchange: encoding, digest, meeting, transfer, verification,
+    confirm, mean.
+    """
 
     def __init__(self, number: int, ip: str) -> None:
         super().__init__(number, ip)
@@ -93,9 +99,21 @@ class Ours(Peer):
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
             return Member(
-                swarm=SWARM, peer=peer, name="bench", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
-                shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
-            )  # fmt: skip
+                swarm=SWARM,
+                peer=peer,
+                name="bench",
+                addresses=tuple(addresses),
+                round=0,
+                step=0,
+                loss=None,
+                steps_per_s=0.0,
+                shard=0,
+                shards=1,
+                model="0" * 64,
+                state="training",
+                issued=time.time(),
+                version="0",
+            )
 
         members = {
             at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other, *more)
@@ -154,16 +172,19 @@ class Gathered(Reduced):
 
 
 class Tcp(Peer):
-    """The bytes alone, over one asyncio connection in the plainest way: no digest, no encryption, no confirm, no mean.
+    """The bytes alone, over one asyncio connection in the plainest way: no digest, no encryption,
+    no confirm, no mean.
 
-    Reading piece by piece with ``read`` into memory made beforehand takes a third less time than ``readexactly``.
+    Reading piece by piece with ``read`` into memory made beforehand takes a third less time than
+    ``readexactly``.
     """
 
     STEP = 1 << 20
 
     def __init__(self, number: int, ip: str) -> None:
         super().__init__(number, ip)
-        # The loop goes on between the exchanges: what is sent may still be on its way when the last of the other's arrives.
+        # The loop goes on between the exchanges: what is sent may still be on its way when the last
+        # of the other's arrives.
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.connected: concurrent.futures.Future[Ends] = concurrent.futures.Future()
@@ -215,18 +236,20 @@ class Tcp(Peer):
 class HivemindAllReduce(Peer):
     """DecentralizedAverager, two peers, no compression.
 
-    Only its all-reduce is timed. With ``require_trigger`` a step finds its group and then waits in the stage AWAITING_TRIGGER,
-    which is visible here in shared memory; when both peers are there, the benchmark's signal sets both triggers, and the time
-    is that from the trigger to the result.
+    Only its all-reduce is timed. With ``require_trigger`` a step finds its group and then waits in
+    the stage AWAITING_TRIGGER, which is visible here in shared memory; when both peers are there,
+    the benchmark's signal sets both triggers, and the time is that from the trigger to the result.
     """
 
     def __init__(self, number: int, ip: str) -> None:
         super().__init__(number, ip)
-        # hivemind's default keeps a manager process and files, which outlive it if it dies; this leaves nothing behind.
+        # hivemind's default keeps a manager process and files, which outlive it if it dies; this
+        # leaves nothing behind.
         os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
         import hivemind
 
-        # The first peer is where the second one joins, so the peers are started one after the other by ``meet``.
+        # The first peer is where the second one joins, so the peers are started one after the other
+        # by ``meet``.
         self.hivemind: Any = hivemind
         self.dht: Any = hivemind.DHT(start=True, use_ipfs=False) if number == 0 else None
         self.averager: Any = None
@@ -296,7 +319,9 @@ class HivemindAllReduce(Peer):
 
 
 class Hivemind(HivemindAllReduce):
-    """The same averager as its user calls it: from ``step`` to the result, finding the partner included, as it is in ours."""
+    """The same averager as its user calls it: from ``step`` to the result, finding the partner
+    included, as it is in ours.
+    """
 
     def _find_group(self, found: Any) -> None:
         """Left to the exchange."""

@@ -1,7 +1,9 @@
-"""One end of an exchange for bench/exchange.py, a process of its own: `python -m bench._end KIND NUMBER LIMIT [IP]`.
+"""One end of an exchange for bench/exchange.py, a process of its own:
+`python -m bench._end KIND NUMBER LIMIT [IP]`.
 
-It is told what to do by JSON lines on stdin and answers with JSON lines on stdout. It ends, with every process that it or a
-library forked, at the end of stdin or after LIMIT seconds, so that nothing is left behind when the benchmark is killed.
+It is told what to do by JSON lines on stdin and answers with JSON lines on stdout. It ends, with
+every process that it or a library forked, at the end of stdin or after LIMIT seconds, so that
+nothing is left behind when the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def overdue() -> None:
 
 
 def answering(limit: float) -> Callable[..., None]:
-    """What prints its keyword arguments as a line of JSON on stdout, alone there; this process ends after ``limit`` seconds."""
+    """What prints its keyword arguments as a line of JSON on stdout, alone there; this process ends
+    after ``limit`` seconds.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is not an answer
     watchdog = threading.Timer(limit, overdue)

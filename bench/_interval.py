@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def rate_interval(found: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the interval of Clopper and Pearson (1934) for a rate when ``found`` of ``total`` cases were seen.
+    """Return the interval of Clopper and Pearson (1934) for a rate when ``found`` of ``total``
+    cases were seen.
 
     Raises ``ValueError`` unless 0 <= found <= total, total >= 1 and 0 < confidence < 1.
     """

@@ -1,7 +1,10 @@
-"""Transformers as policies of bench/sapo.py: copies of one model, which learn as nodes of `shoal up --task rl` do.
+"""Transformers as policies of bench/sapo.py: copies of one model, which learn as nodes of
+`shoal up --task rl` do.
 
-* ``tiny`` is the policy of `shoal demo --task rl` with its warm start. Every node begins with another wrong habit.
-* ``small`` has a million parameters and a byte-pair vocabulary. All nodes begin alike, with what it learnt from solved questions.
+* ``tiny`` is the policy of `shoal demo --task rl` with its warm start. Every node begins with
+  another wrong habit.
+* ``small`` has a million parameters and a byte-pair vocabulary. All nodes begin alike, with what it
+  learnt from solved questions.
 * ``hf:DIR`` is any causal language model; where peft is installed only an adapter learns.
 """
 
@@ -78,7 +81,11 @@ def environment(name: str) -> Env:
 
 
 class Learner:
-    """One node. ``greedy``: accuracy is that of greedy answers to held-out questions, else the mean reward of what it wrote."""
+    """One node.
+
+    ``greedy``: accuracy is that of greedy answers to held-out questions, else the mean reward of
+    what it wrote.
+    """
 
     def __init__(
         self,
@@ -195,7 +202,8 @@ def questions(env: Env, seed: int, count: int) -> list[Question]:
     ]
     if len(asked) < count // 2:
         raise EnvError(
-            f"The environment {env.label!r} has too few questions that are not held out: choose another."
+            f"The environment {env.label!r} has too few questions that are not held out: choose "
+            "another."
         )
     return asked[:count]
 
@@ -263,7 +271,9 @@ def language_world(settings: Settings, seed: int) -> World:
 
 
 def _teach(settings: Settings, env: Environment) -> None:
-    """Make the model in ``settings.base`` from batches of solved questions, if it is not there yet."""
+    """Make the model in ``settings.base`` from batches of solved questions, if it is not there
+    yet.
+    """
     folder = settings.base
     if (folder / "config.json").exists():
         return
@@ -320,10 +330,17 @@ def _untrained(env: Environment) -> HF:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return _policy(transformers.LlamaForCausalLM(config), tokenizer)
 
 

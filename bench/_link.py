@@ -1,8 +1,10 @@
-"""Slow links between processes on one machine: each node in a network namespace of its own, as root on Linux.
+"""Slow links between processes on one machine: each node in a network namespace of its own, as root
+on Linux.
 
-A node's only way out is a TUN interface. The kernel limits its rate (`tc tbf`); this process reads the packets at the other end,
-holds each for the delay, limits what a node receives to the same rate, and writes it into the receiver's interface. So TCP meets
-a real bandwidth and a real round trip, and no program needs to know about it.
+A node's only way out is a TUN interface. The kernel limits its rate (`tc tbf`); this process reads
+the packets at the other end, holds each for the delay, limits what a node receives to the same
+rate, and writes it into the receiver's interface. So TCP meets a real bandwidth and a real round
+trip, and no program needs to know about it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Link(Protocol):
 
 
 class Namespaces:
-    """``nodes`` namespaces with ``rate`` bytes/s each way and ``delay`` seconds one way. ``knobs``: of net.ipv4, beside those of
+    """``nodes`` namespaces with ``rate`` bytes/s each way and ``delay`` seconds one way.
+
+    ``knobs``: of net.ipv4, beside those of
     the buffers. LinkError if that does not work here.
     """
 
@@ -204,7 +208,9 @@ class Namespaces:
 
 
 def tun(device: str) -> int:
-    """Make a TUN interface in the namespace of the calling thread; return the file that is its other end. OSError."""
+    """Make a TUN interface in the namespace of the calling thread; return the file that is its
+    other end. OSError.
+    """
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))

@@ -1,7 +1,9 @@
-"""What a slow link really gives, measured by two plain sockets: the benchmark's look at its own ruler.
+"""What a slow link really gives, measured by two plain sockets: the benchmark's look at its own
+ruler.
 
-As a program (`python -m bench._link_check IP PORT SKIPPED`) it is the end that receives: it answers the first bytes one by one,
-skips some that come while TCP still looks for its rate, and says how many bytes a second came then.
+As a program (`python -m bench._link_check IP PORT SKIPPED`) it is the end that receives: it answers
+the first bytes one by one, skips some that come while TCP still looks for its rate, and says how
+many bytes a second came then.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ TIMEOUT = 60.0
 
 
 def check(link: Link, rate: float, delay: float) -> dict[str, Any]:
-    """Rate in Mbit/s and one-way delay in ms that TCP finds from node 0 to node 1: half the median round trip.
+    """Rate in Mbit/s and one-way delay in ms that TCP finds from node 0 to node 1: half the median
+    round trip.
 
     ``rate`` (bytes/s) and ``delay`` (s) as they should be say how many bytes it takes to tell.
     """

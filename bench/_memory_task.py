@@ -1,4 +1,6 @@
-"""What bench/memory.py trains: the built-in GPT, as large as wanted, on random bytes, with batches that take hardly any memory."""
+"""What bench/memory.py trains: the built-in GPT, as large as wanted, on random bytes, with batches
+that take hardly any memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A recording of `shoal watch` as an animated SVG: loss of each node, who averages with whom, and when a node was gone."""
+"""A recording of `shoal watch` as an animated SVG: loss of each node, who averages with whom, and
+when a node was gone.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,19 @@ COLOURS = (
 )  # light, dark
 
 STYLE = """
-svg { font: 14px system-ui, sans-serif; --back: #fff; --text: #1a1f29; --faint: #5b6573; --line: #d7dce3; LIGHT }
-@media (prefers-color-scheme: dark) { svg { --back: #10141b; --text: #e6eaf0; --faint: #9aa5b4; --line: #2d3643; DARK } }
-text { fill: var(--faint); } .said { font-size: 17px; } .strong { fill: var(--text); font-weight: 600; }
+svg { font: 14px system-ui, sans-serif; --back: #fff;
+  --text: #1a1f29; --faint: #5b6573; --line: #d7dce3; LIGHT }
+@media (prefers-color-scheme: dark) {
+  svg { --back: #10141b; --text: #e6eaf0; --faint: #9aa5b4; --line: #2d3643; DARK } }
+text { fill: var(--faint); }
+.said { font-size: 17px; } .strong { fill: var(--text); font-weight: 600; }
 .back, .cover { fill: var(--back); }
 .grid { stroke: var(--line); }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.pair { stroke: var(--text); stroke-width: 4; stroke-linecap: round; opacity: 0.1; } .away { fill: var(--faint); opacity: 0.16; }
-.cross { stroke: var(--faint); stroke-width: 3; opacity: 0; } .said { opacity: 0; } .last { opacity: 1; }
+.pair { stroke: var(--text); stroke-width: 4; stroke-linecap: round; opacity: 0.1; }
+.away { fill: var(--faint); opacity: 0.16; }
+.cross { stroke: var(--faint); stroke-width: 3; opacity: 0; }
+.said { opacity: 0; } .last { opacity: 1; }
 .cover { transform: translateX(TRAVELpx); }
 """
 
@@ -96,7 +103,9 @@ def share(run: Run, at: float) -> float:
 
 
 def windows(name: str, shown: Sequence[tuple[float, float]], on: str, off: str) -> str:
-    """Return keyframes that are ``on`` in the windows (percentages of the loop) and ``off`` outside them."""
+    """Return keyframes that are ``on`` in the windows (percentages of the loop) and ``off`` outside
+    them.
+    """
     merged: list[list[float]] = []
     for begin, end in sorted(shown):
         if merged and begin <= merged[-1][1]:
@@ -129,7 +138,8 @@ def draw(run: Run) -> str:
     for index, away in enumerate(run.gone):
         for begin, end in away:
             parts.append(
-                f'<rect class="away" x="{x(begin):.0f}" y="{TOP}" width="{x(end) - x(begin):.0f}" height="{BOTTOM - TOP}"/>'
+                f'<rect class="away" x="{x(begin):.0f}" y="{TOP}" width="{x(end) - x(begin):.0f}" '
+                f'height="{BOTTOM - TOP}"/>'
             )
             middle, name = x((begin + end) / 2), escape(run.names[index])
             parts.append(
@@ -144,7 +154,8 @@ def draw(run: Run) -> str:
             lifted = loss is None
         parts.append(f'<path class="curve" stroke="var(--c{index})" d="{"".join(route)}"/>')
     parts.append(
-        f'<rect class="cover" x="{LEFT}" y="{TOP - 4}" width="{RIGHT - LEFT + 8}" height="{BOTTOM - TOP + 8}"/>'
+        f'<rect class="cover" x="{LEFT}" y="{TOP - 4}" width="{RIGHT - LEFT + 8}" '
+        f'height="{BOTTOM - TOP + 8}"/>'
     )
     gone = f"{100 * HOLD:g}%, 100% {{ transform: translateX({WIDTH - LEFT}px); }}"
     frames.append(f"@keyframes wipe {{ 0% {{ transform: translateX(0); }} {gone} }}")
@@ -214,7 +225,8 @@ def draw(run: Run) -> str:
         until = said[number + 1][0] if number + 1 < len(said) else math.inf
         kind = "said last" if until == math.inf else "said"
         parts.append(
-            f'<text class="strong {kind} s{number}" x="{WIDTH / 2:.0f}" y="{HEIGHT - 16}" text-anchor="middle">{text}</text>'
+            f'<text class="strong {kind} s{number}" x="{WIDTH / 2:.0f}" y="{HEIGHT - 16}" '
+            f'text-anchor="middle">{text}</text>'
         )
         end = 100.0 if until == math.inf else share(run, until)
         frames.append(windows(f"s{number}", [(share(run, at), end)], "opacity: 1;", "opacity: 0;"))
@@ -231,12 +243,13 @@ def draw(run: Run) -> str:
     motion = "@media (prefers-reduced-motion: no-preference) {\n" + "\n".join(moving) + "\n}"
     ends = [f"{points[-1][1]:.2f}" for points in run.curves]
     label = (
-        f"Training loss of {', '.join(map(escape, run.names))} over {run.seconds:.0f} s, to {', '.join(ends)} nats; "
-        + "; ".join(text for _, text in said[1:])
+        f"Training loss of {', '.join(map(escape, run.names))} over {run.seconds:.0f} s, to "
+        f"{', '.join(ends)} nats; " + "; ".join(text for _, text in said[1:])
     )
     body = "\n".join([*parts, *axes])
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{label}">\n'
         f"<style>{style}{chr(10).join(frames)}\n{motion}</style>\n"
         f'<rect class="back" width="{WIDTH}" height="{HEIGHT}" rx="8"/>\n{body}\n</svg>\n'
     )

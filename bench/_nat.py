@@ -1,4 +1,5 @@
-"""Home routers in network namespaces, as root on Linux: the four classic kinds of NAT (RFC 3489), and none.
+"""Home routers in network namespaces, as root on Linux: the four classic kinds of NAT (RFC 3489),
+and none.
 
     seed   peer-1 ...   public machines
       |      |
@@ -6,15 +7,19 @@
       |      |
     router router       nftables, in these namespaces only
       |      |
-    home-0 home-1 ...   the machine at home; others may be put beside it, or it moved to another router
+    home-0 home-1 ...   the machine at home; others may be put beside it, or it moved to another
+    router
 
-All kinds map one inside port to the same outside port, but `symmetric`, which takes another for each destination. They differ in
-who may send to a mapped port: anybody (`full`), an address that was sent to (`address`), or an address and port (`port`,
-`symmetric`). `none` is a machine with a public address and no router. The same holds for TCP and UDP. Nobody answers to what is
-not let in, no router speaks UPnP or NAT-PMP, and none sends back inside what was meant for its own outer address (hairpin).
+All kinds map one inside port to the same outside port, but `symmetric`, which takes another for
+each destination. They differ in who may send to a mapped port: anybody (`full`), an address that
+was sent to (`address`), or an address and port (`port`, `symmetric`). `none` is a machine with a
+public address and no router. The same holds for TCP and UDP. Nobody answers to what is not let in,
+no router speaks UPnP or NAT-PMP, and none sends back inside what was meant for its own outer
+address (hairpin).
 
-Between a router and the internet is a cable, or an `Uplink` with a rate, a delay, buffers and loss: a TUN interface at either end,
-and a process that carries the packets between them (``python bench/_nat.py``), for few kernels have netem.
+Between a router and the internet is a cable, or an `Uplink` with a rate, a delay, buffers and loss:
+a TUN interface at either end, and a process that carries the packets between them (``python
+bench/_nat.py``), for few kernels have netem.
 """
 
 from __future__ import annotations
@@ -52,14 +57,20 @@ T = TypeVar("T")
 KINDS = ("none", "full", "address", "port", "symmetric")
 NAME = "rch-"
 CLONE_NEWNET = 0x40000000
-_WORKS = "table ip works { chain leave { type nat hook postrouting priority srcnat; oifname none masquerade; }; }"
+_WORKS = (
+    "table ip works { chain leave { type nat hook postrouting priority srcnat; oifname none "
+    "masquerade; }; }"
+)
 _CUT = "table inet cut { chain whole { type filter hook forward priority -5; policy drop; }; }"
 _serial = itertools.count()
 LAN = "192.168.{}"  # the network of a home
 
-# `open` has what was sent: protocol, port at home, and with `address` to whom. An endpoint of it is let in by DNAT.
+# `open` has what was sent: protocol, port at home, and with `address` to whom. An endpoint of it is
+# let in by DNAT.
 _CONE = """
-  set open {{ type inet_proto . inet_service{type}; flags dynamic,timeout; timeout 1h; size 65535; }}
+  set open {{
+    type inet_proto . inet_service{type}; flags dynamic,timeout; timeout 1h; size 65535;
+  }}
   chain outward {{ type filter hook forward priority 0;
     iifname "in" meta l4proto {{ tcp, udp }} update @open {{ meta l4proto . th sport{to} }}
   }}
@@ -88,7 +99,9 @@ class NatError(Exception):
 
 
 def rules(kind: str, host: str) -> str:
-    """Rules for nftables of a router of one of `KINDS` but ``none``, between interfaces ``in``, where ``host`` is, and ``out``."""
+    """Rules for nftables of a router of one of `KINDS` but ``none``, between interfaces ``in``,
+    where ``host`` is, and ``out``.
+    """
     cone = ""
     if kind == "full":
         cone = _CONE.format(type="", to="", by="", host=host)
@@ -118,11 +131,14 @@ class Uplink:
 
 
 class Internet:
-    """Homes behind routers of the given kinds, a ``seed`` and ``peers`` other public machines. NatError if that does not work here.
+    """Homes behind routers of the given kinds, a ``seed`` and ``peers`` other public machines.
 
-    Places are named ``seed``, ``peer-1``..., ``home-0``..., ``router-0``... . libp2p takes their outer addresses for public ones;
-    no packet leaves the namespaces. ``same_lan``: all homes use the same private addresses, as many do. ``uplinks``: of the homes,
-    in their order; those without one have a cable.
+    NatError if that does not work here.
+
+    Places are named ``seed``, ``peer-1``..., ``home-0``..., ``router-0``... . libp2p takes their
+    outer addresses for public ones; no packet leaves the namespaces. ``same_lan``: all homes use
+    the same private addresses, as many do. ``uplinks``: of the homes, in their order; those without
+    one have a cable.
     """
 
     def __init__(
@@ -173,7 +189,8 @@ class Internet:
         router = f"router-{number}"
         self._public(router, uplink)
         self._forward(router)
-        # An address of its own: that of a cable would go with it, and neighbours would lose their router for a minute.
+        # An address of its own: that of a cable would go with it, and neighbours would lose their
+        # router for a minute.
         _call(
             "ip",
             "-n",
@@ -193,7 +210,9 @@ class Internet:
         self.nft(router, "-f", "-", rules=rules(kind, f"{lan}.2"))
 
     def _plug(self, home: str, router: str) -> None:
-        """Put a cable between ``home`` and the bridge of ``router``, and give it the next address there."""
+        """Put a cable between ``home`` and the bridge of ``router``, and give it the next address
+        there.
+        """
         lan, last = self._lans[router]
         self._lans[router] = (lan, last + 1)
         port = f"in{last + 1}"
@@ -216,9 +235,12 @@ class Internet:
     def _wire(self, name: str, its: str, uplink: Uplink) -> subprocess.Popen[str]:
         what = [*dataclasses.astuple(uplink), [self.full(name), "out"], [self.full("wan"), its]]
         made = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(what)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__, json.dumps(what)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         assert made.stdout is not None
         if made.stdout.readline() != "ready\n":
             made.kill()
@@ -265,7 +287,10 @@ class Internet:
         return ["ip", "netns", "exec", self.full(place)]
 
     def nft(self, place: str, *arguments: str, rules: str | None = None) -> None:
-        """Call nft at a place, with ``rules`` on its standard input. OSError or subprocess.TimeoutExpired."""
+        """Call nft at a place, with ``rules`` on its standard input.
+
+        OSError or subprocess.TimeoutExpired.
+        """
         _call(*self.enter(place), "nft", *arguments, text=rules)
 
     def ip(self, place: str) -> str:
@@ -273,7 +298,9 @@ class Internet:
         return self._ips[place]
 
     def at(self, place: str, make: Callable[[], T]) -> T:
-        """Call ``make`` in a thread that is in that namespace: a socket stays in the one in which it was made. NatError."""
+        """Call ``make`` in a thread that is in that namespace: a socket stays in the one in which
+        it was made. NatError.
+        """
         return inside(self.full(place), make)
 
     def cut(self, router: str, cut: bool) -> None:
@@ -283,7 +310,9 @@ class Internet:
         )
 
     def move(self, router: str) -> str:
-        """Give ``router`` another public address, and have it forget who spoke with whom; return the address. OSError."""
+        """Give ``router`` another public address, and have it forget who spoke with whom; return
+        the address. OSError.
+        """
         net, old = self._ips[router].rpartition(".")[0], self._ips[router]
         self._ips[router] = f"{net}.3"
         for change in (("addr", "del", f"{old}/24"), ("addr", "add", f"{net}.3/24")):
@@ -299,7 +328,9 @@ class Internet:
         return home
 
     def roam(self, home: str, router: str) -> None:
-        """Take ``home`` off its router, and put it behind another one, with another private address. OSError."""
+        """Take ``home`` off its router, and put it behind another one, with another private
+        address. OSError.
+        """
         _call("ip", "-n", self.full(home), "link", "del", "out")
         self._plug(home, router)
 
@@ -315,7 +346,9 @@ class Internet:
         return [int(pid) for pid in _call("ip", "netns", "pids", self.full(place)).split()]
 
     def carried(self, router: str) -> list[dict[str, Any]]:
-        """What the uplink of ``router`` has carried so far, from home and to it; the longest queue is since the last call."""
+        """What the uplink of ``router`` has carried so far, from home and to it; the longest queue
+        is since the last call.
+        """
         wire = self._wires[router]
         assert wire.stdin is not None
         assert wire.stdout is not None
@@ -371,7 +404,9 @@ class _Way:
 
 
 def carry(uplink: Uplink, ends: Sequence[Sequence[str]]) -> None:
-    """Be the uplink between two interfaces (namespace, name) until standard input ends; at each line of it tell what it carried."""
+    """Be the uplink between two interfaces (namespace, name) until standard input ends; at each
+    line of it tell what it carried.
+    """
     with contextlib.suppress(PermissionError):
         os.nice(-10)  # or a busy machine would be a slower line
     home, wan = (inside(namespace, partial(tun, device)) for namespace, device in ends)
@@ -414,7 +449,9 @@ def enter_here(namespace: str) -> None:
 
 
 def inside(namespace: str, make: Callable[[], T]) -> T:
-    """Call ``make`` in a thread of its own that is in that namespace, and return or raise what it does."""
+    """Call ``make`` in a thread of its own that is in that namespace, and return or raise what it
+    does.
+    """
     found: list[T] = []
     failed: list[BaseException] = []
 

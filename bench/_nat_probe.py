@@ -1,6 +1,8 @@
-"""What a home's router does with UDP and TCP, found out by packets alone: the questions of RFC 5780, for `bench._nat`'s networks.
+"""What a home's router does with UDP and TCP, found out by packets alone: the questions of RFC
+5780, for `bench._nat`'s networks.
 
-To show that a packet does not arrive, one that must arrive is sent after it: on one processor, virtual cables keep the order.
+To show that a packet does not arrive, one that must arrive is sent after it: on one processor,
+virtual cables keep the order.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def _one_processor() -> Iterator[None]:
 
 
 def probe_udp(net: Internet, home: str) -> Seen:
-    """Find out by UDP what the router of ``home`` does. Raises OSError if not even what it must let through arrives."""
+    """Find out by UDP what the router of ``home`` does.
+
+    Raises OSError if not even what it must let through arrives.
+    """
     with contextlib.ExitStack() as stack, _one_processor():
         own, far = (
             stack.enter_context(net.at(place, partial(udp, PORT))) for place in (home, "peer-1")
@@ -79,7 +84,10 @@ def probe_udp(net: Internet, home: str) -> Seen:
 
 
 def probe_tcp(net: Internet, home: str) -> Seen:
-    """Find out by TCP what the router of ``home`` does. Raises OSError if not even what it must let through arrives."""
+    """Find out by TCP what the router of ``home`` does.
+
+    Raises OSError if not even what it must let through arrives.
+    """
     with contextlib.ExitStack() as stack, _one_processor():
         made = stack.enter_context
         listening = made(net.at(home, partial(tcp, PORT, listen=True)))

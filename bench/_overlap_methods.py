@@ -1,4 +1,6 @@
-"""What bench/overlap.py compares, with the same few methods: ours by libp2p, DDP, torchft and hivemind."""
+"""What bench/overlap.py compares, with the same few methods: ours by libp2p, DDP, torchft and
+hivemind.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ class Alone(Method):
 
 
 class Ours(Method):
-    """A host with its daemon and an exchange over it: by pairs for NoLoCo, else among all. Settings are the methods' defaults."""
+    """A host with its daemon and an exchange over it: by pairs for NoLoCo, else among all.
+
+    Settings are the methods' defaults.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -125,9 +130,21 @@ class Ours(Method):
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
             return Member(
-                swarm=SWARM, peer=peer, name="bench", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
-                shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
-            )  # fmt: skip
+                swarm=SWARM,
+                peer=peer,
+                name="bench",
+                addresses=tuple(addresses),
+                round=0,
+                step=0,
+                loss=None,
+                steps_per_s=0.0,
+                shard=0,
+                shards=1,
+                model="0" * 64,
+                state="training",
+                issued=time.time(),
+                version="0",
+            )
 
         self.members = {at["peer"]: member(at["peer"], at["addresses"]) for at in everybody}
         self.exchange = self.make_exchange()
@@ -180,7 +197,9 @@ class Ours(Method):
 
 
 class Ddp(Method):
-    """DistributedDataParallel over gloo: gradients every step, sent in buckets while earlier layers are still computed."""
+    """DistributedDataParallel over gloo: gradients every step, sent in buckets while earlier layers
+    are still computed.
+    """
 
     sends_gradients = True
 
@@ -195,9 +214,12 @@ class Ddp(Method):
     def meet(self, everybody: list[dict[str, Any]]) -> None:
         first = everybody[0]
         torch.distributed.init_process_group(
-            "gloo", init_method=f"tcp://{first['ip']}:{first['port']}", rank=self.setup.rank, world_size=self.setup.nodes,
+            "gloo",
+            init_method=f"tcp://{first['ip']}:{first['port']}",
+            rank=self.setup.rank,
+            world_size=self.setup.nodes,
             timeout=timedelta(seconds=PATIENCE),
-        )  # fmt: skip
+        )
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         inner.register_step_post_hook(self._count)
@@ -214,7 +236,9 @@ class Ddp(Method):
 
 
 class TorchFt(Method):
-    """torchft's DiLoCo over gloo, synchronous, or in fragments as far as it goes (one in flight, lag below every / fragments)."""
+    """torchft's DiLoCo over gloo, synchronous, or in fragments as far as it goes (one in flight,
+    lag below every / fragments).
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -240,11 +264,22 @@ class TorchFt(Method):
         patience = timedelta(seconds=PATIENCE)
         self.store = TCPStore(self.setup.ip, 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(
-            pg=ProcessGroupGloo(timeout=patience), load_state_dict=None, state_dict=None, min_replica_size=self.setup.nodes,
-            use_async_quorum=False, timeout=patience, quorum_timeout=patience, rank=0, world_size=1, store_addr=self.setup.ip,
-            store_port=self.store.port, lighthouse_addr=everybody[0]["lighthouse"], replica_id=f"bench{self.setup.rank}",
-            hostname=self.setup.ip, init_sync=False,
-        )  # fmt: skip
+            pg=ProcessGroupGloo(timeout=patience),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=self.setup.nodes,
+            use_async_quorum=False,
+            timeout=patience,
+            quorum_timeout=patience,
+            rank=0,
+            world_size=1,
+            store_addr=self.setup.ip,
+            store_port=self.store.port,
+            lighthouse_addr=everybody[0]["lighthouse"],
+            replica_id=f"bench{self.setup.rank}",
+            hostname=self.setup.ip,
+            init_sync=False,
+        )
 
     def wrap(self, model: PacedModel, inner: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         from torchft.local_sgd import DiLoCo
@@ -259,9 +294,15 @@ class TorchFt(Method):
         ]
         lag = self.setup.every // count - 1 if streaming else 0  # the longest that it accepts
         self.diloco = DiLoCo(
-            self.manager, fragments, inner, outer, sync_every=self.setup.every, pin_memory=False, fragment_sync_delay=lag,
+            self.manager,
+            fragments,
+            inner,
+            outer,
+            sync_every=self.setup.every,
+            pin_memory=False,
+            fragment_sync_delay=lag,
             fragment_update_alpha=0.5 if streaming else 0.0,
-        )  # fmt: skip
+        )
         self.diloco.__enter__()
         return model, inner
 
@@ -275,7 +316,9 @@ class TorchFt(Method):
 
 
 class Hivemind(Method):
-    """hivemind.Optimizer(use_local_updates=True) as it comes: parameters are averaged in the background."""
+    """hivemind.Optimizer(use_local_updates=True) as it comes: parameters are averaged in the
+    background.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

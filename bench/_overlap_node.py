@@ -1,7 +1,9 @@
-"""One node of bench/overlap.py, a process of its own: `python -m bench._overlap_node SETUP`, where SETUP is JSON.
+"""One node of bench/overlap.py, a process of its own: `python -m bench._overlap_node SETUP`, where
+SETUP is JSON.
 
-Told what to do by JSON lines on stdin, it answers with JSON lines on stdout, and ends, with all that it forked, at the end of
-stdin (within seconds even if it is then in the middle of an exchange) or when its time is up.
+Told what to do by JSON lines on stdin, it answers with JSON lines on stdout, and ends, with all
+that it forked, at the end of stdin (within seconds even if it is then in the middle of an exchange)
+or when its time is up.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Run:
 def listen(orders: queue.Queue[str]) -> None:
     """Hand on stdin's lines; after its end this process has some seconds to leave by itself.
 
-    By a file of its own: what hivemind forks closes ``sys.stdin``, and would wait for ever for the lock that a reader of it holds.
+    By a file of its own: what hivemind forks closes ``sys.stdin``, and would wait for ever for the
+    lock that a reader of it holds.
     """
     with os.fdopen(os.dup(0)) as lines:
         for line in lines:

@@ -1,4 +1,6 @@
-"""The record of bench/overlap.py (bench/results/overlap.jsonl) as tables, and what `shoal plan` would have said of our methods."""
+"""The record of bench/overlap.py (bench/results/overlap.jsonl) as tables, and what `shoal plan`
+would have said of our methods.
+"""
 
 from __future__ import annotations
 

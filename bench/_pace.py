@@ -1,8 +1,10 @@
-"""A model whose computing is a timed wait, as on a machine with a GPU, where the processor is idle meanwhile.
+"""A model whose computing is a timed wait, as on a machine with a GPU, where the processor is idle
+meanwhile.
 
-A step takes ``seconds`` from its beginning: a third for the forward pass, the rest for the backward pass, layer by layer, so that
-who sends gradients while later ones are still computed (DDP) can. The inner optimizer is part of it. All else, copies and outer
-steps and waiting for the network, comes on top and counts as waiting.
+A step takes ``seconds`` from its beginning: a third for the forward pass, the rest for the backward
+pass, layer by layer, so that who sends gradients while later ones are still computed (DDP) can. The
+inner optimizer is part of it. All else, copies and outer steps and waiting for the network, comes
+on top and counts as waiting.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class _Work(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """``width`` x ``width`` weights; with ``gradients`` they get a real gradient of that size, else none."""
+    """``width`` x ``width`` weights; with ``gradients`` they get a real gradient of that size, else
+    none.
+    """
 
     def __init__(self, width: int, pace: Pace, there: float, back: float, gradients: bool) -> None:
         super().__init__()

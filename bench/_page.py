@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def put_into(page: Path, text: str, begin: str, end: str) -> None:
-    """Between two comments of the page, in place of what stands there. SystemExit if it lacks them."""
+    """Between two comments of the page, in place of what stands there. SystemExit if it lacks
+    them.
+    """
     whole = page.read_text(encoding="utf-8")
     if begin not in whole or end not in whole:
         raise SystemExit(

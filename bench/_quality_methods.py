@@ -1,10 +1,12 @@
 """The methods that bench/quality.py compares, and the few settings that each may choose from.
 
-Every method has exactly three settings next to the grid of inner learning rates, the first being the published one. Data
-parallel training and the methods without an outer knob choose among three values of AdamW's second beta instead, so that nobody
-is tuned with more effort than anybody else. The overlapped forms are not tuned: they take over what their blocking forms chose.
+Every method has exactly three settings next to the grid of inner learning rates, the first being
+the published one. Data parallel training and the methods without an outer knob choose among three
+values of AdamW's second beta instead, so that nobody is tuned with more effort than anybody else.
+The overlapped forms are not tuned: they take over what their blocking forms chose.
 
-With "-muon" the matrices of the blocks are trained by Muon, everything else by AdamW at 0.3 of Muon's rate.
+With "-muon" the matrices of the blocks are trained by Muon, everything else by AdamW at 0.3 of
+Muon's rate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What `bench/quality.py --plan` runs, and `--plan NAME`, the most important first, so that each may stop and go on later."""
+"""What `bench/quality.py --plan` runs, and `--plan NAME`, the most important first, so that each
+may stop and go on later.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Cell(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Cells and the seeds that each is run with; ``again``: half of the learning rate is tried too, of the cell given or each."""
+    """Cells and the seeds that each is run with; ``again``: half of the learning rate is tried too,
+    of the cell given or each.
+    """
 
     cells: Sequence[Cell]
     seeds: Sequence[int]
@@ -50,7 +54,8 @@ _LONG_CODECS = [
     _cell("sparseloco", steps=LONG, codec=SPARSE),
 ]
 _CODECS = [_cell("diloco", codec="e3m0+ef"), _cell("sparseloco", codec=SPARSE)]
-# With 8 peers a ring sends each payload 1.75 times, a pair once: NoLoCo every 40 steps sends what the heavy ball does every 70.
+# With 8 peers a ring sends each payload 1.75 times, a pair once: NoLoCo every 40 steps sends what
+# the heavy ball does every 70.
 _GOSSIP = [
     _cell("noloco", 40, peers=8, steps=PAIRS, like=50),
     _cell("diloco-hb", 40, peers=8, steps=PAIRS, like=50),
@@ -110,7 +115,9 @@ def _rate(inner: str = "") -> Cell:
 
 
 def _long(peers: int, inner: str = "") -> list[Stage]:
-    """Long runs, every 50 first; all at the rate that is better for the blocking form with 4 peers, every 50."""
+    """Long runs, every 50 first; all at the rate that is better for the blocking form with 4 peers,
+    every 50.
+    """
     rate = _rate(inner)
     return [
         Stage(_gossip(peers, every, inner, steps=LONG), seeds, rate)

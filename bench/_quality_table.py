@@ -1,4 +1,6 @@
-"""Results of bench/quality.py as rows, as a table for people, and as the section of bench/results/tables.md."""
+"""Results of bench/quality.py as rows, as a table for people, and as the section of
+bench/results/tables.md.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
 
 
 def above(row: Row, other: Row | None) -> tuple[float, float | None] | None:
-    """How much higher the loss is than the other's: mean and standard deviation over the seeds that both have."""
+    """How much higher the loss is than the other's: mean and standard deviation over the seeds that
+    both have.
+    """
     shared = sorted(set(row["losses"]) & set(other["losses"])) if other is not None else []
     if other is None or not shared:
         return None
@@ -46,9 +50,11 @@ def above(row: Row, other: Row | None) -> tuple[float, float | None] | None:
 
 
 def rows(results: Sequence[Row]) -> list[Row]:
-    """One row for each (method, codec, peers, every, steps): the setting that was chosen, over its seeds.
+    """One row for each (method, codec, peers, every, steps): the setting that was chosen, over its
+    seeds.
 
-    That is the one with the most seeds; where only the first seed was run, the one that is best on the validation half.
+    That is the one with the most seeds; where only the first seed was run, the one that is best on
+    the validation half.
     """
     cells: dict[tuple[Any, ...], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for run in results:
@@ -65,7 +71,8 @@ def rows(results: Sequence[Row]) -> list[Row]:
     }
     anywhere = {key[:2]: row for key, row in reference.items()}
     for row in found:
-        # Data parallel is the same mathematics for any number of peers, as long as the batch of all together is the same.
+        # Data parallel is the same mathematics for any number of peers, as long as the batch of all
+        # together is the same.
         ddp = reference.get(
             (row["steps"], row["batch"], row["peers"]), anywhere.get((row["steps"], row["batch"]))
         )
@@ -169,7 +176,9 @@ def _two_budgets(found: Sequence[Row]) -> str:
 
 
 def _codecs(found: Sequence[Row]) -> str:
-    """What each codec costs and saves next to the same exchange in float32; SparseLoCo's next to DiLoCo's."""
+    """What each codec costs and saves next to the same exchange in float32; SparseLoCo's next to
+    DiLoCo's.
+    """
     plain = {
         (r["method"], r["peers"], r["every"], r["steps"]): r
         for r in found
@@ -201,7 +210,9 @@ def _codecs(found: Sequence[Row]) -> str:
 
 
 def _overlapped(found: Sequence[Row]) -> str:
-    """Gossip that overlaps next to gossip that waits, and to data parallel training with the same inner optimizer."""
+    """Gossip that overlaps next to gossip that waits, and to data parallel training with the same
+    inner optimizer.
+    """
     plain = {
         (r["method"], r["peers"], r["every"], r["steps"]): r
         for r in found

@@ -1,4 +1,6 @@
-"""One run of bench/quality.py: train as ``Spec`` says, evaluate on held-out text, count the bytes."""
+"""One run of bench/quality.py: train as ``Spec`` says, evaluate on held-out text, count the
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Spec:
     peers: int
     every: int
     steps: int
-    """Inner steps per peer of a run with one peer's usual batch; ``ddp-xK`` and ``ddp-updates`` make fewer and more."""
+    """Inner steps per peer of a run with one peer's usual batch; ``ddp-xK`` and ``ddp-updates``
+    make fewer and more.
+    """
     batch: int
     """Windows per step of all peers together."""
     lr: float
@@ -55,7 +59,9 @@ class Spec:
 
 
 class QualityText(TextTask):
-    """The built-in text task, with its held-out documents cut in two: one half to choose settings by, the other to report."""
+    """The built-in text task, with its held-out documents cut in two: one half to choose settings
+    by, the other to report.
+    """
 
     def _half(self, number: int) -> Tensor:
         documents: list[Document] = [
@@ -99,9 +105,11 @@ def task_of(batch: int) -> QualityText:
 
 
 class Meter(Exchange):
-    """An exchange that counts what is handed to it: the bytes of the payloads, which a codec knows from the shapes.
+    """An exchange that counts what is handed to it: the bytes of the payloads, which a codec knows
+    from the shapes.
 
-    The exchange gets the codec itself, for some say how their contributions are averaged (``exchange.averaging``).
+    The exchange gets the codec itself, for some say how their contributions are averaged
+    (``exchange.averaging``).
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -115,7 +123,9 @@ class Meter(Exchange):
 
 
 def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:
-    """AdamW; or, where the method's recipe has Muon, that for the matrices of the blocks and AdamW for all else."""
+    """AdamW; or, where the method's recipe has Muon, that for the matrices of the blocks and AdamW
+    for all else.
+    """
     muon = METHODS[spec.method].inner == "muon"
     matrices = [
         p
@@ -159,9 +169,11 @@ def finish(optimizer: OuterOptimizer) -> None:
 
 
 def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
-    """The model, the bytes that each peer sends, its tokens: the mean of the peers' gradients at each step, exactly.
+    """The model, the bytes that each peer sends, its tokens: the mean of the peers' gradients at
+    each step, exactly.
 
-    All peers would hold the same weights, so there is one model. ``tests/bench`` compares it with torch's own over gloo.
+    All peers would hold the same weights, so there is one model. ``tests/bench`` compares it with
+    torch's own over gloo.
     """
     peers, batch, steps = spec.peers, spec.batch // spec.peers, spec.steps
     if spec.method == "ddp-xK":
@@ -191,7 +203,10 @@ def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
 def outer(
     spec: Spec, size: int | None = None, redrawn: int = 1
 ) -> tuple[list[nn.Module], int, int]:
-    """One model with the slow weights of each peer, the bytes that a peer sends, its tokens. ``size``, ``redrawn``: of groups."""
+    """One model with the slow weights of each peer, the bytes that a peer sends, its tokens.
+
+    ``size``, ``redrawn``: of groups.
+    """
     recipe = METHODS[spec.method]
     assert recipe.make is not None
     make, batch = recipe.make, spec.batch // spec.peers

@@ -1,4 +1,6 @@
-"""Questions to a language model that follow from their number alone, so that no edit of a page changes what was measured."""
+"""Questions to a language model that follow from their number alone, so that no edit of a page
+changes what was measured.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ import hashlib
 
 WORDS = (
     "old new red blue quiet busy small tall broken golden frozen hidden lazy brave hungry wooden",
-    "harbour engine garden teacher river robot kitchen mountain doctor letter castle sailor window forest market piano",
-    "wild clean dark bright early late honest clever tired sharp soft rusty silver distant gentle strange",
-    "baker bridge dragon farmer island captain library winter singer planet hunter mirror station painter valley clock",
+    "harbour engine garden teacher river robot kitchen mountain doctor letter castle sailor window "
+    "forest market piano",
+    "wild clean dark bright early late honest clever tired sharp soft rusty silver distant gentle "
+    "strange",
+    "baker bridge dragon farmer island captain library winter singer planet hunter mirror station "
+    "painter valley clock",
 )
 
 

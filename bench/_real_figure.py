@@ -1,6 +1,8 @@
-"""The curves of bench/real.py as a picture: held-out loss by the tokens of all nodes, and by the seconds of the run.
+"""The curves of bench/real.py as a picture: held-out loss by the tokens of all nodes, and by the
+seconds of the run.
 
-python bench/_real_figure.py bench/results/real.jsonl NAME docs/real.svg        # the rows whose `name` begins with NAME
+python bench/_real_figure.py bench/results/real.jsonl NAME docs/real.svg        # the rows whose
+`name` begins with NAME
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def way(row: dict[str, Any]) -> str:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the curves of all rows as SVG, in colours that the reader's scheme, light or dark, chooses."""
+    """Write the curves of all rows as SVG, in colours that the reader's scheme, light or dark,
+    chooses.
+    """
     import matplotlib
 
     matplotlib.use("agg")

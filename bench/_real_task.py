@@ -1,9 +1,11 @@
-"""The tasks of bench/real.py: a causal language model on English text, fine-tuned or from random weights.
+"""The tasks of bench/real.py: a causal language model on English text, fine-tuned or from random
+weights.
 
-The text is that of the files of ``data``, the same number of characters of each, one after another; without files it is the
-language reference that comes with Python (``pydoc_data``). Every sixteenth block is held out. `RealText` deals the rest in
-consecutive parts: with as many files as nodes each node has a file of its own, and what is held out is of all. `FreshText` deals
-blocks in turn, so that all nodes have text of all files.
+The text is that of the files of ``data``, the same number of characters of each, one after another;
+without files it is the language reference that comes with Python (``pydoc_data``). Every sixteenth
+block is held out. `RealText` deals the rest in consecutive parts: with as many files as nodes each
+node has a file of its own, and what is held out is of all. `FreshText` deals blocks in turn, so
+that all nodes have text of all files.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ SIZES = {
     "1m": (3, 128, 4, 2048),
     "tiny": (1, 32, 2, 300),
 }
-"""Layers, width, heads and vocabulary of models from random weights: 10.3, 3.3, 1.1 and 0.03 million parameters."""
+"""Layers, width, heads and vocabulary of models from random weights: 10.3, 3.3, 1.1 and 0.03
+million parameters.
+"""
 TOKENIZER = "tokenizer.json"
 
 
@@ -41,7 +45,9 @@ def blocks_of(text: str) -> list[str]:
 
 
 def read(data: str, most: int = FILE) -> list[str]:
-    """Return the blocks of all files, which are separated by commas: at most so many characters of each."""
+    """Return the blocks of all files, which are separated by commas: at most so many characters of
+    each.
+    """
     if not data:
         return blocks_of("\n".join(topics[name] for name in sorted(topics)))
     files = [Path(name).read_text(encoding="utf-8", errors="replace") for name in data.split(",")]
@@ -57,17 +63,25 @@ def split(blocks: list[str]) -> tuple[list[str], list[str]]:
 
 
 class RealText(Task):
-    """Task with ``base``: a folder with a model; ``data``: files, ``most`` characters of each; ``lora``: rank of an adapter, or 0:
-    all weights are trained.
+    """Task with ``base``: a folder with a model; ``data``: files, ``most`` characters of each;
+    ``lora``: rank of an adapter, or 0: all weights are trained.
 
-    ``parts``: a batch is those of so many nodes together, as data parallel training has it: the mean of their gradients is the
-    gradient of that batch.
+    ``parts``: a batch is those of so many nodes together, as data parallel training has it: the
+    mean of their gradients is the gradient of that batch.
     """
 
     def __init__(
-        self, base: str = "", data: str = "", lora: int = 0, context: int = 64, batch: int = 2, lr: float = 1e-4, held: int = 64,
-        parts: int = 0, most: int = FILE,
-    ) -> None:  # fmt: skip
+        self,
+        base: str = "",
+        data: str = "",
+        lora: int = 0,
+        context: int = 64,
+        batch: int = 2,
+        lr: float = 1e-4,
+        held: int = 64,
+        parts: int = 0,
+        most: int = FILE,
+    ) -> None:
         self.base, self.data, self.lora, self.context, self.batch, self.lr, self.held = (
             base,
             data,
@@ -125,7 +139,9 @@ class RealText(Task):
             yield tokens[places + torch.arange(self.context)]
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
-        """Yield the shard's windows, int64 (batch, context), or those of all parts, int64 (parts * batch, context)."""
+        """Yield the shard's windows, int64 (batch, context), or those of all parts, int64 (parts *
+        batch, context).
+        """
         if not self.parts:
             return self._windows(shard.index, shard.of, shard.seed)
         each = [self._windows(index, self.parts, shard.seed) for index in range(self.parts)]
@@ -154,7 +170,10 @@ class RealText(Task):
 
 
 class FreshText(RealText):
-    """The same with our own transformer, from random weights. ``base``: folder of a tokenizer (`learn`); ``size``: of `SIZES`."""
+    """The same with our own transformer, from random weights.
+
+    ``base``: folder of a tokenizer (`learn`); ``size``: of `SIZES`.
+    """
 
     def __init__(self, size: str = "1m", **options: Any) -> None:
         super().__init__(**options)
@@ -186,7 +205,9 @@ class FreshText(RealText):
 
 
 def learn(folder: Path, size: str, data: str, most: int) -> Path:
-    """Return ``folder``, with a byte-level BPE tokenizer that was learnt from the training text, if there is none yet."""
+    """Return ``folder``, with a byte-level BPE tokenizer that was learnt from the training text, if
+    there is none yet.
+    """
     import tokenizers
 
     if (folder / TOKENIZER).exists():

@@ -1,4 +1,6 @@
-"""A real swarm on this machine, recorded by `shoal watch` while one of its nodes is killed and later comes back."""
+"""A real swarm on this machine, recorded by `shoal watch` while one of its nodes is killed and
+later comes back.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ SETTINGS = (
 
 
 def record(file: Path, folder: Path, *, seconds: float, every: int) -> tuple[float, float]:
-    """Record ``seconds`` of four nodes' training into ``file``; return the Unix times of the kill and of the return.
+    """Record ``seconds`` of four nodes' training into ``file``; return the Unix times of the kill
+    and of the return.
 
     The last of them is killed after a third of the time, and started again after two thirds.
     """

@@ -1,7 +1,8 @@
-"""A slow link without root: a relay in front of each of two nodes on the loopback interface, which the nodes announce as their own.
+"""A slow link without root: a relay in front of each of two nodes on the loopback interface, which
+the nodes announce as their own.
 
-It ends TCP on both sides, so it shows rate and delay but not what they do to TCP's windows; and only programs that can announce
-an address other than the one they listen on can use it.
+It ends TCP on both sides, so it shows rate and delay but not what they do to TCP's windows; and
+only programs that can announce an address other than the one they listen on can use it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ CHUNK = 64 * 1024
 
 
 class Relays:
-    """Two nodes with ``rate`` bytes/s each way and ``delay`` seconds one way. LinkError for another number of nodes."""
+    """Two nodes with ``rate`` bytes/s each way and ``delay`` seconds one way.
+
+    LinkError for another number of nodes.
+    """
 
     kind = "user-space relay"
 
@@ -94,7 +98,10 @@ class Relays:
 
 
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: Line) -> None:
-    """Carry one direction of a connection until its end, as late as ``line`` says. OSError if a side is gone."""
+    """Carry one direction of a connection until its end, as late as ``line`` says.
+
+    OSError if a side is gone.
+    """
     clock = asyncio.get_running_loop().time
     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 

@@ -1,8 +1,10 @@
-"""Distances of claims of a real language model, honest and not, one unit of work at a time, kept in a file to go on from.
+"""Distances of claims of a real language model, honest and not, one unit of work at a time, kept in
+a file to go on from.
 
-A claim is ``TOKENS`` tokens after a question of ``ASKED`` tokens. What is kept of it is evidence (the six features of both
-fingerprints, as each verifier sees them), not a verdict, so thresholds are a matter of the report. A unit is ``ROWS`` claims of one
-prover in one way, read by a verifier of each dtype. The noise of the draws takes as long as the model; all ways share it.
+A claim is ``TOKENS`` tokens after a question of ``ASKED`` tokens. What is kept of it is evidence
+(the six features of both fingerprints, as each verifier sees them), not a verdict, so thresholds
+are a matter of the report. A unit is ``ROWS`` claims of one prover in one way, read by a verifier
+of each dtype. The noise of the draws takes as long as the model; all ways share it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ Rows = dict[str, list[list[float]]]
 
 @dataclass(frozen=True)
 class Way:
-    """How claims are written. ``change``: of the weights; ``reads``: the states are those of the right weights for this text."""
+    """How claims are written.
+
+    ``change``: of the weights; ``reads``: the states are those of the right weights for this text.
+    """
 
     change: str = ""
     temperature: float = 1.0
@@ -79,7 +84,7 @@ VARIANTS = {
 WAYS = {HONEST: Way(), **CHEATS, **VARIANTS}
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def to_fp8(weight: Tensor, generator: torch.Generator) -> Tensor:
@@ -117,7 +122,9 @@ class Adapted(nn.Module):
 
 
 class Policy:
-    """A causal language model of transformers, from a folder, in all the ways that claims are written or read with it."""
+    """A causal language model of transformers, from a folder, in all the ways that claims are
+    written or read with it.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -176,7 +183,9 @@ class Policy:
         return made
 
     def _train(self, model: Any, adapter: bool) -> None:
-        """Do ``STEPS`` steps of AdamW on sentences that are no questions of claims: of all weights, or of an adapter of q and v."""
+        """Do ``STEPS`` steps of AdamW on sentences that are no questions of claims: of all weights,
+        or of an adapter of q and v.
+        """
         generator = torch.Generator().manual_seed(1)
         adapted: list[tuple[nn.Module, str, Adapted]] = []
         if adapter:
@@ -207,7 +216,9 @@ class Policy:
     def write(
         self, model: Any, asked: Tensor, count: int, choose: Callable[[Tensor, int], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """``count`` tokens (B, count) with a KV cache, and the states (B, count, width) from which ``choose`` drew them."""
+        """``count`` tokens (B, count) with a KV cache, and the states (B, count, width) from which
+        ``choose`` drew them.
+        """
         past, shown, tokens = None, asked, []
         with LastHidden(model) as hidden:
             for position in range(count):
@@ -221,7 +232,9 @@ class Policy:
 
     @torch.no_grad()
     def read(self, model: Any, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """States (B, n, width) and logits (B, n, V) that ``tokens`` (B, n) come from, in one call."""
+        """States (B, n, width) and logits (B, n, V) that ``tokens`` (B, n) come from, in one
+        call.
+        """
         many = tokens.shape[1]
         with LastHidden(model, every=True) as hidden:
             shown = torch.cat((asked, tokens[:, :-1]), dim=1)
@@ -235,7 +248,7 @@ def _minus(
     return {name: left[name] - right[name] for name in names}
 
 
-# -- claims ----------------------------------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -253,7 +266,9 @@ def noise_of(claims: tuple[int, ...], vocabulary: int) -> Tensor:
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """``logits`` (B, V), but those outside the smallest set of tokens with a probability of ``top_p`` -inf."""
+    """``logits`` (B, V), but those outside the smallest set of tokens with a probability of
+    ``top_p`` -inf.
+    """
     ranked, places = logits.sort(dim=-1, descending=True)
     shares = ranked.softmax(dim=-1)
     out = torch.zeros_like(logits, dtype=torch.bool).scatter(
@@ -273,7 +288,9 @@ def chooser(noise: Tensor, way: Way) -> Callable[[Tensor, int], Tensor]:
 
 
 def margins(tokens: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
-    """What `fingerprint.margins` finds at temperature 1, (B, n), with noise (n, B, V) already made."""
+    """What `fingerprint.margins` finds at temperature 1, (B, n), with noise (n, B, V) already
+    made.
+    """
     found = []
     for at, part in enumerate(noise):
         scores = logits[:, at].double() + part
@@ -288,7 +305,9 @@ def margins(tokens: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
 def unit(
     policy: Policy, way: Way, prover: str, sides: Sequence[str], claims: Sequence[int]
 ) -> tuple[Rows, dict[str, float]]:
-    """Features (claims, 6) by verifier of ``sides``, and the processor's seconds of writing and of each reading."""
+    """Features (claims, 6) by verifier of ``sides``, and the processor's seconds of writing and of
+    each reading.
+    """
     right = policy.right[prover]
     noise = noise_of(tuple(claims), int(output_head(right).weight.shape[0]))  # type: ignore[index]
     asked, seconds = policy.prompts(claims), {}
@@ -324,14 +343,16 @@ def unit(
     return found, seconds
 
 
-# -- a file to go on from --------------------------------------------------------------------------------------------------
+# -- a file to go on from --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Claims of each prover: honest, of each cheat, and written in each other honest way; ``rounds`` of about equal parts.
+    """Claims of each prover: honest, of each cheat, and written in each other honest way;
+    ``rounds`` of about equal parts.
 
-    Of the honest claims the first ``across`` are read in the other dtype too. ``provers``: their dtypes.
+    Of the honest claims the first ``across`` are read in the other dtype too. ``provers``: their
+    dtypes.
     """
 
     honest: int
@@ -346,7 +367,9 @@ class Plan:
         return SIDES if way != HONEST or claims.start < FRESH + self.across else (prover,)
 
     def units(self) -> list[tuple[str, str, range]]:
-        """(way, prover, claims), in the order of work: after each round there is about the same share of everything."""
+        """(way, prover, claims), in the order of work: after each round there is about the same
+        share of everything.
+        """
         found = []
         for number in range(self.rounds):
             for ways, first, many in (
@@ -356,7 +379,8 @@ class Plan:
             ):
                 step = ROWS // 2 if ways is VARIANTS else ROWS
                 starts = range(0, many, step)
-                # Cheats in the first round already; the honest variants, of which one takes long, later.
+                # Cheats in the first round already; the honest variants, of which one takes long,
+                # later.
                 early = self.rounds - 1 if ways is not VARIANTS else 0
                 begin, end = (
                     (len(starts) * part + early) // self.rounds for part in (number, number + 1)
@@ -399,7 +423,8 @@ def measure(folder: Path, path: Path, plan: Plan, seconds: float) -> bool:
     about["capability"] = torch.backends.cpu.get_cpu_capability()
     if kept["about"] not in ({}, about):
         raise SystemExit(
-            f"bench: '{path}' is of {kept['about']}, this is {about}: name another file with --kept."
+            f"bench: '{path}' is of {kept['about']}, this is {about}: name another file with "
+            "--kept."
         )
     kept["about"] = about
     spent = defaultdict(list, kept["seconds"])

@@ -1,8 +1,10 @@
-"""What the kept evidence of bench/verification_135m.py says: refused claims with intervals, claims until an alarm, and costs.
+"""What the kept evidence of bench/verification_135m.py says: refused claims with intervals, claims
+until an alarm, and costs.
 
-A claim is refused if either fingerprint is beyond its threshold at ``RATE``, as a node refuses it. Honest claims are tested in two
-halves, each with thresholds from the other; the rest with those of all honest claims of the pair. A peer's claims are drawn from
-those measured: an honest peer's and its calibration without replacement, others' with it.
+A claim is refused if either fingerprint is beyond its threshold at ``RATE``, as a node refuses it.
+Honest claims are tested in two halves, each with thresholds from the other; the rest with those of
+all honest claims of the pair. A peer's claims are drawn from those measured: an honest peer's and
+its calibration without replacement, others' with it.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ def detection(kept: dict[str, Rows], together: int) -> dict[str, dict[str, Any]]
 def alarms(
     kept: dict[str, Rows], tokens_alone: bool = False, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """By pair: the share of honest peers with an alarm, in how many claims, and the median number of claims until one by way.
+    """By pair: the share of honest peers with an alarm, in how many claims, and the median number
+    of claims until one by way.
 
     ``tokens_alone``: without the activations.
     """

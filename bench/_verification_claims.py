@@ -1,7 +1,7 @@
 """One dtype of provers: honest claims and cheats against a verifier of each dtype, as scores.
 
-A claim's score is how far the worse of its two proofs (activations, sampling) is beyond its threshold, in units of the honest tail:
-it is refused if that is above 0.
+A claim's score is how far the worse of its two proofs (activations, sampling) is beyond its
+threshold, in units of the honest tail: it is refused if that is above 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Both = tuple[Evidence, Evidence]
 
 @dataclass(frozen=True)
 class Plan:
-    """How many claims, of how many tokens. ``rate`` is that of false alarms stated to each of the two tests."""
+    """How many claims, of how many tokens.
+
+    ``rate`` is that of false alarms stated to each of the two tests.
+    """
 
     claims: int
     honest: int
@@ -51,7 +54,8 @@ def examined(
     """What each of ``verifiers`` finds in each of ``claims``."""
     asked = world.prompts(claims)
     tokens, states = write(claims, temperature)
-    # Whole windows of claims one after the other are a proof of them all, which is made and compared in less time.
+    # Whole windows of claims one after the other are a proof of them all, which is made and
+    # compared in less time.
     together = tokens.shape[1] % WINDOW == 0
     proofs = (
         [ACTIVATIONS.make(states.flatten(0, 1))]

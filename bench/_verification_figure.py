@@ -1,4 +1,6 @@
-"""Detection against false alarms (ROC), one picture for each pair of dtypes, one line for each cheat."""
+"""Detection against false alarms (ROC), one picture for each pair of dtypes, one line for each
+cheat.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ COLOURS = (
 
 
 def curve(honest: list[float], cheats: list[float]) -> tuple[list[float], list[float]]:
-    """Rates of honest and of cheating claims above each threshold, from the strictest that an honest claim shows."""
+    """Rates of honest and of cheating claims above each threshold, from the strictest that an
+    honest claim shows.
+    """
     ranked, told = sorted(honest), sorted(cheats)
     rates = sorted(
         {round(len(ranked) ** (step / 40 - 1), 9) for step in range(41)}

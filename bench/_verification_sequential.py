@@ -1,10 +1,12 @@
-"""How many claims it takes until the odds against a cheat are an alarm, and how often they are one against an honest peer.
+"""How many claims it takes until the odds against a cheat are an alarm, and how often they are one
+against an honest peer.
 
-The distances of claims are measured once and kept in bench/results/sequential.json.gz; peers are resampled from them. An honest
-peer's calibration and its claims are drawn from one pool without replacement, so they are exchangeable and each of the 1,000 claims
-is another one. "honest, without AVX" are claims written with other instructions (ATEN_CPU_CAPABILITY), which shows what another
-honest machine does; they, and a cheat's, are drawn with replacement. Odds are computed as `shoal.verification.sequential` does,
-for many peers at once.
+The distances of claims are measured once and kept in bench/results/sequential.json.gz; peers are
+resampled from them. An honest peer's calibration and its claims are drawn from one pool without
+replacement, so they are exchangeable and each of the 1,000 claims is another one. "honest, without
+AVX" are claims written with other instructions (ATEN_CPU_CAPABILITY), which shows what another
+honest machine does; they, and a cheat's, are drawn with replacement. Odds are computed as
+`shoal.verification.sequential` does, for many peers at once.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ GRAINS = np.array(
 PARTS = (slice(0, len(ACTIVATIONS.features)), slice(len(ACTIVATIONS.features), len(GRAINS)))
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def measured(
     path: Path = KEPT, seconds: float = float("inf"), claims: dict[str, int] | None = None
 ) -> dict[str, Rows]:
-    """Means of all features (claims, F), by "prover verifier who". What is not in the file yet is measured, 64 claims at a time,
+    """Means of all features (claims, F), by "prover verifier who".
+
+    What is not in the file yet is measured, 64 claims at a time,
     and kept, for so many ``seconds``; then raises TimeoutError.
     """
     kept: dict[str, list[list[float]]] = (
@@ -128,7 +132,7 @@ def _elsewhere(prover: str) -> Writer:
     return write
 
 
-# -- resampling ----------------------------------------------------------------------------------------------------------
+# -- resampling ------------------------------------------------------------------------------------
 
 
 def tolerances(known: Rows, across: bool) -> Rows:
@@ -163,7 +167,9 @@ def capitals(p: Rows) -> Rows:
 
 
 def log_odds(lives: list[tuple[Rows, Rows]], across: bool) -> Rows:
-    """Logarithms of the odds after each claim, (n, peers), from each peer's calibrated claims (m, F) and own ones (n, F)."""
+    """Logarithms of the odds after each claim, (n, peers), from each peer's calibrated claims (m,
+    F) and own ones (n, F).
+    """
     many = len(lives[0][1])
     parts = []
     for begin in range(0, many, LENGTH):
@@ -199,7 +205,9 @@ def first_alarms(odds: Rows) -> list[float]:
 
 
 def result(kept: dict[str, Rows], honest_peers: int, cheats: int, seed: int = 0) -> dict[str, Any]:
-    """Simulate so many honest peers, and cheats of each kind, for each pair of dtypes together with each verifier."""
+    """Simulate so many honest peers, and cheats of each kind, for each pair of dtypes together with
+    each verifier.
+    """
     source = np.random.default_rng(seed)
     rows, highest, elsewhere = {}, [], []
     for pair in [(prover, verifier) for prover in DTYPES for verifier in DTYPES]:

@@ -1,4 +1,6 @@
-"""The figures of bench/verification.py as tables in Markdown, for reading and for bench/results/tables.md."""
+"""The figures of bench/verification.py as tables in Markdown, for reading and for
+bench/results/tables.md.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def _pooled(result: dict[str, Any]) -> str:
         yield [
             f"honest: {vote['of']} claims; {result['honest_claims']} checks by one verifier",
             f"{_percent(vote['rate'])} ({_between(vote['interval'])})",
-            f"{_percent(result['honest_false_positive_rate'])} ({_between(result['honest_interval'])})",
+            f"{_percent(result['honest_false_positive_rate'])} "
+            f"({_between(result['honest_interval'])})",
         ]
         for name in CHEATS:
             yield [name] + [
@@ -63,7 +66,8 @@ def _pooled(result: dict[str, Any]) -> str:
         )
     )
     return (
-        f"Refused, of {result['tokens']} tokens each; {result['detection_claims']} claims of each cheat, over all provers, at "
+        f"Refused, of {result['tokens']} tokens each; {result['detection_claims']} claims of each "
+        "cheat, over all provers, at "
         f"temperature 1 and greedy:\n\n"
         + _table(
             (
@@ -114,7 +118,8 @@ def _votes(rows: list[dict[str, float]]) -> str:
         for row in rows
     }
     return (
-        "Decided against the truth, in %, by closed form (standard errors to the simulation in brackets):\n\n"
+        "Decided against the truth, in %, by closed form (standard errors to the simulation in "
+        "brackets):\n\n"
         + _table(
             ("verifiers", *(f"{share:.0%} collude" for share in shares)),
             ([str(n), *(cells[n, share] for share in shares)] for n in seats),

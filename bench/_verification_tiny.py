@@ -1,4 +1,5 @@
-"""A small random GPT with a KV cache, the world in which peers claim what they generated; and the ways of cheating.
+"""A small random GPT with a KV cache, the world in which peers claim what they generated; and the
+ways of cheating.
 
 For bench/verification.py and the tests of verification/.
 """
@@ -52,7 +53,9 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Tokens (B, T) to logits (B, T, V); with ``caches``, a list of one dict a layer, only what is new is shown to it."""
+    """Tokens (B, T) to logits (B, T, V); with ``caches``, a list of one dict a layer, only what is
+    new is shown to it.
+    """
 
     def __init__(self, seed: int = 0, layers: int = 3) -> None:
         super().__init__()
@@ -113,7 +116,9 @@ def generate(
 def generate_rows(
     model: TinyGPT, asked: Tensor, count: int, seeds: Sequence[bytes], temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """``generate`` for prompts (B, p) at once, each with its seed: tokens (B, count) and states (B, count, width)."""
+    """``generate`` for prompts (B, p) at once, each with its seed: tokens (B, count) and states (B,
+    count, width).
+    """
     caches: list[dict[str, Tensor]] = [{} for _ in model.blocks]
     tokens: list[Tensor] = []
     shown = asked
@@ -131,7 +136,9 @@ def generate_rows(
 
 
 def prefill_rows(model: TinyGPT, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The states (B, n, width) and logits (B, n, V) from which each of ``tokens`` (B, n) was drawn, in one call of the model."""
+    """The states (B, n, width) and logits (B, n, V) from which each of ``tokens`` (B, n) was drawn,
+    in one call of the model.
+    """
     with torch.no_grad(), LastHidden(model, every=True) as hidden:
         logits = model(torch.cat((asked, tokens[:, :-1]), dim=1))
     first = asked.shape[1] - 1

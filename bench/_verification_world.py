@@ -1,4 +1,6 @@
-"""Who claims, and how one cheats, for any policy: what bench/verification.py asks of a world, and its cheats in those terms."""
+"""Who claims, and how one cheats, for any policy: what bench/verification.py asks of a world, and
+its cheats in those terms.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class World(Protocol):
         ...
 
     def read(self, model: nn.Module, asked: Tensor, tokens: Tensor) -> Written:
-        """States (B, n, width) and logits (B, n, V) that ``tokens`` (B, n) come from, in one call of ``model``."""
+        """States (B, n, width) and logits (B, n, V) that ``tokens`` (B, n) come from, in one call
+        of ``model``.
+        """
         ...
 
 
@@ -70,7 +74,9 @@ def honest(world: World, model: nn.Module, length: int, shift: int = 0) -> Write
 
 
 def prefilled(world: World, model: nn.Module, writer: Writer) -> Writer:
-    """The text of ``writer``, passed through ``model``: the activations are right, only the drawing is not."""
+    """The text of ``writer``, passed through ``model``: the activations are right, only the drawing
+    is not.
+    """
 
     def write(claims: Sequence[int], temperature: float) -> Written:
         tokens, _ = writer(claims, temperature)
@@ -80,7 +86,9 @@ def prefilled(world: World, model: nn.Module, writer: Writer) -> Writer:
 
 
 def half(world: World, model: nn.Module, length: int) -> Writer:
-    """Truncated work: ``model`` writes the first half only; the rest repeats it, and is passed through to have activations."""
+    """Truncated work: ``model`` writes the first half only; the rest repeats it, and is passed
+    through to have activations.
+    """
 
     def write(claims: Sequence[int], temperature: float) -> Written:
         first, _ = honest(world, model, length - length // 2)(claims, temperature)
@@ -130,7 +138,9 @@ def noisy(share: float) -> Change:
 
 
 def changed(world: World, model: nn.Module, change: Change) -> nn.Module:
-    """A copy with ``change(weight, generator)``, computed in float32, in place of every matrix of the blocks."""
+    """A copy with ``change(weight, generator)``, computed in float32, in place of every matrix of
+    the blocks.
+    """
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in world.layers(other).parameters():

@@ -1,4 +1,6 @@
-"""Peers of the simulated vote: honest ones, and cheats of the kinds that a swarm of strangers meets."""
+"""Peers of the simulated vote: honest ones, and cheats of the kinds that a swarm of strangers
+meets.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,24 @@ from shoal.verification.consensus.records import (
 from shoal.verification.consensus.rulings import Rules, ScoreRules
 
 KINDS = (
-    "honest", "liar", "lazy", "copier", "colluder", "absent", "thief", "withholder", "flooder", "farmer", "replayer", "twofaced",
-)  # fmt: skip
-"""Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy, thieves copy commitments,
-colluders lie and vote for each other against everybody else, absent ones never verify, withholders show their votes to half of
-the others, flooders send 10,000 claims a minute, farmers are honest for a while and then lie, replayers send what others sent
-again and claim what they claimed before, two-faced ones claim different things to different peers.
+    "honest",
+    "liar",
+    "lazy",
+    "copier",
+    "colluder",
+    "absent",
+    "thief",
+    "withholder",
+    "flooder",
+    "farmer",
+    "replayer",
+    "twofaced",
+)
+"""Liars prove wrongly and verify well, lazy ones approve blindly, copiers wait for a vote to copy,
+thieves copy commitments, colluders lie and vote for each other against everybody else, absent ones
+never verify, withholders show their votes to half of the others, flooders send 10,000 claims a
+minute, farmers are honest for a while and then lie, replayers send what others sent again and claim
+what they claimed before, two-faced ones claim different things to different peers.
 """
 
 
@@ -48,7 +62,9 @@ def toy_verify(peer: str, data: bytes, signature: bytes) -> bool:
 
 
 def is_right(claim: Claim) -> bool:
-    """Return whether the output is what the model gives, in this world, for a prompt of the round (else it is a replay)."""
+    """Return whether the output is what the model gives, in this world, for a prompt of the round
+    (else it is a replay).
+    """
     return claim.output == digest("output", claim.prompt) and claim.prompt == prompt_of(
         claim.peer, claim.round, claim.slot
     )
@@ -61,10 +77,13 @@ def prompt_of(peer: str, round: int, slot: int) -> bytes:
 
 @dataclass(frozen=True)
 class World:
-    """Parameters of a simulation. ``delay``: most seconds that a record travels; with a tick it must be below the skew, 4 % of a
+    """Parameters of a simulation.
+
+    ``delay``: most seconds that a record travels; with a tick it must be below the skew, 4 % of a
     round.
 
-    By peer: ``joins``, the round in which it joins; ``clocks``, the seconds by which its clock is ahead.
+    By peer: ``joins``, the round in which it joins; ``clocks``, the seconds by which its clock is
+    ahead.
     """
 
     rules: Rules = field(default_factory=lambda: Rules(planted=0.2))
@@ -117,10 +136,20 @@ class Peer:
         self._copied: set[tuple[bytes, int]] = set()
         self._pulling = False
         self.participant = Participant(
-            name, "run", operator=name, sign=toy_signer(name), verify=toy_verify, publish=self.publish, check=self.check,
-            clock=self.clock, salt=lambda: self.random.randbytes(32), rules=world.rules, prices=world.prices,
-            round_s=world.round_s, limits=world.limits,
-        )  # fmt: skip
+            name,
+            "run",
+            operator=name,
+            sign=toy_signer(name),
+            verify=toy_verify,
+            publish=self.publish,
+            check=self.check,
+            clock=self.clock,
+            salt=lambda: self.random.randbytes(32),
+            rules=world.rules,
+            prices=world.prices,
+            round_s=world.round_s,
+            limits=world.limits,
+        )
 
     def clock(self) -> float:
         """Return this peer's Unix time; while it checks, ahead of the others."""
@@ -194,14 +223,24 @@ class Peer:
         )
         prompt = prompt_of(self.name, slot.round if self.kind != "replayer" else 0, slot.slot)
         claim = Claim(
-            peer=self.name, run="run", round=slot.round, slot=slot.slot, model=digest("model"), prompt=prompt,
-            sampling=digest("sampling"), seed=slot.slot, tokens=64,
-            output=digest("wrong" if slot.planted or lies else "output", prompt), fingerprint=digest("proof", prompt),
-        )  # fmt: skip
+            peer=self.name,
+            run="run",
+            round=slot.round,
+            slot=slot.slot,
+            model=digest("model"),
+            prompt=prompt,
+            sampling=digest("sampling"),
+            seed=slot.slot,
+            tokens=64,
+            output=digest("wrong" if slot.planted or lies else "output", prompt),
+            fingerprint=digest("proof", prompt),
+        )
         self.participant.claim(claim)
 
     def _copy(self) -> None:
-        """Publish copies of others' votes: there is nothing to copy until it is too late to commit."""
+        """Publish copies of others' votes: there is nothing to copy until it is too late to
+        commit.
+        """
         for reveal in [
             record for record in self.participant.consensus.ledger if isinstance(record, Reveal)
         ]:
@@ -216,7 +255,9 @@ class Peer:
                     self.swarm.spread(self, Signed.by(toy_signer(self.name), record))
 
     def _steal(self, signed: Signed) -> None:
-        """Commit with another's digest, in time, and then reveal the other's vote and salt: they hide its author's name."""
+        """Commit with another's digest, in time, and then reveal the other's vote and salt: they
+        hide its author's name.
+        """
         if isinstance(signed.record, Commitment | Reveal):
             stolen = type(signed.record)(**{**signed.record.model_dump(), "peer": self.name})
             self.swarm.spread(self, Signed.by(toy_signer(self.name), stolen))
@@ -225,14 +266,24 @@ class Peer:
         """Publish 10,000 claims a minute, in all slots, many for each."""
         for _ in range(167):
             junk = Claim(
-                peer=self.name, run="run", round=self.participant.round, slot=self.random.randrange(64), model=digest("model"),
-                prompt=self.random.randbytes(32), sampling=digest("sampling"), seed=0, tokens=64,
-                output=self.random.randbytes(32), fingerprint=digest("proof"),
-            )  # fmt: skip
+                peer=self.name,
+                run="run",
+                round=self.participant.round,
+                slot=self.random.randrange(64),
+                model=digest("model"),
+                prompt=self.random.randbytes(32),
+                sampling=digest("sampling"),
+                seed=0,
+                tokens=64,
+                output=self.random.randbytes(32),
+                fingerprint=digest("proof"),
+            )
             self.swarm.spread(self, Signed.by(toy_signer(self.name), junk))
 
     def _pull(self, wanted: Wanted) -> None:
-        """Ask for a log, with a message's delay each way; it is transferred as bytes, whole or not at all."""
+        """Ask for a log, with a message's delay each way; it is transferred as bytes, whole or not
+        at all.
+        """
         self._pulling = True
 
         def answer() -> None:

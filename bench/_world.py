@@ -43,7 +43,9 @@ class Policy(Protocol):
         ...
 
     def accuracy(self, last: bool = False) -> float:
-        """Of the node's answers to all questions, in [0, 1]; an estimate will do but for the ``last`` time."""
+        """Of the node's answers to all questions, in [0, 1]; an estimate will do but for the
+        ``last`` time.
+        """
         ...
 
 

@@ -1,17 +1,21 @@
-"""Held-out loss with hostile peers: none, undefended, with the checks of updates alone, and with the robust rule too.
+"""Held-out loss with hostile peers: none, undefended, with the checks of updates alone, and with
+the robust rule too.
 
-    python bench/adversaries.py                     # 8 peers, 2 of them hostile; all attacks, 3 seeds: a while
-    python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
-    python bench/adversaries.py --resume bench/results/adversaries.jsonl --into bench/results/tables.md
-    python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into bench/results/tables.md
+    python bench/adversaries.py                     # 8 peers, 2 of them hostile; all attacks, 3
+    seeds: a while python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
+    python bench/adversaries.py --resume bench/results/adversaries.jsonl --into
+    bench/results/tables.md python bench/adversaries.py --data unlike --resume
+    bench/results/adversaries.jsonl --into bench/results/tables.md
 
-Peers are simulated in one process (optim/simulation.py); they read the Python standard library with the GPT of the built-in task.
-The hostile ones train and follow the protocol, but contribute what bench/_attacks.py says. ``undefended`` is what the exchange does
-by itself, which refuses NaN and infinity; ``checked`` is rejection by distance alone, ``defended`` with a robust mean too, and
-``public`` the default of a public swarm: outer.robust, and for pairs outer.check_loss.
-The loss is the mean of the honest peers', in nats per byte, on held-out files, with their slow weights. After a backdoor ``learnt``
-is the part of held-out windows in which they answer its trigger as the attacker wants. With ``--data unlike`` each peer reads
-neighbouring files (whole packages) in place of a mixture: one has little but tables of encodings.
+Peers are simulated in one process (optim/simulation.py); they read the Python standard library with
+the GPT of the built-in task. The hostile ones train and follow the protocol, but contribute what
+bench/_attacks.py says. ``undefended`` is what the exchange does by itself, which refuses NaN and
+infinity; ``checked`` is rejection by distance alone, ``defended`` with a robust mean too, and
+``public`` the default of a public swarm: outer.robust, and for pairs outer.check_loss. The loss is
+the mean of the honest peers', in nats per byte, on held-out files, with their slow weights. After a
+backdoor ``learnt`` is the part of held-out windows in which they answer its trigger as the attacker
+wants. With ``--data unlike`` each peer reads neighbouring files (whole packages) in place of a
+mixture: one has little but tables of encodings.
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ Row = dict[str, Any]
 
 
 class Unlike(QualityText):
-    """The task with shards of about equal length of neighbouring files, by path: whole packages, and so other kinds of text."""
+    """The task with shards of about equal length of neighbouring files, by path: whole packages,
+    and so other kinds of text.
+    """
 
     def shard_documents(self, shard: Shard) -> list[Document]:
         """The documents in the shard's part of all bytes."""
@@ -83,7 +89,10 @@ def task_of(batch: int, data: str) -> QualityText:
 def defence_of(
     name: str, method: str, times: float, fresh: Collection[str], known: Collection[str]
 ) -> DistanceScreen:
-    """What an honest peer does. ``fresh``: who comes under another key in each round, among peers ``known`` for long."""
+    """What an honest peer does.
+
+    ``fresh``: who comes under another key in each round, among peers ``known`` for long.
+    """
     robust = METHODS[method][0] if name in ("defended", "public") else "none"
     suspect = 3.0 if name in ("checked", "defended") else 0.0
     settings: dict[str, Any] = {
@@ -96,7 +105,10 @@ def defence_of(
 
 
 class Fresh(DistanceScreen):
-    """A screen to which the ``bad`` peers come under another key in each round. All others are known to it."""
+    """A screen to which the ``bad`` peers come under another key in each round.
+
+    All others are known to it.
+    """
 
     def __init__(self, bad: Collection[str], known: Collection[str], **settings: Any) -> None:
         super().__init__(**settings)
@@ -198,11 +210,17 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
     backdoor = {"learnt": mean(part for _, part in honest)} if attack in BACKDOORS else {}
     refused = [found.peer for watch in watches.values() for found in watch.rejections()]
     return {
-        "method": method, "attack": attack, "defence": screen, "seed": seed, "loss": loss, **backdoor,
-        "refused_hostile": sum(peer not in watches for peer in refused), "refused_honest": sum(peer in watches for peer in refused),
+        "method": method,
+        "attack": attack,
+        "defence": screen,
+        "seed": seed,
+        "loss": loss,
+        **backdoor,
+        "refused_hostile": sum(peer not in watches for peer in refused),
+        "refused_honest": sum(peer in watches for peer in refused),
         "seconds": round(time.perf_counter() - began, 1),
         "setting": setting(options),
-    }  # fmt: skip
+    }
 
 
 def setting(options: argparse.Namespace) -> dict[str, Any]:
@@ -238,7 +256,10 @@ def _cell(rows: Sequence[Row], plain: Mapping[int, float]) -> str:
     losses = [row["loss"] for row in rows]
     spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
     trigger = "".join(f", trigger {min(parts):.0%} to {max(parts):.0%}" for parts in _learnt(rows))
-    return f"{mean(losses):.3f}{spread} ({100 * (mean(losses) / mean(plain[row['seed']] for row in rows) - 1):+.1f} %{trigger})"
+    return (
+        f"{mean(losses):.3f}{spread} "
+        f"({100 * (mean(losses) / mean(plain[row['seed']] for row in rows) - 1):+.1f} %{trigger})"
+    )
 
 
 def _learnt(rows: Sequence[Row]) -> list[list[float]]:
@@ -247,7 +268,9 @@ def _learnt(rows: Sequence[Row]) -> list[list[float]]:
 
 
 def table(found: Sequence[Row]) -> str:
-    """Markdown: a line for each method and attack, loss and the distance to the plain mean without attackers."""
+    """Markdown: a line for each method and attack, loss and the distance to the plain mean without
+    attackers.
+    """
     shown = [screen for screen in DEFENCES if any(row["defence"] == screen for row in found)]
     heads = ("method", "attack", *shown, "refused: hostile, honest", "seeds")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -269,13 +292,15 @@ def table(found: Sequence[Row]) -> str:
             ]
             seeds = len({row["seed"] for some in rows for row in some})
             lines.append(
-                f"| {method} | {attack} | {' | '.join(losses)} | {refused[0]}, {refused[1]} | {seeds} |"
+                f"| {method} | {attack} | {' | '.join(losses)} | {refused[0]}, {refused[1]} | "
+                f"{seeds} |"
             )
     return "\n".join(lines) + "\n"
 
 
 def harms(found: Sequence[Row]) -> list[Row]:
-    """How much higher the loss is than without attackers and defence, as a part, for each method, attack and defence.
+    """How much higher the loss is than without attackers and defence, as a part, for each method,
+    attack and defence.
 
     None where a run diverged, or where no plain run has its seed.
     """

@@ -1,10 +1,12 @@
-"""What it costs in held-out loss that a method over everyone averages in buckets, drawn anew every few rounds.
+"""What it costs in held-out loss that a method over everyone averages in buckets, drawn anew every
+few rounds.
 
     python bench/buckets.py --resume bench/results/buckets.jsonl --into docs/benchmarks.md
 
-The model and the text are those of bench/quality.py, the peers live in one process (``optim.Simulation``), and each has its shard
-and the same batch in every row. A row is a method, a size of bucket and the rounds after which the buckets are drawn anew (0:
-never). "loss": nats per byte on the reported half of the held-out text, of each peer's slow weights, the mean over peers;
+The model and the text are those of bench/quality.py, the peers live in one process
+(``optim.Simulation``), and each has its shard and the same batch in every row. A row is a method, a
+size of bucket and the rounds after which the buckets are drawn anew (0: never). "loss": nats per
+byte on the reported half of the held-out text, of each peer's slow weights, the mean over peers;
 "averaged": of the mean of these weights. "over" compares with a mean over everyone, seed by seed.
 """
 
@@ -63,9 +65,12 @@ def run(
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table: means over seeds, and the standard error of the difference from a mean over everyone."""
+    """Return the table: means over seeds, and the standard error of the difference from a mean over
+    everyone.
+    """
     lines = [
-        "| method | in a bucket | drawn anew after | loss | over a mean of all | loss of the averaged weights | seeds |",
+        "| method | in a bucket | drawn anew after | loss | over a mean of all | loss of the "
+        "averaged weights | seeds |",
         "|---|---|---|---|---|---|---|",
     ]
     everyone = {
@@ -106,7 +111,8 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             else "never"
         )
         lines.append(
-            f"| `{method}` | {size} of {mine[0]['peers']} | {when} | {loss:.4f} | {said} | {averaged:.4f} | {len(mine)} |"
+            f"| `{method}` | {size} of {mine[0]['peers']} | {when} | {loss:.4f} | {said} | "
+            f"{averaged:.4f} | {len(mine)} |"
         )
     return "\n".join(lines)
 

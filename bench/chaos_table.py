@@ -1,4 +1,5 @@
-"""The table of chaos runs in bench/results/tables.md, from lines that `python -m bench.chaos --json` printed.
+"""The table of chaos runs in bench/results/tables.md, from lines that
+`python -m bench.chaos --json` printed.
 
 python -m bench.chaos --peers 8 --minutes 5 --kills-per-minute 2 --json >> bench/results/chaos.jsonl
 python bench/chaos_table.py --into bench/results/tables.md
@@ -88,7 +89,9 @@ COLUMNS: Sequence[tuple[str, Callable[[Report], str]]] = (
 
 
 def table(reports: Sequence[Report]) -> str:
-    """Markdown: a line for each figure, a column for each run, for there are more figures than runs."""
+    """Markdown: a line for each figure, a column for each run, for there are more figures than
+    runs.
+    """
     rows = [[head, *(cell(report) for report in reports)] for head, cell in COLUMNS]
     rows.insert(1, ["---"] * (len(reports) + 1))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

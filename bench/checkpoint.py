@@ -1,10 +1,11 @@
-"""What a checkpoint costs training: how long it stands still, how much slower it is while one is written, and the memory for it.
+"""What a checkpoint costs training: how long it stands still, how much slower it is while one is
+written, and the memory for it.
 
     python bench/checkpoint.py --sizes 1m,25m --saves 5 --json
 
-Real inner steps of the built-in GPT with AdamW and NoLoCo, alone. `before`: the state is written between two steps (as it was until
-there was node/saver.py); `after`: it is copied between two steps and written by a thread. Bytes go to --folder, so name one on the
-disk that matters.
+Real inner steps of the built-in GPT with AdamW and NoLoCo, alone. `before`: the state is written
+between two steps (as it was until there was node/saver.py); `after`: it is copied between two steps
+and written by a thread. Bytes go to --folder, so name one on the disk that matters.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 
-# About 1 and 25 million parameters; batch and context are small, so that steps are short and a stall shows.
+# About 1 and 25 million parameters; batch and context are small, so that steps are short and a
+# stall shows.
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 1},
     "1m": {"layers": 4, "width": 128, "heads": 4, "context": 64, "batch": 2},
@@ -145,10 +147,13 @@ def main() -> None:
             row = measure(size, device, options.saves, options.steps, Path(folder))
         rows.append(row)
         print(
-            f"{row['params']:>11,} parameters, {row['checkpoint_mb']:.1f} MB: a save stops training for "
+            f"{row['params']:>11,} parameters, {row['checkpoint_mb']:.1f} MB: a save stops "
+            "training for "
             f"{row['before_stall_s']:.3f} s when it waits for the disk, "
-            f"{row['after_stall_s']:.4f} s when it copies (the first: {row['first_stall_s']:.3f} s; "
-            f"steps of {row['step_s']:.3f} s are {row['after_slower_s']:.3f} s slower in all while it is written)",
+            f"{row['after_stall_s']:.4f} s when it copies (the first: {row['first_stall_s']:.3f} "
+            "s; "
+            f"steps of {row['step_s']:.3f} s are {row['after_slower_s']:.3f} s slower in all while "
+            "it is written)",
             file=sys.stderr,
         )
     name = (

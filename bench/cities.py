@@ -1,8 +1,10 @@
 """A team in three cities, and what happens to it: `python bench/cities.py [SCENARIO ...]`.
 
-Four nodes (`shoal up` and `join`), each at home behind a port-restricted router of `bench._nat`, and a bootstrap node that relays.
-The lines of the homes have 5 Mbit/s up with a buffer of 2 s, 20 Mbit/s down, and 10, 30, 60 and 10 ms one way; the third loses 1 %
-of its packets. They average a model of 1.06 M parameters with NoLoCo, in rounds of 20 s, in four fragments. Then something happens:
+Four nodes (`shoal up` and `join`), each at home behind a port-restricted router of `bench._nat`,
+and a bootstrap node that relays. The lines of the homes have 5 Mbit/s up with a buffer of 2 s, 20
+Mbit/s down, and 10, 30, 60 and 10 ms one way; the third loses 1 % of its packets. They average a
+model of 1.06 M parameters with NoLoCo, in rounds of 20 s, in four fragments. Then something
+happens:
 
     together    nothing, for ten minutes
     cut         bert's line loses everything for 60 s
@@ -10,16 +12,18 @@ of its packets. They average a model of 1.06 M parameters with NoLoCo, in rounds
     restart     the bootstrap node is ended, and started again after 60 s
     creator     the node that created the swarm is killed
     asleep      all processes of bert's machine are stopped for two minutes
-    roam        bert's machine is taken to a mobile network: another router, another address, 200 ms there and back, 3 % loss
-    mobile      bert has been there from the beginning; nothing happens, for five minutes
-    neighbours  dora is behind anna's router, which sends nothing back inside; nothing happens, for three minutes (`local`:
+    roam        bert's machine is taken to a mobile network: another router, another address, 200 ms
+    there and back, 3 % loss mobile      bert has been there from the beginning; nothing happens,
+    for five minutes neighbours  dora is behind anna's router, which sends nothing back inside;
+    nothing happens, for three minutes (`local`:
                 connections of the two over their network at home)
 
-A row says of each node which share of the time it computed, for how long it stood still at most between two steps (`stood_s`), and
-how many seconds after the network was whole again its next exchange ended (`found_s`); what `shoal status` and `shoal watch`, on
-another public machine, said meanwhile; `faults`: what did not happen as is promised; and `late`: what took longer. It is appended
-to --results as soon as it is measured, and a scenario in there is not measured again. Needs root on Linux, and 4 to 13 minutes a
-scenario.
+A row says of each node which share of the time it computed, for how long it stood still at most
+between two steps (`stood_s`), and how many seconds after the network was whole again its next
+exchange ended (`found_s`); what `shoal status` and `shoal watch`, on another public machine, said
+meanwhile; `faults`: what did not happen as is promised; and `late`: what took longer. It is
+appended to --results as soon as it is measured, and a scenario in there is not measured again.
+Needs root on Linux, and 4 to 13 minutes a scenario.
 """
 
 from __future__ import annotations
@@ -208,9 +212,15 @@ class Team:
         command = [*self.net.enter(place), sys.executable, "-m", "shoal", *arguments]
         with (self.folder / f"{name}.log").open("a") as log:
             return subprocess.Popen(
-                command, env=env, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+                command,
+                env=env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def _line(self, process: subprocess.Popen[str]) -> str:
         found: list[str] = []
@@ -254,7 +264,9 @@ class Team:
         return self.told[-1]
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to all processes of the machine of a node: the node, its daemons, and what watches over them."""
+        """Send a signal to all processes of the machine of a node: the node, its daemons, and what
+        watches over them.
+        """
         for pid in self.net.processes(self.nodes[name].place):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -294,7 +306,8 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> None:
         time.sleep(0.2)
 
 
-# What happens: each function returns the names of those to whom it happens, when all is whole again. Before that it may ask.
+# What happens: each function returns the names of those to whom it happens, when all is whole
+# again. Before that it may ask.
 
 
 def together(team: Team) -> set[str]:
@@ -369,7 +382,10 @@ SCENARIOS: dict[str, Callable[[Team], set[str]]] = {
 
 
 def measured(scenario: str, folder: Path) -> dict[str, Any]:
-    """Measure one scenario; logs and metrics of the nodes stay in the empty ``folder``. NatError or TimeoutError."""
+    """Measure one scenario; logs and metrics of the nodes stay in the empty ``folder``.
+
+    NatError or TimeoutError.
+    """
     started = time.monotonic()
     uplinks = [CITIES[0], MOBILE, *CITIES[2:]] if scenario == "mobile" else CITIES
     team = Team(folder, uplinks, neighbours=scenario == "neighbours")
@@ -458,7 +474,9 @@ def longest(moments: list[float]) -> float:
 
 
 def late(row: dict[str, Any]) -> list[str]:
-    """What in a row takes longer than is promised, in sentences: on a machine that does nothing else."""
+    """What in a row takes longer than is promised, in sentences: on a machine that does nothing
+    else.
+    """
     found = []
     for name in row["stood_s"]:
         if (
@@ -469,7 +487,8 @@ def late(row: dict[str, Any]) -> list[str]:
             found.append(f"{name} computed {row['computing'][name]} of the time")
         if name not in row["struck"] and row["stood_s"][name] > STOOD_S:
             found.append(
-                f"{name} stood still for {row['stood_s'][name]} s (waited {row['waited_s'][name]} s)"
+                f"{name} stood still for {row['stood_s'][name]} s (waited {row['waited_s'][name]} "
+                "s)"
             )
         for what, said in AFTERWARDS:
             if row[what][name] is not None and row[what][name] > FOUND_S:
@@ -519,9 +538,12 @@ def wrong(finding: str, row: dict[str, Any]) -> bool:
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
-    """The rows as a table: of those to whom nothing happened the least and the longest, and of all the latest."""
+    """The rows as a table: of those to whom nothing happened the least and the longest, and of all
+    the latest.
+    """
     lines = [
-        "| | down | computed | stood still | exchanged again | shown again | exchanges with a partner |",
+        "| | down | computed | stood still | exchanged again | shown again | exchanges with a "
+        "partner |",
         "|" + "---|" * 7,
     ]
     for row in rows:
@@ -538,7 +560,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             max(row["stood_s"][name] for name in others),
         )
         lines.append(
-            f"| {row['scenario']} | {down} | {computed:.2f} | {stood:.1f} s | {' | '.join(after)} | {met} of {tried} |"
+            f"| {row['scenario']} | {down} | {computed:.2f} | {stood:.1f} s | {' | '.join(after)} "
+            f"| {met} of {tried} |"
         )
     return "\n".join(lines)
 

@@ -2,12 +2,14 @@
 
     python bench/codecs.py --mb 40 --gbit 1 --device auto --json
 
-A codec pays if encoding and decoding once takes less time than the link needs for the bytes that are saved against float32.
-MB are those of the float32 tensors. The relative error is |x - Q(x)| / |x| (euclidean norms), on Gaussian numbers and on
-heavy-tailed ones (Student's t with 3 degrees of freedom, tensors at scales from 1 to 0.01), whose largest values are far from the
-rest. With error feedback it is that of the mean of all rounds sent, which falls with their number. What "auto" needs to measure
-all its candidates comes on top, once in 20 rounds: "measure". mod4 is read by the weights of a partner, as far away as its range
-expects; its error is that of the values so read, over the distance of the two.
+A codec pays if encoding and decoding once takes less time than the link needs for the bytes that
+are saved against float32. MB are those of the float32 tensors. The relative error is |x - Q(x)| /
+|x| (euclidean norms), on Gaussian numbers and on heavy-tailed ones (Student's t with 3 degrees of
+freedom, tensors at scales from 1 to 0.01), whose largest values are far from the rest. With error
+feedback it is that of the mean of all rounds sent, which falls with their number.
+What "auto" needs to measure all its candidates comes on top, once in 20 rounds: "measure". mod4 is
+read by the weights of a partner, as far away as its range expects; its error is that of the values
+so read, over the distance of the two.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from shoal.node.config.device import resolve_device
 from shoal.optim import Codec, codec_named
 from shoal.optim.codecs.mod4 import Mod4Codec, PairMessage
 
-NAMES = "float32,bfloat16,float16,int8,e3m0,sign,topk2,int8+ef,e3m0+ef,sign+ef,topk2+ef:0.95,auto:2,mod4"
+NAMES = (
+    "float32,bfloat16,float16,int8,e3m0,sign,topk2,int8+ef,e3m0+ef,sign+ef,"
+    "topk2+ef:0.95,auto:2,mod4"
+)
 WIDTH = 1024
 APART = 0.01  # of mod4's two peers, in parts of each tensor's values
 ROUNDS = 10  # of error feedback
@@ -172,8 +177,10 @@ def main() -> None:
         rows.append(row)
         if not options.json:
             print(
-                f"{row['codec']:>14} {row['ratio']:7.2f} {row['encode_mb_s']:8.0f} {row['decode_mb_s']:8.0f} {row['cost_s']:6.3f} "
-                f"{row['saved_s']:6.3f} {'yes' if row['pays'] else 'no':>4} {row['error_gaussian']:9.5f} "
+                f"{row['codec']:>14} {row['ratio']:7.2f} {row['encode_mb_s']:8.0f} "
+                f"{row['decode_mb_s']:8.0f} {row['cost_s']:6.3f} "
+                f"{row['saved_s']:6.3f} {'yes' if row['pays'] else 'no':>4} "
+                f"{row['error_gaussian']:9.5f} "
                 f"{row['error_heavy_tailed']:9.5f}"
                 + (f"  measure {row['measure_s']:.2f} s" if "measure_s" in row else ""),
                 flush=True,

@@ -2,9 +2,10 @@
 
     python bench/demo.py --peers 4,16,32 --rounds 10 --json
 
-Runs the demo with so many peers, and looks every few seconds at all of its processes in Linux's /proc: the memory that a node and
-its daemon have to themselves and their part of what they share (PSS), and the processor seconds that they used. Seconds until all
-train, exchanges without a partner and the rest are the demo's own figures.
+Runs the demo with so many peers, and looks every few seconds at all of its processes in Linux's
+/proc: the memory that a node and its daemon have to themselves and their part of what they share
+(PSS), and the processor seconds that they used. Seconds until all train, exchanges without a
+partner and the rest are the demo's own figures.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def kind(process: psutil.Process) -> str:
 
 
 class Usage:
-    """Sums over the processes of each kind, the largest seen at once (MB) and all (processor seconds)."""
+    """Sums over the processes of each kind, the largest seen at once (MB) and all (processor
+    seconds).
+    """
 
     def __init__(self) -> None:
         self.peak: dict[str, float] = {}

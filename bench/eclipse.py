@@ -1,16 +1,19 @@
-"""Honest peers cut off by hostile identities, with and without peer exchange; everything but the DHT is a node's own code.
+"""Honest peers cut off by hostile identities, with and without peer exchange; everything but the
+DHT is a node's own code.
 
-    python bench/eclipse.py                                       # 100 peers, 10 and 30 % hostile, 3 seeds: five minutes
-    python bench/eclipse.py --hostile .3 --seeds 0 --json
+    python bench/eclipse.py                                       # 100 peers, 10 and 30 % hostile,
+    3 seeds: five minutes python bench/eclipse.py --hostile .3 --seeds 0 --json
     python bench/eclipse.py --resume bench/results/eclipse.jsonl --into bench/results/tables.md
 
-Each honest peer is in an address range of its own and knows a few peers at the start, any of which may be hostile. The DHT of the
-captured ones is hostile: they read the records of hostile peers alone, and their own reach nobody. Hostile peers answer a shuffle
-with their own record and those of other hostile peers, and call an honest peer every ten seconds to offer the same. They are in
-a few ranges (``few``), or each in one of its own (``many``), and with ``unlimited`` a node counts all ranges as one. Nobody forges
-here, so nothing is signed, which would take most of the time.
+Each honest peer is in an address range of its own and knows a few peers at the start, any of which
+may be hostile. The DHT of the captured ones is hostile: they read the records of hostile peers
+alone, and their own reach nobody. Hostile peers answer a shuffle with their own record and those of
+other hostile peers, and call an honest peer every ten seconds to offer the same. They are in a few
+ranges (``few``), or each in one of its own (``many``), and with ``unlimited`` a node counts all
+ranges as one. Nobody forges here, so nothing is signed, which would take most of the time.
 
-A peer is cut off if no honest peer is in its view. ``parts``: honest peers outside the largest part that the views connect.
+A peer is cut off if no honest peer is in its view. ``parts``: honest peers outside the largest part
+that the views connect.
 """
 
 from __future__ import annotations
@@ -63,7 +66,10 @@ Row = dict[str, Any]
 
 
 class Meeting(SimHost):
-    """A host that knows where it met others; ``at``: the IP address at which they meet it. There is no DHT to meet others by."""
+    """A host that knows where it met others; ``at``: the IP address at which they meet it.
+
+    There is no DHT to meet others by.
+    """
 
     def __init__(self, network: SimNetwork, name: str, identity: identity.Identity) -> None:
         super().__init__(network, name, identity)
@@ -142,9 +148,21 @@ class Peer:
     def record(self) -> Member:
         """Return its record as of now."""
         return Member(
-            swarm=SWARM, peer=self.peer_id, name=self.host.name, addresses=(self.address,), round=0, step=0, loss=None,
-            steps_per_s=1.0, shard=0, shards=1, model=MODEL, state="training", issued=self.world.now(), version="0",
-        )  # fmt: skip
+            swarm=SWARM,
+            peer=self.peer_id,
+            name=self.host.name,
+            addresses=(self.address,),
+            round=0,
+            step=0,
+            loss=None,
+            steps_per_s=1.0,
+            shard=0,
+            shards=1,
+            model=MODEL,
+            state="training",
+            issued=self.world.now(),
+            version="0",
+        )
 
     def start(self, exchange: bool) -> None:
         """Begin; ``exchange``: with peer exchange."""
@@ -266,7 +284,9 @@ class World:
         return mean(not seen for seen in self._views().values())
 
     def parted(self) -> float:
-        """Return the share of the honest peers that are outside the largest part that their views connect."""
+        """Return the share of the honest peers that are outside the largest part that their views
+        connect.
+        """
         near: dict[str, set[str]] = {peer: set(seen) for peer, seen in self._views().items()}
         for peer, seen in self._views().items():
             for other in seen:
@@ -308,7 +328,9 @@ def _in(where: str, number: int) -> str:
 
 
 def _rules(limited: bool) -> ExitStack:
-    """Let nodes distinguish address ranges, or not; take signatures as they are; and decode each peer id once."""
+    """Let nodes distinguish address ranges, or not; take signatures as they are; and decode each
+    peer id once.
+    """
     stack = ExitStack()
     if not limited:
         stack.enter_context(patch.object(peer_exchange, "range_of", lambda host: ""))
@@ -326,10 +348,17 @@ def run(hostile: float, case: str, seed: int, options: argparse.Namespace) -> Ro
         world.run(case != "none", options.minutes)
         active, passive = world.shares()
         row = {
-            "hostile": hostile, "case": case, "seed": seed, "cut_off": world.cut_off(), "parts": world.parted(),
-            "hostile_active": active, "hostile_passive": passive, "bytes_per_s": round(world.rate(options.minutes)),
-            "seconds": round(time.perf_counter() - began, 1), "setting": {name: getattr(options, name) for name in SETTING},
-        }  # fmt: skip
+            "hostile": hostile,
+            "case": case,
+            "seed": seed,
+            "cut_off": world.cut_off(),
+            "parts": world.parted(),
+            "hostile_active": active,
+            "hostile_passive": passive,
+            "bytes_per_s": round(world.rate(options.minutes)),
+            "seconds": round(time.perf_counter() - began, 1),
+            "setting": {name: getattr(options, name) for name in SETTING},
+        }
         world.network.end()
         if errors.found or world.network.errors:
             raise RuntimeError(f"a peer failed: {[*errors.found, *world.network.errors][0]}")
@@ -345,8 +374,13 @@ CASES = {
 
 
 def table(found: Sequence[Row]) -> str:
-    """Markdown: a line for each share and case, means over the seeds, of the cut-off ones the worst seed too."""
-    heads = "hostile|peer exchange, attackers|cut off (worst seed)|outside the largest part|hostile: active|passive|bytes/s|seeds"
+    """Markdown: a line for each share and case, means over the seeds, of the cut-off ones the worst
+    seed too.
+    """
+    heads = (
+        "hostile|peer exchange, attackers|cut off (worst seed)|outside the largest "
+        "part|hostile: active|passive|bytes/s|seeds"
+    )
     lines = [f"| {heads.replace('|', ' | ')} |", "|---" * (heads.count("|") + 1) + "|"]
     for hostile in sorted({row["hostile"] for row in found}):
         for case, words in CASES.items():
@@ -357,7 +391,8 @@ def table(found: Sequence[Row]) -> str:
                     _mean(rows, f"hostile_{view}", ".0%") for view in ("active", "passive")
                 )
                 lines.append(
-                    f"| {hostile:.0%} | {words} | {mean(cut):.1%} ({max(cut):.1%}) | {_mean(rows, 'parts', '.1%')} | "
+                    f"| {hostile:.0%} | {words} | {mean(cut):.1%} ({max(cut):.1%}) | "
+                    f"{_mean(rows, 'parts', '.1%')} | "
                     f"{active} | {passive} | {_mean(rows, 'bytes_per_s', '.0f')} | {len(rows)} |"
                 )
     return "\n".join(lines).replace("%", " %") + "\n"
@@ -404,7 +439,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         or not 1 <= options.entries < options.peers
     ):
         parser.error(
-            f"there are 10 to {(1 << 13) - options.ranges} peers, and each knows some others at the start"
+            f"there are 10 to {(1 << 13) - options.ranges} peers, and each knows some others at "
+            "the start"
         )
     return options
 

@@ -1,17 +1,21 @@
-"""How long two processes on this machine take to exchange and average a payload: `python bench/exchange.py --mb 4,40,400`.
+"""How long two processes on this machine take to exchange and average a payload:
+`python bench/exchange.py --mb 4,40,400`.
 
-Ours is the whole of a round: copy and digest of the tensors, finding the partner, the encrypted transfer both ways through two
-daemons, verification, confirm, mean. Raw TCP moves the same bytes both ways and does nothing else, by asyncio's streams with
-their defaults (bench/_contenders.py says what is faster). "hivemind" is a whole ``step`` of its DecentralizedAverager, finding
-the partner included, "allreduce" the same without that. The contenders take turns, so that a change of the machine's pace meets
-all of them; one turn of each is thrown away, the median of the others counts. Processor seconds are those of both ends with all
-that they forked, daemons too: on a machine that does other work as well they say more than the clock does.
+Ours is the whole of a round: copy and digest of the tensors, finding the partner, the encrypted
+transfer both ways through two daemons, verification, confirm, mean. Raw TCP moves the same bytes
+both ways and does nothing else, by asyncio's streams with their defaults (bench/_contenders.py says
+what is faster). "hivemind" is a whole ``step`` of its DecentralizedAverager, finding the partner
+included, "allreduce" the same without that. The contenders take turns, so that a change of the
+machine's pace meets all of them; one turn of each is thrown away, the median of the others counts.
+Processor seconds are those of both ends with all that they forked, daemons too: on a machine that
+does other work as well they say more than the clock does.
 
-With --rtt the ends, of ours alone (a pair; a group of four that all-reduces float32; one that gathers int8, of which --mb is the
-payload) are in network namespaces (as root on Linux) whose link has that round trip and is fast enough
-that the delay counts and not the rate: what an exchange costs in round trips, after some that warm up the connection. Between two
-exchanges is a pause, as between the rounds of a training run, after which Linux begins each connection slowly again: the second
-figure of a row is that of a system told not to (net.ipv4.tcp_slow_start_after_idle).
+With --rtt the ends, of ours alone (a pair; a group of four that all-reduces float32; one that
+gathers int8, of which --mb is the payload) are in network namespaces (as root on Linux) whose link
+has that round trip and is fast enough that the delay counts and not the rate: what an exchange
+costs in round trips, after some that warm up the connection. Between two exchanges is a pause, as
+between the rounds of a training run, after which Linux begins each connection slowly again: the
+second figure of a row is that of a system told not to (net.ipv4.tcp_slow_start_after_idle).
 """
 
 from __future__ import annotations
@@ -62,7 +66,9 @@ class BenchError(Exception):
 
 
 class Process:
-    """One end of a contender in a process of its own, by default bench/_end.py; told and answering by JSON lines."""
+    """One end of a contender in a process of its own, by default bench/_end.py; told and answering
+    by JSON lines.
+    """
 
     def __init__(self, kind: str, number: int, command: list[str]) -> None:
         self.name = f"{kind} {number}"
@@ -72,7 +78,8 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,  # where Python then finds the modules
-            start_new_session=True,  # Ctrl-C is for the benchmark, which then ends its processes one by one
+            # Ctrl-C is for the benchmark, which then ends its processes one by one
+            start_new_session=True,
         )
         self.answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -103,7 +110,9 @@ class Process:
         return dict(json.loads(line))
 
     def processor_seconds(self) -> float:
-        """Seconds that it and all that it forked have computed so far, those that have ended left out."""
+        """Seconds that it and all that it forked have computed so far, those that have ended left
+        out.
+        """
         total = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             itself = psutil.Process(self.process.pid)
@@ -162,7 +171,10 @@ class Contender:
         return [end.answer() for end in self.ends]
 
     def first(self, mb: int) -> bool:
-        """Whether the mean is right, in an exchange that does not count. Rivals are given three attempts."""
+        """Whether the mean is right, in an exchange that does not count.
+
+        Rivals are given three attempts.
+        """
         for _ in range(ATTEMPTS if self.kind in RIVALS else 1):
             self.turn(mb)
             if all(end["right"] for end in self._all([{"do": "check"}] * len(self.ends))):
@@ -171,7 +183,9 @@ class Contender:
         return False
 
     def turn(self, mb: int) -> float:
-        """Seconds of one exchange: both ends are ready, both are told to go, the slower one counts."""
+        """Seconds of one exchange: both ends are ready, both are told to go, the slower one
+        counts.
+        """
         ready = self._all([{"do": "prepare", "mb": mb}] * len(self.ends))
         began = sum(end.processor_seconds() for end in self.ends)
         done = self._all([{"do": "go"}] * len(self.ends))
@@ -231,7 +245,9 @@ def row(mb: int, seconds: dict[str, list[float]], ours: Contender) -> dict[str, 
 def over_distance(
     sizes: list[int], trips: list[int], kinds: list[str], repeats: int
 ) -> list[dict[str, Any]]:
-    """One row per round trip, in ms, kind and size: the median exchange, with a kernel as it is and one that stays quick."""
+    """One row per round trip, in ms, kind and size: the median exchange, with a kernel as it is and
+    one that stays quick.
+    """
     rows = []
     for trip, kind in itertools.product(trips, kinds):
         kernels: list[dict[int, float]] = []

@@ -1,10 +1,12 @@
-"""How long `shoal watch` takes from its start until it shows a peer, and all of them: as lines, as a page, on a terminal.
+"""How long `shoal watch` takes from its start until it shows a peer, and all of them: as lines, as
+a page, on a terminal.
 
     shoal demo --peers 4 --rounds 300          # prints a link
     python bench/first_peer.py LINK --peers 4 --runs 5
 
-Most of it is importing, so on a busy machine it says how busy that is. As root, `chrt -f 10 python bench/first_peer.py ...`
-gives the watcher a processor of its own, as on a machine with one to spare.
+Most of it is importing, so on a busy machine it says how busy that is. As root,
+`chrt -f 10 python bench/first_peer.py ...` gives the watcher a processor of its own, as on a
+machine with one to spare.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ def measure(form: str, link: str, peers: int) -> tuple[float, float]:
     finally:
         shown.close()
     raise SystemExit(
-        f"{form}: {len(names)} of {peers} peers were seen in {LIMIT_S} s: is the demo still running?"
+        f"{form}: {len(names)} of {peers} peers were seen in {LIMIT_S} s: is the demo still "
+        "running?"
     )
 
 
@@ -107,7 +110,8 @@ def main() -> None:
         print(json.dumps({"load": os.getloadavg()[0], "seconds": found}))
         return
     print(
-        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors; median (least to most) of {chosen.runs}, seconds"
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors; median (least to most) of "
+        f"{chosen.runs}, seconds"
     )
     print("| form | first peer | all |\n|---|---|---|")
     for form, runs in found.items():

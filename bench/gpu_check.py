@@ -1,10 +1,12 @@
-"""Everything that is worth knowing of Shoal on this machine's GPU, in one report that fits into an issue.
+"""Everything that is worth knowing of Shoal on this machine's GPU, in one report that fits into an
+issue.
 
-    make gpu-check                        # gpu-check.md, and gpu-check-trace.json: ten steps, for https://ui.perfetto.dev
+    make gpu-check                        # gpu-check.md, and gpu-check-trace.json: ten steps, for
+    https://ui.perfetto.dev
 
-Runs the tests for GPUs, two nodes on one card, a node that resumes, all GPUs as one peer, and measures the tokens a second of a
-node against the same loop in plain PyTorch. A step that fails or takes too long is reported, and the others go on; the exit code is
-1 then.
+Runs the tests for GPUs, two nodes on one card, a node that resumes, all GPUs as one peer, and
+measures the tokens a second of a node against the same loop in plain PyTorch. A step that fails or
+takes too long is reported, and the others go on; the exit code is 1 then.
 """
 
 from __future__ import annotations
@@ -162,7 +164,10 @@ def rates(task: TextTask, device: torch.device, precision: Precision, seconds: f
         f"{name}: {', '.join(f'{value:,.0f}' for value in values)}"
         for name, values in found.items()
     )
-    return f"{every} tokens/s. A node makes {best['node'] / best['plain PyTorch']:.3f} of plain PyTorch's."
+    return (
+        f"{every} tokens/s. A node makes {best['node'] / best['plain PyTorch']:.3f} of plain "
+        "PyTorch's."
+    )
 
 
 def profile(task: TextTask, device: torch.device, trace: Path) -> str:
@@ -192,7 +197,8 @@ def machine(device: torch.device) -> str:
         for index in range(torch.cuda.device_count()):
             it = torch.cuda.get_device_properties(index)
             said.append(
-                f"cuda:{index}: {it.name}, {it.total_memory / 2**30:.0f} GiB, capability {it.major}.{it.minor}"
+                f"cuda:{index}: {it.name}, {it.total_memory / 2**30:.0f} GiB, capability "
+                f"{it.major}.{it.minor}"
             )
         said.append(f"CUDA {torch.version.cuda}, ROCm {torch.version.hip}")
     return "\n".join(said)
@@ -221,9 +227,24 @@ def report(about: str, steps: list[Step]) -> str:
 
 def node(folder: Path, device: str, *arguments: str) -> list[str]:
     return [
-        *SHOAL, "up", "--name", "check", "--folder", str(folder / "node"), "--identity", str(folder / "key"),
-        "--data", str(folder / "text"), "--listen", "/ip4/127.0.0.1/tcp/0", "--every", "5", "--device", device, *arguments,
-    ]  # fmt: skip
+        *SHOAL,
+        "up",
+        "--name",
+        "check",
+        "--folder",
+        str(folder / "node"),
+        "--identity",
+        str(folder / "key"),
+        "--data",
+        str(folder / "text"),
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+        "--every",
+        "5",
+        "--device",
+        device,
+        *arguments,
+    ]
 
 
 def main() -> None:
@@ -240,7 +261,8 @@ def main() -> None:
     device = resolve_device(options.device)
     if device.type == "cpu":
         sys.exit(
-            "Error: PyTorch finds no GPU on this machine: install a build for it (docs/install.md), or see `shoal doctor`."
+            "Error: PyTorch finds no GPU on this machine: install a build for it "
+            "(docs/install.md), or see `shoal doctor`."
         )
     kind = device.type
     with tempfile.TemporaryDirectory() as home:

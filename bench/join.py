@@ -1,15 +1,18 @@
-"""How long it takes from the start of a process to its first accepted contribution in a swarm that is under way.
+"""How long it takes from the start of a process to its first accepted contribution in a swarm that
+is under way.
 
     python bench/join.py --layers 5 --joins 3 --json
     python bench/join.py --layers 0                     # the built-in model as it is
 
-Two real nodes train on this machine; others join by `shoal join`, one after the other. Seconds are counted from the start of the
-joining process: until it has the weights, until its first step, until its first round with others (in which its weight is 0),
-and until the first one in which it counts: that is its first accepted contribution. A round has --every inner steps, so the last
-figure includes two rounds. Python's own start and that of PyTorch are in all of them.
+Two real nodes train on this machine; others join by `shoal join`, one after the other. Seconds are
+counted from the start of the joining process: until it has the weights, until its first step, until
+its first round with others (in which its weight is 0), and until the first one in which it counts:
+that is its first accepted contribution. A round has --every inner steps, so the last figure
+includes two rounds. Python's own start and that of PyTorch are in all of them.
 
-Where that time goes is in a table from the nodes' own metrics (the event `begun`), with the processor seconds of the process, which
-depend less on what else the machine does. Beside them: `shoal --help`, and `shoal up` alone up to its first step.
+Where that time goes is in a table from the nodes' own metrics (the event `begun`), with the
+processor seconds of the process, which depend less on what else the machine does. Beside them:
+`shoal --help`, and `shoal up` alone up to its first step.
 """
 
 from __future__ import annotations
@@ -50,12 +53,26 @@ class Node:
             "TMPDIR": str(home),
             "OMP_NUM_THREADS": "1",
         }
-        more = ["--name", name, "--folder", str(self.folder), "--identity", str(home / f"{name}.key"), "--threads", "1",
-                "--listen", "/ip4/127.0.0.1/tcp/0"]  # fmt: skip
+        more = [
+            "--name",
+            name,
+            "--folder",
+            str(self.folder),
+            "--identity",
+            str(home / f"{name}.key"),
+            "--threads",
+            "1",
+            "--listen",
+            "/ip4/127.0.0.1/tcp/0",
+        ]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *arguments, *more],
-            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -79,7 +96,9 @@ class Node:
         return [event for event in self.events("round") if event["members"] > 1]
 
     def phases(self) -> list[dict[str, Any]]:
-        """What it did up to its first step: ``at_s``, seconds after its start when that began, and ``cpu_s`` used by then."""
+        """What it did up to its first step: ``at_s``, seconds after its start when that began, and
+        ``cpu_s`` used by then.
+        """
         self.until(lambda: self.events("begun"), "first step")
         found = self.events("begun")[0]["phases"]
         return [
@@ -88,7 +107,9 @@ class Node:
         ]
 
     def cpu_s(self) -> float | None:
-        """Processor seconds of the process so far, without its daemon; None where the system does not show them."""
+        """Processor seconds of the process so far, without its daemon; None where the system does
+        not show them.
+        """
         try:
             fields = (
                 Path(f"/proc/{self.process.pid}/stat")
@@ -141,13 +162,16 @@ def table_of(arguments: argparse.Namespace, peers: int) -> str:
         else ""
     )
     return (
-        f'[swarm]\nname = "join"\nstart_when = {peers}\n[outer]\nmethod = "{arguments.method}"\nevery = {arguments.every}\n'
+        f'[swarm]\nname = "join"\nstart_when = {peers}\n[outer]\nmethod = '
+        f'"{arguments.method}"\nevery = {arguments.every}\n'
         f"[train]\nsteps = 0\n[task.options]\n{size}"
     )
 
 
 def together(every: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The medians of several nodes' phases; those that all of them had, in the order of the first."""
+    """The medians of several nodes' phases; those that all of them had, in the order of the
+    first.
+    """
     shared = []
     for number, one in enumerate(every[0]):
         same = [
@@ -212,22 +236,40 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 used = late.cpu_s()
                 phases.append(late.phases())
                 began = phases[-1]
-                found.append({"import_s": began[0]["at_s"], "weights_s": weights, "first_step_s": began[-1]["at_s"],
-                              "round_s": once, "contribution_s": counted, "contribution_cpu_s": used or math.nan})  # fmt: skip
+                found.append(
+                    {
+                        "import_s": began[0]["at_s"],
+                        "weights_s": weights,
+                        "first_step_s": began[-1]["at_s"],
+                        "round_s": once,
+                        "contribution_s": counted,
+                        "contribution_cpu_s": used or math.nan,
+                    }
+                )
                 nodes.pop().stop()
         finally:
             for node in nodes:
                 node.stop()
     medians = {name: round(statistics.median(one[name] for one in found), 2) for name in found[0]}
     return {
-        "bench": "join", "method": arguments.method, "every": arguments.every, "layers": arguments.layers, "width": arguments.width,
-        "joins": len(found), "help_s": round(helped[0], 3), "help_cpu_s": round(helped[1], 3),
+        "bench": "join",
+        "method": arguments.method,
+        "every": arguments.every,
+        "layers": arguments.layers,
+        "width": arguments.width,
+        "joins": len(found),
+        "help_s": round(helped[0], 3),
+        "help_cpu_s": round(helped[1], 3),
         "up_first_step_s": up[-1]["at_s"] if up else None,
-        "up_first_step_cpu_s": up[-1]["cpu_s"] if up else None, "load_before": round(load, 2),
-        "load_after": round(os.getloadavg()[0], 2), "processors": os.cpu_count(), **medians,
-        "up_phases": up, "phases": together(phases),
+        "up_first_step_cpu_s": up[-1]["cpu_s"] if up else None,
+        "load_before": round(load, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "processors": os.cpu_count(),
+        **medians,
+        "up_phases": up,
+        "phases": together(phases),
         "all": [{name: round(value, 2) for name, value in one.items()} for one in found],
-    }  # fmt: skip
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -252,7 +294,8 @@ def main(argv: list[str] | None = None) -> None:
         "--ups",
         type=int,
         default=1,
-        help="times that a node is started alone; 0 for a large model, whose first evaluation takes long",
+        help="times that a node is started alone; 0 for a large model, whose first evaluation "
+        "takes long",
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
@@ -266,11 +309,16 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(report))
         return
     print(
-        f"{report['joins']} joins, medians, from the start of the process: imports {report['import_s']} s, weights "
-        f"{report['weights_s']} s, first step {report['first_step_s']} s, first round {report['round_s']} s, first accepted "
-        f"contribution {report['contribution_s']} s ({report['contribution_cpu_s']} s of a processor); shoal up to its first step "
-        f"{report['up_first_step_s']} s ({report['up_first_step_cpu_s']}), shoal --help {report['help_s']} s "
-        f"({report['help_cpu_s']}); load {report['load_before']} to {report['load_after']} on {report['processors']} processors"
+        f"{report['joins']} joins, medians, from the start of the process: imports "
+        f"{report['import_s']} s, weights "
+        f"{report['weights_s']} s, first step {report['first_step_s']} s, first round "
+        f"{report['round_s']} s, first accepted "
+        f"contribution {report['contribution_s']} s ({report['contribution_cpu_s']} s of a "
+        "processor); shoal up to its first step "
+        f"{report['up_first_step_s']} s ({report['up_first_step_cpu_s']}), shoal --help "
+        f"{report['help_s']} s "
+        f"({report['help_cpu_s']}); load {report['load_before']} to {report['load_after']} on "
+        f"{report['processors']} processors"
     )
     for title, phases in (("shoal join", report["phases"]), ("shoal up", report["up_phases"])):
         print(f"\n| {title}: began | after s | processor s by then |\n|---|---|---|")

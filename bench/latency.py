@@ -1,16 +1,19 @@
-"""What waiting costs a reduction over everybody against a pair, by simulation: `python bench/latency.py --figure docs/latency.svg`.
+"""What waiting costs a reduction over everybody against a pair, by simulation:
+`python bench/latency.py --figure docs/latency.svg`.
 
-The latency model of NoLoCo (arXiv 2506.10911, section 3 and figures 5A and 5B). Every message takes a log-normal time with mean 1
-and coefficient of variation cv, independent of all others. A tree all-reduce of n peers reduces to the root and broadcasts back,
-and a parent waits for the slower of its two children; a pair exchange waits for the slower of two messages, there and back.
-The first table is the mean of the one over the mean of the other.
+The latency model of NoLoCo (arXiv 2506.10911, section 3 and figures 5A and 5B). Every message takes
+a log-normal time with mean 1 and coefficient of variation cv, independent of all others. A tree
+all-reduce of n peers reduces to the root and broadcasts back, and a parent waits for the slower of
+its two children; a pair exchange waits for the slower of two messages, there and back. The first
+table is the mean of the one over the mean of the other.
 
-The second table leaves messages out and looks at waiting alone: every peer's inner step takes a log-normal time (logarithm: mean
-1, *variance* 0.5, which is what reproduces the paper's figure), and after every m steps it waits either for everybody or for one
-random partner, whose own delays it thus inherits. The table holds the time until the last peer is through, the one over the other.
+The second table leaves messages out and looks at waiting alone: every peer's inner step takes a
+log-normal time (logarithm: mean 1, *variance* 0.5, which is what reproduces the paper's figure),
+and after every m steps it waits either for everybody or for one random partner, whose own delays it
+thus inherits. The table holds the time until the last peer is through, the one over the other.
 
-Limits of the model: latency only, no bandwidth (a tree sends whole tensors at each hop, and where bandwidth counts a ring is
-better); links are independent; no peer is slow for long; nobody dies.
+Limits of the model: latency only, no bandwidth (a tree sends whole tensors at each hop, and where
+bandwidth counts a ring is better); links are independent; no peer is slow for long; nobody dies.
 """
 
 from __future__ import annotations
@@ -55,17 +58,23 @@ def estimate(samples: Tensor) -> Estimate:
 
 
 def sigma_of(cv: float) -> float:
-    """The standard deviation of the logarithm, from the coefficient of variation: sigma^2 = ln(1 + cv^2)."""
+    """The standard deviation of the logarithm, from the coefficient of variation: sigma^2 = ln(1 +
+    cv^2).
+    """
     return math.sqrt(math.log1p(cv * cv))
 
 
 def mean_of_max(sigma: float, mu: float = 0.0) -> float:
-    """E[max(a, b)] of two independent LogNormal(mu, sigma^2): (1 + erf(sigma / 2)) exp(mu + sigma^2 / 2)."""
+    """E[max(a, b)] of two independent LogNormal(mu, sigma^2): (1 + erf(sigma / 2)) exp(mu + sigma^2
+    / 2).
+    """
     return (1 + math.erf(sigma / 2)) * math.exp(mu + sigma * sigma / 2)
 
 
 def variance_of_max(sigma: float, mu: float = 0.0) -> float:
-    """Var[max(a, b)], by E[max^2] = 2 exp(2 mu + 2 sigma^2) Phi(sqrt(2) sigma), where 2 Phi(sqrt(2) s) = 1 + erf(s)."""
+    """Var[max(a, b)], by E[max^2] = 2 exp(2 mu + 2 sigma^2) Phi(sqrt(2) sigma), where 2 Phi(sqrt(2)
+    s) = 1 + erf(s).
+    """
     second = math.exp(2 * mu + 2 * sigma * sigma) * (1 + math.erf(sigma))
     return second - mean_of_max(sigma, mu) ** 2
 
@@ -73,10 +82,12 @@ def variance_of_max(sigma: float, mu: float = 0.0) -> float:
 def tree_times(
     peers: int, samples: int, generator: torch.Generator, spreads: tuple[float, ...] = SPREADS
 ) -> Tensor:
-    """Times of a reduction to the root of a binary tree with ``peers`` leaves, float64 [spreads, samples].
+    """Times of a reduction to the root of a binary tree with ``peers`` leaves, float64 [spreads,
+    samples].
 
-    All spreads are made of the same normal numbers, so that a row of the table is smooth. Where a level is odd, its last node goes
-    up without a message. The broadcast back is the mirror image: the same distribution once more.
+    All spreads are made of the same normal numbers, so that a row of the table is smooth. Where a
+    level is odd, its last node goes up without a message. The broadcast back is the mirror image:
+    the same distribution once more.
     """
     sigma = torch.tensor([sigma_of(cv) for cv in spreads], dtype=torch.float64)[:, None, None]
     chunk = max(AT_ONCE // (peers * len(spreads)), 1)
@@ -98,7 +109,10 @@ def tree_times(
 
 
 def tree_ratios(peers: int, samples: int, generator: torch.Generator) -> list[Estimate]:
-    """Figure 5A: E[tree all-reduce] / E[pair exchange] for each of SPREADS. Both go there and back, so the factor 2 cancels."""
+    """Figure 5A: E[tree all-reduce] / E[pair exchange] for each of SPREADS.
+
+    Both go there and back, so the factor 2 cancels.
+    """
     times = tree_times(peers, samples, generator)
     sigmas = [sigma_of(cv) for cv in SPREADS]
     return [
@@ -108,7 +122,9 @@ def tree_ratios(peers: int, samples: int, generator: torch.Generator) -> list[Es
 
 
 def barrier_ratio(peers: int, generator: torch.Generator, rounds: int = ROUNDS) -> list[float]:
-    """Figure 5B, one run: time with a barrier over all / time with barriers of random pairs, for each of STEPS."""
+    """Figure 5B, one run: time with a barrier over all / time with barriers of random pairs, for
+    each of STEPS.
+    """
     everybody = [0.0 for _ in STEPS]
     clocks = torch.zeros(len(STEPS), peers, dtype=torch.float64)
     chunk = max(AT_ONCE // max(STEPS), 1)
@@ -263,7 +279,8 @@ def main() -> int:
             draw(found, options.figure)
         except ModuleNotFoundError:
             print(
-                "bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.",
+                "bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure "
+                "out.",
                 file=sys.stderr,
             )
             return 1

@@ -1,22 +1,27 @@
-"""Directory and gossip alone: peers that train nothing, many in a process, over real libp2p daemons and DHT nodes.
+"""Directory and gossip alone: peers that train nothing, many in a process, over real libp2p daemons
+and DHT nodes.
 
-    python bench/light.py --peers 32 --into bench/results/light.jsonl      # as root on Linux: in a network namespace
-    python bench/light.py --peers 200 --share 10 --period 14               # ten peers to a daemon: 200 daemons need 19 GB
+    python bench/light.py --peers 32 --into bench/results/light.jsonl      # as root on Linux: in a
+    network namespace python bench/light.py --peers 200 --share 10 --period 14               # ten
+    peers to a daemon: 200 daemons need 19 GB
 
-Each peer publishes its record in its bucket and reads that every --period seconds, and in a second phase sends its status by gossip
-as well. Reported are
+Each peer publishes its record in its bucket and reads that every --period seconds, and in a second
+phase sends its status by gossip as well. Reported are
 
-    found_s         seconds from a newcomer's announcement until a stranger, who reads the keys at which its bucket can be, finds it
-    listed          of those in its bucket by the hash, the share that a peer lists
-    record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by bench.sim
-    link_bytes      all that went over the loopback interface, a peer and second: DHT routing, replicas, encryption, TCP
-    gossip_bytes    what it was more in the second phase, and ``statuses``: those that were sent, a second, in all of the swarm
+    found_s         seconds from a newcomer's announcement until a stranger, who reads the keys at
+    which its bucket can be, finds it listed          of those in its bucket by the hash, the share
+    that a peer lists record_bytes    of records read and stored, a peer and second, and
+    ``model_bytes``, the same by bench.sim link_bytes      all that went over the loopback
+    interface, a peer and second: DHT routing, replicas, encryption, TCP gossip_bytes    what it was
+    more in the second phase, and ``statuses``: those that were sent, a second, in all of the swarm
 
-A peer has a key, a record and a reading of its own, whatever it shares. Of those who share a daemon one sends statuses, and the DHT
-has as many nodes as there are daemons: a key takes log2 of those, not of the peers.
+A peer has a key, a record and a reading of its own, whatever it shares. Of those who share a daemon
+one sends statuses, and the DHT has as many nodes as there are daemons: a key takes log2 of those,
+not of the peers.
 
-Without the namespace other programs' loopback traffic is counted too. The processes import no model; hivemind's DHT is all of it
-that they need, and ``torch`` says whether that brought PyTorch along.
+Without the namespace other programs' loopback traffic is counted too. The processes import no
+model; hivemind's DHT is all of it that they need, and ``torch`` says whether that brought PyTorch
+along.
 """
 
 from __future__ import annotations
@@ -38,13 +43,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 SWARM, MODEL, INSIDE = "a" * 52, "0" * 64, "SHOAL_LIGHT_INSIDE"
 ATTEMPTS = 5  # to start a peer
 ABOUT: dict[str, Any] = {
-    "name": "light", "round": 0, "step": 0, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": MODEL,
-    "state": "training", "version": "0",
-}  # fmt: skip
+    "name": "light",
+    "round": 0,
+    "step": 0,
+    "loss": None,
+    "steps_per_s": 1.0,
+    "shard": 0,
+    "shards": 1,
+    "model": MODEL,
+    "state": "training",
+    "version": "0",
+}
 
 
 class Daemon:
-    """A host with its daemon, which counts the keys and the bytes of records of all peers that share it.
+    """A host with its daemon, which counts the keys and the bytes of records of all peers that
+    share it.
 
     ``bootstrap``: addresses; none for the first.
     """
@@ -59,9 +73,14 @@ class Daemon:
         for left in reversed(range(ATTEMPTS)):
             try:
                 self.host = Host.start(
-                    self.identity, bootstrap=bootstrap, validator=MemberValidator(SWARM), must_join=bool(bootstrap), relay="off",
-                    swarm=SWARM, timeout=120.0,
-                )  # fmt: skip
+                    self.identity,
+                    bootstrap=bootstrap,
+                    validator=MemberValidator(SWARM),
+                    must_join=bool(bootstrap),
+                    relay="off",
+                    swarm=SWARM,
+                    timeout=120.0,
+                )
                 break
             except StartupError:  # with all starting on one core, one may be too busy to answer
                 if not left:
@@ -81,7 +100,10 @@ class Daemon:
 
 
 class LightPeer:
-    """One peer: its key and directory, and later its gossip. ``size``: of the swarm, if it is known, as to those there before."""
+    """One peer: its key and directory, and later its gossip.
+
+    ``size``: of the swarm, if it is known, as to those there before.
+    """
 
     def __init__(
         self,
@@ -119,9 +141,20 @@ class LightPeer:
         def status() -> Status:
             self.sent += 1
             return Status(
-                swarm=SWARM, peer=self.identity.peer_id, name="light", addresses=(), state="training", round=0, step=0, loss=None,
-                steps_per_s=1.0, sent=0, received=0, issued=time.time(), version="0",
-            )  # fmt: skip
+                swarm=SWARM,
+                peer=self.identity.peer_id,
+                name="light",
+                addresses=(),
+                state="training",
+                round=0,
+                step=0,
+                loss=None,
+                steps_per_s=1.0,
+                sent=0,
+                received=0,
+                issued=time.time(),
+                version="0",
+            )
 
         self.publisher = RecordPublisher(
             Gossip(self.host, self.identity, SWARM), Status, status, self.directory.size
@@ -264,19 +297,32 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
                 process.terminate()
     listed = [seen / there for seen, there, _ in sights if there]
     return {
-        "peers": options.peers, "processes": options.processes, "share": options.share, "bucket": options.bucket,
+        "peers": options.peers,
+        "processes": options.processes,
+        "share": options.share,
+        "bucket": options.bucket,
         "epoch_s": options.epoch_s,
-        "period_s": options.period, "seconds": options.seconds, "torch": torch, "started_s": started,
+        "period_s": options.period,
+        "seconds": options.seconds,
+        "torch": torch,
+        "started_s": started,
         "memory_mb": memory,
-        "depths": sorted({depth for *_, depth in sights}), "in_bucket": statistics.mean(there for _, there, _ in sights),
-        "listed": statistics.mean(listed), "listed_least": min(listed), **quiet,
-        "found_s": found, "gossip_bytes": loud["link_bytes"] - quiet["link_bytes"], "statuses": loud["statuses"],
+        "depths": sorted({depth for *_, depth in sights}),
+        "in_bucket": statistics.mean(there for _, there, _ in sights),
+        "listed": statistics.mean(listed),
+        "listed_least": min(listed),
+        **quiet,
+        "found_s": found,
+        "gossip_bytes": loud["link_bytes"] - quiet["link_bytes"],
+        "statuses": loud["statuses"],
         **model(options),
-    }  # fmt: skip
+    }
 
 
 def newcomers(options: argparse.Namespace, bootstrap: tuple[str, ...]) -> list[float]:
-    """Return the seconds until a stranger finds each of some newcomers; infinity for one that it does not within a minute."""
+    """Return the seconds until a stranger finds each of some newcomers; infinity for one that it
+    does not within a minute.
+    """
     from shoal.swarm.membership.dht import is_in_its_bucket
 
     stranger, found = LightPeer(options, Daemon(bootstrap)), []
@@ -299,7 +345,9 @@ def newcomers(options: argparse.Namespace, bootstrap: tuple[str, ...]) -> list[f
 
 
 def model(options: argparse.Namespace) -> dict[str, float]:
-    """Return what the simulator says of as many peers, at the period of its own, per reading at this one's."""
+    """Return what the simulator says of as many peers, at the period of its own, per reading at
+    this one's.
+    """
     from bench.sim.report import run_sim
     from shoal.swarm.membership.directory import PERIOD
 

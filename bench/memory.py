@@ -1,14 +1,17 @@
-"""Main memory of a peer beyond the model, its gradients and its inner optimizer: bytes a parameter, all buffers included.
+"""Main memory of a peer beyond the model, its gradients and its inner optimizer: bytes a parameter,
+all buffers included.
 
     python bench/memory.py --params 10e6 --methods noloco,diloco --json
 
-Real nodes train the built-in GPT (bench/_memory_task.py) on this machine, in processes of their own and over real sockets: two from
-the start, which exchange and save checkpoints, and one that joins later, takes their weights and trains with them. Each row has the
-largest peak of resident memory of the three (VmHWM of Linux) less that of a process that has loaded the same modules and trains the
+Real nodes train the built-in GPT (bench/_memory_task.py) on this machine, in processes of their own
+and over real sockets: two from the start, which exchange and save checkpoints, and one that joins
+later, takes their weights and trains with them. Each row has the largest peak of resident memory of
+the three (VmHWM of Linux) less that of a process that has loaded the same modules and trains the
 same model with the same optimizer alone, divided by the parameters.
 
-Batches are small, so that the peak of a step is not that of its activations. The nodes get ``--ram`` as large as what they need, as
-they would on a machine that is just large enough: where memory is plentiful a checkpoint is written from a copy (--roomy).
+Batches are small, so that the peak of a step is not that of its activations. The nodes get
+``--ram`` as large as what they need, as they would on a machine that is just large enough: where
+memory is plentiful a checkpoint is written from a copy (--roomy).
 """
 
 from __future__ import annotations
@@ -138,7 +141,9 @@ def alone(options: argparse.Namespace) -> None:
 
 
 def baseline(options: argparse.Namespace, home: Path, began: float) -> tuple[int, int, int]:
-    """Return the parameters, and the peaks of resident and of anonymous memory, of training alone."""
+    """Return the parameters, and the peaks of resident and of anonymous memory, of training
+    alone.
+    """
     command = [sys.executable, __file__, "--alone", "--params", str(options.params)]
     process = Process(home, "alone", command)
     process.end(began)
@@ -164,7 +169,8 @@ def measure(
     )
     table = home / "swarm.toml"
     table.write_text(
-        f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = {options.every}\n{lag}'
+        f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = '
+        f"{options.every}\n{lag}"
         f"[train]\nsteps = 0\n[task]\nhooks = '{TASK}'\n"
         f"[task.options]\nlayers = {layers}\nwidth = {width}\n[node]\ncheckpoint_every_rounds = 2\n"
     )
@@ -217,13 +223,18 @@ def measure(
     each = {one.name: round((one.peak - peak) / params, 2) for one in nodes}
     held = {one.name: round((one.anonymous - anonymous) / params, 2) for one in nodes}
     return {
-        "method": method, "lag": options.lag if overlaps(method) else "", "offload": offload, "roomy": options.roomy,
+        "method": method,
+        "lag": options.lag if overlaps(method) else "",
+        "offload": offload,
+        "roomy": options.roomy,
         "params": params,
-        "bytes_per_parameter": max(each.values()), "nodes": each,
-        "anonymous_bytes_per_parameter": max(held.values()), "alone_mb": round(peak / 1e6, 1),
+        "bytes_per_parameter": max(each.values()),
+        "nodes": each,
+        "anonymous_bytes_per_parameter": max(held.values()),
+        "alone_mb": round(peak / 1e6, 1),
         "rounds_with_others": met,
         "wall_s": round(time.monotonic() - began, 1),
-    }  # fmt: skip
+    }
 
 
 def overlaps(method: str) -> bool:
@@ -308,7 +319,8 @@ def main(argv: list[str] | None = None) -> None:
                 rows.append(measure(method, options, Path(folder), plain, offload=offload))
             row = rows[-1]
             print(
-                f"{row['method']:>11}{' in files' if offload else ''}, {row['params'] / 1e6:.1f} million parameters: "
+                f"{row['method']:>11}{' in files' if offload else ''}, {row['params'] / 1e6:.1f} "
+                "million parameters: "
                 f"{row['bytes_per_parameter']:.1f} bytes a parameter {row['nodes']}, anonymous "
                 f"{row['anonymous_bytes_per_parameter']:.1f}, in {row['wall_s']:.0f} s",
                 file=sys.stderr,

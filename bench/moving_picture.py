@@ -1,7 +1,8 @@
-"""The moving picture of the README: a real run of four nodes, one of which is killed and comes back, as an animated SVG.
+"""The moving picture of the README: a real run of four nodes, one of which is killed and comes
+back, as an animated SVG.
 
-python bench/moving_picture.py --record run.jsonl --out docs/training.svg     # runs the nodes, and draws
-python bench/moving_picture.py --replay run.jsonl --out docs/training.svg     # draws again
+python bench/moving_picture.py --record run.jsonl --out docs/training.svg     # runs the nodes, and
+draws python bench/moving_picture.py --replay run.jsonl --out docs/training.svg     # draws again
 """
 
 from __future__ import annotations

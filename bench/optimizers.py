@@ -2,10 +2,11 @@
 
     python bench/optimizers.py          # writes bench/results/optimizers.md, in a minute or two
 
-Every optimizer of torch, torchao and pytorch_optimizer is made with its defaults and offered to an outer one. With each that is
-accepted, two peers train for 20 rounds on noisy data of one task, and average their weights after each. The distance between them
-just before a round is what they learnt apart in it. With an optimizer that goes back to earlier weights it grows from round to
-round, for each mean is undone in part.
+Every optimizer of torch, torchao and pytorch_optimizer is made with its defaults and offered to an
+outer one. With each that is accepted, two peers train for 20 rounds on noisy data of one task, and
+average their weights after each. The distance between them just before a round is what they learnt
+apart in it. With an optimizer that goes back to earlier weights it grows from round to round, for
+each mean is undone in part.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ EVERY = 10
 COMPARED = 5
 """Rounds at the end, and at the beginning, whose largest distances are compared."""
 GROWS = 2.0
-"""Times by which the last distances may exceed the first, beyond what steps have grown of a peer alone, as in a warm-up."""
+"""Times by which the last distances may exceed the first, beyond what steps have grown of a peer
+alone, as in a warm-up.
+"""
 RESULT = Path(__file__).parent / "results" / "optimizers.md"
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -157,7 +160,9 @@ def take_step(inner: torch.optim.Optimizer, every: Sequence[nn.Parameter], loss:
 
 
 def takes_closure(inner: torch.optim.Optimizer) -> bool:
-    """Return True for the two that are of no use without: their step's length comes from the loss, or they step twice."""
+    """Return True for the two that are of no use without: their step's length comes from the loss,
+    or they step twice.
+    """
     return type(inner).__name__ in ("AliG", "BSAM")
 
 
@@ -222,7 +227,8 @@ def main() -> None:
     lines = [
         "# Inner optimizers, tried",
         "",
-        f"By `bench/optimizers.py`, torch {torch.__version__}. Accepted: the largest distance of two peers before rounds 2 to 6,",
+        f"By `bench/optimizers.py`, torch {torch.__version__}. Accepted: the largest distance of "
+        "two peers before rounds 2 to 6,",
         "then before rounds 16 to 20. Refused: how much of a move was left after 56 further steps.",
         "",
         "; ".join(f"{word}: {count}" for word, count in counts.items()) + ".",

@@ -1,8 +1,10 @@
-"""What one NoLoCo outer step costs beside the network: reading the weights, the rule, writing them back.
+"""What one NoLoCo outer step costs beside the network: reading the weights, the rule, writing them
+back.
 
     python bench/outer_step.py --params 1e8 --device auto --json
 
-Compares slow weights on the CPU (float32, pinned transfers when the model is on a GPU) with slow weights on the device.
+Compares slow weights on the CPU (float32, pinned transfers when the model is on a GPU) with slow
+weights on the device.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def main() -> None:
     ]
     for row in rows:
         print(
-            f"{row['params']:>13,} {row['dtype']} parameters, slow weights on {row['slow']}: {row['seconds']:.4f} s",
+            f"{row['params']:>13,} {row['dtype']} parameters, slow weights on {row['slow']}: "
+            f"{row['seconds']:.4f} s",
             file=sys.stderr,
         )
     name = (

@@ -1,25 +1,28 @@
-"""How much of its time a node computes when the network is slow: `python bench/overlap.py --mbit 100 --delay 0,50,200`.
+"""How much of its time a node computes when the network is slow:
+`python bench/overlap.py --mbit 100 --delay 0,50,200`.
 
-Real processes, one per node, behind links of --mbit each way and --delay milliseconds one way (a round trip takes twice that),
-train the same model by one method after the other:
+Real processes, one per node, behind links of --mbit each way and --delay milliseconds one way (a
+round trip takes twice that), train the same model by one method after the other:
 
     alone               no exchange: what the machine itself costs the loop
     ddp                 DistributedDataParallel over gloo, gradients every step
     torchft             torchft's DiLoCo over gloo
     torchft-streaming   the same in fragments, overlapped as far as it goes
     hivemind            hivemind.Optimizer(use_local_updates=True), which averages in the background
-    noloco, streaming   ours, overlapped: in fragments, with one partner or over everyone, with the lag that each node finds
-    co2                 ours, overlapped: a whole round late
+    noloco, streaming   ours, overlapped: in fragments, with one partner or over everyone, with the
+    lag that each node finds co2                 ours, overlapped: a whole round late
     noloco-blocking     ours, all at once every round, waited for: with one partner
     diloco              the same over everyone
 
-Computing is simulated: an inner step, its optimizer included, is a timed wait, as on a machine whose GPU computes while its
-processor is idle (only DDP, which sends them, makes real gradients). utilisation = computing / wall time = 1 - wait / wall, where
-*all* that is not computing counts as waiting: transfers, finding each other, encryption, copies, the outer step. All have their
-defaults: ours find their lag, and torchft has the longest that it can have; --lag sets it for ours. --warm rounds come before those
-that are measured, for all methods alike, so that connections are there and lags are found; what is still in flight at the end is in
-flight at the beginning, too. As root the links are network namespaces with `tc tbf` and a wire in user space for the delay; else
-relays, which only programs that can announce an address can use: the others are skipped.
+Computing is simulated: an inner step, its optimizer included, is a timed wait, as on a machine
+whose GPU computes while its processor is idle (only DDP, which sends them, makes real gradients).
+utilisation = computing / wall time = 1 - wait / wall, where *all* that is not computing counts as
+waiting: transfers, finding each other, encryption, copies, the outer step. All have their defaults:
+ours find their lag, and torchft has the longest that it can have; --lag sets it for ours. --warm
+rounds come before those that are measured, for all methods alike, so that connections are there and
+lags are found; what is still in flight at the end is in flight at the beginning, too. As root the
+links are network namespaces with `tc tbf` and a wire in user space for the delay; else relays,
+which only programs that can announce an address can use: the others are skipped.
 """
 
 from __future__ import annotations
@@ -94,7 +97,9 @@ class Plan:
         return self.model_bytes * 8 / (self.mbit * 1e6)
 
     def steps(self, method: str) -> tuple[int, int]:
-        """Inner steps to warm up and to measure: whole rounds; for DDP about the same time, if it waits at every step."""
+        """Inner steps to warm up and to measure: whole rounds; for DDP about the same time, if it
+        waits at every step.
+        """
         if method != "ddp":
             return self.every * self.warm, self.every * self.rounds
         most = self.every * self.rounds
@@ -123,9 +128,21 @@ def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
     try:
         for rank in range(plan.nodes):
             setup = Setup(
-                method, rank, plan.nodes, link.ip(rank), link.port(rank), link.announced(rank), plan.step_s, plan.every,
-                plan.layers, WIDTH, plan.fragments, plan.lag, plan.codec, addresses,
-            )  # fmt: skip
+                method,
+                rank,
+                plan.nodes,
+                link.ip(rank),
+                link.port(rank),
+                link.announced(rank),
+                plan.step_s,
+                plan.every,
+                plan.layers,
+                WIDTH,
+                plan.fragments,
+                plan.lag,
+                plan.codec,
+                addresses,
+            )
             command = [
                 sys.executable,
                 "-m",
@@ -155,8 +172,9 @@ def measure(method: str, link: Link, plan: Plan) -> dict[str, Any]:
 def scheduled(method: str) -> list[str]:
     """What to put before a command so that it is scheduled as its method bears it.
 
-    Hivemind's daemons spin as they start. Under `chrt -f` nothing else would run on their cores, and no node would ever answer: so
-    its processes come before all others by nice, and not by a real-time policy.
+    Hivemind's daemons spin as they start. Under `chrt -f` nothing else would run on their cores,
+    and no node would ever answer: so its processes come before all others by nice, and not by a
+    real-time policy.
     """
     if method != "hivemind" or os.sched_getscheduler(0) == os.SCHED_OTHER:
         return []
@@ -242,11 +260,21 @@ def show(found: list[dict[str, Any]], plan: Plan) -> None:
     for at in found:
         probe = at["check"]
         table = Table(
-            "method", "rounds", "steps", "wall s", "wait s", "blocked s", "utilisation", "MB sent per node", "lag",
-            title=f"{plan.nodes} nodes, {plan.mbit:g} Mbit/s (found {probe['mbit']:.1f}), {at['delay_ms']} ms one way (found "
-            f"{probe['delay_ms']:.1f}), {at['link']}; {plan.model_bytes / 1e6:g} MB model, {plan.every} steps of "
+            "method",
+            "rounds",
+            "steps",
+            "wall s",
+            "wait s",
+            "blocked s",
+            "utilisation",
+            "MB sent per node",
+            "lag",
+            title=f"{plan.nodes} nodes, {plan.mbit:g} Mbit/s (found {probe['mbit']:.1f}), "
+            f"{at['delay_ms']} ms one way (found "
+            f"{probe['delay_ms']:.1f}), {at['link']}; {plan.model_bytes / 1e6:g} MB model, "
+            f"{plan.every} steps of "
             f"{plan.step_s * 1000:g} ms a round, simulated by timed waits",
-        )  # fmt: skip
+        )
         for row in at["rows"]:
             names = (
                 "rounds",
@@ -340,7 +368,8 @@ def arguments() -> argparse.Namespace:
         options.lag is not None and options.lag >= options.every
     ):
         parser.error(
-            "argument --fragments: at most as many as layers and steps of a round; --lag: less than those steps"
+            "argument --fragments: at most as many as layers and steps of a round; --lag: less "
+            "than those steps"
         )
     if options.codec is not None:
         try:
@@ -370,9 +399,17 @@ def main() -> int:
             put_into(options.into, f"{shown}\n", BEGIN, END)
         return 0
     plan = Plan(
-        options.nodes, options.mbit, options.layers, options.every, options.step / 1000, options.rounds, options.warm,
-        options.fragments, options.lag, options.codec,
-    )  # fmt: skip
+        options.nodes,
+        options.mbit,
+        options.layers,
+        options.every,
+        options.step / 1000,
+        options.rounds,
+        options.warm,
+        options.fragments,
+        options.lag,
+        options.codec,
+    )
 
     def end(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not stop the cleaning up

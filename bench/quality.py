@@ -5,33 +5,38 @@
     python bench/quality.py --plan overlap --resume bench/results/quality.jsonl
     python bench/quality.py --report bench/results/quality.jsonl --into bench/results/tables.md
 
-The model is the built-in byte-level GPT (135,808 parameters, context 64), the text Python's standard library, cut by files into one
-shard for each peer; a tenth of the files is held out, half of it to choose settings by, half to report. Peers live in one process
-(``optim.Simulation``). Inner optimizer: AdamW (0.9, 0.99), 50 steps of warm-up, cosine to 10 %.
+The model is the built-in byte-level GPT (135,808 parameters, context 64), the text Python's
+standard library, cut by files into one shard for each peer; a tenth of the files is held out, half
+of it to choose settings by, half to report. Peers live in one process (``optim.Simulation``). Inner
+optimizer: AdamW (0.9, 0.99), 50 steps of warm-up, cosine to 10 %.
 
-All rows of one number of steps N have seen equally many tokens: N batches of ``--batch`` windows of 64 bytes, whatever the number
-of peers, each of the K peers making N steps with 1/K of the batch. With B = batch / K:
+All rows of one number of steps N have seen equally many tokens: N batches of ``--batch`` windows of
+64 bytes, whatever the number of peers, each of the K peers making N steps with 1/K of the batch.
+With B = batch / K:
 
-    ddp          the mean gradient of the K peers at every step: batch K B, N steps (DiLoCo's table: "8x batch")
-    ddp-xK       the same with K times the batch and N/K steps: the simple way to exchange K times less often
-    ddp-updates  one machine, batch B, K N steps, K times as long (DiLoCo's table: "8x updates")
+    ddp          the mean gradient of the K peers at every step: batch K B, N steps (DiLoCo's table:
+    "8x batch") ddp-xK       the same with K times the batch and N/K steps: the simple way to
+    exchange K times less often ddp-updates  one machine, batch B, K N steps, K times as long
+    (DiLoCo's table: "8x updates")
 
-At K = 1 "diloco" is SNOO and "lookahead" Lookahead. "diloco-hb" is the heavy-ball form, "noloco" sends one tensor (pull = lr),
-"noloco-2" two, "local" averages with a partner, "local-sgd" with everyone, "none" never (but see "averaged"). What each may choose
-from: bench/_quality_methods.py.
+At K = 1 "diloco" is SNOO and "lookahead" Lookahead. "diloco-hb" is the heavy-ball form, "noloco"
+sends one tensor (pull = lr), "noloco-2" two, "local" averages with a partner, "local-sgd" with
+everyone, "none" never (but see "averaged"). What each may choose from: bench/_quality_methods.py.
 
-Tuning, the same for every method at each ``--every``, by seed 0 with ``--tune-steps`` and 4 peers: its three settings at the
-learning rate 6e-3, then the best of them at 1.2e-2, and at the next rate (3e-3 or 2.4e-2) on the side of the better one. (The
-settings first, because a high outer momentum wants a low rate.) The choice is made on the validation half. Codecs take over the
-choice that was made for the method's own, longer runs that of the short ones; the leaders among those are tried at half of the rate
-too.
+Tuning, the same for every method at each ``--every``, by seed 0 with ``--tune-steps`` and 4 peers:
+its three settings at the learning rate 6e-3, then the best of them at 1.2e-2, and at the next rate
+(3e-3 or 2.4e-2) on the side of the better one. (The settings first, because a high outer momentum
+wants a low rate.) The choice is made on the validation half. Codecs take over the choice that was
+made for the method's own, longer runs that of the short ones; the leaders among those are tried at
+half of the rate too.
 
-"loss": nats per byte on the reported half, of the slow weights after ``finish()``; where the peers differ in the end (gossip,
-eager, SPARTA), the mean over their losses; "averaged" is the loss of the mean of their weights instead, one more exchange with
-everyone.
-"bytes_per_token": lengths of the payloads that a peer hands to the exchange over the tokens that it has learnt from. What the
-network then makes of them is not in it: a pair sends each payload once; a ring over K peers 2 (K - 1) / K times (1.75 for 8), DDP's
-too; an all-gather of sparse payloads is received K - 1 times.
+"loss": nats per byte on the reported half, of the slow weights after ``finish()``; where the peers
+differ in the end (gossip, eager, SPARTA), the mean over their losses; "averaged" is the loss of the
+mean of their weights instead, one more exchange with everyone.
+"bytes_per_token": lengths of the payloads that a peer hands to the exchange over the tokens that it
+has learnt from. What the network then makes of them is not in it: a pair sends each payload once; a
+ring over K peers 2 (K - 1) / K times (1.75 for 8), DDP's too; an all-gather of sparse payloads is
+received K - 1 times.
 """
 
 from __future__ import annotations
@@ -115,7 +120,9 @@ class Runner:
                 out.write(json.dumps(result) + "\n")
 
     def __call__(self, specs: Iterable[Any]) -> list[dict[str, Any]]:
-        """The results of these runs, in their order. TimeUp before a run that would begin too late."""
+        """The results of these runs, in their order. TimeUp before a run that would begin too
+        late.
+        """
         specs = list(specs)
         missing = [spec for spec in dict.fromkeys(specs) if spec.key not in self.results]
         if self.jobs == 1 or len(missing) == 1:
@@ -142,7 +149,9 @@ def validation(result: dict[str, Any]) -> float:
 def by_five_runs(
     best: Callable[[list[Chosen]], Chosen], settings: Sequence[Setting], rates: Sequence[float]
 ) -> Chosen:
-    """The best of three settings at the second of four rates, then at the third rate and the one beyond the better side."""
+    """The best of three settings at the second of four rates, then at the third rate and the one
+    beyond the better side.
+    """
     middle, higher = rates[1:3]
     _, setting = best([(middle, setting) for setting in settings])
     up = best([(middle, setting), (higher, setting)])[0] == higher
@@ -192,7 +201,9 @@ class Quality:
         return best["lr"], best["outer"]
 
     def run(self, cell: Cell, seeds: Sequence[int], again: bool | Cell) -> None:
-        """All seeds of a cell; ``again``: at half of the learning rate, if seed 0 of it, or of the cell given, is better there."""
+        """All seeds of a cell; ``again``: at half of the learning rate, if seed 0 of it, or of the
+        cell given, is better there.
+        """
         method = METHODS[cell.method].like or cell.method
         chosen = self.tuned(method, METHODS[method].every or cell.tuned_every or cell.every)
         if again and self.lr is None:
@@ -323,12 +334,14 @@ def arguments() -> argparse.Namespace:
     wrong = [peers for peers in options.peers if options.batch % peers]
     if wrong:
         parser.error(
-            f"argument --batch: {options.batch} windows cannot be shared out equally among {wrong[0]} peers"
+            f"argument --batch: {options.batch} windows cannot be shared out equally among "
+            f"{wrong[0]} peers"
         )
     wrong = [every for every in options.every if options.steps % every]
     if wrong and not options.plan:
         parser.error(
-            f"argument --steps: must be a multiple of --every ({wrong[0]}), else the last steps would count for nothing"
+            f"argument --steps: must be a multiple of --every ({wrong[0]}), else the last steps "
+            "would count for nothing"
         )
     return options
 

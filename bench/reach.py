@@ -1,20 +1,23 @@
 """Which pairs of home routers let two nodes meet: `python bench/reach.py`.
 
-For each pair of `bench._nat.KINDS`: a bootstrap node with a relay on a public machine, and one node behind each router, each in a
-network namespace. The first creates a swarm, the second joins by its link, and both average a small model by pairs, as in any
-training. A pair is `direct` if a connection of its own joins it at the end, `punched` if one of their second daemons does,
-`relayed` if one through the relay does, and else `failed`; with it the seconds until the first exchange and, where there was one,
-until the direct connection, the exchanges in the 15 s after, and the megabytes that reached the bootstrap node in that time.
---listen quic adds a QUIC address to those that all listen on, by which libp2p can punch holes. --seeds has that many bootstrap
-nodes, each at its own address, of which the first relays: libp2p learns its own address from four others. --reuse: TCP is dialled
-from the port that is listened on. --dials is no swarm: two daemons that know each other's public address and port dial each other
-by QUIC, the second 0.3 s after the first.
+For each pair of `bench._nat.KINDS`: a bootstrap node with a relay on a public machine, and one node
+behind each router, each in a network namespace. The first creates a swarm, the second joins by its
+link, and both average a small model by pairs, as in any training. A pair is `direct` if a
+connection of its own joins it at the end, `punched` if one of their second daemons does, `relayed`
+if one through the relay does, and else `failed`; with it the seconds until the first exchange and,
+where there was one, until the direct connection, the exchanges in the 15 s after, and the megabytes
+that reached the bootstrap node in that time. --listen quic adds a QUIC address to those that all
+listen on, by which libp2p can punch holes. --seeds has that many bootstrap nodes, each at its own
+address, of which the first relays: libp2p learns its own address from four others. --reuse: TCP is
+dialled from the port that is listened on. --dials is no swarm: two daemons that know each other's
+public address and port dial each other by QUIC, the second 0.3 s after the first.
 
---delay (milliseconds one way) and --loss (percent) are those of each home's line; --mb is the size of the model. Then a row also
-has the megabytes a second that exchanges moved by each way in --seconds, how many took which way, and which is chosen at the end.
---no-punch: by the relay alone.
+--delay (milliseconds one way) and --loss (percent) are those of each home's line; --mb is the size
+of the model. Then a row also has the megabytes a second that exchanges moved by each way in
+--seconds, how many took which way, and which is chosen at the end. --no-punch: by the relay alone.
 
-A row is appended to --results as soon as it is measured, and not measured again. Needs root on Linux, and about 30 seconds a pair.
+A row is appended to --results as soon as it is measured, and not measured again. Needs root on
+Linux, and about 30 seconds a pair.
 """
 
 from __future__ import annotations
@@ -60,7 +63,9 @@ fork = mp.get_context(
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all pairs of a run have in common: the transports that nodes listen on, and the number of bootstrap nodes."""
+    """What all pairs of a run have in common: the transports that nodes listen on, and the number
+    of bootstrap nodes.
+    """
 
     listen: str = "tcp"
     seeds: int = 1
@@ -93,7 +98,9 @@ def seed(setup: Setup, namespace: str, ip: str, relay: bool, tell: Connection) -
 
 
 def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Connection) -> None:
-    """Train without computing; send the link, the number of each exchange with the partner, and how the partner is connected."""
+    """Train without computing; send the link, the number of each exchange with the partner, and how
+    the partner is connected.
+    """
     import torch
     from torch import nn
 
@@ -147,7 +154,9 @@ async def _nobody() -> list[str]:
 
 
 def _rates(host: Any) -> dict[str, Any]:
-    """What exchanges with the one partner moved by each way, in MB/s, the way of the last one and the one chosen."""
+    """What exchanges with the one partner moved by each way, in MB/s, the way of the last one and
+    the one chosen.
+    """
     found: dict[str, Any] = {}
     for peer, known in list(host.traffic.ways._known.items()):
         names = {False: "relayed", True: PUNCHED}
@@ -160,7 +169,9 @@ def _rates(host: Any) -> dict[str, Any]:
 def dialler(
     setup: Setup, namespace: str, own: str, other: str, address: str, late: float, tell: Connection
 ) -> None:
-    """Be a daemon that dials another when told; send the seconds that it took, and the addresses of the connections 2 s later."""
+    """Be a daemon that dials another when told; send the seconds that it took, and the addresses of
+    the connections 2 s later.
+    """
     from shoal.swarm.identity import Identity
     from shoal.swarm.p2p.addresses import to_text
     from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
@@ -187,7 +198,9 @@ def dialler(
 
 
 def _joined(link: str, model: Any, network: Any, tell: Connection) -> Any:
-    """Join, and again, as a user would, when no member was reached: one that cannot be dialled needs time to get a relay."""
+    """Join, and again, as a user would, when no member was reached: one that cannot be dialled
+    needs time to get a relay.
+    """
     from shoal.swarm.errors import StartupError
     from shoal.swarm.training import session
 
@@ -211,7 +224,9 @@ def _connections(place: Any) -> list[str]:
 
 
 def _settle(namespace: str, setup: Setup) -> None:
-    """Make this process, forked from the benchmark, a machine's: its network, its own signals, quiet."""
+    """Make this process, forked from the benchmark, a machine's: its network, its own signals,
+    quiet.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     enter_here(namespace)
     os.environ["LIBP2P_TCP_REUSEPORT"] = str(setup.reuse).lower()
@@ -265,7 +280,9 @@ def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
 
 
 def _carried(nodes: list[Connection], net: Internet, setup: Setup) -> dict[str, Any]:
-    """Count what a pair exchanges from now on, and by which way, and what reaches the bootstrap node meanwhile."""
+    """Count what a pair exchanges from now on, and by which way, and what reaches the bootstrap
+    node meanwhile.
+    """
     before, end = net.received("seed"), time.monotonic() + setup.seconds
     made, ways, rates, seen = 0, Counter[str](), dict[str, Any](), dict[Connection, int]()
     while (left := end - time.monotonic()) > 0:
@@ -448,8 +465,19 @@ def main() -> int:
     _load()
     kinds = options.kinds.split(",")
     listen = "quic" if options.dials else options.listen
-    setup = Setup(listen, options.seeds, options.reuse, options.relay, options.same_lan, options.dials, options.delay,
-                  options.loss, options.mb, not options.no_punch, options.seconds)  # fmt: skip
+    setup = Setup(
+        listen,
+        options.seeds,
+        options.reuse,
+        options.relay,
+        options.same_lan,
+        options.dials,
+        options.delay,
+        options.loss,
+        options.mb,
+        not options.no_punch,
+        options.seconds,
+    )
     try:
         rows = run(setup, kinds, options.results)
     except NatError as error:

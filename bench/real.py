@@ -1,26 +1,31 @@
-"""What a model gains from a swarm: real nodes train it together, and the same is trained without them, on the same text.
+"""What a model gains from a swarm: real nodes train it together, and the same is trained without
+them, on the same text.
 
-    python bench/real.py --model FOLDER --nodes 4 --json                       # fine-tune all weights
-    python bench/real.py --model FOLDER --nodes 4 --lora 8 --json              # an adapter only
-    python bench/real.py --model FOLDER --nodes 4 --data a.txt,b.txt,c.txt,d.txt --folder runs/real --json
-    python bench/real.py --from-scratch 10m --data a.txt,b.txt --alone 1 --times 4 --ddp --figure curves.svg --folder runs/10m
+    python bench/real.py --model FOLDER --nodes 4 --json                       # fine-tune all
+    weights python bench/real.py --model FOLDER --nodes 4 --lora 8 --json              # an adapter
+    only python bench/real.py --model FOLDER --nodes 4 --data a.txt,b.txt,c.txt,d.txt --folder
+    runs/real --json python bench/real.py --from-scratch 10m --data a.txt,b.txt --alone 1 --times 4
+    --ddp --figure curves.svg --folder runs/10m
 
-FOLDER holds a causal language model of transformers, such as SmolLM2-135M. Nodes are processes of `shoal up` and `shoal join` on
-this machine, one thread each. Every node trains on its own part of the text (bench/_real_task.py) and all are measured on the same
-held-out text: `loss_last` is the mean over the nodes, after the rounds. Beside it
+FOLDER holds a causal language model of transformers, such as SmolLM2-135M. Nodes are processes of
+`shoal up` and `shoal join` on this machine, one thread each. Every node trains on its own part of
+the text (bench/_real_task.py) and all are measured on the same held-out text: `loss_last` is the
+mean over the nodes, after the rounds. Beside it
 
-* `loss_alone`: the mean over the first --alone nodes, each alone with the same part, seed, number of steps and method, without
-  partners (rows before 2026-11-28: without an outer optimizer);
+* `loss_alone`: the mean over the first --alone nodes, each alone with the same part, seed, number
+  of steps and method, without partners (rows before 2026-11-28: without an outer optimizer);
 * `loss_times`, with --times N: the first node alone, with its part and N times the steps;
-* `loss_ddp`, with --ddp: data parallel training of as many nodes, computed in one process, whose batch is those of all nodes one
-  after another: the same mathematics. `ddp_bytes` is what a ring all-reduce of float32 would send, computed.
+* `loss_ddp`, with --ddp: data parallel training of as many nodes, computed in one process, whose
+  batch is those of all nodes one after another: the same mathematics. `ddp_bytes` is what a ring
+  all-reduce of float32 would send, computed.
 
-The learning rate has the schedule --schedule over each run's own steps. --kill I@STEP kills node I with SIGKILL there, and starts
-it again with --resume; with --late STEP the last node joins when the first has done so many steps, and leaves when the others have
-ended: `late_measured` is [steps, seconds, loss] of what it last measured. `curves`: of each run, every --eval steps, [steps, tokens
-of all its nodes, seconds, held-out loss]. Seconds are those of a machine that all nodes share: together and alone cannot be
-compared by them. With --folder what is done is kept: the same command, called again, goes on where it was cut off, in the middle
-of a run from its checkpoints.
+The learning rate has the schedule --schedule over each run's own steps. --kill I@STEP kills node I
+with SIGKILL there, and starts it again with --resume; with --late STEP the last node joins when the
+first has done so many steps, and leaves when the others have ended: `late_measured` is [steps,
+seconds, loss] of what it last measured. `curves`: of each run, every --eval steps, [steps, tokens
+of all its nodes, seconds, held-out loss]. Seconds are those of a machine that all nodes share:
+together and alone cannot be compared by them. With --folder what is done is kept: the same command,
+called again, goes on where it was cut off, in the middle of a run from its checkpoints.
 """
 
 from __future__ import annotations
@@ -94,15 +99,26 @@ def swarm(
 ) -> list[str]:
     """Return the flags of the first node: those of its swarm."""
     options = {
-        "base": str(Path(chosen.model).resolve()), "lora": chosen.lora, "context": chosen.context, "batch": chosen.batch,
-        "lr": chosen.lr, "held": chosen.held, "parts": chosen.nodes if ddp else 0, "most": chosen.most,
-    }  # fmt: skip
+        "base": str(Path(chosen.model).resolve()),
+        "lora": chosen.lora,
+        "context": chosen.context,
+        "batch": chosen.batch,
+        "lr": chosen.lr,
+        "held": chosen.held,
+        "parts": chosen.nodes if ddp else 0,
+        "most": chosen.most,
+    }
     if chosen.from_scratch:
         options |= {"size": chosen.from_scratch}
     settings = {
-        "swarm.start_when": start_when, "swarm.shards": chosen.nodes, "train.steps": steps or chosen.steps,
-        "train.seed": chosen.seed, "train.schedule": chosen.schedule, "train.eval_every": chosen.eval, "outer.every": chosen.every,
-    }  # fmt: skip
+        "swarm.start_when": start_when,
+        "swarm.shards": chosen.nodes,
+        "train.steps": steps or chosen.steps,
+        "train.seed": chosen.seed,
+        "train.schedule": chosen.schedule,
+        "train.eval_every": chosen.eval,
+        "outer.every": chosen.every,
+    }
     if chosen.schedule != "task":
         settings["train.warmup"] = chosen.warmup
     given = [f"--option={key}={json.dumps(value)}" for key, value in options.items()]
@@ -128,8 +144,9 @@ def result(folder: Path) -> dict[str, Any]:
 def history(events: Events) -> dict[str, Any]:
     """Return what a node's events say of all its lives.
 
-    ``measured``: [steps, seconds of training, held-out loss]; ``loss_first``; ``bytes_sent``, ``wait_s`` (those of a life that was
-    killed by its exchanges alone), ``wall_s``, ``pairs_none`` and ``exchanges``.
+    ``measured``: [steps, seconds of training, held-out loss]; ``loss_first``; ``bytes_sent``,
+    ``wait_s`` (those of a life that was killed by its exchanges alone), ``wall_s``, ``pairs_none``
+    and ``exchanges``.
     """
     measured, first = dict[int, tuple[float, float]](), None
     sums = dict.fromkeys(("bytes_sent", "wait_s", "wall_s", "pairs_none", "exchanges"), 0.0)
@@ -235,7 +252,8 @@ def together(chosen: argparse.Namespace, folder: Path, display: Display) -> dict
     with Nodes(folder) as nodes:
         link = start_first(nodes, ["up", *first], display, liveness)
         wait(nodes, liveness, chosen, link, display)
-    # Of the largest node: the peak of all processes that have ended so far, which are the nodes' and their daemons'.
+    # Of the largest node: the peak of all processes that have ended so far, which are the nodes'
+    # and their daemons'.
     peak = (
         resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024)
@@ -250,7 +268,9 @@ def together(chosen: argparse.Namespace, folder: Path, display: Display) -> dict
 def single(
     chosen: argparse.Namespace, folder: Path, parts: Sequence[str], display: Display
 ) -> dict[str, Any]:
-    """Train some of ``alone-I``, ``times`` and ``ddp`` at once, each in a swarm of its own; return the result of each."""
+    """Train some of ``alone-I``, ``times`` and ``ddp`` at once, each in a swarm of its own; return
+    the result of each.
+    """
     processes = []
     for part in parts:
         own = folder / part
@@ -306,7 +326,9 @@ def kept(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def curve(nodes: Sequence[dict[str, Any]], tokens: int) -> list[list[float]]:
-    """Return the mean of the nodes' losses where all of them have measured it: [steps, tokens of all, seconds, loss]."""
+    """Return the mean of the nodes' losses where all of them have measured it: [steps, tokens of
+    all, seconds, loss].
+    """
     each = [{step: (seconds, loss) for step, seconds, loss in node["measured"]} for node in nodes]
     steps = sorted(set.intersection(*map(set, each)))
     return [
@@ -320,7 +342,9 @@ def curve(nodes: Sequence[dict[str, Any]], tokens: int) -> list[list[float]]:
 
 
 def report(parts: dict[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures: losses are means over the nodes, bytes a sum, waits and times means, memory that of the largest node."""
+    """Return the figures: losses are means over the nodes, bytes a sum, waits and times means,
+    memory that of the largest node.
+    """
     nodes = parts["together"]["nodes"]
     ended = [node for node in nodes if node["loss_last"] is not None]
     one = chosen.batch * chosen.context

@@ -1,14 +1,16 @@
-"""How long a node behind a router is lost after its relay slot was: `python bench/relay_loss.py [CASE ...]`.
+"""How long a node behind a router is lost after its relay slot was:
+`python bench/relay_loss.py [CASE ...]`.
 
-Two nodes, each behind a port-restricted router of `bench._nat`, and a bootstrap node that relays. Both average a small model by
-pairs, in rounds of two seconds or so. Then something breaks, and the seconds count from the moment at which the network is whole
-again to the next exchange, and to the moment at which the node that was lost announces its relay again:
+Two nodes, each behind a port-restricted router of `bench._nat`, and a bootstrap node that relays.
+Both average a small model by pairs, in rounds of two seconds or so. Then something breaks, and the
+seconds count from the moment at which the network is whole again to the next exchange, and to the
+moment at which the node that was lost announces its relay again:
 
     cut        the line of one node loses everything for --down seconds
-    address    the router of one node gets another public address, and drops what it knew of the old one
-    restart    the bootstrap node is ended, and started again after --down seconds, with the same key and address
-    two        of two bootstrap nodes, both of which relay, the first is ended for good
-    late       the bootstrap node starts --down seconds after the two nodes
+    address    the router of one node gets another public address, and drops what it knew of the old
+    one restart    the bootstrap node is ended, and started again after --down seconds, with the
+    same key and address two        of two bootstrap nodes, both of which relay, the first is ended
+    for good late       the bootstrap node starts --down seconds after the two nodes
 
 Needs root on Linux, and about three minutes a case.
 """
@@ -60,7 +62,9 @@ def seed(namespace: str, ip: str, key: str, tell: Connection) -> None:
 
 
 def node(namespace: str, bootstrap: list[str], link: str, wait: float, tell: Connection) -> None:
-    """Train; send the link, and at each round the moment, how many took part, and whether this node announces a relay."""
+    """Train; send the link, and at each round the moment, how many took part, and whether this node
+    announces a relay.
+    """
     import torch
     from torch import nn
 

@@ -1,33 +1,42 @@
-"""What learning from the swarm's rollouts is worth: I own and J foreign groups a round, with a policy small enough to know exactly.
+"""What learning from the swarm's rollouts is worth: I own and J foreign groups a round, with a
+policy small enough to know exactly.
 
     python bench/sapo.py --nodes 4 --seeds 5 --json
 
-Every node answers I random questions G times each and publishes the groups; then it learns from these I and from at most J of the
-others' groups, picked by `optim.rollouts.select`, with rewards that it works out itself. "cumulative" is the exact probability of
-a right answer, mean over all questions and nodes, summed over the rounds; "final" is that after the last one. Both are means over
+Every node answers I random questions G times each and publishes the groups; then it learns from
+these I and from at most J of the others' groups, picked by `optim.rollouts.select`, with rewards
+that it works out itself. "cumulative" is the exact probability of a right answer, mean over all
+questions and nodes, summed over the rounds; "final" is that after the last one. Both are means over
 the seeds; "sd" is the standard deviation of "cumulative" over the seeds (0 for one seed).
 
-With --late N the groups of each other node come 0 to N rounds late, drawn anew each round; with --behind M those are left out that
-their author's policy wrote more than M versions before its newest (8 in a node).
+With --late N the groups of each other node come 0 to N rounds late, drawn anew each round; with
+--behind M those are left out that their author's policy wrote more than M versions before its
+newest (8 in a node).
 
-"poison" is 4/4 in which one node lies: it has a wrong answer to every question, puts that in place of one completion of each of its
-groups, so that its lie never lacks a reward, learns by it, and publishes it; counted are the others. "trusting" is the same when
-they take the sender's word for the answer, as the public code does (genrl 0.3.0).
+"poison" is 4/4 in which one node lies: it has a wrong answer to every question, puts that in place
+of one completion of each of its groups, so that its lie never lacks a reward, learns by it, and
+publishes it; counted are the others. "trusting" is the same when they take the sender's word for
+the answer, as the public code does (genrl 0.3.0).
 
-The linear policy is a softmax over 32 answers to 60 questions. Twelve of its features are random and shared by all questions, so
-that what is learnt about one disturbs or helps the others. No network, no clock: the same numbers every time.
+The linear policy is a softmax over 32 answers to 60 questions. Twelve of its features are random
+and shared by all questions, so that what is learnt about one disturbs or helps the others. No
+network, no clock: the same numbers every time.
 
-Transformers (bench/_language.py): tiny is that of `shoal demo --task rl`, warm start included; its "cumulative" and "final" are of
-greedy answers to held-out questions, and its loss is "positive". `small` and `hf:DIR` are language models:
+Transformers (bench/_language.py): tiny is that of `shoal demo --task rl`, warm start included; its
+"cumulative" and "final" are of greedy answers to held-out questions, and its loss is "positive".
+`small` and `hf:DIR` are language models:
 
-    python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure docs/sapo-language.svg --json
-    python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER --device cuda --at-once 6 --rounds 100 --seeds 2 --json
+    python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure
+    docs/sapo-language.svg --json python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER
+    --device cuda --at-once 6 --rounds 100 --seeds 2 --json
 
-Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in the paper, and "final" is of
-greedy answers to held-out questions; 4/0 is 4/4 without the others. "interval" is that of Student's t for the mean, at 95 %;
-"sums" are those of the seeds. "seconds" are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the
-tokens written in a second of writing. With --resume each run is a line of FILE, and not made again. `hf:DIR` first learns from
---solved batches of solved questions, all its weights, and is kept in --base; then only an adapter learns.
+Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in
+the paper, and "final" is of greedy answers to held-out questions; 4/0 is 4/4 without the others.
+"interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds. "seconds"
+are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the tokens
+written in a second of writing. With --resume each run is a line of FILE, and not made again.
+`hf:DIR` first learns from --solved batches of solved questions, all its weights, and is kept in
+--base; then only an adapter learns.
 """
 
 from __future__ import annotations
@@ -65,7 +74,10 @@ QUESTIONS, ANSWERS, FEATURES = 60, 32, 12
 
 
 class Linear:
-    """A softmax of features times weights, trained by plain gradient ascent. A completion is one token, the number of an answer."""
+    """A softmax of features times weights, trained by plain gradient ascent.
+
+    A completion is one token, the number of an answer.
+    """
 
     def __init__(self, features: Tensor, right: Tensor, settings: Settings, seed: int) -> None:
         self.features, self.right, self.loss = features, right, settings.loss
@@ -124,7 +136,9 @@ def linear_world(settings: Settings, seed: int) -> World:
 
 
 WORLDS: dict[str, Callable[[Settings, int], World]] = {"linear": linear_world, "tiny": tiny_world}
-"""By the name of the policy, if it is no language model: makes a world from the settings and a seed."""
+"""By the name of the policy, if it is no language model: makes a world from the settings and a
+seed.
+"""
 
 
 def rewards_of(world: World, group: Group, answer: str) -> tuple[float, ...]:
@@ -216,7 +230,9 @@ def train(
 def run(
     make: Callable[[int], World], seed: int, rounds: int, share: tuple[int, int], **faults: Any
 ) -> dict[str, Any]:
-    """One run: the accuracy by rounds, "final", and what a language model's nodes spent together."""
+    """One run: the accuracy by rounds, "final", and what a language model's nodes spent
+    together.
+    """
     world = make(seed)
     history, final = train(world, *share, rounds, seed, **faults)
     learners = [policy for policy in world.policies if isinstance(policy, Learner)]
@@ -265,7 +281,10 @@ def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(curves: Mapping[str, Sequence[float]], about: str, path: Path, label: str) -> None:
-    """Curves by rounds, one line for each row. ImportError without matplotlib, OSError or ValueError if it cannot be written."""
+    """Curves by rounds, one line for each row.
+
+    ImportError without matplotlib, OSError or ValueError if it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("agg")
@@ -368,9 +387,17 @@ def main() -> None:
     language = options.policy not in WORLDS
     options.solved = options.solved or (900 if options.policy == "small" else 0)
     settings = Settings(
-        policy=options.policy, nodes=options.nodes, loss=LOSSES[options.loss], rate=options.rate, overlap=options.overlap,
-        temperature=options.temperature, env=options.env, base=options.base, solved=options.solved, device=options.device,
-    )  # fmt: skip
+        policy=options.policy,
+        nodes=options.nodes,
+        loss=LOSSES[options.loss],
+        rate=options.rate,
+        overlap=options.overlap,
+        temperature=options.temperature,
+        env=options.env,
+        base=options.base,
+        solved=options.solved,
+        device=options.device,
+    )
     cases: dict[str, dict[str, Any]] = {
         f"{own}/{foreign}": {"share": (own, foreign)}
         for own, foreign in (LANGUAGE_SHARES if language else SHARES)
@@ -451,7 +478,8 @@ def main() -> None:
             )
         except ImportError:
             print(
-                "bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.",
+                "bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure "
+                "out.",
                 file=sys.stderr,
             )
         except (OSError, ValueError) as error:

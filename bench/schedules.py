@@ -1,16 +1,19 @@
-"""Schedules of the outer rate, the outer momentum and the length of a round: what each brings at equal tokens and equal bytes.
+"""Schedules of the outer rate, the outer momentum and the length of a round: what each brings at
+equal tokens and equal bytes.
 
     python bench/schedules.py --data FOLDER --resume bench/results/schedules.jsonl
 
-Text, model and methods are those of bench/table.py, Muon inside, 4 peers, as many exchanges as in rounds of 50 steps; ``TRIED`` has
-the runs. With p the part of the rounds that is over (0 in the first, 1 in the last):
+Text, model and methods are those of bench/table.py, Muon inside, 4 peers, as many exchanges as in
+rounds of 50 steps; ``TRIED`` has the runs. With p the part of the rounds that is over (0 in the
+first, 1 in the last):
 
     even               nothing changes: a run of bench/table.py
     lr-line:A:B        the outer rate goes in a line from A to B times its value
     momentum-line:A:B  the outer momentum goes in a line from A to B times its value
-    to-mean            the outer rate goes in a line to 1 and the momentum to 0: the last mean is taken as it is
-    restarts:S         the momentum's buffer is set to 0 after every S rounds (2605.28585)
-    qsr:E              a round is max(E, (a / inner rate)^2) steps (2310.14423); with the least a, as many rounds as "even"
+    to-mean            the outer rate goes in a line to 1 and the momentum to 0: the last mean is
+    taken as it is restarts:S         the momentum's buffer is set to 0 after every S rounds
+    (2605.28585) qsr:E              a round is max(E, (a / inner rate)^2) steps (2310.14423); with
+    the least a, as many rounds as "even"
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ TRIED = {
     ("diloco", 0.7, 0.9): ("even", "restarts:5"),
     ("noloco-overlap", 1.0, 0.3): ("even", "qsr:25"),
 }
-"""By method, outer rate and outer momentum: what bench/table.py chose for both methods, and a momentum that it did not choose."""
+"""By method, outer rate and outer momentum: what bench/table.py chose for both methods, and a
+momentum that it did not choose.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,9 @@ class Steered(Spec):
 
 @dataclass(frozen=True)
 class Uneven:
-    """Rounds that end after the inner steps ``ends``; fragments evenly apart in each, applied ``lag`` steps after they are sent."""
+    """Rounds that end after the inner steps ``ends``; fragments evenly apart in each, applied
+    ``lag`` steps after they are sent.
+    """
 
     every: int
     ends: tuple[int, ...]
@@ -101,7 +108,9 @@ def inner_rates(task: TableText, steps: int) -> list[float]:
 
 
 def quadratic(rates: Sequence[float], least: int, a: float) -> tuple[int, ...]:
-    """Ends of rounds of max(least, (a / rate)^2) steps, by the rate of its first step; a rest below ``least`` joins the last."""
+    """Ends of rounds of max(least, (a / rate)^2) steps, by the rate of its first step; a rest below
+    ``least`` joins the last.
+    """
     ends, at = list[int](), 0
     while at < len(rates):
         length = max(least, math.floor((a / rates[at]) ** 2))

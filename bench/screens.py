@@ -1,8 +1,10 @@
-"""Pictures of `shoal watch`, of a recording: the page at 1400 and 390 pixels, light and dark, and the terminal at 80x24 and 120x40.
+"""Pictures of `shoal watch`, of a recording: the page at 1400 and 390 pixels, light and dark, and
+the terminal at 80x24 and 120x40.
 
     python bench/screens.py run.jsonl --out docs
 
-Needs Chromium, and the extras `watch` and `bench` (Pillow comes with matplotlib). `bench/moving_picture.py` makes a recording.
+Needs Chromium, and the extras `watch` and `bench` (Pillow comes with matplotlib).
+`bench/moving_picture.py` makes a recording.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ LIMIT_S = 120.0
 
 
 async def pages(recording: Path, out: Path, at: float | None) -> None:
-    """Write the pictures of the page, ``at`` seconds after the beginning of ``recording``, or at its end."""
+    """Write the pictures of the page, ``at`` seconds after the beginning of ``recording``, or at
+    its end.
+    """
     program = chromium()
     if program is None:
         raise SystemExit(
@@ -69,13 +73,15 @@ async def pages(recording: Path, out: Path, at: float | None) -> None:
                     if at is not None:
                         move = f"document.getElementById('time').value = {10 * at:.0f}"
                         await tab.value(
-                            f"{move}; document.getElementById('time').dispatchEvent(new Event('input'))"
+                            f"{move}; document.getElementById('time').dispatchEvent(new "
+                            "Event('input'))"
                         )
                         await tab.until(
                             "document.getElementById('state').textContent === 'recording'", LIMIT_S
                         )
                     await tab.value(
-                        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+                        "new Promise((done) => requestAnimationFrame(() => "
+                        "requestAnimationFrame(done)))"
                     )
                     await tab.picture(out / f"{name}.png")
                     smaller(out / f"{name}.png")

@@ -1,10 +1,13 @@
-"""A row of bench/table.py by real nodes behind slow links: `python bench/spot.py --mbit 100 --delay 50 --json`.
+"""A row of bench/table.py by real nodes behind slow links:
+`python bench/spot.py --mbit 100 --delay 50 --json`.
 
-Four processes, each with a session of its own (`shoal.create`, `shoal.join`) in a network namespace with --mbit each way and
---delay milliseconds one way, train the table's model on the table's text, with the shards, batches, rates and the default method
-of its row "noloco-overlap, mod4, every 25". In place of a simulation of equal steps there are real exchanges, with the lag that
-each node finds, partners that come late, and what TCP does. "loss": held-out nats a token of the slow weights, the mean over the
-nodes, to be held against that row's. Wants root on Linux, and the text of bench/table.py (kept beside its results, or --cache).
+Four processes, each with a session of its own (`shoal.create`, `shoal.join`) in a network namespace
+with --mbit each way and --delay milliseconds one way, train the table's model on the table's text,
+with the shards, batches, rates and the default method of its row "noloco-overlap, mod4, every 25".
+In place of a simulation of equal steps there are real exchanges, with the lag that each node finds,
+partners that come late, and what TCP does. "loss": held-out nats a token of the slow weights, the
+mean over the nodes, to be held against that row's. Wants root on Linux, and the text of
+bench/table.py (kept beside its results, or --cache).
 """
 
 from __future__ import annotations
@@ -50,9 +53,15 @@ def node(index: int, spec: Spec, cache: Path, host: str, folder: Path) -> dict[s
     outer: dict[str, Any] = dict(spec.outer)
     if index == 0:
         session = shoal.create(
-            state=model, every=spec.every, start_when=spec.peers, codec=spec.codec, method="noloco", network=network,
-            seed=spec.seed, **outer,
-        )  # fmt: skip
+            state=model,
+            every=spec.every,
+            start_when=spec.peers,
+            codec=spec.codec,
+            method="noloco",
+            network=network,
+            seed=spec.seed,
+            **outer,
+        )
         (folder / "new").write_text(str(session.link), encoding="utf-8")
         (folder / "new").rename(file)
     else:
@@ -117,7 +126,8 @@ def main() -> int:
     )
     if len(texts) != 1 or not (options.cache / f"{texts[0]}.safetensors").is_file():
         print(
-            f"bench: {len(texts)} texts in {options.cache}: run bench/table.py first, or choose one by --text.",
+            f"bench: {len(texts)} texts in {options.cache}: run bench/table.py first, or choose "
+            "one by --text.",
             file=sys.stderr,
         )
         return 2

@@ -1,31 +1,36 @@
 """Held-out loss, bytes and utilisation of all methods in one table: `python bench/table.py`.
 
-    python bench/table.py --small --seeds 1 --json                  # some rows of a small model, minutes
-    python bench/table.py --data FOLDER --resume bench/results/table.jsonl --minutes 100
+    python bench/table.py --small --seeds 1 --json                  # some rows of a small model,
+    minutes python bench/table.py --data FOLDER --resume bench/results/table.jsonl --minutes 100
     python bench/table.py --report --figure docs/table.svg
 
-The text is English, from Debian's packages or the folder ``--data``, in tokens of a BPE tokenizer that is learnt from it (kept
-beside the results). A tenth of its pieces is held out, half of that to choose settings by, half to report; each peer trains on
-pieces of its own, all in one process (``optim.Simulation``), but "torchft" and "torchft-streaming", which torchft runs in
-processes of its own with what our "diloco" and "streaming" chose. All rows of one model and length have seen equally many tokens:
-``--steps`` steps of all peers together, whatever their number. At K = 1 "snoo" is DiLoCo's optimizer alone. "noloco" waits for
-its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments 16 steps after it was sent, in
-short rounds after five eighths of one.
+The text is English, from Debian's packages or the folder ``--data``, in tokens of a BPE tokenizer
+that is learnt from it (kept beside the results). A tenth of its pieces is held out, half of that to
+choose settings by, half to report; each peer trains on pieces of its own, all in one process
+(``optim.Simulation``), but "torchft" and "torchft-streaming", which torchft runs in processes of
+its own with what our "diloco" and "streaming" chose. All rows of one model and length have seen
+equally many tokens: ``--steps`` steps of all peers together, whatever their number. At K = 1 "snoo"
+is DiLoCo's optimizer alone. "noloco" waits for its partner; "noloco-overlap" (the default of shoal)
+and "streaming" apply each of four fragments 16 steps after it was sent, in short rounds after five
+eighths of one.
 
-Tuning is the same for every method and inner optimizer, DDP's too: 5 short runs with 4 peers in rounds of 50 (three settings,
-then rates), by the validation half; then, as long runs want lower rates, half of the rate found at full length, and half of that,
-until it is no better, the first row of the method deciding for all of them. Codecs, numbers of peers and lengths of rounds take
-that choice over. ``--small`` tunes nothing: it takes what was chosen by the short runs in the results that come with the
-benchmark.
+Tuning is the same for every method and inner optimizer, DDP's too: 5 short runs with 4 peers in
+rounds of 50 (three settings, then rates), by the validation half; then, as long runs want lower
+rates, half of the rate found at full length, and half of that, until it is no better, the first row
+of the method deciding for all of them. Codecs, numbers of peers and lengths of rounds take that
+choice over. ``--small`` tunes nothing: it takes what was chosen by the short runs in the results
+that come with the benchmark.
 
-"loss": nats a token on the reported half, of the slow weights; where peers differ in the end, the mean over their losses.
-"over_ddp_adamw": how much higher than data parallel training's, seed by seed, as a part. "bytes_ratio": how many times fewer
-bytes a peer hands to the exchange than in data parallel training of as many peers. What the network makes of them is not in it: a
-ring over K peers sends each payload 2 (K - 1) / K times, a pair once, and sparse ones are gathered. "utilisation": computed, for
-a model of 10 million parameters with steps of 0.1 s, on links of Mbit/s "/" milliseconds one way. "loss_at_equal_time": the loss
-after those steps that fit into the time in which peers that never wait make all of them, interpolated in the curve of the same
-run (whose learning rate was made for more steps). "lag": the steps that an exchange takes there, at most a round; the loss
-is that of a run with 16 (or five eighths of a round), whatever the link.
+"loss": nats a token on the reported half, of the slow weights; where peers differ in the end, the
+mean over their losses. "over_ddp_adamw": how much higher than data parallel training's, seed by
+seed, as a part. "bytes_ratio": how many times fewer bytes a peer hands to the exchange than in data
+parallel training of as many peers. What the network makes of them is not in it: a ring over K peers
+sends each payload 2 (K - 1) / K times, a pair once, and sparse ones are gathered. "utilisation":
+computed, for a model of 10 million parameters with steps of 0.1 s, on links of Mbit/s "/"
+milliseconds one way. "loss_at_equal_time": the loss after those steps that fit into the time in
+which peers that never wait make all of them, interpolated in the curve of the same run (whose
+learning rate was made for more steps). "lag": the steps that an exchange takes there, at most a
+round; the loss is that of a run with 16 (or five eighths of a round), whatever the link.
 """
 
 from __future__ import annotations
@@ -77,7 +82,10 @@ RESULTS = Path(__file__).resolve().parent / "results" / "table.jsonl"
 FIRST_TEXT = RESULTS.with_name("table_first_text.jsonl")
 """Runs on an earlier form of the text, by which the settings of some rows were chosen."""
 PAGE = Path(__file__).with_name("results") / "tables.md"
-ALT = "How far each method ends above all-reduce with AdamW, by the bytes that a peer sends for a token; four peers"
+ALT = (
+    "How far each method ends above all-reduce with AdamW, by the bytes that a peer sends for a "
+    "token; four peers"
+)
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
 
 
@@ -115,7 +123,9 @@ class Bench:
         return Cell(method, inner, CODECS[method][0], made.tuned_at, made.every or TUNED_EVERY)
 
     def tuned(self, method: str, inner: str) -> Chosen:
-        """The learning rate and setting of a method, by 5 runs; or as chosen elsewhere; or the method's first setting."""
+        """The learning rate and setting of a method, by 5 runs; or as chosen elsewhere; or the
+        method's first setting.
+        """
         made = recipe(method, inner)
         method = made.like or method
         cell = self._tuning(method, inner)
@@ -142,7 +152,9 @@ class Bench:
         return by_five_runs(best_of, made.settings, rates(inner))
 
     def chosen(self, method: str, inner: str) -> Chosen:
-        """What was tuned, its rate halved while that is better at full length, in the row whose codec is the method's best."""
+        """What was tuned, its rate halved while that is better at full length, in the row whose
+        codec is the method's best.
+        """
         lr, outer = self.tuned(method, inner)
         if not self.tunes:
             return lr, outer
@@ -301,7 +313,10 @@ def report(options: argparse.Namespace) -> int:
         write_figure([row for row in found if (row["text"], row["model"]) == most], options.figure)
         here = Path(os.path.relpath(options.figure, options.into.parent))
         sheet = here.with_suffix(".csv")
-        picture = f"![{ALT}]({here.as_posix()})\n\nThe numbers of the picture: [{sheet.name}]({sheet.as_posix()}).\n\n"
+        picture = (
+            f"![{ALT}]({here.as_posix()})\n\nThe numbers of the picture: "
+            f"[{sheet.name}]({sheet.as_posix()}).\n\n"
+        )
     put_into(options.into, picture + markdown(found, known), BEGIN, END)
     return 0
 

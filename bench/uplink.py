@@ -1,10 +1,12 @@
-"""How many rounds two nodes pair behind slow uplinks with a deep buffer: `python bench/uplink.py --mbit 1 --method noloco`.
+"""How many rounds two nodes pair behind slow uplinks with a deep buffer:
+`python bench/uplink.py --mbit 1 --method noloco`.
 
-Each node is a process in a network namespace of its own, and a `tc tbf` shapes what it sends: --mbit, and a buffer of --buffer
-seconds that fills before anything is dropped, as in a home modem. Computing is a timed wait. Both train --mb of weights; the time
-of a round is --busy of it spent sending: .8 means that the exchanges take 80 % of the link. Each node's buffer is looked at
-twice a second: bytes in it delay every message. One line of JSON: the rounds with a
-partner among all, the seconds of computing and waiting, and for each node which rounds went alone. Needs root on Linux.
+Each node is a process in a network namespace of its own, and a `tc tbf` shapes what it sends:
+--mbit, and a buffer of --buffer seconds that fills before anything is dropped, as in a home modem.
+Computing is a timed wait. Both train --mb of weights; the time of a round is --busy of it spent
+sending: .8 means that the exchanges take 80 % of the link. Each node's buffer is looked at twice a
+second: bytes in it delay every message. One line of JSON: the rounds with a partner among all, the
+seconds of computing and waiting, and for each node which rounds went alone. Needs root on Linux.
 """
 
 from __future__ import annotations
@@ -102,8 +104,25 @@ def make(names: list[str], mbit: float, buffer: float) -> None:
         call("ip", "-n", name, "addr", "add", f"{NET}{number + 1}/24", "dev", "up0")
         call("ip", "-n", name, "link", "set", "up0", "up")
         depth = max(round(mbit * 125_000 * buffer), 30_000)
-        call("tc", "-n", name, "qdisc", "add", "dev", "up0", "root", "handle", "1:", "tbf", "rate", f"{round(mbit * 1e6)}bit",
-             "burst", "16kb", "limit", str(depth))  # fmt: skip
+        call(
+            "tc",
+            "-n",
+            name,
+            "qdisc",
+            "add",
+            "dev",
+            "up0",
+            "root",
+            "handle",
+            "1:",
+            "tbf",
+            "rate",
+            f"{round(mbit * 1e6)}bit",
+            "burst",
+            "16kb",
+            "limit",
+            str(depth),
+        )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -123,8 +142,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         outer |= {"fragments": options.fragments, "lag": int(lag) if lag.isdigit() else lag}
     elif options.method == "noloco":
         outer["lag"] = 0
-    setup = {"layers": layers, "outer": outer, "step_s": round_s / STEPS, "rounds": options.rounds, "upload": options.upload,
-             "verbose": options.verbose}  # fmt: skip
+    setup = {
+        "layers": layers,
+        "outer": outer,
+        "step_s": round_s / STEPS,
+        "rounds": options.rounds,
+        "upload": options.upload,
+        "verbose": options.verbose,
+    }
     names = [f"uplink-{os.getpid()}-{number}" for number in range(2)]
     nodes: list[subprocess.Popen[str]] = []
     lines: list[list[dict[str, Any]]] = [[], []]
@@ -164,12 +189,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             subprocess.run(["ip", "netns", "del", name], check=False)
     counted = [line for line in lines[0] if "round" in line]
     return {
-        "method": options.method, "mbit": options.mbit, "mb": options.mb, "busy": options.busy, "upload": options.upload,
-        "paired": sum(line["members"] > 1 for line in counted), "rounds": len(counted),
+        "method": options.method,
+        "mbit": options.mbit,
+        "mb": options.mb,
+        "busy": options.busy,
+        "upload": options.upload,
+        "paired": sum(line["members"] > 1 for line in counted),
+        "rounds": len(counted),
         "alone": [[line["round"] for line in seen if line.get("members", 2) < 2] for seen in lines],
-        "lag": options.lag, "queue_s": {name: round(_at(queues, part), 3) for name, part in (("median", 0.5), ("p99", 0.99))},
+        "lag": options.lag,
+        "queue_s": {
+            name: round(_at(queues, part), 3) for name, part in (("median", 0.5), ("p99", 0.99))
+        },
         "seconds": round(time.monotonic() - began, 1),
-    }  # fmt: skip
+    }
 
 
 def _watch(

@@ -1,22 +1,28 @@
-"""What fingerprints tell apart: honest claims and ten ways of cheating, for provers and verifiers of three dtypes.
+"""What fingerprints tell apart: honest claims and ten ways of cheating, for provers and verifiers
+of three dtypes.
 
     python bench/verification.py --claims 50 --json
-    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --votes 1000000 --jobs 2 \
+    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --votes 1000000
+    --jobs 2 \
         --keep FOLDER --figure docs/verification.svg --into bench/results/tables.md
-    python bench/verification.py --sequential --json                    (all claims of a peer; see _verification_sequential.py)
+    python bench/verification.py --sequential --json                    (all claims of a peer; see
+    _verification_sequential.py)
 
 A real model is another benchmark's, verification_135m.py.
 
-A claim is a text, drawn with a KV cache beside others, and its two proofs: of activations and of sampling. Each pair of dtypes is
-calibrated with honest claims; then fresh ones are tested, and cheats. A claim is refused if either proof is. The vote is the
-majority of three verifiers, one of each dtype. Everything is done at temperature 1 and then greedily (with a tenth of the honest
+A claim is a text, drawn with a KV cache beside others, and its two proofs: of activations and of
+sampling. Each pair of dtypes is calibrated with honest claims; then fresh ones are tested, and
+cheats. A claim is refused if either proof is. The vote is the majority of three verifiers, one of
+each dtype. Everything is done at temperature 1 and then greedily (with a tenth of the honest
 claims). A rate's 95 % interval is Clopper's and Pearson's.
 
-"honest_false_positive_rate" pools pairs of the same dtype and bf16 with fp32, at temperature 1; "detection" is that of the vote,
-"detection_same_dtype" that of one verifier of the prover's dtype, both pooled over dtypes and temperatures.
+"honest_false_positive_rate" pools pairs of the same dtype and bf16 with fp32, at temperature 1;
+"detection" is that of the vote, "detection_same_dtype" that of one verifier of the prover's dtype,
+both pooled over dtypes and temperatures.
 
-The costs are relative to generating one claim alone, the least of several runs: making a proof of activations, and verifying both
-proofs. The tiny model is so small that generating is mostly Python, and so is verifying.
+The costs are relative to generating one claim alone, the least of several runs: making a proof of
+activations, and verifying both proofs. The tiny model is so small that generating is mostly Python,
+and so is verifying.
 """
 
 from __future__ import annotations

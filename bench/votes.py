@@ -1,9 +1,11 @@
-"""Odds of a vote of drawn verifiers: a million simulated claims for each row, beside the closed form.
+"""Odds of a vote of drawn verifiers: a million simulated claims for each row, beside the closed
+form.
 
     python bench/votes.py --claims 1000000 --json
 
-``collude`` is the share of the population that votes against the truth each time; all others err on 1 % of claims. A row holds both
-probabilities, since with equal errors they are equal, and by how many standard errors the simulation differs.
+``collude`` is the share of the population that votes against the truth each time; all others err on
+1 % of claims. A row holds both probabilities, since with equal errors they are equal, and by how
+many standard errors the simulation differs.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-if not __package__:  # run as a file: its folder comes first on the path, where bench/verification.py hides the package
+# run as a file: its folder comes first on the path, where bench/verification.py hides the package
+if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from shoal.verification.consensus.rulings import vote
@@ -72,7 +75,8 @@ def main() -> None:
     print("  n  colluders  closed form  simulated  standard errors")
     for row in found:
         print(
-            f"{row['n']:3}  {row['collude']:9.0%}  {row['closed']:11.5f}  {row['simulated']:9.5f}  {row['errors']:+15.2f}"
+            f"{row['n']:3}  {row['collude']:9.0%}  {row['closed']:11.5f}  {row['simulated']:9.5f}  "
+            f"{row['errors']:+15.2f}"
         )
 
 

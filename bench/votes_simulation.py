@@ -1,9 +1,11 @@
-"""A swarm of provers and verifiers in one process with a virtual clock, to test the vote and to try score rules:
+"""A swarm of provers and verifiers in one process with a virtual clock, to test the vote and to try
+score rules:
 
     python -m bench.votes_simulation --rounds 30 --honest 5 --lazy 1 --liar 1
 
-Every peer is a `Participant` with its own view: records reach it late, in another order than they reach others, or not at all.
-Signatures are toys. `bench._votes_peers.KINDS` lists the kinds of peers.
+Every peer is a `Participant` with its own view: records reach it late, in another order than they
+reach others, or not at all. Signatures are toys. `bench._votes_peers.KINDS` lists the kinds of
+peers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ START = 4  # the round by Unix time in which a simulation begins; its own count 
 
 
 class Swarm:
-    """Simulated peers with a virtual clock. ``kinds``: peer id to one of `bench._votes_peers.KINDS`."""
+    """Simulated peers with a virtual clock.
+
+    ``kinds``: peer id to one of `bench._votes_peers.KINDS`.
+    """
 
     def __init__(self, kinds: Mapping[str, str], world: World | None = None) -> None:
         self.world, self.kinds, self.names = world or World(), dict(kinds), sorted(kinds)
@@ -37,7 +42,9 @@ class Swarm:
         return next(peer for peer in self.peers if peer.name == name)
 
     def spread(self, author: Peer, signed: Signed, to: Collection[str] | None = None) -> None:
-        """Send ``signed`` to all others, or to those in ``to``, each after another delay, if it is not lost."""
+        """Send ``signed`` to all others, or to those in ``to``, each after another delay, if it is
+        not lost.
+        """
         for peer in self.peers:
             if peer is author or (to is not None and peer.name not in to):
                 continue
@@ -103,7 +110,8 @@ def main() -> None:
             until = table.banned_until(name)
             state = f"banned until round {until}" if until is not None else ""
             print(
-                f"{name:12} {standing.score / 1000:8.2f}  claims {standing.claims}  votes {standing.votes}  {state}"
+                f"{name:12} {standing.score / 1000:8.2f}  claims {standing.claims}  votes "
+                f"{standing.votes}  {state}"
             )
     print(
         {

@@ -1,10 +1,12 @@
-"""How often the host waits for the device: in an inner step of a node, in the same step of plain PyTorch, and in an exchange.
+"""How often the host waits for the device: in an inner step of a node, in the same step of plain
+PyTorch, and in an exchange.
 
     PYTHONPATH=$PWD:$(make --no-print-directory standin) python bench/waits.py --json
 
-Counted by the stand-in for a GPU (tests/standin), so the numbers are exact, the same everywhere, and say nothing of seconds. A node
-trains on it and averages with a partner in the same process, on the CPU: NoLoCo over real hosts, as nodes do it. All
-threads count. What waits, and where, is written to stderr.
+Counted by the stand-in for a GPU (tests/standin), so the numbers are exact, the same everywhere,
+and say nothing of seconds. A node trains on it and averages with a partner in the same process, on
+the CPU: NoLoCo over real hosts, as nodes do it. All threads count. What waits, and where, is
+written to stderr.
 """
 
 from __future__ import annotations
@@ -51,11 +53,23 @@ def task_of(params: int, folder: Path) -> TextTask:
 def pair(hosts: list[tuple[Host, Identity]]) -> list[Exchange]:
     members = {
         host.peer_id: Member(
-            swarm=SWARM, peer=host.peer_id, name="bench", addresses=tuple(host.addresses()), round=0, step=0, loss=None,
-            steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
+            swarm=SWARM,
+            peer=host.peer_id,
+            name="bench",
+            addresses=tuple(host.addresses()),
+            round=0,
+            step=0,
+            loss=None,
+            steps_per_s=0.0,
+            shard=0,
+            shards=1,
+            model="0" * 64,
+            state="training",
+            issued=time.time(),
+            version="0",
         )
         for host, _ in hosts
-    }  # fmt: skip
+    }
     contexts = [
         PeerContext(host, identity, SWARM, "0" * 64, 0, lambda: members) for host, identity in hosts
     ]
@@ -63,7 +77,9 @@ def pair(hosts: list[tuple[Host, Identity]]) -> list[Exchange]:
 
 
 def plain_step(task: TextTask, device: torch.device) -> Counter[str]:
-    """The waits of one step of a loop without us, on pinned batches, after one that is not counted."""
+    """The waits of one step of a loop without us, on pinned batches, after one that is not
+    counted.
+    """
     model = task.model().to(device)
     inner = make_inner(task, TrainSettings(), model)
     schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1.0)
@@ -159,7 +175,8 @@ def main() -> None:
     options = parser.parse_args()
     if WAITS not in sys.modules:
         sys.exit(
-            "Error: only the stand-in for a GPU counts waits: run it with PYTHONPATH=$PWD:$(make --no-print-directory standin)."
+            "Error: only the stand-in for a GPU counts waits: run it with PYTHONPATH=$PWD:$(make "
+            "--no-print-directory standin)."
         )
     device, rows = torch.device("cuda", 0), []
     for params in map(int, options.params.split(",")):

@@ -3,8 +3,8 @@
     shoal demo --task rl --env examples/add_env.py:Add --peers 2 --rounds 20
     shoal up --task rl --env examples/add_env.py:Add
 
-All peers have this file. A rollout names its question by two numbers; a receiver gets the same question from ``question`` and
-recomputes the rewards by ``reward``, so no peer has to be trusted.
+All peers have this file. A rollout names its question by two numbers; a receiver gets the same
+question from ``question`` and recomputes the rewards by ``reward``, so no peer has to be trusted.
 """
 
 import hashlib

@@ -1,9 +1,11 @@
-"""Handwritten digits, a small MNIST: 1797 images of 8 x 8 that come with scikit-learn, divided among the peers.
+"""Handwritten digits, a small MNIST: 1797 images of 8 x 8 that come with scikit-learn, divided
+among the peers.
 
     shoal demo --task examples/digits.py:Digits
     shoal up --task examples/digits.py:Digits --set swarm.shards=4
 
-A fifth of the images is held out. Each of the others belongs to one shard, so a single peer has only some handwritings.
+A fifth of the images is held out. Each of the others belongs to one shard, so a single peer has
+only some handwritings.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +29,9 @@ class Digits(Task):
 
     @cached_property
     def images(self) -> Batch:
-        """Images, float32 (1797, 1, 8, 8) from 0 to 1, and digits, int64 (1797,), in an order that all peers share."""
+        """Images, float32 (1797, 1, 8, 8) from 0 to 1, and digits, int64 (1797,), in an order that
+        all peers share.
+        """
         raw = load_digits()
         order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
         return torch.tensor(raw.images, dtype=torch.float32)[order].unsqueeze(1) / 16, torch.tensor(

@@ -1,8 +1,10 @@
-"""LoRA fine-tuning of a Hugging Face model in transformers' own Trainer: only the adapters are sent.
+"""LoRA fine-tuning of a Hugging Face model in transformers' own Trainer: only the adapters are
+sent.
 
     pip install -e '.[hf]'
-    python examples/lora.py --model PATH_OR_NAME --data notes.txt                          # the first: prints a link
-    python examples/lora.py --model PATH_OR_NAME --data others.txt --link 'shoal://...'    # with the same base model
+    python examples/lora.py --model PATH_OR_NAME --data notes.txt                          # the
+    first: prints a link python examples/lora.py --model PATH_OR_NAME --data others.txt --link
+    'shoal://...'    # with the same base model
 
 Without --model it is a tiny random Llama that reads bytes, to try the setup.
 """

@@ -1,9 +1,13 @@
-"""NoLoCo in a training loop of your own: wrap the inner optimizer, change nothing else. Run: python examples/own_loop.py
+"""NoLoCo in a training loop of your own: wrap the inner optimizer, change nothing else.
 
-Four peers each hold eight noisy points of one line in 16 dimensions: too few for a single peer to find it, enough together. They
-are simulated in this process. To train over the internet, start one process per peer, each with two more lines:
+Run: python examples/own_loop.py
 
-    with shoal.create(state=model, every=10) as s:              # everywhere else: shoal.join(link, state=model)
+Four peers each hold eight noisy points of one line in 16 dimensions: too few for a single peer to
+find it, enough together. They are simulated in this process. To train over the internet, start one
+process per peer, each with two more lines:
+
+    with shoal.create(state=model, every=10) as s:              # everywhere else: shoal.join(link,
+    state=model)
         opt = NoLoCo(inner, s.exchange(), every=10)
 
 The loop itself stays as it is (docs/python-api.md).

@@ -1,12 +1,14 @@
-"""Peer on another implementation of libp2p than Shoal's daemon: it asks a node for the manifest and prints what nodes publish.
+"""Peer on another implementation of libp2p than Shoal's daemon: it asks a node for the manifest and
+prints what nodes publish.
 
     make libp2p      # needs no compiler; or see docs/install.md
     python examples/py_libp2p.py 'shoal://LINK'
 
-py-libp2p is Python alone. This file is a start for a client of your own, where no daemon runs. It also shows that docs/wire.md is
-enough to write one: it uses streams, framed messages, signed records and GossipSub. It prints a line of JSON for the manifest's
-title and for each status, until Ctrl-C. It dials the addresses in the link and no others; `shoal watch` finds further ones.
-To have hivemind in the same process, import `libp2p.crypto.pb.crypto_pb2` first and make it
+py-libp2p is Python alone. This file is a start for a client of your own, where no daemon runs. It
+also shows that docs/wire.md is enough to write one: it uses streams, framed messages, signed
+records and GossipSub. It prints a line of JSON for the manifest's title and for each status, until
+Ctrl-C. It dials the addresses in the link and no others; `shoal watch` finds further ones. To have
+hivemind in the same process, import `libp2p.crypto.pb.crypto_pb2` first and make it
 `sys.modules["hivemind.proto.crypto_pb2"]`: both register the same names in protobuf.
 """
 
@@ -87,7 +89,9 @@ async def connect(host: Any, address: str) -> ID | None:
 
 
 async def describe(host: Any, peer: ID, swarm: str) -> dict[str, Any]:
-    """Return the title of the manifest, which ``peer`` hands over and which must have the hash that the link names."""
+    """Return the title of the manifest, which ``peer`` hands over and which must have the hash that
+    the link names.
+    """
     stream = await host.new_stream(peer, [TProtocol(MANIFEST_PROTOCOL)])
     question = pack(ManifestRequest(swarm=swarm))
     await stream.write(len(question).to_bytes(4, "big") + question)
@@ -113,7 +117,9 @@ async def exactly(stream: Any, size: int) -> bytes:
 
 
 def opened(data: bytes, swarm: str) -> Status | None:
-    """Return the status in a gossiped message, whose signature is checked, or None if there is none."""
+    """Return the status in a gossiped message, whose signature is checked, or None if there is
+    none.
+    """
     try:
         sent = open_envelope(data, swarm, room_for(Status))
         status = open_body(sent.encoding, sent.size, sent.body, Status).message

@@ -1,12 +1,14 @@
 """DiLoCo or NoLoCo between processes started by torchrun: no daemon, no link, no swarm to join.
 
     torchrun --nproc-per-node 2 examples/torchrun.py
-    torchrun --nproc-per-node 4 examples/torchrun.py --pairs           # with one other process at a time
-    torchrun --nproc-per-node 4 examples/torchrun.py --shards 2        # two peers of two processes, each peer's model cut by FSDP2
+    torchrun --nproc-per-node 4 examples/torchrun.py --pairs           # with one other process at a
+    time torchrun --nproc-per-node 4 examples/torchrun.py --shards 2        # two peers of two
+    processes, each peer's model cut by FSDP2
 
-Each process has its own part of a text and learns to predict the next letter. For several machines use
-torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint. Training on GPUs needs ``init_process_group("nccl")``, ``.cuda()`` for
-model and batches, and "cuda" for the mesh; the exchange stays as it is.
+Each process has its own part of a text and learns to predict the next letter. For several machines
+use torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint. Training on GPUs needs
+``init_process_group("nccl")``, ``.cuda()`` for model and batches, and "cuda" for the mesh; the
+exchange stays as it is.
 """
 
 import argparse
@@ -18,7 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shoal import DiLoCo, Distributed, NoLoCo, OuterOptimizer
 
-TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep dark water. "
+TEXT = (
+    "a shoal of fish stays together while each swims its own way and no one leads them through "
+    "the deep dark water. "
+)
 LETTERS = sorted(set(TEXT))
 
 
@@ -29,7 +34,9 @@ def pairs_of_letters() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_model(shards: int) -> tuple[nn.Module, Distributed | None]:
-    """Return the model, sharded over the peer's processes if there are several, and then also the exchange for its shards."""
+    """Return the model, sharded over the peer's processes if there are several, and then also the
+    exchange for its shards.
+    """
     torch.manual_seed(0)  # all peers start from the same weights
     model = nn.Sequential(nn.Linear(len(LETTERS), 32), nn.Tanh(), nn.Linear(32, len(LETTERS)))
     if shards == 1:
@@ -85,7 +92,8 @@ def main() -> None:
     after = loss_over_all()
     if dist.get_rank() == 0:
         print(
-            f"loss over the whole text: {before:.3f} before, {after:.3f} after {chosen.steps} steps, each on its own part"
+            f"loss over the whole text: {before:.3f} before, {after:.3f} after {chosen.steps} "
+            "steps, each on its own part"
         )
     exchange.close()
     dist.destroy_process_group()

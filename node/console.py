@@ -1,7 +1,8 @@
-"""What all commands share: exit codes, JSON, tables and numbers for people, logging, free memory, optional packages, addresses.
+"""What all commands share: exit codes, JSON, tables and numbers for people, logging, free memory,
+optional packages, addresses.
 
-What reads a node's output is not the node's: ``| head`` ends, ``| tee`` dies, an ssh session is gone. From then on every write
-fails, and training goes on without.
+What reads a node's output is not the node's: ``| head`` ends, ``| tee`` dies, an ssh session is
+gone. From then on every write fails, and training goes on without.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def epilogue() -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value``, of mappings, sequences and plain values, with None for each float that is not finite: JSON has none."""
+    """Return ``value``, of mappings, sequences and plain values, with None for each float that is
+    not finite: JSON has none.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -83,7 +86,9 @@ def table(
     width: int,
     title: str = "",
 ) -> str:
-    """Return a table for people, ``width`` characters wide at most: ``words`` are the columns that stand to the left."""
+    """Return a table for people, ``width`` characters wide at most: ``words`` are the columns that
+    stand to the left.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -113,12 +118,16 @@ FULL = {errno.ENOSPC, errno.EDQUOT}  # a disk
 
 
 class _Lasting(io.FileIO):
-    """Descriptor of which nothing is written any more once its reader is gone, by this process or one that it starts."""
+    """Descriptor of which nothing is written any more once its reader is gone, by this process or
+    one that it starts.
+    """
 
     lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write, or drop what nobody can read; results in a file on a full disk are missed, messages are not."""
+        """Write, or drop what nobody can read; results in a file on a full disk are missed,
+        messages are not.
+        """
         try:
             return super().write(data)
         except OSError as error:
@@ -161,7 +170,8 @@ def is_lost(stream: Any) -> bool:
 
 def log_to_stderr(verbose: bool) -> None:
     """Log to stderr, for as long as the process lives."""
-    # Warnings of shoal are for the user; the rest, and what libraries log, come only with --verbose.
+    # Warnings of shoal are for the user; the rest, and what libraries log, come only with
+    # --verbose.
     level = logging.WARNING if verbose else logging.ERROR
     logging.basicConfig(
         stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True
@@ -179,7 +189,9 @@ LOG_BYTES, LOGS = 2 << 20, 3  # bytes of a node's log file, and how many older o
 
 @contextmanager
 def log_to_file(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Log to ``path`` too while the block runs, with `LOGS` older files of `LOG_BYTES` each; a sentence to ``say`` if it cannot."""
+    """Log to ``path`` too while the block runs, with `LOGS` older files of `LOG_BYTES` each; a
+    sentence to ``say`` if it cannot.
+    """
     logger = logging.getLogger("shoal")
     try:
         handler = RotatingFileHandler(
@@ -187,7 +199,8 @@ def log_to_file(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         )
     except OSError as error:
         say(
-            f"Cannot write the log {str(path)!r} ({error.strerror}): free some space or choose another folder."
+            f"Cannot write the log {str(path)!r} ({error.strerror}): free some space or choose "
+            "another folder."
         )
         yield
         return
@@ -207,7 +220,9 @@ def log_to_file(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 def free_memory(
     proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float, float]:
-    """Return the bytes of main memory available now, and in all: the machine's, or its container's where that is less."""
+    """Return the bytes of main memory available now, and in all: the machine's, or its container's
+    where that is less.
+    """
     try:
         values = _numbers(proc / "meminfo", 1024)
         free, total = values["MemAvailable:"], values["MemTotal:"]
@@ -232,9 +247,11 @@ def _numbers(path: Path, unit: int) -> dict[str, float]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Pause garbage collection while modules are imported, and never look at what they hold again: it is no garbage.
+    """Pause garbage collection while modules are imported, and never look at what they hold again:
+    it is no garbage.
 
-    Collecting takes a sixth of the time that importing torch takes, because much is made then and all of it stays.
+    Collecting takes a sixth of the time that importing torch takes, because much is made then and
+    all of it stays.
     """
     before = gc.isenabled()
     gc.disable()
@@ -249,7 +266,8 @@ def uncollected() -> Iterator[None]:
 def require(
     error: type[ShoalError], what: str, *packages: str, extra: str, otherwise: str = ""
 ) -> None:
-    """Raise ``error`` unless all ``packages``, which ``what`` needs and shoal's ``extra`` installs, can be found; none is imported.
+    """Raise ``error`` unless all ``packages``, which ``what`` needs and shoal's ``extra`` installs,
+    can be found; none is imported.
 
     ``otherwise``: what can be done without them, such as "name files".
     """
@@ -294,10 +312,13 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """Return ``text`` as an address; without a host it is loopback, which other machines cannot reach. Raises ValueError."""
+    """Return ``text`` as an address; without a host it is loopback, which other machines cannot
+    reach. Raises ValueError.
+    """
     found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):)?([0-9]{1,5})", text)
     if found is None or int(found[2]) > MAX_PORT:
         raise ValueError(
-            "it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at most 65535"
+            "it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at "
+            "most 65535"
         )
     return Address((found[1] or HERE).strip("[]"), int(found[2]))

@@ -1,11 +1,13 @@
 """Tensors of a class of their own, as the plain tensors that they are made of.
 
-A file holds plain tensors only. A quantised weight, or the 8-bit state of an optimizer, is of a subclass of torch.Tensor that says
-by ``__tensor_flatten__`` which plain tensors it consists of (torch's protocol for such classes). `taken_apart` asks for them, and a
-checkpoint holds them with the names that the class gives them. `put_together` makes the tensor again.
+A file holds plain tensors only. A quantised weight, or the 8-bit state of an optimizer, is of a
+subclass of torch.Tensor that says by ``__tensor_flatten__`` which plain tensors it consists of
+(torch's protocol for such classes). `taken_apart` asks for them, and a checkpoint holds them with
+the names that the class gives them. `put_together` makes the tensor again.
 
-The class is never the file's to choose: a tensor is made by the class of the tensor that the present model or optimizer has in that
-place, and only from plain tensors of the same names, types and shapes.
+The class is never the file's to choose: a tensor is made by the class of the tensor that the
+present model or optimizer has in that place, and only from plain tensors of the same names, types
+and shapes.
 """
 
 from __future__ import annotations
@@ -34,16 +36,22 @@ class InnerTensors:
 
 
 class OpaqueError(TypeError):
-    """A tensor whose values cannot be had as plain tensors; the text says why, after the tensor's class."""
+    """A tensor whose values cannot be had as plain tensors; the text says why, after the tensor's
+    class.
+    """
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether the tensor's class is torch's own, whose values lie in memory as its type says."""
+    """Return whether the tensor's class is torch's own, whose values lie in memory as its type
+    says.
+    """
     return type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def first_wrapped(tensors: Iterable[Any]) -> Tensor | None:
-    """Return the first tensor whose values lie in tensors inside it, but for those that are cut among ranks; None without one."""
+    """Return the first tensor whose values lie in tensors inside it, but for those that are cut
+    among ranks; None without one.
+    """
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or is_plain(tensor) or hasattr(tensor, "to_local"):
             continue
@@ -53,7 +61,8 @@ def first_wrapped(tensors: Iterable[Any]) -> Tensor | None:
 
 
 def taken_apart(tensor: Tensor, depth: int = 0) -> Tensor | InnerTensors:
-    """Return the tensor as a plain one that shares its memory, or the plain tensors that it consists of.
+    """Return the tensor as a plain one that shares its memory, or the plain tensors that it
+    consists of.
 
     Raises OpaqueError if neither can be had.
     """
@@ -78,11 +87,14 @@ def taken_apart(tensor: Tensor, depth: int = 0) -> Tensor | InnerTensors:
 
 
 def put_together(saved: Any, like: Any) -> Any:
-    """Return nested state in which the tensors of `InnerTensors` are made again, by the classes of those in ``like``.
+    """Return nested state in which the tensors of `InnerTensors` are made again, by the classes of
+    those in ``like``.
 
-    ``like`` is the present state of the same form; what it lacks stays as it is if it is plain. The tensors are new ones.
+    ``like`` is the present state of the same form; what it lacks stays as it is if it is plain. The
+    tensors are new ones.
 
-    Raises ValueError: a tensor is of another class, or of other plain tensors, than that in its place.
+    Raises ValueError: a tensor is of another class, or of other plain tensors, than that in its
+    place.
     """
     if isinstance(saved, InnerTensors):
         return _made(saved, like)
@@ -106,7 +118,8 @@ def holds_inner(saved: Any) -> bool:
 
 
 def form_of(value: Any) -> Any:
-    """Return what must be the same of a saved tensor and the present one: the shape; of inner tensors types and names too.
+    """Return what must be the same of a saved tensor and the present one: the shape; of inner
+    tensors types and names too.
 
     A tensor that is cut among ranks counts as the whole one, which is what a checkpoint holds.
     """
@@ -131,7 +144,10 @@ def _exact_form(value: Tensor | InnerTensors) -> Any:
 
 @torch.no_grad()
 def copy_inner(saved: InnerTensors, into: Any) -> None:
-    """Copy the values into the inner tensors of a tensor of the same form. ValueError if it has another, and nothing is copied."""
+    """Copy the values into the inner tensors of a tensor of the same form.
+
+    ValueError if it has another, and nothing is copied.
+    """
     _check_same(saved, into)
     names, _ = into.__tensor_flatten__()
     for name in names:
@@ -181,8 +197,8 @@ def copied(tensor: Tensor) -> Tensor:
 def initialise(optimizer: Optimizer) -> None:
     """Have a new optimizer make its state, by a step with gradients and learning rates of 0.
 
-    torch.distributed.checkpoint does the same before it loads a state. Some optimizers move the weights all the same, so load the
-    weights afterwards.
+    torch.distributed.checkpoint does the same before it loads a state. Some optimizers move the
+    weights all the same, so load the weights afterwards.
     """
     if optimizer.state:
         return
@@ -209,9 +225,10 @@ def initialise(optimizer: Optimizer) -> None:
 def load_whole_model(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state of the same names and forms as the model's own.
 
-    The inner tensors of a tensor with a class of its own are copied into those of the model's. Some modules show more in their
-    state than they load: a quantised layer of bitsandbytes shows the scales of its frozen weights. Such entries are copied into
-    the tensors that the model shows, unless it holds the same already.
+    The inner tensors of a tensor with a class of its own are copied into those of the model's. Some
+    modules show more in their state than they load: a quantised layer of bitsandbytes shows the
+    scales of its frozen weights. Such entries are copied into the tensors that the model shows,
+    unless it holds the same already.
 
     Raises ValueError, naming the entry, if the model shows another value afterwards.
     """

@@ -1,4 +1,6 @@
-"""Every method and codec that fits, with what to expect of it over a link (`shoal.swarm.exchange.cost`)."""
+"""Every method and codec that fits, with what to expect of it over a link
+(`shoal.swarm.exchange.cost`).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Bytes beyond training alone, if they were measured with this method; mod4, which keeps what it sent, was not."""
+        """Bytes beyond training alone, if they were measured with this method; mod4, which keeps
+        what it sent, was not.
+        """
         return (
             None
             if self.outer.codec == "mod4"
@@ -74,13 +78,18 @@ class Row:
 
 
 def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:
-    """Return the bytes that averaging takes beyond training alone, if they were measured with this method."""
+    """Return the bytes that averaging takes beyond training alone, if they were measured with this
+    method.
+    """
     each = METHODS[method].measured[overlapped]
     return None if each is None else FIXED_BYTES + each * params
 
 
 def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> Work:
-    """Return what a node does in a round with these settings. ``params``: values that are averaged; ``step_s``: seconds a step."""
+    """Return what a node does in a round with these settings.
+
+    ``params``: values that are averaged; ``step_s``: seconds a step.
+    """
     from shoal.optim import codec_named
     from shoal.optim.codecs.base import FloatCodec
 
@@ -103,7 +112,9 @@ def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> 
 
 
 def choices(every: int | None = None) -> Iterator[OuterSettings]:
-    """Yield the settings of each method and codec that fit, overlapped where the method can, and for pairs also blocking."""
+    """Yield the settings of each method and codec that fit, overlapped where the method can, and
+    for pairs also blocking.
+    """
     from shoal.optim import codec_named
 
     for method in METHODS.values():
@@ -129,7 +140,9 @@ def choices(every: int | None = None) -> Iterator[OuterSettings]:
 def rows(
     line: Line, *, params: int, peers: int, step_s: float, every: int | None = None
 ) -> list[Row]:
-    """Return all choices: those that compute nearly always first, by bytes; then the others, by how much they compute."""
+    """Return all choices: those that compute nearly always first, by bytes; then the others, by how
+    much they compute.
+    """
     made = []
     for outer in choices(every):
         work = work_of(outer, params=params, peers=peers, step_s=step_s)
@@ -145,15 +158,19 @@ def rows(
 # The one line of advice under the table of `shoal plan`, and the row that it advises.
 
 PREFERRED = [(method.name, codec) for method in METHODS.values() for codec in method.advised]
-"""What is chosen where the link carries it, the first first: overlapped pairs, then what a thinner link still carries."""
+"""What is chosen where the link carries it, the first first: overlapped pairs, then what a thinner
+link still carries.
+"""
 LONGEST = 10_000
 """Inner steps in a round, at most, that are advised."""
 
 
 def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
-    """Return the row to choose, with a longer round if nothing else is enough, and a sentence about it.
+    """Return the row to choose, with a longer round if nothing else is enough, and a sentence about
+    it.
 
-    What is advised computes nearly all the time and leaves a fifth of the link (``BUSY``) to all else.
+    What is advised computes nearly all the time and leaves a fifth of the link (``BUSY``) to all
+    else.
     """
     named = {(row.outer.method, row.outer.codec): row for row in found if not row.blocks}
     liked = [named[choice] for choice in PREFERRED if choice in named]
@@ -161,7 +178,8 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
         if row.forecast.good:
             return (
                 row,
-                f"On this link choose {_named(row)}: {_cost(row)}{_instead(row, found)}{_thinner(row, liked)}.",
+                f"On this link choose {_named(row)}: "
+                f"{_cost(row)}{_instead(row, found)}{_thinner(row, liked)}.",
             )
     # Frequent rounds are worth more than precise ones.
     for row in sorted(liked, key=lambda row: (row.work.group != "pair", row.work.nbytes)):
@@ -171,14 +189,19 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
             work = work_of(outer, params=row.params, peers=row.work.peers, step_s=row.work.step_s)
             longer = replace(row, outer=outer, work=work, forecast=forecast(work, line))
             now = row.forecast
-            before = f"computing {100 * now.utilisation:.0f} % of the time and filling {100 * now.filled:.0f} % of it"
+            before = (
+                f"computing {100 * now.utilisation:.0f} % of the time and filling "
+                f"{100 * now.filled:.0f} % of it"
+            )
             return (
                 longer,
-                f"On this link choose {_named(longer)}: {_cost(longer)}, in place of {before} with every {row.work.every}.",
+                f"On this link choose {_named(longer)}: {_cost(longer)}, in place of {before} with "
+                f"every {row.work.every}.",
             )
     best = max(found, key=lambda row: row.forecast.utilisation)
     return best, (
-        f"This link carries none of the settings: the best is {_named(best)}, with which {_cost(best)}; choose a smaller model, or "
+        f"This link carries none of the settings: the best is {_named(best)}, with which "
+        f"{_cost(best)}; choose a smaller model, or "
         "train a part of it (LoRA)."
     )
 
@@ -191,19 +214,23 @@ def _named(row: Row) -> str:
 def _cost(row: Row) -> str:
     found = row.forecast
     return (
-        f"a node computes {100 * found.utilisation:.0f} % of the time, sends {amount(found.sent_a_day)} a day and fills "
+        f"a node computes {100 * found.utilisation:.0f} % of the time, sends "
+        f"{amount(found.sent_a_day)} a day and fills "
         f"{100 * found.filled:.0f} % of the link"
     )
 
 
 def _thinner(chosen: Row, liked: Sequence[Row]) -> str:
-    """Return why the advice is not the row with the fewest bytes, where the same method can send fewer."""
+    """Return why the advice is not the row with the fewest bytes, where the same method can send
+    fewer.
+    """
     same = [row for row in liked if row.outer.method == chosen.outer.method and row.forecast.good]
     least = min(same, key=lambda row: row.forecast.sent_a_day)
     if least is chosen:
         return ""
     return (
-        f"; {least.outer.codec} would send {amount(least.forecast.sent_a_day)} a day and round more, for a link that is "
+        f"; {least.outer.codec} would send {amount(least.forecast.sent_a_day)} a day and round "
+        "more, for a link that is "
         "paid by the byte"
     )
 
@@ -213,5 +240,8 @@ def _instead(chosen: Row, found: Sequence[Row]) -> str:
     for row in found:
         same = (row.outer.method, row.outer.codec) == (chosen.outer.method, chosen.outer.codec)
         if same and row.blocks and row.forecast.utilisation < GOOD:
-            return f" (with lag 0, which waits for each exchange, it would compute {100 * row.forecast.utilisation:.0f} %)"
+            return (
+                " (with lag 0, which waits for each exchange, it would compute "
+                f"{100 * row.forecast.utilisation:.0f} %)"
+            )
     return ""

@@ -1,8 +1,9 @@
-"""The interface of a user's own task, a class with these methods (``examples/custom_model.py``), and its batches.
+"""The interface of a user's own task, a class with these methods (``examples/custom_model.py``),
+and its batches.
 
-A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones. Containers in a batch
-are mappings (transformers' BatchEncoding), sequences, named tuples, dataclasses, and, by their attributes, other objects that have
-a ``to``. All else is a leaf.
+A class that has the methods need not derive from ``Task``; deriving brings the defaults of the
+optional ones. Containers in a batch are mappings (transformers' BatchEncoding), sequences, named
+tuples, dataclasses, and, by their attributes, other objects that have a ``to``. All else is a leaf.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _PLAIN = (
 
 
 def parts(value: Any) -> dict[Any, Any] | None:
-    """Return what the container ``value`` holds, by key, place or attribute, in order; None if it is a leaf."""
+    """Return what the container ``value`` holds, by key, place or attribute, in order; None if it
+    is a leaf.
+    """
     if isinstance(value, (*_PLAIN, type)):
         return None
     if isinstance(value, Mapping):
@@ -73,7 +76,8 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def mapped(batch: Any, change: Callable[[Any], Any], *, anew: bool = False) -> Any:
-    """Return ``batch`` with each leaf replaced by ``change(leaf)``, in containers of the same types; ``batch`` is not changed.
+    """Return ``batch`` with each leaf replaced by ``change(leaf)``, in containers of the same
+    types; ``batch`` is not changed.
 
     A container of which nothing changed is kept as it is, unless ``anew``.
 
@@ -96,7 +100,8 @@ def _with(
         return _filled(batch, changed)
     except Exception as error:
         raise UserCodeError(
-            f"The batch holds an object of type {type(batch).__name__}, which cannot be copied with other tensors in it "
+            f"The batch holds an object of type {type(batch).__name__}, which cannot be copied "
+            "with other tensors in it "
             f"({summary(error)}): yield dicts, lists or dataclasses of tensors."
         ) from error
 
@@ -126,7 +131,9 @@ def _filled(like: Any, inside: dict[Any, Any]) -> Any:
 
 
 def elements(batch: Any) -> int:
-    """Return the number of elements of the first tensor in ``batch``, else of the first NumPy array; 1 if there is neither."""
+    """Return the number of elements of the first tensor in ``batch``, else of the first NumPy
+    array; 1 if there is neither.
+    """
     found: Any = None
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
@@ -141,7 +148,8 @@ def elements(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with every tensor in it on ``device``; an object that is no dict moves itself, if it has a ``to``.
+    """Return ``batch`` with every tensor in it on ``device``; an object that is no dict moves
+    itself, if it has a ``to``.
 
     Raises:
         UserCodeError: it failed to, or a container cannot be made anew with other parts.
@@ -179,26 +187,37 @@ def _has_to(value: Any) -> bool:
 @cache  # once for each type
 def _say_opaque(kind: str) -> None:
     log.warning(
-        "A batch holds an object of type %s, which Shoal cannot look into: its tensors are neither counted nor moved, so yield a "
-        "dict, a list or a dataclass of tensors, or give it a to(device) and the task a tokens(batch).",
+        "A batch holds an object of type %s, which Shoal cannot look into: its tensors are neither "
+        "counted nor moved, so yield a "
+        "dict, a list or a dataclass of tensors, or give it a to(device) and the task a "
+        "tokens(batch).",
         kind,
     )
 
 
 class Batches(Iterator[Any]):
-    """Batches with a position that a checkpoint holds, so that a resumed run need not draw earlier ones again."""
+    """Batches with a position that a checkpoint holds, so that a resumed run need not draw earlier
+    ones again.
+    """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: dicts and lists of numbers, texts and tensors; small."""
+        """Return the position of the next batch: dicts and lists of numbers, texts and tensors;
+        small.
+        """
         raise NotImplementedError("batches that can be continued need state_dict()")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position ``state``, with the same batches. ShoalError, and no change, if it cannot."""
+        """Continue from the position ``state``, with the same batches.
+
+        ShoalError, and no change, if it cannot.
+        """
         raise NotImplementedError("batches that can be continued need load_state_dict(state)")
 
 
 class NumberedBatches(Iterator[Any]):
-    """Batches that a map-style dataset gives by number: item n is batch n. Any of them can be had without those before it.
+    """Batches that a map-style dataset gives by number: item n is batch n.
+
+    Any of them can be had without those before it.
 
     A dataset with a length begins anew after its last item.
     """
@@ -220,8 +239,9 @@ class NumberedBatches(Iterator[Any]):
 class LoadedBatches(Batches):
     """Batches of a torch DataLoader, epoch after epoch, drawn by its own workers if it has some.
 
-    Its generators are seeded anew for each epoch, from the shard and the number of the epoch, so that its order is known without
-    the epochs before it; torch's and torchdata's own is not. ``set_epoch`` of its sampler and its dataset is called too.
+    Its generators are seeded anew for each epoch, from the shard and the number of the epoch, so
+    that its order is known without the epochs before it; torch's and torchdata's own is not.
+    ``set_epoch`` of its sampler and its dataset is called too.
     """
 
     def __init__(self, loader: Any, shard: Shard) -> None:
@@ -273,7 +293,9 @@ class LoadedBatches(Batches):
         self._inner = iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the place in it; of a loader with a state (torchdata's StatefulDataLoader) that too."""
+        """Return the epoch and the place in it; of a loader with a state (torchdata's
+        StatefulDataLoader) that too.
+        """
         found = {
             "epoch": self._epoch,
             "drawn": self._drawn,
@@ -284,7 +306,9 @@ class LoadedBatches(Batches):
         return {**found, "loader": self._loader.state_dict() if known else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``: from the loader's own, or if that is of another number of workers by drawing in its epoch."""
+        """Continue from ``state``: from the loader's own, or if that is of another number of
+        workers by drawing in its epoch.
+        """
         self._epoch, self._drawn, self._inner = int(state["epoch"]), 0, None
         self._to_drop = int(state["drawn"]) + int(state["dropping"])
         if (
@@ -297,7 +321,9 @@ class LoadedBatches(Batches):
 
 
 def iterator_of(found: Any, shard: Shard) -> Any:
-    """Return ``found``, what a task's ``batches(shard)`` returned, as an iterator; anything else than batches as it is."""
+    """Return ``found``, what a task's ``batches(shard)`` returned, as an iterator; anything else
+    than batches as it is.
+    """
     if isinstance(found, DataLoader):
         return LoadedBatches(found, shard)
     if isinstance(found, Dataset) and not isinstance(found, IterableDataset):
@@ -309,26 +335,38 @@ class Task:
     """A model, its data and its loss. The same class with the same options runs on every peer."""
 
     def model(self) -> torch.nn.Module:
-        """Return the fresh model, on the CPU. The global torch seed is set before, so all peers begin equal."""
+        """Return the fresh model, on the CPU.
+
+        The global torch seed is set before, so all peers begin equal.
+        """
         raise NotImplementedError("a task needs model()")
 
     draws_with_model: bool = False
-    """True if ``batches`` computes with the model, as reinforcement learning does: then no other process can draw them."""
+    """True if ``batches`` computes with the model, as reinforcement learning does: then no other
+    process can draw them.
+    """
 
     def batches(self, shard: Shard) -> Iterator[Any] | Dataset[Any] | DataLoader[Any]:
-        """Yield batches without end: CPU tensors in any nesting of mappings, sequences, dataclasses and objects with a ``to``.
+        """Yield batches without end: CPU tensors in any nesting of mappings, sequences, dataclasses
+        and objects with a ``to``.
 
-        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was. Besides an iterator it may be
+        The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it
+        was. Besides an iterator it may be
 
         * ``Batches``, which save their position;
-        * a map-style Dataset whose item n is batch n: several workers then draw at once, and a resumed run need not draw again;
-        * a torch DataLoader, with workers of its own if it has some; each pass is an epoch, shuffled by the shard's seed. A resumed
-          run draws again what the epoch had, unless the loader has a state, as torchdata's StatefulDataLoader.
+        * a map-style Dataset whose item n is batch n: several workers then draw at once, and a
+          resumed run need not draw again;
+        * a torch DataLoader, with workers of its own if it has some; each pass is an epoch,
+          shuffled by the shard's seed. A resumed run draws again what the epoch had, unless the
+          loader has a state, as torchdata's StatefulDataLoader.
         """
         raise NotImplementedError("a task needs batches(shard)")
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
-        """Return ``batches(shard)`` after the first ``step`` ones, for a resumed run. Default: draw these and drop them."""
+        """Return ``batches(shard)`` after the first ``step`` ones, for a resumed run.
+
+        Default: draw these and drop them.
+        """
         found = iterator_of(self.batches(shard), shard)
         if isinstance(found, NumberedBatches):
             found.next_number = step
@@ -339,23 +377,35 @@ class Task:
         return itertools.islice(found, step, None)
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """Return the training loss of one batch, a scalar; ``batch`` is already on the model's device."""
+        """Return the training loss of one batch, a scalar; ``batch`` is already on the model's
+        device.
+        """
         raise NotImplementedError("a task needs loss(model, batch)")
 
     def evaluate(self, model: torch.nn.Module) -> float:
-        """Return the loss in nats on held-out data: the same data on every peer, on which no peer trains."""
+        """Return the loss in nats on held-out data: the same data on every peer, on which no peer
+        trains.
+        """
         raise NotImplementedError("a task needs evaluate(model)")
 
     def tokens(self, batch: Any) -> int:
-        """Return the tokens of a batch, for weights of peers and lengths of rounds. Default: the size of its first tensor."""
+        """Return the tokens of a batch, for weights of peers and lengths of rounds.
+
+        Default: the size of its first tensor.
+        """
         return elements(batch)
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
-        """Return further options that all peers must share, such as a digest of a file. Default: none."""
+        """Return further options that all peers must share, such as a digest of a file.
+
+        Default: none.
+        """
         return {}
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
-        """Return further results of a run that ended with ``loss`` of ``evaluate``, for result.json. Default: none."""
+        """Return further results of a run that ended with ``loss`` of ``evaluate``, for
+        result.json. Default: none.
+        """
         return {}
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -363,22 +413,27 @@ class Task:
         return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.99))
 
     def hidden_matrices(self, model: torch.nn.Module) -> Iterable[str]:
-        """Return the names of the parameters that Muon trains where the swarm has ``train.optimizer = "muon"``.
+        """Return the names of the parameters that Muon trains where the swarm has ``train.optimizer
+        = "muon"``.
 
-        Each is a trained parameter of two dimensions, by its name in ``model.named_parameters()``; AdamW trains all others.
-        Default: ``shoal.hidden_matrices``.
+        Each is a trained parameter of two dimensions, by its name in ``model.named_parameters()``;
+        AdamW trains all others. Default: ``shoal.hidden_matrices``.
         """
         return hidden_matrices(model)
 
     def lr_scheduler(
         self, optimizer: torch.optim.Optimizer, steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end). Default: none."""
+        """Return a scheduler, stepped after each inner step, for a run of ``steps`` (0: no end).
+
+        Default: none.
+        """
         return None
 
 
 def tokens_in(task: Any, batch: Any) -> int:
-    """Return the task's ``tokens(batch)``, or if it has none the number of elements of the first tensor, else 1.
+    """Return the task's ``tokens(batch)``, or if it has none the number of elements of the first
+    tensor, else 1.
 
     OuterError unless that is at least 1.
     """
@@ -386,6 +441,7 @@ def tokens_in(task: Any, batch: Any) -> int:
     tokens = int(own(batch)) if callable(own) else elements(batch)
     if tokens < 1:
         raise OuterError(
-            f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number of at least 1."
+            f"A batch counts {tokens} tokens: the task's tokens(batch) must return a whole number "
+            "of at least 1."
         )
     return tokens

@@ -1,6 +1,7 @@
 """The boundary around code of the user's own: a task, an environment, and all that they call.
 
-What goes wrong behind it is the user's to mend: one sentence names the function, and the traceback begins in the user's file.
+What goes wrong behind it is the user's to mend: one sentence names the function, and the traceback
+begins in the user's file.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from shoal.swarm.errors import ShoalError
 SMALLER = "make the model or its batches smaller, or end other programs"
 """The remedy where memory ran out."""
 _OF_DEVICE = re.compile(
-    r"\b(?:CUDA|HIP|XPU|MPS|NCCL) (?:driver |internal )?error\b|\bUR_RESULT_ERROR_|\bcommand buffer (?:exited|execution)",
+    r"\b(?:CUDA|HIP|XPU|MPS|NCCL) (?:driver |internal )?error\b|\bUR_RESULT_ERROR_|\bcommand "
+    r"buffer (?:exited|execution)",
     re.IGNORECASE,
 )
 """What torch says of failures of a GPU: NVIDIA's, AMD's, Intel's, Apple's."""
 _NO_MEMORY = (
-    "can't allocate memory", "out of memory", "_status_alloc_failed", "_out_of_device_memory", "_out_of_host_memory",
+    "can't allocate memory",
+    "out of memory",
+    "_status_alloc_failed",
+    "_out_of_device_memory",
+    "_out_of_host_memory",
     "_out_of_resources",
-)  # fmt: skip
+)
 _SERIAL = {"HIP": "AMD_SERIALIZE_KERNEL=3", "CUDA": "CUDA_LAUNCH_BLOCKING=1"}
 """What has a device report an error where it arises, by the word that begins it."""
 _folders: set[str] = set()  # in which files of the user's lie
@@ -35,7 +41,10 @@ _modules: set[str] = set()  # top-level modules of the user's
 
 
 class UserCodeError(ShoalError):
-    """Failure of the user's own code. ``trace``: its traceback from the user's first frame on; empty where a value is wrong."""
+    """Failure of the user's own code.
+
+    ``trace``: its traceback from the user's first frame on; empty where a value is wrong.
+    """
 
     def __init__(self, text: str, trace: str = "") -> None:
         super().__init__(text)
@@ -43,7 +52,9 @@ class UserCodeError(ShoalError):
 
 
 class DeviceError(ShoalError):
-    """Failure that the device reported, most often some operations after the one that failed, and from then on at each."""
+    """Failure that the device reported, most often some operations after the one that failed, and
+    from then on at each.
+    """
 
     exit_code = ExitCode.DEVICE_FAILED
 
@@ -52,7 +63,8 @@ class DeviceError(ShoalError):
         kind = next((kind for kind in _SERIAL if f"{kind} " in said), None)
         which = f"; {_SERIAL[kind]} shows which one it was" if kind else ""
         super().__init__(
-            f"An operation on the device failed ({said}), often because an index is too large, and this came up only now{which}: "
+            f"An operation on the device failed ({said}), often because an index is too large, and "
+            f"this came up only now{which}: "
             "mend that, or the driver, and go on from the last checkpoint with --resume."
         )
         self.trace = (
@@ -63,7 +75,9 @@ class DeviceError(ShoalError):
 
 
 def belongs_to_user(*, folder: Path | None = None, module: str = "") -> None:
-    """Note that the files of ``folder``, or the module of this name with all in it, are the user's own."""
+    """Note that the files of ``folder``, or the module of this name with all in it, are the user's
+    own.
+    """
     if folder is not None:
         _folders.add(str(folder) + os.sep)
     if module and module.partition(".")[0] != "shoal":
@@ -71,7 +85,9 @@ def belongs_to_user(*, folder: Path | None = None, module: str = "") -> None:
 
 
 def import_beside(folder: Path) -> None:
-    """Let code import what lies in ``folder``, after all that is installed: no file there may hide a module that others import."""
+    """Let code import what lies in ``folder``, after all that is installed: no file there may hide
+    a module that others import.
+    """
     belongs_to_user(folder=folder)
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -79,15 +95,18 @@ def import_beside(folder: Path) -> None:
 
 @contextmanager
 def calling(owner: object, function: str, through: object = None) -> Iterator[None]:
-    """Return the context in which Shoal calls ``function`` of the user's object, or torch on its behalf.
+    """Return the context in which Shoal calls ``function`` of the user's object, or torch on its
+    behalf.
 
-    A failure becomes a UserCodeError; ShoalError passes unchanged, for it is a sentence for the user already.
+    A failure becomes a UserCodeError; ShoalError passes unchanged, for it is a sentence for the
+    user already.
 
     Args:
-        owner: has a ``user_subject``, which begins sentences about it, if it is the user's; else the context does nothing.
+        owner: has a ``user_subject``, which begins sentences about it, if it is the user's; else
+            the context does nothing.
         function: what is called, for people.
-        through: what ``function`` returned, if Shoal's own code runs in the context: then only what came through one of its
-            methods is taken for the user's.
+        through: what ``function`` returned, if Shoal's own code runs in the context: then only what
+            came through one of its methods is taken for the user's.
     """
     try:
         yield
@@ -103,7 +122,9 @@ def calling(owner: object, function: str, through: object = None) -> Iterator[No
 
 
 def failed(subject: str, function: str, error: BaseException) -> ShoalError:
-    """Return what ``error`` in the user's ``function`` means to the user: UserCodeError, or DeviceError."""
+    """Return what ``error`` in the user's ``function`` means to the user: UserCodeError, or
+    DeviceError.
+    """
     if device_failed(error):
         return DeviceError(error)
     said = f"{subject} failed in {function}: {summary(error)}"
@@ -131,7 +152,9 @@ def summary(error: BaseException) -> str:
 
 
 def user_trace(error: BaseException) -> str:
-    """Format the traceback of ``error`` from the first frame of the user's on; without any, from the first that is not Shoal's."""
+    """Format the traceback of ``error`` from the first frame of the user's on; without any, from
+    the first that is not Shoal's.
+    """
     frames, trace = [], error.__traceback__
     while trace is not None:
         frames.append(trace)
@@ -142,7 +165,9 @@ def user_trace(error: BaseException) -> str:
 
 
 def blamed(error: BaseException, owner: object) -> bool:
-    """Return whether ``error`` came through a method of ``owner``, or through a file of the user's."""
+    """Return whether ``error`` came through a method of ``owner``, or through a file of the
+    user's.
+    """
     return any(
         _is_users(frame) or frame.f_locals.get("self") is owner
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -150,10 +175,11 @@ def blamed(error: BaseException, owner: object) -> bool:
 
 
 def explained(error: Exception) -> ShoalError | None:
-    """Return what an error that nobody foresaw means if it is the user's to mend; None if it is Shoal's own.
+    """Return what an error that nobody foresaw means if it is the user's to mend; None if it is
+    Shoal's own.
 
-    It is the user's if his code is on the way to it, such as a hook of a module, or if memory ran out. What a device reports is
-    nobody's, wherever it came up.
+    It is the user's if his code is on the way to it, such as a hook of a module, or if memory ran
+    out. What a device reports is nobody's, wherever it came up.
     """
     if device_failed(error):
         return DeviceError(error)
@@ -163,13 +189,17 @@ def explained(error: Exception) -> ShoalError | None:
     if out_of_memory(error):
         why = next(iter(str(error).splitlines()), "") or type(error).__name__
         return ShoalError(
-            f"There is not enough memory ({why[:300]}): train a smaller model or batch, or end other programs."
+            f"There is not enough memory ({why[:300]}): train a smaller model or batch, or end "
+            "other programs."
         )
     return None
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on whatever device, as ``error`` says or what caused it. Torch is not imported for it."""
+    """Return whether memory ran out, on whatever device, as ``error`` says or what caused it.
+
+    Torch is not imported for it.
+    """
     text = str(error).lower()
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if named or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)):
@@ -178,7 +208,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def device_failed(error: BaseException) -> bool:
-    """Return whether a device reports that it failed, other than for want of memory. Torch is not imported for it."""
+    """Return whether a device reports that it failed, other than for want of memory.
+
+    Torch is not imported for it.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, ShoalError) or out_of_memory(error):
         return False
     return type(error).__name__ == "AcceleratorError" or _OF_DEVICE.search(str(error)) is not None

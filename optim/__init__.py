@@ -1,8 +1,9 @@
-"""Outer optimizers for low-communication training, as pure mathematics on tensors: no clock, no socket, no global random numbers.
+"""Outer optimizers for low-communication training, as pure mathematics on tensors: no clock, no
+socket, no global random numbers.
 
 inner = torch.optim.AdamW(model.parameters(), lr=3e-4)
-opt = NoLoCo(inner, exchange, every=50)          # exchange: Alone(), a Simulation's, or a swarm session's
-for batch in batches:
+opt = NoLoCo(inner, exchange, every=50)          # exchange: Alone(), a Simulation's, or a swarm
+session's for batch in batches:
     loss(model, batch).backward()
     opt.step()                                   # every 50th step also averages with a random peer
     opt.zero_grad()
@@ -24,16 +25,73 @@ if TYPE_CHECKING:
 
 __all__ = sorted(
     {
-        "BFLOAT16", "E3M0", "FLOAT16", "FLOAT32", "INT8", "SIGN", "TOPK2", "Alone", "Apply", "AutoCodec", "CO2Rule",
-        "Codec", "Contribution", "DecoupledRule", "Delayed", "DiLoCoRule", "Distributed", "EagerRule", "ErrorFeedback",
-        "Every", "Exchange", "Faults", "GASLoCRule", "Handle", "LocalSGDRule", "Mean", "NoLoCoRule", "Options",
-        "OuterOptimizer", "Ranks", "RoundContext", "RoundInfo", "RoundKey", "RoundLength", "Rule", "Schedule", "Seconds",
-        "Send", "Simulation", "SpartaRule", "Stepped", "Steps", "Streaming", "Tokens", "by_rate", "by_steps", "by_tokens",
-        "candidates", "codec_named", "config_diff", "equal", "float_buffers", "groups", "hidden_matrices", "muon", "order",
-        "partner_of", "rda", "strided", "weighted_mean",
-        "METHODS", "Method", "method_named", "methods_with", *(method.place.partition(".")[2] for method in METHODS.values()),
+        "BFLOAT16",
+        "E3M0",
+        "FLOAT16",
+        "FLOAT32",
+        "INT8",
+        "SIGN",
+        "TOPK2",
+        "Alone",
+        "Apply",
+        "AutoCodec",
+        "CO2Rule",
+        "Codec",
+        "Contribution",
+        "DecoupledRule",
+        "Delayed",
+        "DiLoCoRule",
+        "Distributed",
+        "EagerRule",
+        "ErrorFeedback",
+        "Every",
+        "Exchange",
+        "Faults",
+        "GASLoCRule",
+        "Handle",
+        "LocalSGDRule",
+        "Mean",
+        "NoLoCoRule",
+        "Options",
+        "OuterOptimizer",
+        "Ranks",
+        "RoundContext",
+        "RoundInfo",
+        "RoundKey",
+        "RoundLength",
+        "Rule",
+        "Schedule",
+        "Seconds",
+        "Send",
+        "Simulation",
+        "SpartaRule",
+        "Stepped",
+        "Steps",
+        "Streaming",
+        "Tokens",
+        "by_rate",
+        "by_steps",
+        "by_tokens",
+        "candidates",
+        "codec_named",
+        "config_diff",
+        "equal",
+        "float_buffers",
+        "groups",
+        "hidden_matrices",
+        "muon",
+        "order",
+        "partner_of",
+        "rda",
+        "strided",
+        "weighted_mean",
+        "METHODS",
+        "Method",
+        "method_named",
+        "methods_with",
+        *(method.place.partition(".")[2] for method in METHODS.values()),
     }
-)  # fmt: skip
+)
 
 
 def __getattr__(name: str) -> Any:

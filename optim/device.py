@@ -1,6 +1,7 @@
 """What a kind of device can do, and how tensors come from it.
 
-The one place that knows the kinds of accelerators: "cuda" (NVIDIA, and AMD by ROCm), "xpu" (Intel) and "mps" (Apple).
+The one place that knows the kinds of accelerators: "cuda" (NVIDIA, and AMD by ROCm), "xpu" (Intel)
+and "mps" (Apple).
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 ALIGNED, SMALL = 64, 1 << 20
-"""Bytes: at a multiple of the first a tensor begins; less than the second is not worth a piece of pinned memory of its own."""
+"""Bytes: at a multiple of the first a tensor begins; less than the second is not worth a piece of
+pinned memory of its own.
+"""
 
 
 def copies_beside(device: torch.device) -> bool:
-    """Return whether copies to and from pinned memory go on beside the host, and can be awaited. Not those of Apple's devices."""
+    """Return whether copies to and from pinned memory go on beside the host, and can be awaited.
+
+    Not those of Apple's devices.
+    """
     return device.type in ("cuda", "xpu")
 
 
@@ -39,13 +45,18 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait until all is done that these devices were given on this thread's stream, non-blocking copies too."""
+    """Wait until all is done that these devices were given on this thread's stream, non-blocking
+    copies too.
+    """
     for device in {device for device in devices if copies_beside(device)}:
         torch.accelerator.current_stream(device).synchronize()
 
 
 class Beside:
-    """A stream beside that of the thread which makes this. A ``device`` without streams (Apple's) has one for all."""
+    """A stream beside that of the thread which makes this.
+
+    A ``device`` without streams (Apple's) has one for all.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._streams = (
@@ -62,7 +73,9 @@ class Beside:
 
     @contextmanager
     def after(self) -> Iterator[None]:
-        """Compute on the stream beside, once all is done that the first one has been given so far; wait for it at the end."""
+        """Compute on the stream beside, once all is done that the first one has been given so far;
+        wait for it at the end.
+        """
         if self._streams is None:
             yield
             return
@@ -76,7 +89,9 @@ class Beside:
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:
-    """Return the bytes of an accelerator's memory that are free, and all; None where the kind does not tell."""
+    """Return the bytes of an accelerator's memory that are free, and all; None where the kind does
+    not tell.
+    """
     if copies_beside(device):
         free, total = torch.get_device_module(device).mem_get_info(device)
         return int(free), int(total)
@@ -94,7 +109,9 @@ def allocated(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int | None:
-    """Return the most bytes that tensors of this process had there since `forget_peak`; None where the kind does not tell."""
+    """Return the most bytes that tensors of this process had there since `forget_peak`; None where
+    the kind does not tell.
+    """
     return (
         int(torch.get_device_module(device).max_memory_allocated(device))
         if copies_beside(device)
@@ -108,7 +125,9 @@ def forget_peak(device: torch.device) -> None:
 
 
 def current_device() -> Callable[[], None]:
-    """Return what makes the current accelerator of this thread that of another thread, where it is the first one until then."""
+    """Return what makes the current accelerator of this thread that of another thread, where it is
+    the first one until then.
+    """
     if not torch.accelerator.is_available():
         return lambda: None
     index = torch.accelerator.current_device_index()
@@ -116,7 +135,9 @@ def current_device() -> Callable[[], None]:
 
 
 def accelerator_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """Return the accelerator on which all tensors are; None if there is none, or one is elsewhere."""
+    """Return the accelerator on which all tensors are; None if there is none, or one is
+    elsewhere.
+    """
     devices = {tensor.device for tensor in tensors}
     return (
         devices.pop()
@@ -126,7 +147,9 @@ def accelerator_of(tensors: Iterable[Tensor]) -> torch.device | None:
 
 
 def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the other in few pieces (`pieces`)."""
+    """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the
+    other in few pieces (`pieces`).
+    """
     sizes, found = (
         [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors],
         dict[int, Tensor](),
@@ -147,7 +170,8 @@ def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 def pieces(sizes: Sequence[int]) -> list[list[int]]:
     """Return which of tensors of these sizes, in bytes, share a piece of memory.
 
-    Torch rounds a piece of pinned memory up to a power of two, so the pieces are such powers, nearly full, but for the last one.
+    Torch rounds a piece of pinned memory up to a power of two, so the pieces are such powers,
+    nearly full, but for the last one.
     """
     found, left = list[list[int]](), sorted(range(len(sizes)), key=lambda place: -sizes[place])
     while left:
@@ -165,7 +189,9 @@ def pieces(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def pinned_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes that torch takes from the system for the pinned memory of ``tensors``: of each piece a power of two."""
+    """Return the bytes that torch takes from the system for the pinned memory of ``tensors``: of
+    each piece a power of two.
+    """
     pieces = {
         s.data_ptr(): s.nbytes()
         for s in (tensor.untyped_storage() for tensor in tensors if tensor.is_pinned())
@@ -174,21 +200,27 @@ def pinned_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def give_freed_back() -> None:
-    """Give main memory that was freed, and that the C library keeps for later, to the system, where it can do so (glibc)."""
+    """Give main memory that was freed, and that the C library keeps for later, to the system, where
+    it can do so (glibc).
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def give_pinned_back() -> None:
-    """Let torch give the pinned memory that nothing uses any more back to the system, which it does not by itself."""
+    """Let torch give the pinned memory that nothing uses any more back to the system, which it does
+    not by itself.
+    """
     if hasattr(torch.accelerator, "empty_host_cache"):  # since 2.12
         torch.accelerator.empty_host_cache()
 
 
 @torch.no_grad()
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the tensors on ``device``; those on the CPU go there together, and nothing waits for it where copies go on beside."""
+    """Return the tensors on ``device``; those on the CPU go there together, and nothing waits for
+    it where copies go on beside.
+    """
     found = list(tensors)
     if device.type == "cpu":
         return [tensor.to(device) for tensor in found]
@@ -210,10 +242,11 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 @torch.no_grad()
 def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
-    """Return the tensors on the CPU, of the same shapes; those of one device and dtype in one copy, the host's only wait for them.
+    """Return the tensors on the CPU, of the same shapes; those of one device and dtype in one copy,
+    the host's only wait for them.
 
-    Those on the CPU are returned as they are. The device needs memory for another copy of the others. ``waits=False``: the caller
-    waits for the devices (`wait_for`) before it reads them.
+    Those on the CPU are returned as they are. The device needs memory for another copy of the
+    others. ``waits=False``: the caller waits for the devices (`wait_for`) before it reads them.
     """
     found, groups = list(tensors), defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
     for place, tensor in enumerate(tensors):
@@ -235,10 +268,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function`` as code that ``torch.compile`` runs as it is: it talks to threads, or counts, and has nothing to compile.
+    """Return ``function`` as code that ``torch.compile`` runs as it is: it talks to threads, or
+    counts, and has nothing to compile.
 
-    torch's optimizers use the same decorator, which loads the compiler at its first call: so it is asked only where the compiler is
-    loaded already, and a node that compiles nothing never loads it.
+    torch's optimizers use the same decorator, which loads the compiler at its first call: so it is
+    asked only where the compiler is loaded already, and a node that compiles nothing never loads
+    it.
     """
     guarded = _disable_dynamo(function)
 

@@ -1,6 +1,8 @@
-"""Muon and AdamW as one inner optimizer of a model: Muon trains the matrices of its hidden layers, AdamW all else.
+"""Muon and AdamW as one inner optimizer of a model: Muon trains the matrices of its hidden layers,
+AdamW all else.
 
-The rule is that of Muon's author (https://kellerjordan.github.io/posts/muon/): no embeddings, no output layer, no vectors.
+The rule is that of Muon's author (https://kellerjordan.github.io/posts/muon/): no embeddings, no
+output layer, no vectors.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ else:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost blocks that ``model`` repeats, such as a transformer's layers, in the order of its modules.
+    """Return the outermost blocks that ``model`` repeats, such as a transformer's layers, in the
+    order of its modules.
 
-    They are modules of one class, themselves of several modules with parameters, that stand together in a ModuleList, ModuleDict or
-    Sequential.
+    They are modules of one class, themselves of several modules with parameters, that stand
+    together in a ModuleList, ModuleDict or Sequential.
     """
     kinds = Counter(type(child) for child in model.children() if _is_block(child))
     listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
@@ -49,13 +52,16 @@ def _is_block(module: nn.Module) -> bool:
 def hidden_matrices(model: nn.Module) -> list[str]:
     """Return the names of the parameters that Muon trains by default, in the model's order.
 
-    They are the trained parameters of two dimensions called ``weight``, or ``..._weight``, in the blocks that the model repeats; in
-    a model without such blocks, the weights of all its ``nn.Linear`` but the last, which is its output. Never among them:
+    They are the trained parameters of two dimensions called ``weight``, or ``..._weight``, in the
+    blocks that the model repeats; in a model without such blocks, the weights of all its
+    ``nn.Linear`` but the last, which is its output. Never among them:
 
-    * weights of an ``nn.Embedding`` or ``nn.EmbeddingBag``, also where another layer shares them (tied heads);
-    * what stands outside of the blocks, such as an untied head, or what ``get_output_embeddings()`` returns, which models of
-      transformers have;
-    * vectors and numbers (norms, biases), kernels of convolutions, recurrent layers' weights, and frozen parameters.
+    * weights of an ``nn.Embedding`` or ``nn.EmbeddingBag``, also where another layer shares them
+      (tied heads);
+    * what stands outside of the blocks, such as an untied head, or what ``get_output_embeddings()``
+      returns, which models of transformers have;
+    * vectors and numbers (norms, biases), kernels of convolutions, recurrent layers' weights, and
+      frozen parameters.
 
     The two matrices of a LoRA adapter in a block are matrices like any other.
     """
@@ -91,22 +97,32 @@ def _output(module: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Split:
-    """The trained parameters of a model by name, each with its number of values, in the model's order."""
+    """The trained parameters of a model by name, each with its number of values, in the model's
+    order.
+    """
 
     muon: dict[str, int]
     adamw: dict[str, int]
 
     def __str__(self) -> str:
         """Return how many values each trains, in how many parameters."""
-        return f"Muon trains {_counted(self.muon, 'matrix', 'matrices')}, AdamW {_counted(self.adamw, 'tensor', 'tensors')}"
+        return (
+            f"Muon trains {_counted(self.muon, 'matrix', 'matrices')}, AdamW "
+            f"{_counted(self.adamw, 'tensor', 'tensors')}"
+        )
 
 
 def _counted(counts: dict[str, int], one: str, several: str) -> str:
-    return f"{sum(counts.values()):,} parameters ({len(counts)} {one if len(counts) == 1 else several})"
+    return (
+        f"{sum(counts.values()):,} parameters ({len(counts)} "
+        f"{one if len(counts) == 1 else several})"
+    )
 
 
 def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
-    """Return which parameters Muon and AdamW train. ``matrices``: names of Muon's; None: those of ``hidden_matrices``.
+    """Return which parameters Muon and AdamW train.
+
+    ``matrices``: names of Muon's; None: those of ``hidden_matrices``.
 
     Raises:
         ValueError: a name is no trained matrix of the model, or there is none.
@@ -125,7 +141,8 @@ def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
         chosen.add(id(every[name]))
     if not chosen:
         raise ValueError(
-            "the model has no matrix for Muon (weights of hidden layers that are trained): choose AdamW, or name its matrices"
+            "the model has no matrix for Muon (weights of hidden layers that are trained): choose "
+            "AdamW, or name its matrices"
         )
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     muon, adamw = (
@@ -145,15 +162,18 @@ OPTIONS = (
     "ns_steps",
     "adjust_lr_fn",
 )
-"""Muon's own settings: a group has more of them once an outer optimizer wraps it, or it was loaded."""
+"""Muon's own settings: a group has more of them once an outer optimizer wraps it, or it was loaded.
+"""
 
 
 class WholeMuon(Muon):
-    """``torch.optim.Muon`` whose step gathers one matrix at a time, so that it has the bits of one process, however it is cut.
+    """``torch.optim.Muon`` whose step gathers one matrix at a time, so that it has the bits of one
+    process, however it is cut.
 
-    Torch's own would orthogonalise across processes, in bfloat16 sums of another order and with messages in every product. Each
-    process computes the whole step, and keeps its part of weight and momentum; besides it holds one whole matrix, three times. All
-    processes call ``step`` at the same time, with the same gradients set.
+    Torch's own would orthogonalise across processes, in bfloat16 sums of another order and with
+    messages in every product. Each process computes the whole step, and keeps its part of weight
+    and momentum; besides it holds one whole matrix, three times. All processes call ``step`` at the
+    same time, with the same gradients set.
     """
 
     @torch.no_grad()
@@ -204,22 +224,25 @@ def muon(
     weight_decay: float = WEIGHT_DECAY,
     matrices: Iterable[str] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return one optimizer that trains the hidden matrices of ``model`` by ``torch.optim.Muon``, and all else by AdamW.
+    """Return one optimizer that trains the hidden matrices of ``model`` by ``torch.optim.Muon``,
+    and all else by AdamW.
 
         opt = NoLoCo(muon(model), exchange, every=50)
 
-    It has two parameter groups, Muon's first; a scheduler changes the rates of both. Hand in a model of DDP or FSDP2 after it is
-    wrapped: Muon works on whole matrices, however they are cut.
+    It has two parameter groups, Muon's first; a scheduler changes the rates of both. Hand in a
+    model of DDP or FSDP2 after it is wrapped: Muon works on whole matrices, however they are cut.
 
     Args:
-        lr: learning rate of Muon, with Nesterov momentum; torch multiplies it by ``sqrt(max(1, rows / columns))`` of each matrix.
+        lr: learning rate of Muon, with Nesterov momentum; torch multiplies it by ``sqrt(max(1, rows
+            / columns))`` of each matrix.
         adamw_lr: learning rate of AdamW, with betas (0.9, 0.95); None: ``lr``.
         momentum: Muon's.
         weight_decay: of both, decoupled: a step takes ``lr * weight_decay`` of each weight away.
         matrices: names of the parameters that Muon trains; None: those of ``hidden_matrices``.
 
     Raises:
-        ValueError: there is no matrix for Muon, a name in ``matrices`` is not that of a trained one, or torch has no Muon.
+        ValueError: there is no matrix for Muon, a name in ``matrices`` is not that of a trained
+            one, or torch has no Muon.
     """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(

@@ -1,11 +1,14 @@
-"""The methods of outer optimization, one row each: all that depends on a method follows from its row.
+"""The methods of outer optimization, one row each: all that depends on a method follows from its
+row.
 
     method = method_named("streaming")
-    opt = method.make(inner, exchange, every=50, lag=5, model=model)      # other arguments: the method's defaults
-    method.knobs                                                          # {"every": 100, "fragments": 4, ...}
+    opt = method.make(inner, exchange, every=50, lag=5, model=model)      # other arguments: the
+    method's defaults method.knobs                                                          #
+    {"every": 100, "fragments": 4, ...}
 
-A row names the optimizer, which stands with its rule in `shoal.optim.rules`; from it follow ``--method`` and its help, the public
-name, what settings are allowed, the memory that a node plans with, and `shoal plan`. The table itself loads no torch.
+A row names the optimizer, which stands with its rule in `shoal.optim.rules`; from it follow
+``--method`` and its help, the public name, what settings are allowed, the memory that a node plans
+with, and `shoal plan`. The table itself loads no torch.
 """
 
 from __future__ import annotations
@@ -42,26 +45,38 @@ class Method:
     sends: Literal["weights", "displacement"]
     """Whole weights, or pseudo-gradients, for which codecs below 8 bits are precise enough."""
     schedule: Literal["waits", "overlaps", "delayed"]
-    """A mean is waited for, or applied by ``lag`` in ``fragments`` if these are set so, or a whole round after it was sent."""
+    """A mean is waited for, or applied by ``lag`` in ``fragments`` if these are set so, or a whole
+    round after it was sent.
+    """
     when: str
     """The method's purpose, in a few words."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the optimizer that define this method and are no knobs."""
     codec: str = "float32"
-    """The default codec of a swarm. The classes of methods for pairs have float32 elsewhere: any exchange can carry it."""
+    """The default codec of a swarm.
+
+    The classes of methods for pairs have float32 elsewhere: any exchange can carry it.
+    """
     weights: Literal["equal", "tokens", "rate"] = "equal"
     """Default weighting of contributions (`shoal.optim.outer.fragments`)."""
     doubles: bool = False
-    """True: where weights differ it sends two tensors a parameter, since its pull is never weighted."""
+    """True: where weights differ it sends two tensors a parameter, since its pull is never
+    weighted.
+    """
     follows: bool = True
-    """False: a contribution belongs to its round only, and one that comes too late is none of the next round's."""
+    """False: a contribution belongs to its round only, and one that comes too late is none of the
+    next round's.
+    """
     state: float = 1
     """Memory of what rule and codec remember, in times the slow weights'."""
     exchange: float = 2
-    """The same of an exchange: the partner's contribution, in which the mean is computed, and the own one where it is held too."""
+    """The same of an exchange: the partner's contribution, in which the mean is computed, and the
+    own one where it is held too.
+    """
     measured: tuple[float | None, float | None] = (None, None)
-    """Main memory of a node beyond model, gradients, inner optimizer and `shoal.node.plan.FIXED_BYTES`, in bytes a parameter, where
-    it was measured: with lag 0, and where a mean is applied later."""
+    """Main memory of a node beyond model, gradients, inner optimizer and
+    `shoal.node.plan.FIXED_BYTES`, in bytes a parameter, where it was measured: with lag 0, and
+    where a mean is applied later."""
     advised: tuple[str, ...] = ()
     """Codecs with which `shoal plan` advises the method, the first first."""
 
@@ -75,12 +90,16 @@ class Method:
 
     @property
     def slow(self) -> bool:
-        """True: evaluate with the slow weights (``averaged``), since with a delay the fast ones differ from the group's."""
+        """True: evaluate with the slow weights (``averaged``), since with a delay the fast ones
+        differ from the group's.
+        """
         return self.group == "everyone" and self.schedule != "waits"
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """The method's own keyword arguments and their defaults; besides them it takes all ``Options``."""
+        """The method's own keyword arguments and their defaults; besides them it takes all
+        ``Options``.
+        """
         parameters = inspect.signature(self.optimizer).parameters.values()
         skip = (*NO_KNOBS, *self.fixed)
         return {
@@ -88,11 +107,16 @@ class Method:
         }
 
     def make(self, inner: Inner, exchange: Exchange, **arguments: Any) -> OuterOptimizer:
-        """Return the optimizer; ``arguments`` are knobs and ``Options``. ValueError for values that method or codec cannot use."""
+        """Return the optimizer; ``arguments`` are knobs and ``Options``.
+
+        ValueError for values that method or codec cannot use.
+        """
         return self.optimizer(inner, exchange, **self.fixed, **arguments)
 
     def check_codec(self, codec: Codec) -> None:
-        """Raise ValueError if ``codec`` is too lossy for what this method sends, or for pairs where this averages over everyone."""
+        """Raise ValueError if ``codec`` is too lossy for what this method sends, or for pairs where
+        this averages over everyone.
+        """
         from shoal.optim.codecs.base import check_sends_weights
         from shoal.optim.codecs.mod4 import check_no_pair
 
@@ -104,66 +128,130 @@ class Method:
 
 _ALL = (
     Method(
-        "noloco", "gossip.NoLoCo", "pair", "weights", "overlaps",
+        "noloco",
+        "gossip.NoLoCo",
+        "pair",
+        "weights",
+        "overlaps",
         "the default: no barrier, a late or dead peer holds up one other at most",
-        codec="mod4", doubles=True, exchange=1, measured=(12.3, 13.9), advised=("float32", "bfloat16", "int8", "mod4"),
+        codec="mod4",
+        doubles=True,
+        exchange=1,
+        measured=(12.3, 13.9),
+        advised=("float32", "bfloat16", "int8", "mod4"),
     ),
     Method(
-        "local", "gossip.LocalSGD", "pair", "weights", "overlaps",
+        "local",
+        "gossip.LocalSGD",
+        "pair",
+        "weights",
+        "overlaps",
         "the simplest: plain averaging with a partner, nothing to tune",
-        codec="mod4", doubles=True, state=0, exchange=1,
+        codec="mod4",
+        doubles=True,
+        state=0,
+        exchange=1,
     ),
     Method(
-        "gasloc", "gossip.GASLoC", "pair", "weights", "overlaps",
+        "gasloc",
+        "gossip.GASLoC",
+        "pair",
+        "weights",
+        "overlaps",
         "gossip like noloco, with Nesterov's momentum on the outer iterate",
         codec="mod4",
     ),
     Method(
-        "none", "gossip.LocalSGD", "nobody", "weights", "waits",
+        "none",
+        "gossip.LocalSGD",
+        "nobody",
+        "weights",
+        "waits",
         "training alone, to compare with",
-        fixed={"fragments": 1, "lag": 0}, state=0, exchange=0,
+        fixed={"fragments": 1, "lag": 0},
+        state=0,
+        exchange=0,
     ),
     Method(
-        "diloco", "diloco.DiLoCo", "everyone", "displacement", "waits",
+        "diloco",
+        "diloco.DiLoCo",
+        "everyone",
+        "displacement",
+        "waits",
         "few, equal, reliable peers: all hold the same weights after a round",
-        exchange=1, measured=(12.4, None),
+        exchange=1,
+        measured=(12.4, None),
     ),
     Method(
-        "diloco-hb", "diloco.DiLoCo", "everyone", "displacement", "waits",
+        "diloco-hb",
+        "diloco.DiLoCo",
+        "everyone",
+        "displacement",
+        "waits",
         "diloco with heavy-ball momentum",
-        fixed={"nesterov": False}, exchange=1,
+        fixed={"nesterov": False},
+        exchange=1,
     ),
     Method(
-        "streaming", "diloco.StreamingDiLoCo", "everyone", "displacement", "overlaps",
+        "streaming",
+        "diloco.StreamingDiLoCo",
+        "everyone",
+        "displacement",
+        "overlaps",
         "a thin link: fragments, sent while training",
-        measured=(None, 12.3), advised=("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef"),
+        measured=(None, 12.3),
+        advised=("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef"),
     ),
     Method(
-        "decoupled", "diloco.DecoupledDiLoCo", "everyone", "displacement", "overlaps",
+        "decoupled",
+        "diloco.DecoupledDiLoCo",
+        "everyone",
+        "displacement",
+        "overlaps",
         "uneven peers: fragments, merged by direction",
         weights="rate",
     ),
     Method(
-        "eager", "diloco.Eager", "everyone", "displacement", "delayed",
+        "eager",
+        "diloco.Eager",
+        "everyone",
+        "displacement",
+        "delayed",
         "a slow link: the exchange has a whole round of time",
         state=3,
     ),
     Method(
-        "co2", "diloco.CO2", "everyone", "displacement", "delayed",
+        "co2",
+        "diloco.CO2",
+        "everyone",
+        "displacement",
+        "delayed",
         "the same, with a penalty on stale means and a clip",
-        state=2, measured=(None, 28.0),
+        state=2,
+        measured=(None, 28.0),
     ),
     Method(
-        "sparseloco", "diloco.SparseLoCo", "everyone", "displacement", "waits",
+        "sparseloco",
+        "diloco.SparseLoCo",
+        "everyone",
+        "displacement",
+        "waits",
         "the fewest bytes: the largest values in 2 bits",
-        codec="topk2+ef:0.95", advised=("topk2+ef:0.95",),
+        codec="topk2+ef:0.95",
+        advised=("topk2+ef:0.95",),
     ),
     Method(
-        "sparta", "gossip.SPARTA", "everyone", "weights", "waits",
+        "sparta",
+        "gossip.SPARTA",
+        "everyone",
+        "weights",
+        "waits",
         "a trickle: at each step a random 0.5 % of the weights is averaged",
-        follows=False, state=0, exchange=0.1,
+        follows=False,
+        state=0,
+        exchange=0.1,
     ),
-)  # fmt: skip
+)
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
 """All methods by name, in the order of display; the first is the default."""
 DEFAULT = _ALL[0].name

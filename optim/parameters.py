@@ -1,13 +1,15 @@
-"""The averaged parameters of a model: which they are, their names, and the order on which peers agree.
+"""The averaged parameters of a model: which they are, their names, and the order on which peers
+agree.
 
     parameters = AveragedParameters.of(model)
     parameters.names                      # ("blocks.0.query.weight", ...)
 
-Positions of fragments, slow weights, snapshots, digests, exports and trials all count in this one order. It is that of the model's
-definition, whatever the groups of an inner optimizer.
+Positions of fragments, slow weights, snapshots, digests, exports and trials all count in this one
+order. It is that of the model's definition, whatever the groups of an inner optimizer.
 
-A name is that within the innermost module that has all parameters of the model, without the parts that wrappers add to it. So a
-model has the same names plain, compiled, in DistributedDataParallel or FSDP, in a LightningModule, or in peft's wrapper.
+A name is that within the innermost module that has all parameters of the model, without the parts
+that wrappers add to it. So a model has the same names plain, compiled, in DistributedDataParallel
+or FSDP, in a LightningModule, or in peft's wrapper.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Parts of names that come from wrappers of a model: DistributedDataParallel, torch.compile, FSDP, activation checkpointing."""
+"""Parts of names that come from wrappers of a model: DistributedDataParallel, torch.compile, FSDP,
+activation checkpointing.
+"""
 
 
 def plain_name(name: str) -> str:
@@ -37,14 +41,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def trained_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each parameter that requires a gradient now, in the model's order; a tied one once."""
+    """Yield name and tensor of each parameter that requires a gradient now, in the model's order; a
+    tied one once.
+    """
     for name, parameter in unwrapped(model).named_parameters():
         if parameter.requires_grad:
             yield plain_name(name), parameter
 
 
 class AveragedParameters(tuple[Tensor, ...]):
-    """Parameters in the order on which peers agree, each with its name; the names are empty if there is no model.
+    """Parameters in the order on which peers agree, each with its name; the names are empty if
+    there is no model.
 
     ValueError unless there are as many names as parameters, or none.
     """
@@ -60,7 +67,8 @@ class AveragedParameters(tuple[Tensor, ...]):
 
     @classmethod
     def of(cls, model: nn.Module, among: Collection[Tensor] | None = None) -> AveragedParameters:
-        """Return the model's parameters that require a gradient, in its order; only those ``among``, if given.
+        """Return the model's parameters that require a gradient, in its order; only those
+        ``among``, if given.
 
         Those among them that the model does not have follow, without a name.
         """
@@ -82,7 +90,9 @@ class AveragedParameters(tuple[Tensor, ...]):
         return repr(name) if name else f"number {index} of shape {tuple(self[index].shape)}"
 
     def compared(self, others: Iterable[Tensor]) -> tuple[list[str], list[Tensor]]:
-        """Return which of these are not among ``others``, for people, and which of those are not among these."""
+        """Return which of these are not among ``others``, for people, and which of those are not
+        among these.
+        """
         own, theirs = set(self), dict.fromkeys(others)
         lacking = [
             self.name_of(index) for index, parameter in enumerate(self) if parameter not in theirs

@@ -1,4 +1,6 @@
-"""Public names of `shoal.optim` that come with torch; those of the rules' modules are all that these define."""
+"""Public names of `shoal.optim` that come with torch; those of the rules' modules are all that
+these define.
+"""
 
 # ruff: noqa: F401
 # mypy: implicit-reexport

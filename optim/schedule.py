@@ -1,21 +1,26 @@
 """Schedules of sending and applying: pure functions of the position, on which all peers agree.
 
-The position is the number of inner steps, unless rounds are tokens or seconds (``RoundLength``); "steps" below are positions.
+The position is the number of inner steps, unless rounds are tokens or seconds (``RoundLength``);
+"steps" below are positions.
 
-A lag that is found by watching: each exchange is applied once it is there; how long nearly all take is what is reported.
+A lag that is found by watching: each exchange is applied once it is there; how long nearly all take
+is what is reported.
 
-It needs no clock. An exchange in flight is polled between steps, so when it arrives is known in positions of the schedule, the unit
-in which it is applied. (Ours.)
+It needs no clock. An exchange in flight is polled between steps, so when it arrives is known in
+positions of the schedule, the unit in which it is applied. (Ours.)
 
-Arrivals may differ much, as a partner that is behind sends later. Were all of them applied as late as nearly the latest, the peers
-that are ahead would train on means of a whole round ago, and gain nothing by it.
+Arrivals may differ much, as a partner that is behind sends later. Were all of them applied as late
+as nearly the latest, the peers that are ahead would train on means of a whole round ago, and gain
+nothing by it.
 
-A schedule cuts a round into ``every`` positions. If a round is ``every`` steps, the position is the number of inner steps. If it is
-tokens or seconds, the position is in proportion to them, and one inner step may reach no new position, or several: each is visited
-once, in order, so no action of the schedule is skipped or repeated, also with fragments and lags (a lag of 2 is then 2/every of a
+A schedule cuts a round into ``every`` positions. If a round is ``every`` steps, the position is the
+number of inner steps. If it is tokens or seconds, the position is in proportion to them, and one
+inner step may reach no new position, or several: each is visited once, in order, so no action of
+the schedule is skipped or repeated, also with fragments and lags (a lag of 2 is then 2/every of a
 round). A step never goes beyond the end of its round.
 
-    opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)      # peers of unequal speed
+    opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)      # peers of
+    unequal speed
 """
 
 from __future__ import annotations
@@ -34,10 +39,11 @@ WINDOW = 24
 
 
 class AutoLag:
-    """The lag to expect of the next exchange, from the arrivals of the last ones that had a partner.
+    """The lag to expect of the next exchange, from the arrivals of the last ones that had a
+    partner.
 
-    Of ``WINDOW`` arrivals two may be later, of four one. On the latest of the others comes an eighth as a margin. Before the first
-    arrival it is 1, and never more than ``every``.
+    Of ``WINDOW`` arrivals two may be later, of four one. On the latest of the others comes an
+    eighth as a margin. Before the first arrival it is 1, and never more than ``every``.
 
     ValueError if ``every`` is below 1.
     """
@@ -58,18 +64,25 @@ class AutoLag:
 
     @property
     def least(self) -> int:
-        """The least of the last arrivals, from which on it is worth asking whether an exchange is there; 1 before the first."""
+        """The least of the last arrivals, from which on it is worth asking whether an exchange is
+        there; 1 before the first.
+        """
         return min(self._arrivals, default=1)
 
     def observe(self, positions: int) -> None:
-        """Remember that an exchange was there so many positions after it was sent; one that was waited for: when the wait began."""
+        """Remember that an exchange was there so many positions after it was sent; one that was
+        waited for: when the wait began.
+        """
         self._arrivals.append(min(max(positions, 1), self.every))
 
     def state(self) -> list[int]:
         return list(self._arrivals)
 
     def restore(self, arrivals: Sequence[int]) -> None:
-        """Go on from what ``state`` returned, with another ``every`` too. ValueError if an arrival is no number; unchanged then."""
+        """Go on from what ``state`` returned, with another ``every`` too.
+
+        ValueError if an arrival is no number; unchanged then.
+        """
         numbers = [int(positions) for positions in arrivals]
         self._arrivals.clear()
         for positions in numbers:
@@ -89,7 +102,10 @@ class Apply:
 
     fragment: int
     after: int | None = None
-    """Positions since its ``Send``, whose exchange may have been cancelled. None: the oldest in flight."""
+    """Positions since its ``Send``, whose exchange may have been cancelled.
+
+    None: the oldest in flight.
+    """
 
 
 class Schedule(Protocol):
@@ -110,13 +126,16 @@ def _check_every(every: int, fragments: int = 1) -> None:
         raise ValueError(f"every must be at least 1 inner step, got {every}")
     if not 1 <= fragments <= every:
         raise ValueError(
-            f"fragments must be between 1 and every ({every}) so that each has a step of its own, got {fragments}"
+            f"fragments must be between 1 and every ({every}) so that each has a step of its own, "
+            f"got {fragments}"
         )
 
 
 @dataclass(frozen=True)
 class Every:
-    """Schedule of the whole model once every ``every`` inner steps, applied at once (DiLoCo 2311.08105, NoLoCo 2506.10911)."""
+    """Schedule of the whole model once every ``every`` inner steps, applied at once (DiLoCo
+    2311.08105, NoLoCo 2506.10911).
+    """
 
     every: int
 
@@ -128,7 +147,9 @@ class Every:
 
 
 def _due(step: int, every: int, fragments: int) -> int | None:
-    """Return the fragment sent after ``step``: p if (step - (p + 1) every / fragments) is a multiple of ``every``."""
+    """Return the fragment sent after ``step``: p if (step - (p + 1) every / fragments) is a
+    multiple of ``every``.
+    """
     if step < 1:
         return None
     offset = (step - 1) % every + 1  # 1 ... every
@@ -138,10 +159,12 @@ def _due(step: int, every: int, fragments: int) -> int | None:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Schedule of ``fragments`` evenly apart, each once every ``every`` steps, applied ``lag`` later (Streaming DiLoCo 2501.18512).
+    """Schedule of ``fragments`` evenly apart, each once every ``every`` steps, applied ``lag``
+    later (Streaming DiLoCo 2501.18512).
 
-    lag "auto": it says only when to send. The optimizer applies a mean once it is there (``AutoLag``).
-    Unlike torchft's it allows several fragments in flight, and an ``every`` that is no multiple of ``fragments``.
+    lag "auto": it says only when to send. The optimizer applies a mean once it is there
+    (``AutoLag``). Unlike torchft's it allows several fragments in flight, and an ``every`` that is
+    no multiple of ``fragments``.
     """
 
     every: int
@@ -152,7 +175,8 @@ class Streaming:
         _check_every(self.every, self.fragments)
         if self.lag != "auto" and not 0 <= self.lag < self.every:
             raise ValueError(
-                f"lag must be at least 0 and below every ({self.every}), got {self.lag}: else a fragment would be sent again "
+                f"lag must be at least 0 and below every ({self.every}), got {self.lag}: else a "
+                "fragment would be sent again "
                 "before its mean was applied"
             )
 
@@ -170,9 +194,11 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Delayed:
-    """Schedule like ``Streaming``, but a mean is applied a whole round later, when its fragment is sent again (CO2, eager updates).
+    """Schedule like ``Streaming``, but a mean is applied a whole round later, when its fragment is
+    sent again (CO2, eager updates).
 
-    Only for rules that account for the exchange in flight: others would count its contribution twice.
+    Only for rules that account for the exchange in flight: others would count its contribution
+    twice.
     """
 
     every: int
@@ -191,7 +217,8 @@ class RoundLength(Protocol):
     """Mapping of inner steps to positions of the schedule. Each optimizer needs one of its own."""
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """Yield the positions after ``position`` that the latest inner step has reached; iterate to the end.
+        """Yield the positions after ``position`` that the latest inner step has reached; iterate to
+        the end.
 
         ``tokens``: counted in all, including this step's.
         """
@@ -202,7 +229,10 @@ class RoundLength(Protocol):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Restore the state; ``tokens`` were counted by then. With the state of another kind of length a round begins there."""
+        """Restore the state; ``tokens`` were counted by then.
+
+        With the state of another kind of length a round begins there.
+        """
         return
 
 
@@ -214,7 +244,9 @@ class Steps(RoundLength):
 
 
 def _target(position: int, every: int, part: float) -> int:
-    """Return the position at ``part`` of the round of ``position``: never an earlier one, nor one beyond the round's end."""
+    """Return the position at ``part`` of the round of ``position``: never an earlier one, nor one
+    beyond the round's end.
+    """
     start = position // every * every
     return max(position, start + min(math.floor(every * part), every))
 
@@ -222,8 +254,8 @@ def _target(position: int, every: int, part: float) -> int:
 class Tokens(RoundLength):
     """Rounds of ``tokens`` tokens of this peer, as counted by ``OuterOptimizer.count``.
 
-    The surplus of a batch counts for the next round, so that rounds are that long on average; a batch of several rounds is one.
-    ValueError if ``tokens`` is below 1 or none are counted.
+    The surplus of a batch counts for the next round, so that rounds are that long on average; a
+    batch of several rounds is one. ValueError if ``tokens`` is below 1 or none are counted.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -235,7 +267,8 @@ class Tokens(RoundLength):
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
         if tokens == 0:
             raise ValueError(
-                "no tokens were counted: call opt.count(tokens) before each opt.step(), or let rounds be steps"
+                "no tokens were counted: call opt.count(tokens) before each opt.step(), or let "
+                "rounds be steps"
             )
         rounds, rest = divmod(tokens - self._began, self.tokens)
         # In whole numbers, so that every peer and every resumed run computes the same.
@@ -253,18 +286,23 @@ class Tokens(RoundLength):
 
 
 class Seconds(RoundLength):
-    """Rounds of ``seconds`` seconds with any number of inner steps; a round ends after the step during which they ran out.
+    """Rounds of ``seconds`` seconds with any number of inner steps; a round ends after the step
+    during which they ran out.
 
-    Rounds end when ``clock`` is at a multiple of ``seconds``: peers whose clocks agree end theirs together, from the first one,
-    however long their steps are. A long step or exchange shortens the next round and does not move all later ones. So no peer waits
-    for another longer than that peer's step takes. A round of less than half the length is not worth an exchange: it continues to
-    the next multiple. A clock that is set forward or back costs at most one round of wrong length.
+    Rounds end when ``clock`` is at a multiple of ``seconds``: peers whose clocks agree end theirs
+    together, from the first one, however long their steps are. A long step or exchange shortens the
+    next round and does not move all later ones. So no peer waits for another longer than that
+    peer's step takes. A round of less than half the length is not worth an exchange: it continues
+    to the next multiple. A clock that is set forward or back costs at most one round of wrong
+    length.
 
-    Peers that do as many steps as they can are Anarchic Federated Learning's idea (2108.09875), a common length that follows from
-    measured speeds is FedCompass's (2309.14675); the common end times are ours.
+    Peers that do as many steps as they can are Anarchic Federated Learning's idea (2108.09875), a
+    common length that follows from measured speeds is FedCompass's (2309.14675); the common end
+    times are ours.
 
-    ``seconds``: a number, or a function called when a round begins (such as ``agreed_seconds`` of the speeds).
-    ``clock``: seconds since an epoch common to all peers, such as ``time.time``; a simulation's own.
+    ``seconds``: a number, or a function called when a round begins (such as ``agreed_seconds`` of
+    the speeds). ``clock``: seconds since an epoch common to all peers, such as ``time.time``; a
+    simulation's own.
 
     ValueError unless ``seconds`` is positive and finite.
     """
@@ -302,7 +340,9 @@ class Seconds(RoundLength):
             self._begin(self._clock())  # after the exchange
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Begin a new round by the clock, for time goes on while a run is stopped; the position stays."""
+        """Begin a new round by the clock, for time goes on while a run is stopped; the position
+        stays.
+        """
         self._began = self._until = self._length = math.nan
 
 
@@ -317,12 +357,15 @@ GRID = 4
 
 
 def agreed_seconds(speeds: Iterable[float]) -> float:
-    """Return the seconds in which the slowest useful peer makes at least ``STEPS`` inner steps (if ``LONGEST_S`` allows it).
+    """Return the seconds in which the slowest useful peer makes at least ``STEPS`` inner steps (if
+    ``LONGEST_S`` allows it).
 
-    A pure function of the peers' inner steps a second, in any order (0, NaN and negative numbers: not measured yet). Slightly
-    different views give the same length, since it is rounded up to a coarse grid. One liar among at least three peers cannot move
-    it beyond 8 times what the others' speeds allow: a slow liar is at best just useful, a fast one only shifts the median to
-    another honest peer. The median of an even number is the lower middle one, so of two peers both are useful. (Ours.)
+    A pure function of the peers' inner steps a second, in any order (0, NaN and negative numbers:
+    not measured yet). Slightly different views give the same length, since it is rounded up to a
+    coarse grid. One liar among at least three peers cannot move it beyond 8 times what the others'
+    speeds allow: a slow liar is at best just useful, a fast one only shifts the median to another
+    honest peer. The median of an even number is the lower middle one, so of two peers both are
+    useful. (Ours.)
 
     Without any speed it is ``SHORTEST_S``: a new swarm measures them soon.
     """
@@ -332,7 +375,8 @@ def agreed_seconds(speeds: Iterable[float]) -> float:
     median = ordered[(len(ordered) - 1) // 2]
     slowest = next(speed for speed in ordered if speed >= median * USEFUL)
     wanted = min(max(STEPS / slowest, SHORTEST_S), LONGEST_S)
-    # The small amount allows for rounding of the logarithm, so that a length on the grid is not changed.
+    # The small amount allows for rounding of the logarithm, so that a length on the grid is not
+    # changed.
     rounded = math.pow(2.0, math.ceil(math.log2(wanted) * GRID - 1e-9) / GRID)
     return min(max(rounded, SHORTEST_S), LONGEST_S)
 
@@ -340,8 +384,9 @@ def agreed_seconds(speeds: Iterable[float]) -> float:
 def bounded_speeds(
     speeds: Collection[float], trusted: Collection[float], most: float
 ) -> list[float]:
-    """Return ``speeds`` for `agreed_seconds`, or one in their place that makes the length ``most`` times longer or shorter than the
-    ``trusted`` speeds do, if they would move it further. Whoever sees the same within that bound agrees on the same length.
+    """Return ``speeds`` for `agreed_seconds`, or one in their place that makes the length ``most``
+    times longer or shorter than the ``trusted`` speeds do, if they would move it further. Whoever
+    sees the same within that bound agrees on the same length.
     """
     wanted, near = agreed_seconds(speeds), agreed_seconds(trusted)
     bounded = min(max(wanted, near / most), near * most)

@@ -1,1 +1,4 @@
-"""The network: identity, discovery, streams, and the exchange of weights between peers. It does not depend on training loops."""
+"""The network: identity, discovery, streams, and the exchange of weights between peers.
+
+It does not depend on training loops.
+"""

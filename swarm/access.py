@@ -1,17 +1,21 @@
-"""``shoal://`` links, with the swarm id and a few addresses of peers; invitations; and who is admitted by them.
+"""``shoal://`` links, with the swarm id and a few addresses of peers; invitations; and who is
+admitted by them.
 
     shoal://<swarm id>?peer=/ip4/203.0.113.5/tcp/4001/p2p/12D3KooW…&peer=…&invite=…
 
-To a swarm by invitation only the creator signs invitations, a link carries one, a member shows it with its record. It is for one
-peer id, or for the holder of a one-time key, whose private half is in the link: anybody can use such a link. Its user signs the
-own peer id with that key, so that others cannot use the invitation that it shows. It is valid until it expires, also for members.
+To a swarm by invitation only the creator signs invitations, a link carries one, a member shows it
+with its record. It is for one peer id, or for the holder of a one-time key, whose private half is
+in the link: anybody can use such a link. Its user signs the own peer id with that key, so that
+others cannot use the invitation that it shows. It is valid until it expires, also for members.
 
     link  = sealed Invitation (+ 32 bytes: the seed of the one-time key), in base64url
-    shown = Admission: the sealed Invitation, the time of joining, and the one-time key's signature over both and the peer id
+    shown = Admission: the sealed Invitation, the time of joining, and the one-time key's signature
+    over both and the peer id
 
-An invitation admits as many peers at a time as it has uses: of those heard of within ``ttl`` seconds the ones with the earliest
-time of joining in their admission, ties in the order of peer ids. That depends on the set of records alone, so all nodes that see
-the same records admit the same peers, in whatever order they came; a silent peer has given up its place.
+An invitation admits as many peers at a time as it has uses: of those heard of within ``ttl``
+seconds the ones with the earliest time of joining in their admission, ties in the order of peer
+ids. That depends on the set of records alone, so all nodes that see the same records admit the same
+peers, in whatever order they came; a silent peer has given up its place.
 """
 
 from __future__ import annotations
@@ -64,7 +68,9 @@ ASK = "ask the creator of the swarm for a new link (`shoal invite`)"
 
 
 class Invitation(Message):
-    """An invitation, signed by the creator. ``expires`` and ``issued`` in Unix seconds; ``uses``: peers that may use it at a time.
+    """An invitation, signed by the creator.
+
+    ``expires`` and ``issued`` in Unix seconds; ``uses``: peers that may use it at a time.
 
     Exactly one of ``key`` (a one-time key, as a peer id) and ``peer`` (the invited peer) is given.
     """
@@ -88,7 +94,8 @@ class Invitation(Message):
 
 
 class Admission(Message):
-    """A member's proof: its sealed invitation (none: it is the creator), and of one for a key ``since`` and ``signature``.
+    """A member's proof: its sealed invitation (none: it is the creator), and of one for a key
+    ``since`` and ``signature``.
 
     ``since``: Unix seconds at which the member joined.
     """
@@ -120,7 +127,8 @@ def issue(
 ) -> str:
     """Make the text of an invitation by ``identity``, for a link; valid for ``lives`` seconds.
 
-    ``uses``: number of peers that may use it at a time. ``peer``: the only one that may. Raises ValueError for invalid arguments.
+    ``uses``: number of peers that may use it at a time. ``peer``: the only one that may. Raises
+    ValueError for invalid arguments.
     """
     if not 0 < lives < math.inf or not 1 <= uses <= MAX_USES or (peer is not None and uses != 1):
         raise ValueError(
@@ -145,7 +153,10 @@ def issue(
 
 
 def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
-    """Make the packed `Admission` of ``identity`` by the invitation ``text``. Raises AdmissionError if the text is damaged."""
+    """Make the packed `Admission` of ``identity`` by the invitation ``text``.
+
+    Raises AdmissionError if the text is damaged.
+    """
     sealed, seed = _parts(text)
     try:
         _, invitation = unseal(sealed, Invitation)
@@ -157,7 +168,8 @@ def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
         return pack(Admission(invitation=sealed))
     if len(seed) != _SEED or (key := _one_time(seed)).peer_id != invitation.key:
         raise AdmissionError(
-            f"The key of the invitation in the link is damaged: copy the whole link again, or {ASK}."
+            "The key of the invitation in the link is damaged: copy the whole link again, or "
+            f"{ASK}."
         )
     since = max(
         time.time() if now is None else now, invitation.issued
@@ -167,7 +179,9 @@ def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
 
 
 def invited(text: str) -> str | None:
-    """Return the only peer that may use the invitation ``text``; None if any may, or if it is damaged."""
+    """Return the only peer that may use the invitation ``text``; None if any may, or if it is
+    damaged.
+    """
     try:
         return unseal(_parts(text)[0], Invitation)[1].peer
     except (AdmissionError, MessageError):
@@ -176,7 +190,10 @@ def invited(text: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)  # every record of a member shows the same one
 def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | str:
-    """Verify the admission that ``peer`` shows; return one sentence if it is invalid. `expiry` checks its date."""
+    """Verify the admission that ``peer`` shows; return one sentence if it is invalid.
+
+    `expiry` checks its date.
+    """
     if not shown:
         return f"it has no invitation to this swarm, which is by invitation only: {ASK}."
     try:
@@ -190,7 +207,10 @@ def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | 
         return f"its invitation is for swarm {invitation.swarm}, not for {swarm}: {ASK}."
     if invitation.key is None:
         if invitation.peer != peer:
-            return f"its invitation is for peer {invitation.peer}, not for {peer}: use that one's key file (--identity), or {ASK}."
+            return (
+                f"its invitation is for peer {invitation.peer}, not for {peer}: use that one's "
+                f"key file (--identity), or {ASK}."
+            )
         return AdmittedBy(invitation.id, 0.0, invitation.expires, 1)
     if not verify(
         invitation.key, _CONTEXT, _entry(found.invitation, peer, found.since), found.signature
@@ -218,7 +238,10 @@ def _one_time(seed: bytes) -> Identity:
 
 
 def _parts(text: str) -> tuple[bytes, bytes]:
-    """Return the sealed invitation and the seed in a link's text, which the link's length bounds. Raises AdmissionError."""
+    """Return the sealed invitation and the seed in a link's text, which the link's length bounds.
+
+    Raises AdmissionError.
+    """
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         parts = msgpack.unpackb(raw, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
@@ -244,7 +267,9 @@ SOON_S = 3600.0  # seconds before the own invitation expires at which that is re
 
 @dataclass(frozen=True)
 class PeerLists:
-    """Peer ids chosen by the user: peers in ``deny`` are never met; if ``allow`` is not empty, only those in it are."""
+    """Peer ids chosen by the user: peers in ``deny`` are never met; if ``allow`` is not empty, only
+    those in it are.
+    """
 
     allow: frozenset[str] = frozenset()
     deny: frozenset[str] = frozenset()
@@ -260,8 +285,9 @@ class _PeerState:
 class AccessPolicy:
     """The access policy of the node ``me``. For any thread; uses no network.
 
-    ``creator``: the signer of valid invitations to ``swarm``; None: the swarm is open to all. ``ticket``: the packed admission
-    that this node shows. ``ttl``: seconds for which a silent peer keeps its place.
+    ``creator``: the signer of valid invitations to ``swarm``; None: the swarm is open to all.
+    ``ticket``: the packed admission that this node shows. ``ttl``: seconds for which a silent peer
+    keeps its place.
     """
 
     def __init__(
@@ -293,19 +319,24 @@ class AccessPolicy:
         return peer != self.me and peer in self.lists.deny
 
     def blocks(self, peer: str) -> bool:
-        """Return whether ``peer`` is on the deny list, or missing from an allow list that is not empty."""
+        """Return whether ``peer`` is on the deny list, or missing from an allow list that is not
+        empty.
+        """
         return self.denies(peer) or (
             bool(self.lists.allow) and peer not in self.lists.allow and peer != self.me
         )
 
     def refusal(self, peer: str, shown: bytes) -> str:
-        """Note that ``peer`` is here and shows this admission; return one sentence if it is not admitted, else nothing."""
+        """Note that ``peer`` is here and shows this admission; return one sentence if it is not
+        admitted, else nothing.
+        """
         if self.blocks(peer):
             return "this node's user does not want to meet it."
         return self._note(peer, shown, self._clock())
 
     def record(self, peer: str, shown: bytes, issued: float, here: bool) -> bool:
-        """Note a record of ``peer`` from the directory; return whether its admission is valid, other users of it apart.
+        """Note a record of ``peer`` from the directory; return whether its admission is valid,
+        other users of it apart.
 
         ``issued``: Unix seconds. ``here``: the peer did not announce that it leaves.
         """
@@ -328,12 +359,16 @@ class AccessPolicy:
             )
 
     def check_own(self) -> None:
-        """Raise AdmissionError, one sentence, if this node itself is not admitted by what is known now."""
+        """Raise AdmissionError, one sentence, if this node itself is not admitted by what is known
+        now.
+        """
         if problem := self._note(self.me, self.ticket, self._clock()):
             raise AdmissionError(f"This node may not come in: {problem}")
 
     def expiry_event(self) -> str:
-        """Return one sentence, once each, when this node's invitation expires within an hour, and when it has; else nothing."""
+        """Return one sentence, once each, when this node's invitation expires within an hour, and
+        when it has; else nothing.
+        """
         if self._creator in (None, self.me):
             return ""
         entry = entry_of(self.ticket, self.me, self._swarm, str(self._creator))
@@ -345,10 +380,13 @@ class AccessPolicy:
             line = f"The others do not meet this node any more, for {line}"
         elif now > entry.expires - SOON_S:
             minutes = max(round((entry.expires - now) / 60), 0)
-            line = f"This node's invitation expires in {minutes} minutes: {ASK}, and join again by it with --resume."
+            line = (
+                f"This node's invitation expires in {minutes} minutes: {ASK}, and join again by "
+                "it with --resume."
+            )
         return line if line and self._said.due(line[:20]) else ""
 
-    # -- under the lock --------------------------------------------------------------------------------------------------
+    # -- under the lock ----------------------------------------------------------------------------
 
     def _note(self, peer: str, shown: bytes, heard: float, *, judge: bool = True) -> str:
         if self._creator is None or peer == self._creator:
@@ -380,7 +418,9 @@ class AccessPolicy:
         )
 
     def _ahead(self, peer: str, state: _PeerState, now: float) -> str:
-        """Return the last of the peers that fill all places of the invitation before ``peer``; nothing if one is left."""
+        """Return the last of the peers that fill all places of the invitation before ``peer``;
+        nothing if one is left.
+        """
         when, first = self._first.get(state.entry.id, (0.0, []))
         if (
             not first or not 0 <= now - when < FRESH_S
@@ -426,8 +466,8 @@ _INVITE = re.compile(r"[A-Za-z0-9_-]{1,1536}")
 def address_problem(text: str) -> str | None:
     """Return why ``text`` is no address that a link can hold, or None if it is one.
 
-    Allowed: ``/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/ID``, ``…/udp/PORT/quic-v1/p2p/ID``, and either of them with
-    ``/p2p-circuit/p2p/ID`` behind it (through a relay).
+    Allowed: ``/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/ID``, ``…/udp/PORT/quic-v1/p2p/ID``, and
+    either of them with ``/p2p-circuit/p2p/ID`` behind it (through a relay).
     """
     if len(text) > 512 or not text.startswith("/"):
         return "it does not start with / or is too long"
@@ -467,7 +507,9 @@ def _is_host(kind: str, host: str) -> bool:
 
 
 def _is_relay_id(text: str) -> bool:
-    """Return whether ``text`` is the id of a possible relay, which may have another key: an RSA key's id is a SHA-256 multihash."""
+    """Return whether ``text`` is the id of a possible relay, which may have another key: an RSA
+    key's id is a SHA-256 multihash.
+    """
     try:
         return is_peer_id(text) or (
             len(text) <= 64 and len(raw := b58decode(text)) == 34 and raw[:2] == b"\x12\x20"
@@ -478,7 +520,8 @@ def _is_relay_id(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Link:
-    """A swarm and its bootstrap peers: ``swarm`` is its id, ``bootstrap`` 1 to 16 addresses, ``invite`` an invitation or nothing.
+    """A swarm and its bootstrap peers: ``swarm`` is its id, ``bootstrap`` 1 to 16 addresses,
+    ``invite`` an invitation or nothing.
 
     Raises LinkError.
     """
@@ -496,7 +539,8 @@ class Link:
             raise LinkError(f"The link names no peer to join through (?peer=…): {AGAIN}.")
         if len(self.bootstrap) > MAX_ADDRESSES:
             raise LinkError(
-                f"The link holds {len(self.bootstrap)} addresses, at most {MAX_ADDRESSES} are allowed: remove some."
+                f"The link holds {len(self.bootstrap)} addresses, at most {MAX_ADDRESSES} are "
+                "allowed: remove some."
             )
         for address in self.bootstrap:
             if problem := address_problem(address):
@@ -517,7 +561,9 @@ class Link:
         )
 
     def also(self, addresses: Iterable[str]) -> Link:
-        """Return a link with these addresses behind its own, as far as they are valid and the bounds of a link allow."""
+        """Return a link with these addresses behind its own, as far as they are valid and the
+        bounds of a link allow.
+        """
         link = self
         for address in addresses:
             if len(link.bootstrap) == MAX_ADDRESSES:
@@ -532,7 +578,8 @@ class Link:
         """Parse the link in ``text``; white space around it is ignored. Raises LinkError."""
         if not isinstance(text, str):
             raise LinkError(
-                f"The link is {'None' if text is None else 'of type ' + type(text).__name__}, and must be a text: pass the link "
+                f"The link is {'None' if text is None else 'of type ' + type(text).__name__}, and "
+                "must be a text: pass the link "
                 "that `shoal up` or the other session's `link` shows."
             )
         text = text.strip()
@@ -540,7 +587,8 @@ class Link:
             raise LinkError(f"The link is longer than {MAX_CHARS} characters: {AGAIN}.")
         if not text.startswith(SCHEME):
             raise LinkError(
-                f"{_quoted(text)} does not start with {SCHEME}: pass the link that `shoal up` printed."
+                f"{_quoted(text)} does not start with {SCHEME}: pass the link that `shoal up` "
+                "printed."
             )
         swarm, _, query = text[len(SCHEME) :].partition("?")
         addresses, invite = [], ""
@@ -551,7 +599,8 @@ class Link:
                 continue
             if name != "peer":
                 raise LinkError(
-                    f"The link holds an unknown part {_quoted(part)}: quote it in the shell, and {AGAIN}."
+                    f"The link holds an unknown part {_quoted(part)}: quote it in the shell, and "
+                    f"{AGAIN}."
                 )
             addresses.append(
                 unquote(value)

@@ -1,8 +1,10 @@
-"""Changes of a swarm that runs: what its creator signs to give all members another learning rate, or another number of steps.
+"""Changes of a swarm that runs: what its creator signs to give all members another learning rate,
+or another number of steps.
 
-The manifest of a swarm never changes, because its hash is the swarm's id. A `Change` is a second record of the creator, which holds
-all that was changed since. Each part of it says from which round on it counts, so that all members take it at one moment, and
-those that come later, or return, know what counts now. Of two records the one with the higher number counts.
+The manifest of a swarm never changes, because its hash is the swarm's id. A `Change` is a second
+record of the creator, which holds all that was changed since. Each part of it says from which round
+on it counts, so that all members take it at one moment, and those that come later, or return, know
+what counts now. Of two records the one with the higher number counts.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class ChangePart(BaseModel):
 
 
 class Change(Message):
-    """All that the creator has changed of the swarm's settings of training; of one setting the later part counts."""
+    """All that the creator has changed of the swarm's settings of training; of one setting the
+    later part counts.
+    """
 
     KIND, LIMIT, AUTHOR = "change", KIB, "creator"
     swarm: SwarmId
@@ -71,7 +75,9 @@ class ChangeRequest(Message):
 
 
 class ChangeReply(Message):
-    """The sealed change that the answering node has now, or nothing; ``reason``: why it did not take the sender's."""
+    """The sealed change that the answering node has now, or nothing; ``reason``: why it did not
+    take the sender's.
+    """
 
     KIND, LIMIT = "change-reply", 4 * KIB
     change: SealedChange = b""
@@ -83,7 +89,8 @@ def open_change(sealed: bytes, swarm: str, creator: str) -> Change:
     signer, change = unseal(sealed, Change)
     if signer != creator:
         raise MessageError(
-            "A change of the swarm's settings was refused: it was not signed by the creator of the swarm.",
+            "A change of the swarm's settings was refused: it was not signed by the creator of the "
+            "swarm.",
             "not the creator's",
         )
     if change.swarm != swarm:
@@ -95,14 +102,19 @@ def open_change(sealed: bytes, swarm: str, creator: str) -> Change:
 
 
 def rank_of(change: Change | None, sealed: bytes) -> tuple[int, bytes]:
-    """Return what orders changes. The digest decides between two of one number, which a creator may sign unknowingly."""
+    """Return what orders changes.
+
+    The digest decides between two of one number, which a creator may sign unknowingly.
+    """
     if change is None:
         return 0, b""
     return change.number, hashlib.sha256(sealed).digest()
 
 
 def settings_at(change: Change | None, train: TrainSettings, round: int) -> TrainSettings:
-    """Return the settings of training that count in ``round`` of a swarm whose manifest has ``train``."""
+    """Return the settings of training that count in ``round`` of a swarm whose manifest has
+    ``train``.
+    """
     if change is None:
         return train
     update: dict[str, Any] = {}
@@ -124,10 +136,12 @@ def changed(before: TrainSettings, now: TrainSettings) -> dict[str, Any]:
 def extended(
     change: Change | None, manifest: Manifest, swarm: str, part: ChangePart, *, now: int, least: int
 ) -> Change:
-    """Return ``change`` with one more part. ``now``: the swarm's round; ``least``: the lowest number that the result may have.
+    """Return ``change`` with one more part.
 
-    What lies ahead stays, unless the new part changes the same setting in the same round. Raises ValueError, a clause: there are
-    too many parts, or the settings do not go together any more.
+    ``now``: the swarm's round; ``least``: the lowest number that the result may have.
+
+    What lies ahead stays, unless the new part changes the same setting in the same round. Raises
+    ValueError, a clause: there are too many parts, or the settings do not go together any more.
     """
     ahead: dict[int, dict[str, Any]] = {}
     for one in (*(change.parts if change is not None else ()), part):
@@ -158,7 +172,8 @@ def _check_together(train: TrainSettings) -> None:
 
 
 FIXED = {
-    "outer": "partners compute with the same method, codec and length of rounds, and one that has another cannot meet the rest",
+    "outer": "partners compute with the same method, codec and length of rounds, and one that has "
+    "another cannot meet the rest",
     "task": "the task is what all members train",
     "swarm": "the swarm's id follows from it",
     "verify": "what is claimed and checked must be the same for all from the first round on",
@@ -179,10 +194,14 @@ def refusal(key: str, of_node: Iterable[str] = ()) -> str:
     if table == "train" and name in CHANGEABLE:
         return ""
     if table in OWN or key in of_node:
-        return f"The setting {key} is each node's own: start that node again with it (--resume goes on from its checkpoint)."
+        return (
+            f"The setting {key} is each node's own: start that node again with it (--resume "
+            "goes on from its checkpoint)."
+        )
     able = " and ".join(f"train.{each}" for each in CHANGEABLE)
     return (
-        f"The setting {key} cannot change while the swarm runs, because {FIXED[table]}; it can change {able}. A new swarm with "
+        f"The setting {key} cannot change while the swarm runs, because {FIXED[table]}; it can "
+        f"change {able}. A new swarm with "
         "another value can begin with the weights of this one (shoal up --resume-from)."
     )
 

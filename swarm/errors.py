@@ -1,4 +1,6 @@
-"""The errors that a user may see: each message is one sentence that says what happened and what to do."""
+"""The errors that a user may see: each message is one sentence that says what happened and what to
+do.
+"""
 
 import math
 import time
@@ -6,12 +8,17 @@ from collections.abc import Callable, Hashable
 
 
 def printable(text: str, kept: str = "", other: str = "?") -> str:
-    """Return ``text`` with ``other`` for control characters but those ``kept``: a stranger's could drive the terminal."""
+    """Return ``text`` with ``other`` for control characters but those ``kept``: a stranger's could
+    drive the terminal.
+    """
     return "".join(c if c.isprintable() or c in kept else other for c in text)
 
 
 class ShoalError(Exception):
-    """An error that the user can understand and mend. The command line prints it as it is and exits with code 2."""
+    """An error that the user can understand and mend.
+
+    The command line prints it as it is and exits with code 2.
+    """
 
     def __str__(self) -> str:
         return printable(super().__str__(), "\n")  # what it quotes may be a stranger's
@@ -32,8 +39,8 @@ class AdmissionError(ShoalError):
 class MessageError(ShoalError):
     """A message from a peer that is too large, malformed, of another version, or wrongly signed.
 
-    ``reason`` is one word for counters: malformed, oversized, truncated, nested, kind, version, forged; handlers that judge
-    the content of messages add others.
+    ``reason`` is one word for counters: malformed, oversized, truncated, nested, kind, version,
+    forged; handlers that judge the content of messages add others.
     """
 
     def __init__(self, text: str, reason: str = "malformed") -> None:
@@ -50,7 +57,10 @@ class ListenError(StartupError):
 
 
 class NetworkError(ShoalError):
-    """A failed or late call to a peer or the own daemon. ``reason``: its kind, one of `shoal.swarm.wire.envelope.FAILURES`."""
+    """A failed or late call to a peer or the own daemon.
+
+    ``reason``: its kind, one of `shoal.swarm.wire.envelope.FAILURES`.
+    """
 
     def __init__(self, text: str = "", reason: str = "broken") -> None:
         super().__init__(text)
@@ -65,14 +75,18 @@ MOST = 100  # subjects that one memory has, for strangers may name them
 
 
 class Repeats:
-    """Memory of when sentences were said last, by their subject, so that none is said again while what it is about lasts."""
+    """Memory of when sentences were said last, by their subject, so that none is said again while
+    what it is about lasts.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._said: dict[Hashable, float] = {}
 
     def due(self, subject: Hashable, every: float = math.inf) -> bool:
-        """Return whether a sentence is due, and note that it is said: none was, or none within ``every`` seconds."""
+        """Return whether a sentence is due, and note that it is said: none was, or none within
+        ``every`` seconds.
+        """
         now, last = self.clock(), self._said.get(subject)
         due = len(self._said) < MOST if last is None else now - last >= every
         if due:

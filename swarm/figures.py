@@ -1,4 +1,5 @@
-"""Figures for people: numbers of bytes, of seconds and of the like, with a unit and no more digits than one reads.
+"""Figures for people: numbers of bytes, of seconds and of the like, with a unit and no more digits
+than one reads.
 
 Example: ``amount(5_000)`` is ``5 kB``, ``duration(0.0000197)`` is ``under 1 ms``.
 """
@@ -26,7 +27,9 @@ def amount(value: float, unit: str = "B") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time in the unit that fits: ``under 1 ms``, ``20 ms``, ``1.5 s``, ``3 min``, ``2.5 h``; a dash if not known."""
+    """Return a time in the unit that fits: ``under 1 ms``, ``20 ms``, ``1.5 s``, ``3 min``, ``2.5
+    h``; a dash if not known.
+    """
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds <= 0:

@@ -1,7 +1,8 @@
-"""Locks that keep two processes from using one key or folder at a time, and files that are replaced as a whole.
+"""Locks that keep two processes from using one key or folder at a time, and files that are replaced
+as a whole.
 
-The kernel frees a lock when its holder ends, however that ends, so none is ever stale. Children do not hold it: programs that are
-started do not inherit it, and forks give up their copy at once.
+The kernel frees a lock when its holder ends, however that ends, so none is ever stale. Children do
+not hold it: programs that are started do not inherit it, and forks give up their copy at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write the file ``path`` anew, whole or not at all: nobody ever reads a part of it. Raises OSError."""
+    """Write the file ``path`` anew, whole or not at all: nobody ever reads a part of it.
+
+    Raises OSError.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -39,12 +43,15 @@ class InUseError(ShoalError):
 
 
 class FileLock:
-    """An exclusive lock, from its making to `release`. Where a file system has no locks, a warning says so.
+    """An exclusive lock, from its making to `release`.
+
+    Where a file system has no locks, a warning says so.
 
     Args:
         path: the lock file; it holds the process id of the holder, and is removed at the release.
         what: what the lock protects, for people: "The folder 'runs/a'".
-        remedy: what to do if that is in use, for people: "stop that node, or choose another folder".
+        remedy: what to do if that is in use, for people: "stop that node, or choose another
+            folder".
 
     Raises:
         InUseError: it is in use; the sentence names the process.
@@ -54,7 +61,8 @@ class FileLock:
         self._path, self._what, self._remedy = path.absolute(), what, remedy
         try:
             while (fd := self._take()) is None:
-                pass  # its holder released it, and removed the file, between the opening and the locking
+                # its holder released it, and removed the file, between the opening and the locking
+                pass
         except OSError as error:
             log.warning(
                 "%s cannot be locked (%s): make sure that no second node uses it",
@@ -72,7 +80,10 @@ class FileLock:
                 os.pwrite(fd, f"{os.getpid()} {socket.gethostname()[:200]}\n".encode(), 0)
 
     def _take(self) -> int | None:
-        """Return the locked file; None if it is not the one at the path any more. Raises InUseError or OSError."""
+        """Return the locked file; None if it is not the one at the path any more.
+
+        Raises InUseError or OSError.
+        """
         fd = os.open(
             self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
         )

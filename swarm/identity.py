@@ -1,8 +1,9 @@
 """The Ed25519 key of a node: one file, which gives the peer id and every signature.
 
-The file is libp2p's own private-key record (``08 01 12 40``, 32 bytes of seed, 32 bytes of public key), so the daemon
-and this node's signatures use the same file. The peer id of an Ed25519 key *is* the public key (``00 24 08 01 12 20`` and
-32 bytes, in base58), so a peer's signatures can be checked by its peer id alone.
+The file is libp2p's own private-key record (``08 01 12 40``, 32 bytes of seed, 32 bytes of public
+key), so the daemon and this node's signatures use the same file. The peer id of an Ed25519 key *is*
+the public key (``00 24 08 01 12 20`` and 32 bytes, in base58), so a peer's signatures can be
+checked by its peer id alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ ID_HEADER = bytes.fromhex("002408011220")
 KEY_SIZE = len(KEY_HEADER) + 64
 ID_LENGTH = 52  # base58 characters of every Ed25519 peer id
 SIGNATURE_SIZE = 64
-# The daemon signs its handshakes with the same key, so signatures of messages start with words that no other protocol uses.
+# The daemon signs its handshakes with the same key, so signatures of messages start with words that
+# no other protocol uses.
 SIGNATURE_PREFIX = b"shoal signature\x00"
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
@@ -52,7 +54,10 @@ def b58decode(text: str) -> bytes:
 
 
 def public_key_of(peer_id: object) -> bytes | None:
-    """Return the 32-byte public key inside an Ed25519 peer id, or None if that is not one. Never raises."""
+    """Return the 32-byte public key inside an Ed25519 peer id, or None if that is not one.
+
+    Never raises.
+    """
     if not isinstance(peer_id, str) or len(peer_id) != ID_LENGTH:
         return None
     try:
@@ -71,7 +76,10 @@ def is_peer_id(text: object) -> bool:
 
 
 def verify(peer_id: str, context: str, data: bytes, signature: bytes) -> bool:
-    """Return whether ``peer_id``'s key made ``signature`` over ``data`` in ``context``. Hostile input gives False."""
+    """Return whether ``peer_id``'s key made ``signature`` over ``data`` in ``context``.
+
+    Hostile input gives False.
+    """
     key = public_key_of(peer_id)
     if key is None or not isinstance(signature, bytes) or len(signature) != SIGNATURE_SIZE:
         return False
@@ -89,7 +97,10 @@ def _signed(context: str, data: bytes) -> bytes:
 
 
 class Identity:
-    """A key pair. ``peer_id`` is base58, ``public_key`` 32 bytes, ``path`` the key file (None: in memory only)."""
+    """A key pair.
+
+    ``peer_id`` is base58, ``public_key`` 32 bytes, ``path`` the key file (None: in memory only).
+    """
 
     def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self._key = key
@@ -106,12 +117,18 @@ class Identity:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Identity:
-        """Make a new key in a new file. Raises IdentityError if the file exists or cannot be written."""
+        """Make a new key in a new file.
+
+        Raises IdentityError if the file exists or cannot be written.
+        """
         return cls.ephemeral().write_to(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Identity:
-        """Load the key in ``path``. Raises IdentityError if it is missing, damaged, or readable by group or others."""
+        """Load the key in ``path``.
+
+        Raises IdentityError if it is missing, damaged, or readable by group or others.
+        """
         path = Path(path)
         blob = _read(path)
         seed, public = blob[len(KEY_HEADER) : -32], blob[-32:]
@@ -126,7 +143,10 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
-        """Load the key in ``path``, making it first if there is none. Raises IdentityError like ``load`` and ``create``."""
+        """Load the key in ``path``, making it first if there is none.
+
+        Raises IdentityError like ``load`` and ``create``.
+        """
         if not os.path.lexists(path):
             try:
                 return cls.create(path)
@@ -136,7 +156,8 @@ class Identity:
         return cls.load(path)
 
     def write_to(self, path: str | os.PathLike[str]) -> Identity:
-        """Write this key to a new file (mode 0600, missing parents 0700) and return the identity with that path.
+        """Write this key to a new file (mode 0600, missing parents 0700) and return the identity
+        with that path.
 
         Never overwrites. Raises IdentityError if the file exists or cannot be written.
         """
@@ -174,7 +195,8 @@ class Identity:
         return Identity(self._key, path)
 
     def lock(self) -> contextlib.AbstractContextManager[object]:
-        """Keep others on this machine from being this peer until the returned context is left; a key in memory needs no lock.
+        """Keep others on this machine from being this peer until the returned context is left; a
+        key in memory needs no lock.
 
         Raises InUseError if another process, or another part of this one, has locked the key file.
         """
@@ -185,7 +207,8 @@ class Identity:
         return FileLock(
             path.with_name(f"{path.name}.lock"),
             what,
-            "two nodes with one key would be one peer to all others, so stop that node, or name another key file with --identity",
+            "two nodes with one key would be one peer to all others, so stop that node, or name "
+            "another key file with --identity",
         )
 
     def sign(self, context: str, data: bytes) -> bytes:
@@ -202,7 +225,10 @@ def _why(error: Exception) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """Read at most one byte more than a key file has, after checking kind and mode. Raises IdentityError."""
+    """Read at most one byte more than a key file has, after checking kind and mode.
+
+    Raises IdentityError.
+    """
     try:
         fd = os.open(
             path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -221,7 +247,8 @@ def _read(path: Path) -> bytes:
             raise IdentityError(f"The key file {path} is not a regular file: choose another path.")
         if status.st_mode & 0o077:
             raise IdentityError(
-                f"The key file {path} can be read by others: run `chmod 600 {path}` and start again."
+                f"The key file {path} can be read by others: run `chmod 600 {path}` and start "
+                "again."
             )
         return os.read(fd, KEY_SIZE + 1)
     except OSError as error:
@@ -233,7 +260,9 @@ def _read(path: Path) -> bytes:
 
 
 def _make_private(folder: Path) -> None:
-    """Make ``folder`` and its missing parents, each with mode 0700; folders that exist are left as they are."""
+    """Make ``folder`` and its missing parents, each with mode 0700; folders that exist are left as
+    they are.
+    """
     if not folder.is_dir():
         _make_private(folder.parent)
         try:

@@ -1,6 +1,8 @@
-"""Errors of this node's own code that training survives: counted by place, logged once, shown as what they are.
+"""Errors of this node's own code that training survives: counted by place, logged once, shown as
+what they are.
 
-What a peer provoked is a `MessageError` or a `NetworkError` and no business of this module. An example:
+What a peer provoked is a `MessageError` or a `NetworkError` and no business of this module. An
+example:
 
     try:
         await self._publish()
@@ -48,7 +50,9 @@ log = logging.getLogger(__name__)
 
 
 class InternalError(ShoalError):
-    """Raised where an error of this node's own, which is counted already, ends an exchange: no peer is to blame."""
+    """Raised where an error of this node's own, which is counted already, ends an exchange: no peer
+    is to blame.
+    """
 
 
 class TrialError(Exception):
@@ -60,7 +64,9 @@ class TrialError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's type and first line, at most `LONGEST` characters: those that a log shows first."""
+    """Return an exception's type and first line, at most `LONGEST` characters: those that a log
+    shows first.
+    """
     text = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ShoalError) and text:  # a whole sentence
         return printable(text)[:LONGEST].rstrip(".")
@@ -70,7 +76,10 @@ def first_line(error: BaseException) -> str:
 
 @dataclass
 class CaughtErrors:
-    """The errors of one place. ``first``: the first line of the newest; ``newest_at``: when it came, Unix seconds."""
+    """The errors of one place.
+
+    ``first``: the first line of the newest; ``newest_at``: when it came, Unix seconds.
+    """
 
     count: int
     first: str
@@ -80,7 +89,10 @@ class CaughtErrors:
 
 
 class InternalErrors:
-    """The errors of one node's own code since its start, by place. For any thread; bounded, for the places are."""
+    """The errors of one node's own code since its start, by place.
+
+    For any thread; bounded, for the places are.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -92,7 +104,9 @@ class InternalErrors:
         """The file that has the tracebacks, if this node keeps one."""
 
     def caught(self, place: Place, error: BaseException) -> str:
-        """Count ``error``, log its traceback if it is the first of its kind, and return its first line."""
+        """Count ``error``, log its traceback if it is the first of its kind, and return its first
+        line.
+        """
         first = first_line(error)
         kind = place, type(error).__name__, _raised_at(error)
         with self._lock:
@@ -105,7 +119,8 @@ class InternalErrors:
             if new:
                 self._logged.add(kind)
                 self._unread.append(
-                    f"an error in this node's own code, and not in the network, was caught {WHAT[place]} "
+                    "an error in this node's own code, and not in the network, was caught "
+                    f"{WHAT[place]} "
                     f"({first}); {self._remedy(known)}"
                 )
         if new:
@@ -121,7 +136,9 @@ class InternalErrors:
         return where if known.explained else f"{where}: please report it"
 
     def newest(self) -> str:
-        """Return the first line of the newest error, where its traceback is, and what to do; "" if there was none."""
+        """Return the first line of the newest error, where its traceback is, and what to do; "" if
+        there was none.
+        """
         with self._lock:
             known = max(self._places.values(), key=lambda one: one.newest_at, default=None)
         return "" if known is None else f"({known.first}); {self._remedy(known)}"
@@ -137,7 +154,9 @@ class InternalErrors:
             return {place: known.count for place, known in sorted(self._places.items())}
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Return of each place that had errors their number, the newest's first line, and its Unix time, ready for JSON."""
+        """Return of each place that had errors their number, the newest's first line, and its Unix
+        time, ready for JSON.
+        """
         with self._lock:
             return {
                 place: {"count": known.count, "first": known.first, "newest_at": known.newest_at}

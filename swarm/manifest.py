@@ -1,4 +1,6 @@
-"""The manifest: the settings that a swarm's creator fixed for all its peers, signed; its hash is the swarm's id."""
+"""The manifest: the settings that a swarm's creator fixed for all its peers, signed; its hash is
+the swarm's id.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ Lag = Annotated[int | Literal["auto"] | None, BeforeValidator(_lag)]
 
 
 def _numbers(value: object) -> object:
-    """Read numbers that are packed as little-endian u16: a list of more than 16 is refused before its content is seen."""
+    """Read numbers that are packed as little-endian u16: a list of more than 16 is refused before
+    its content is seen.
+    """
     if not isinstance(value, bytes):
         return value
     if len(value) % 2:
@@ -71,10 +75,11 @@ def _numbers(value: object) -> object:
 
 
 def parse_round(text: str) -> tuple[Unit, float | None]:
-    """Return the unit of a round and its length; None: ``every`` steps, or seconds that follow the peers' speeds.
+    """Return the unit of a round and its length; None: ``every`` steps, or seconds that follow the
+    peers' speeds.
 
-    ``text``: ``steps``, ``tokens:N``, ``seconds:S`` or ``seconds:auto``. Raises ValueError for anything else, or a number out of
-    bounds.
+    ``text``: ``steps``, ``tokens:N``, ``seconds:S`` or ``seconds:auto``. Raises ValueError for
+    anything else, or a number out of bounds.
     """
     if text == "steps":
         return "steps", None
@@ -104,14 +109,16 @@ RoundSetting = Annotated[str, Field(max_length=32), AfterValidator(_checked)]
 class OuterSettings(BaseModel):
     """Settings of the outer optimizer: when peers exchange, and what they do with the mean.
 
-    A knob that is None has the method's own default (`shoal.optim.METHODS`), which `resolved` writes out; a knob that the method
-    does not have is refused. A ``lag`` of None is ``DEFAULT_LAG``.
+    A knob that is None has the method's own default (`shoal.optim.METHODS`), which `resolved`
+    writes out; a knob that the method does not have is refused. A ``lag`` of None is
+    ``DEFAULT_LAG``.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     method: MethodName = Field(
         default=DEFAULT,
-        description=f"Outer optimizer: {one_of(methods_of('pair'))} (averages with one random partner), "
+        description=f"Outer optimizer: {one_of(methods_of('pair'))} (averages with one random "
+        "partner), "
         f"{one_of(methods_of('everyone'))} (averages over everyone), or {ALONE} (trains alone).",
     )
     every: int | None = Field(
@@ -122,7 +129,8 @@ class OuterSettings(BaseModel):
     )
     round: RoundSetting = Field(
         default="steps",
-        description="Length of a round: steps (as many as every says), tokens:N, seconds:S, or seconds:auto (so that the slowest "
+        description="Length of a round: steps (as many as every says), tokens:N, seconds:S, or "
+        "seconds:auto (so that the slowest "
         "useful peer makes 10 steps). Seconds need clocks synchronised well below wait_s.",
     )
     lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
@@ -136,44 +144,56 @@ class OuterSettings(BaseModel):
     lag: Lag = Field(
         default=None,
         description=f"{_OVERLAPPING}: inner steps between sending a part and applying its mean: a "
-        "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
+        "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is "
+        "there).",
     )
     weights: Literal["equal", "tokens", "rate"] | None = Field(
         default=None,
-        description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps).",
+        description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens "
+        "over steps).",
     )
     buffers: Literal["ignore", "average"] = Field(
         default="ignore",
-        description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average).",
+        description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their "
+        "mean (average).",
     )
     codec: str | None = Field(
         default=None,
         max_length=64,
-        description="Number format on the wire: float32, float16, bfloat16, int8; for methods with one partner mod4; for "
-        "those that send pseudo-gradients e3m0, topk2[:PART], topk2-senders[:PART], sign or auto:BITS, each also with +ef or "
+        description="Number format on the wire: float32, float16, bfloat16, int8; for methods with "
+        "one partner mod4; for "
+        "those that send pseudo-gradients e3m0, topk2[:PART], topk2-senders[:PART], sign or "
+        "auto:BITS, each also with +ef or "
         "+ef:BETA (error feedback).",
     )
     finish: Literal["none", "average"] | None = Field(
         default=None,
-        description="After the last step: none (each peer keeps its own model), or average (all that are there take the mean of "
+        description="After the last step: none (each peer keeps its own model), or average (all "
+        "that are there take the mean of "
         "their weights, and end with one model).",
     )
     wait_s: Seconds = Field(
         default=10.0,
-        description="Seconds that a node waits for a partner in one round before it goes on without one; in long rounds a fifth of "
+        description="Seconds that a node waits for a partner in one round before it goes on "
+        "without one; in long rounds a fifth of "
         "their time, if that is more (at most 300).",
     )
     robust: Literal["none", "distance", "clipped-gossip", "centered-clip"] = Field(
         default="none",
-        description="Against few hostile peers, of whom each counts the same then: distance (refuse what lies three times as far "
-        "away as usual; a newcomer's first contributions may be), or in place of the mean what they cannot move far: "
-        "clipped-gossip (methods with one partner) or centered-clip (over everyone). Over everyone both cost more bytes, for "
+        description="Against few hostile peers, of whom each counts the same then: distance "
+        "(refuse what lies three times as far "
+        "away as usual; a newcomer's first contributions may be), or in place of the mean what "
+        "they cannot move far: "
+        "clipped-gossip (methods with one partner) or centered-clip (over everyone). Over everyone "
+        "both cost more bytes, for "
         "nothing is all-reduced.",
     )
     check_loss: bool = Field(
         default=False,
-        description="Methods with one partner: try its weights on two batches; those that make the loss higher than usual do not "
-        "count. A public swarm has it unless it is false. Nodes of several GPUs and rl try nothing.",
+        description="Methods with one partner: try its weights on two batches; those that make the "
+        "loss higher than usual do not "
+        "count. A public swarm has it unless it is false. Nodes of several GPUs and rl try "
+        "nothing.",
     )
 
     @field_validator("codec")
@@ -200,7 +220,8 @@ class OuterSettings(BaseModel):
             if getattr(self, knob) is not None and knob not in method.knobs:
                 able = ", ".join(methods_with(knob))
                 raise ValueError(
-                    f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})"
+                    f"the method {self.method!r} has no {knob}: leave it out, or choose one that "
+                    f"has it ({able})"
                 )
         self._fits_the_round()
         if self.codec is not None:
@@ -211,12 +232,14 @@ class OuterSettings(BaseModel):
         if wanted != method.group:
             able = "clipped-gossip for one partner, centered-clip for everyone"
             raise ValueError(
-                f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})"
+                f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits "
+                f"it ({able})"
             )
         if self.check_loss and method.group != "pair":
             able = ", ".join(methods_of("pair"))
             raise ValueError(
-                f"check_loss is for methods with one partner ({able}), and {self.method!r} is none: leave it out"
+                f"check_loss is for methods with one partner ({able}), and {self.method!r} is "
+                "none: leave it out"
             )
         if self.robust != "none" and self.weights not in (None, "equal"):
             raise ValueError(
@@ -224,7 +247,8 @@ class OuterSettings(BaseModel):
             )
         if self.robust != "none" and "-senders" in (self.codec or ""):
             raise ValueError(
-                f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave out robust, or take topk2"
+                f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave "
+                "out robust, or take topk2"
             )
         return self
 
@@ -243,11 +267,13 @@ class OuterSettings(BaseModel):
         fragments, lag, every = overlap["fragments"], overlap["lag"], self._every
         if fragments > every:
             raise ValueError(
-                f"a round of {every} steps has no room for {fragments} fragments: choose fewer fragments, or a longer every"
+                f"a round of {every} steps has no room for {fragments} fragments: choose fewer "
+                "fragments, or a longer every"
             )
         if lag != "auto" and lag >= every:
             raise ValueError(
-                f"a lag of {lag} steps does not fit into a round of {every}: choose a shorter lag, auto, or a longer every"
+                f"a lag of {lag} steps does not fit into a round of {every}: choose a shorter lag, "
+                "auto, or a longer every"
             )
 
     @property
@@ -267,8 +293,9 @@ class OuterSettings(BaseModel):
         return {"fragments": self.fragments or fragments, "lag": lag}
 
     def guarded(self) -> OuterSettings:
-        """Return these settings with the defences of a public swarm, where the user chose no other: a robust rule, and with pairs
-        the trial of a partner's weights. Rejection by distance is not among them, since it may refuse newcomers.
+        """Return these settings with the defences of a public swarm, where the user chose no other:
+        a robust rule, and with pairs the trial of a partner's weights. Rejection by distance is not
+        among them, since it may refuse newcomers.
         """
         group = self.row.group
         if group == "nobody":
@@ -284,9 +311,11 @@ class OuterSettings(BaseModel):
 
     @property
     def weighing(self) -> Literal["equal", "tokens", "rate"]:
-        """``weights``, or the default: tokens in rounds of seconds, where peers process unequal amounts, otherwise the method's.
+        """``weights``, or the default: tokens in rounds of seconds, where peers process unequal
+        amounts, otherwise the method's.
 
-        In rounds of steps or tokens all process the same amount, and weights would only cost gossip twice the bytes.
+        In rounds of steps or tokens all process the same amount, and weights would only cost gossip
+        twice the bytes.
         """
         method = self.row
         if (
@@ -302,7 +331,9 @@ class OuterSettings(BaseModel):
         } | self.overlap()
 
     def resolved(self) -> OuterSettings:
-        """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
+        """Return the settings with the method's defaults written out, as in a manifest, so that
+        peers of all versions agree.
+        """
         method = self.row
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
         return self.model_copy(
@@ -317,13 +348,17 @@ class OuterSettings(BaseModel):
 
     @property
     def finishing(self) -> Literal["none", "average"]:
-        """What follows the last step: where peers average in pairs, each would have a model of its own without a last average."""
+        """What follows the last step: where peers average in pairs, each would have a model of its
+        own without a last average.
+        """
         if self.finish is not None:
             return self.finish
         return "average" if self.row.group == "pair" else "none"
 
     def fitted(self, fragments: int) -> OuterSettings:
-        """Return the settings for a model that is cut into so many ``fragments``, fewer where it has few layers."""
+        """Return the settings for a model that is cut into so many ``fragments``, fewer where it
+        has few layers.
+        """
         return self.model_copy(update={"fragments": fragments}) if self.overlap() else self
 
 
@@ -351,7 +386,8 @@ class TrainSettings(BaseModel):
     )
     optimizer: Literal["task", "adamw", "muon"] = Field(
         default="task",
-        description="Inner optimizer: the task's own (task), adamw (betas 0.9 and 0.99), or muon (for the matrices of the hidden "
+        description="Inner optimizer: the task's own (task), adamw (betas 0.9 and 0.99), or muon "
+        "(for the matrices of the hidden "
         "layers, with adamw, betas 0.9 and 0.95, for the rest).",
     )
     lr: float | None = Field(
@@ -368,20 +404,23 @@ class TrainSettings(BaseModel):
     )
     schedule: Literal["task", "constant", "cosine", "wsd"] = Field(
         default="task",
-        description="Learning rate after the warm-up: the task's own schedule (task), constant, cosine (down to a tenth at the "
+        description="Learning rate after the warm-up: the task's own schedule (task), constant, "
+        "cosine (down to a tenth at the "
         "last step), or wsd (constant, and down to 0 over the last fifth of the steps).",
     )
     warmup: int = Field(
         default=0,
         ge=0,
         le=MAX_COUNT,
-        description="Inner steps up to the full learning rate, in a schedule other than the task's.",
+        description="Inner steps up to the full learning rate, in a schedule other than the "
+        "task's.",
     )
     clip: float = Field(
         default=0.0,
         ge=0,
         le=1e9,
-        description="Largest norm of all gradients of a step together, which are scaled down to it; 0: any.",
+        description="Largest norm of all gradients of a step together, which are scaled down to "
+        "it; 0: any.",
     )
 
     @model_validator(mode="after")
@@ -389,11 +428,13 @@ class TrainSettings(BaseModel):
         given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
         if given and self.optimizer == "task":
             raise ValueError(
-                f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw"
+                f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or "
+                "choose adamw"
             )
         if self.warmup and self.schedule == "task":
             raise ValueError(
-                "the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd"
+                "the task's own schedule has its own warmup: leave it out, or choose constant, "
+                "cosine or wsd"
             )
         if self.schedule in ("cosine", "wsd") and not self.steps:
             raise ValueError(
@@ -407,19 +448,29 @@ class VerifySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     audit_rate: float = Field(
-        default=0.0, ge=0, le=1,
-        description="Share of claims that verifiers are drawn for, such as 0.1: nodes claim what they generate, with proofs from "
-        "hidden states, and check each other's; for the task rl, whose policy all must then have in common. 0: nothing is claimed.",
-    )  # fmt: skip
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of claims that verifiers are drawn for, such as 0.1: nodes claim what "
+        "they generate, with proofs from "
+        "hidden states, and check each other's; for the task rl, whose policy all must then have "
+        "in common. 0: nothing is claimed.",
+    )
     round_s: float = Field(
-        default=60.0, ge=4, le=86_400,
-        description="Seconds of such a round; it begins where Unix time is a multiple of it, so clocks must agree to a few "
+        default=60.0,
+        ge=4,
+        le=86_400,
+        description="Seconds of such a round; it begins where Unix time is a multiple of it, so "
+        "clocks must agree to a few "
         "hundredths.",
-    )  # fmt: skip
+    )
 
 
 class Terms(BaseModel):
-    """Policy and sampling of claimed completions. The creator sets them; a manifest has them if completions are claimed."""
+    """Policy and sampling of claimed completions.
+
+    The creator sets them; a manifest has them if completions are claimed.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     policy: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,256}$")]
@@ -430,7 +481,9 @@ class Terms(BaseModel):
     temperature: Annotated[float, Field(gt=0, le=100)]
     max_tokens: Annotated[int, Field(ge=1, le=16_384)]
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the creator's policy, in which claims may be computed besides float32; each is checked in its own."""
+    """Dtype of the creator's policy, in which claims may be computed besides float32; each is
+    checked in its own.
+    """
 
 
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
@@ -446,7 +499,9 @@ OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 def _option(value: object) -> object:
-    """Check the bounds by hand: a union of types would turn an integer that is too large into a float."""
+    """Check the bounds by hand: a union of types would turn an integer that is too large into a
+    float.
+    """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("must be within 64 bits")
     if isinstance(value, str) and len(value) > 1024:
@@ -463,7 +518,8 @@ def _bucket(value: int) -> int:
 def _epoch_s(value: float) -> float:
     if not MIN_EPOCH_S <= value <= MAX_EPOCH_S:
         raise ValueError(
-            f"an epoch takes {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} seconds, for members publish and read ahead of it for 19 of them"
+            f"an epoch takes {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} seconds, for members publish and "
+            "read ahead of it for 19 of them"
         )
     return value
 
@@ -490,7 +546,8 @@ class Manifest(Message):
     task: str = Field(
         max_length=256,
         pattern=TASK_NAME,
-        description="Name of the task, such as `text` or `module:Class`; every peer must have it installed already.",
+        description="Name of the task, such as `text` or `module:Class`; every peer must have it "
+        "installed already.",
     )
     task_options: dict[OptionName, Option] = Field(
         default_factory=dict,
@@ -506,13 +563,15 @@ class Manifest(Message):
         default=None, description="How claimed completions are made; none without claims."
     )
     model: Digest = Field(
-        description="Hex SHA-256 of names, types and shapes of the averaged parameters, in their order."
+        description="Hex SHA-256 of names, types and shapes of the averaged parameters, in their "
+        "order."
     )
     fragment_of: Annotated[
         tuple[Annotated[int, Field(ge=0, lt=1024)], ...],
         Field(
             max_length=8192,
-            description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer.",
+            description="Fragment of each parameter, in the model's order, if not by layer; empty: "
+            "by layer.",
         ),
         BeforeValidator(_numbers),
         PlainSerializer(lambda numbers: struct.pack(f"<{len(numbers)}H", *numbers)),
@@ -545,11 +604,13 @@ class Manifest(Message):
             raise ValueError("a swarm is public or invite_only, not both")
         if self.bucket and self.verify.audit_rate:
             raise ValueError(
-                "verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out"
+                "verifiers are drawn among all members, so a swarm that verifies has no buckets: "
+                "leave bucket out"
             )
         if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
             raise ValueError(
-                "the manifest's fragments are others than those that its parameters are divided into"
+                "the manifest's fragments are others than those that its parameters are divided "
+                "into"
             )
         return self
 
@@ -565,7 +626,9 @@ class Title(NamedTuple):
 
 
 def title_of(sealed: bytes) -> Title:
-    """Return the title of a sealed manifest whose hash was verified. It checks no setting, so it needs no torch.
+    """Return the title of a sealed manifest whose hash was verified.
+
+    It checks no setting, so it needs no torch.
 
     Raises MessageError if the manifest names no task or method.
     """
@@ -584,28 +647,37 @@ def title_of(sealed: bytes) -> Title:
 
 
 def is_public(sealed: bytes) -> bool:
-    """Return whether a sealed manifest, whose hash was verified, says that its swarm is public. It needs no torch. MessageError."""
+    """Return whether a sealed manifest, whose hash was verified, says that its swarm is public.
+
+    It needs no torch. MessageError.
+    """
     return peek(sealed, Manifest.LIMIT).get("public") is True
 
 
 def swarm_id(sealed: bytes) -> str:
-    """Return the id of the swarm of a sealed manifest: its SHA-256 in lower-case base32, 52 characters."""
+    """Return the id of the swarm of a sealed manifest: its SHA-256 in lower-case base32, 52
+    characters.
+    """
     return base64.b32encode(hashlib.sha256(sealed).digest()).decode().rstrip("=").lower()
 
 
 def open_manifest(
     sealed: bytes, expected_id: str | None = None, *, protocol: int | None = PROTOCOL
 ) -> Manifest:
-    """Return the manifest, verified against its signature and, if given, the swarm id and the ``protocol``. Raises MessageError."""
+    """Return the manifest, verified against its signature and, if given, the swarm id and the
+    ``protocol``. Raises MessageError.
+    """
     if expected_id is not None and swarm_id(sealed) != expected_id:
         raise MessageError(
-            f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not to {expected_id}: "
+            f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not "
+            f"to {expected_id}: "
             "ask for a fresh link."
         )
     _, manifest = unseal(sealed, Manifest)
     if protocol is not None and manifest.protocol != protocol:
         where = "here" if manifest.protocol > protocol else "on its creator's node"
         raise MessageError(
-            f"The swarm speaks protocol {manifest.protocol}, this node speaks {protocol}: update shoal {where}."
+            f"The swarm speaks protocol {manifest.protocol}, this node speaks {protocol}: update "
+            f"shoal {where}."
         )
     return manifest

@@ -1,14 +1,18 @@
-"""Pacing of bulk to each peer: as fast as the link takes it, and so that small messages hardly wait behind it.
+"""Pacing of bulk to each peer: as fast as the link takes it, and so that small messages hardly wait
+behind it.
 
 The upload budget that all streams and gossip of a node share.
 
-How long a transfer may take: what it is given, and beyond that as long as it moves quickly enough to be over within a bound.
+How long a transfer may take: what it is given, and beyond that as long as it moves quickly enough
+to be over within a bound.
 
-A deadline must hold before anything is known of a link, so it supposes a rate, and a slower link would never complete a large
-transfer. What the transfer itself moved recently, in each direction, measures this node's link and the other's, and no peer can lie
-about it. A peer that sends a trickle is dropped at the deadline all the same: at its rate the transfer would not be over in time.
+A deadline must hold before anything is known of a link, so it supposes a rate, and a slower link
+would never complete a large transfer. What the transfer itself moved recently, in each direction,
+measures this node's link and the other's, and no peer can lie about it. A peer that sends a trickle
+is dropped at the deadline all the same: at its rate the transfer would not be over in time.
 
-Counts of what one host sends and receives, and what its link and its ways to others were measured to carry.
+Counts of what one host sends and receives, and what its link and its ways to others were measured
+to carry.
 """
 
 from __future__ import annotations
@@ -31,10 +35,12 @@ BURST_S = 0.25  # seconds of it that may be saved up
 
 
 class BandwidthLimiter:
-    """A budget of ``rate`` bytes a second (above 0). Urgent sends may overdraw it; other sends wait until it is positive.
+    """A budget of ``rate`` bytes a second (above 0).
 
-    On one loop only. Over any time t it lets through no more than ``rate`` * t bytes, a quarter of a second's burst, and one chunk
-    of each stream that sends, besides urgent sends.
+    Urgent sends may overdraw it; other sends wait until it is positive.
+
+    On one loop only. Over any time t it lets through no more than ``rate`` * t bytes, a quarter of
+    a second's burst, and one chunk of each stream that sends, besides urgent sends.
     """
 
     def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,12 +79,17 @@ LATE_S, STEP_S = 30.0, 1.0  # seconds: what counts as late, and how often it is 
 
 
 def slow_s(nbytes: int) -> float:
-    """Return the seconds that moving ``nbytes`` bytes may take as long as they move: at `SLOWEST`, `SLOW_S` at most."""
+    """Return the seconds that moving ``nbytes`` bytes may take as long as they move: at `SLOWEST`,
+    `SLOW_S` at most.
+    """
     return min(nbytes / SLOWEST, SLOW_S)
 
 
 class Progress:
-    """What a transfer has moved recently. ``deadline``: until when it may take in any case; ``longest``: if it moves. Instants."""
+    """What a transfer has moved recently.
+
+    ``deadline``: until when it may take in any case; ``longest``: if it moves. Instants.
+    """
 
     def __init__(self, deadline: float, longest: float) -> None:
         self.longest = max(deadline, longest)
@@ -89,7 +100,9 @@ class Progress:
         )  # instants, and the bytes that were left then each way
 
     def overdue(self, now: float, left: tuple[int, int]) -> bool:
-        """Return whether the transfer is to be given up ``now``, with so many bytes ``left`` to receive and to send."""
+        """Return whether the transfer is to be given up ``now``, with so many bytes ``left`` to
+        receive and to send.
+        """
         if not self._marks or now - self._marks[-1][0] >= STEP_S:
             self._marks.append((now, left))
         while len(self._marks) > 2 and self._marks[1][0] <= now - LATE_S:
@@ -108,8 +121,8 @@ class Progress:
         return max((self._deadline if now < self._deadline else self.longest) - now, 0.0)
 
 
-# Pacing: bulk may delay small messages by a quarter of the empty link's delay, within `DELAY_S`, and by the time that `SURPLUS`
-# bytes take.
+# Pacing: bulk may delay small messages by a quarter of the empty link's delay, within `DELAY_S`,
+# and by the time that `SURPLUS` bytes take.
 DELAY_S = (0.05, 0.1)
 SURPLUS = 12 << 10  # over all peers to which bulk goes
 FIRST, LEAST, MOST = (
@@ -117,7 +130,9 @@ FIRST, LEAST, MOST = (
     16 << 10,
     256 << 20,
 )  # bytes on their way: at first, at least, at most
-LEAST_RATE = 125e3  # bytes a second that a long link carries at least: with fewer bytes on their way each lost packet stops it
+# bytes a second that a long link carries at least: with fewer bytes on their way each lost packet
+# stops it
+LEAST_RATE = 125e3
 CHANGED = 2  # times the empty link's delay, and the least of `DELAY_S`: it is another link
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
@@ -129,7 +144,8 @@ PONG_S, PONGS = (
     (2.0, 4.5),
     6,
 )  # seconds, and empty links' delays within them, without an answer, after which it begins anew
-EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
+# seconds for which the delay of the empty link is known, which is measured after a transfer
+EMPTY_S = 60.0
 BASES = 8  # such measurements of which the shortest counts
 SPREAD, SPREAD_S = (
     1.25,
@@ -141,7 +157,8 @@ LINES, LINE_S = (
 )  # rates at which bytes arrived recently, of which the largest counts, and seconds for one
 FALLEN = 0.25  # times the largest of these: one that carries less has become slow
 FLOODED_S = 0.4  # seconds of a queue that is not let drain by degrees
-GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
+# times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
+GROWN = 1.25
 PACED = 256  # peers whose pace is remembered
 UNPACED = float(1 << 62)  # bytes: a window that holds nothing back
 
@@ -153,7 +170,10 @@ class Echo(NamedTuple):
 
     write: Callable[[bytes], None]
     read: Callable[[], Awaitable[bytes]]
-    """Returns the next answer; one that is cancelled loses nothing. Raises OSError or EOFError at the end."""
+    """Returns the next answer; one that is cancelled loses nothing.
+
+    Raises OSError or EOFError at the end.
+    """
 
 
 @dataclass
@@ -165,16 +185,21 @@ class _Ping:
 
 
 class Pace:
-    """The bytes of bulk that may be on their way to one peer, by the delay that they cause. On one loop only.
+    """The bytes of bulk that may be on their way to one peer, by the delay that they cause.
 
-    Bulk and small messages share a connection, and a slow uplink holds seconds of bytes. So pings travel between pieces of bulk,
-    and no more than ``window`` bytes are sent beyond the last one that was answered. The window follows FAST TCP (Wei, Jin, Low and
-    Hegde, 2006), once in a round trip: window = window * least / delay + surplus, whose fixed point keeps ``surplus`` bytes in
-    queues. That is what leaves in `DELAY_S`, so that a fast link is filled, and `SURPLUS`, so that two that share a link come to
-    the same rate. It begins by doubling as long as there is no queue and more arrives. At the start of a transfer it does not
-    shrink as long as more bytes arrive with each round trip: then the queue is that of a TCP that begins slowly, not of the link.
-    And it does not shrink below what the link carried recently in the empty link's delay and the longest of `DELAY_S`: a longer
-    queue than that is the peer's, who sends bulk as well, and pings wait in both.
+    On one loop only.
+
+    Bulk and small messages share a connection, and a slow uplink holds seconds of bytes. So pings
+    travel between pieces of bulk, and no more than ``window`` bytes are sent beyond the last one
+    that was answered. The window follows FAST TCP (Wei, Jin, Low and Hegde, 2006), once in a round
+    trip: window = window * least / delay + surplus, whose fixed point keeps ``surplus`` bytes in
+    queues. That is what leaves in `DELAY_S`, so that a fast link is filled, and `SURPLUS`, so that
+    two that share a link come to the same rate. It begins by doubling as long as there is no queue
+    and more arrives. At the start of a transfer it does not shrink as long as more bytes arrive
+    with each round trip: then the queue is that of a TCP that begins slowly, not of the link. And
+    it does not shrink below what the link carried recently in the empty link's delay and the
+    longest of `DELAY_S`: a longer queue than that is the peer's, who sends bulk as well, and pings
+    wait in both.
 
     ``shared``: returns the number of peers to which bulk goes, which share the uplink.
     """
@@ -220,7 +245,9 @@ class Pace:
         self._moved, self._flying, self._turns = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
     async def room(self, most: int) -> int:
-        """Wait until bytes may be sent; return how many, at most ``most``, and count them as sent. Those before were written.
+        """Wait until bytes may be sent; return how many, at most ``most``, and count them as sent.
+
+        Those before were written.
         Transfers to the same peer get room in turn.
         """
         async with self._turns:
@@ -237,7 +264,8 @@ class Pace:
                 await asyncio.sleep(wait)
             size = min(most, int(grain))
             if not self._starting and self.window <= MOST:
-                # Answers that waited behind the peer's bulk come in lumps; bytes that went out in lumps would make a queue here.
+                # Answers that waited behind the peer's bulk come in lumps; bytes that went out in
+                # lumps would make a queue here.
                 self._next = max(self._next, self._clock()) + size * self._trip / (
                     SPREAD * self.window
                 )
@@ -245,7 +273,10 @@ class Pace:
             return size
 
     async def measure(self, echo: Echo) -> None:
-        """Send pings by ``echo`` and take in the answers until the transfers have ended. Raises OSError or EOFError."""
+        """Send pings by ``echo`` and take in the answers until the transfers have ended.
+
+        Raises OSError or EOFError.
+        """
         self._echo, last = echo, False
         self._pings.clear()
         if self.window > MOST:
@@ -253,12 +284,16 @@ class Pace:
         self._ping()  # also because bulk may wait for room already
         while (
             self._echo is echo
-        ):  # ``wait_for`` loses a cancellation that comes together with an answer (Python below 3.12)
+            # ``wait_for`` loses a cancellation that comes together with an answer (Python below
+            # 3.12)
+        ):
             if not self._pings:
                 if self._ending:
                     if last and self._fresh():
                         return
-                    last = True  # at the end nothing of this node's is before it, and perhaps nothing of the peer's
+                    # at the end nothing of this node's is before it, and perhaps nothing of the
+                    # peer's
+                    last = True
                     self._ping()
                 else:
                     self._flying.clear()
@@ -272,7 +307,9 @@ class Pace:
                 data = await asyncio.wait_for(echo.read(), patience)
             if self._echo is not echo or (not data and self._ending):
                 return
-            if not data:  # nothing goes out before an answer: bytes to a peer that is gone would look as if it took them
+            # nothing goes out before an answer: bytes to a peer that is gone would look as if it
+            # took them
+            if not data:
                 self.window, self._starting, self._young = self._least(), True, True
                 continue
             ping = self._pings.popleft()
@@ -281,7 +318,9 @@ class Pace:
             self._answer(ping, self._clock() - ping.began)
 
     def begin(self) -> None:
-        """Start a transfer while there is none: bulk waits until the empty link was measured, if it never was."""
+        """Start a transfer while there is none: bulk waits until the empty link was measured, if it
+        never was.
+        """
         self._ending, self._starting, self._full = False, True, False
         self._turned, self._before, self._rate, self._quickest = (
             self._clock(),
@@ -292,7 +331,9 @@ class Pace:
         self._hold(self.window <= MOST and not self._bases)
 
     def end(self) -> None:
-        """Note that the last transfer has ended: the delay of the empty link is measured if that was long ago, and no more."""
+        """Note that the last transfer has ended: the delay of the empty link is measured if that
+        was long ago, and no more.
+        """
         self._ending = True
         self._flying.set()
 
@@ -346,7 +387,9 @@ class Pace:
             and not self._pings
             and self._quickest > CHANGED * min(self._bases, default=delay) + DELAY_S[0]
         ):
-            self._bases.clear()  # so slow from the first ping to the last: the peer, or this machine, is in another network now
+            # so slow from the first ping to the last: the peer, or this machine, is in another
+            # network now
+            self._bases.clear()
         # Not in the midst of a transfer, where the peer's own bulk delays the answers.
         if (
             self._holding
@@ -358,7 +401,8 @@ class Pace:
             self._hold(False)
         self._bases[-1] = min(self._bases[-1], delay)
         self._delay = min(self._delay, delay)
-        # Quicker ones count more: another transfer has ended, and what it leaves free is used at once.
+        # Quicker ones count more: another transfer has ended, and what it leaves free is used at
+        # once.
         self._trip += (
             (delay - self._trip) / (PINGS if delay > self._trip else FEWER) if self._trip else delay
         )
@@ -391,8 +435,9 @@ class Pace:
             and rate < FALLEN * max(self._lines, default=0.0)
         ):
             self._lines.clear()  # the link has become slow
-        # So many bytes make no long queue here, whatever the delay. With fewer, of two that send to each other the one with more
-        # bytes on their way would starve the other, whose pings wait behind those.
+        # So many bytes make no long queue here, whatever the delay. With fewer, of two that send to
+        # each other the one with more bytes on their way would starve the other, whose pings wait
+        # behind those.
         carried = max(self._lines, default=0.0) * (least + DELAY_S[1])
         flooded = carried > 0 and queue > FLOODED_S
         if aim < window or self._full:  # one that was not filled says nothing of a larger one
@@ -404,7 +449,10 @@ class Pace:
 
 
 class Pacer:
-    """The paces of the peers to which one host sends bulk. ``echo`` pings a peer; it yields None for one that is not paced."""
+    """The paces of the peers to which one host sends bulk.
+
+    ``echo`` pings a peer; it yields None for one that is not paced.
+    """
 
     def __init__(
         self,
@@ -417,7 +465,10 @@ class Pacer:
 
     @contextlib.contextmanager
     def to(self, peer: str) -> Iterator[Pace]:
-        """Yield the pace of bulk to ``peer``, which is measured until the end of the block. On the loop."""
+        """Yield the pace of bulk to ``peer``, which is measured until the end of the block.
+
+        On the loop.
+        """
         pace = self._paces.get(peer)
         if pace is None:
             pace = self._paces[peer] = Pace(self._clock, lambda: max(self._busy, 1))
@@ -440,7 +491,9 @@ class Pacer:
                     del self._paces[name]
 
     def round_trip(self, peer: str) -> float | None:
-        """Return the seconds that the empty link to ``peer`` and back takes; None while that was not measured."""
+        """Return the seconds that the empty link to ``peer`` and back takes; None while that was
+        not measured.
+        """
         pace = self._paces.get(peer)
         return None if pace is None else min(pace._bases, default=None)
 
@@ -474,27 +527,37 @@ BULKS, KNOWN_S = (
 
 LARGE = (
     256 << 10
-)  # bytes each way of an exchange that measures its way: fewer have arrived before TCP or QUIC is up to speed
-FASTER = 1.1  # times what a connection past a relay carries, that the relay has to carry to be taken: its bytes are others' as well
+    # bytes each way of an exchange that measures its way: fewer have arrived before TCP or QUIC is
+    # up to speed
+)
+# times what a connection past a relay carries, that the relay has to carry to be taken: its bytes
+# are others' as well
+FASTER = 1.1
 EVERY, RARELY = (
     32,
     64,
-)  # exchanges until the slower way is tried again, as often as the other is faster, and that factor at most
+    # exchanges until the slower way is tried again, as often as the other is faster, and that
+    # factor at most
+)
 FAILED = 0.25  # times what it carried, at least: what a way counts for after it failed
 PEERS = 256  # whose ways are remembered
 
 
 class Ways:
-    """The bytes a second that exchanges with each peer moved by each way, and by which way the next one goes. On one loop.
+    """The bytes a second that exchanges with each peer moved by each way, and by which way the next
+    one goes. On one loop.
 
-    There are two ways: directly or by a relay, and ``past`` the relay (`shoal.swarm.p2p.punch`). Both ends see the same bytes and
-    seconds, so they come to the same choice, whoever calls. A way that was never tried is tried at once, the slower one so seldom
-    that it costs one `EVERY`-th of the time of exchanges.
+    There are two ways: directly or by a relay, and ``past`` the relay (`shoal.swarm.p2p.punch`).
+    Both ends see the same bytes and seconds, so they come to the same choice, whoever calls. A way
+    that was never tried is tried at once, the slower one so seldom that it costs one `EVERY`-th of
+    the time of exchanges.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[bool, tuple[float, int]]] = OrderedDict()
-        """Peer -> whether past the relay -> bytes a second, 0 if none came, and the exchanges by the other way since."""
+        """Peer -> whether past the relay -> bytes a second, 0 if none came, and the exchanges by
+        the other way since.
+        """
 
     def note(self, peer: str, past: bool, rate: float) -> None:
         known = self._known.pop(peer, {})
@@ -506,7 +569,9 @@ class Ways:
             self._known.popitem(last=False)
 
     def failed(self, peer: str, past: bool, rate: float = 0.0) -> None:
-        """Note an exchange that was given up, or a peer that did not answer, after bytes came at ``rate``."""
+        """Note an exchange that was given up, or a peer that did not answer, after bytes came at
+        ``rate``.
+        """
         was = self._known.get(peer, {}).pop(past, (0.0, 0))[0]
         self.note(peer, past, max(FAILED * was, min(rate, was or rate)))
 
@@ -514,7 +579,9 @@ class Ways:
         self._known.pop(peer, None)
 
     def tries(self, peer: str, past: bool) -> bool:
-        """Return whether an exchange that goes so now tries what is not the better way, as far as is known."""
+        """Return whether an exchange that goes so now tries what is not the better way, as far as
+        is known.
+        """
         known = self._known.get(peer, {})
         return (
             (not past) in known
@@ -523,22 +590,30 @@ class Ways:
         )
 
     def several(self, peer: str) -> bool:
-        """Return whether exchanges with ``peer`` have gone past its relay, so that there is a choice."""
+        """Return whether exchanges with ``peer`` have gone past its relay, so that there is a
+        choice.
+        """
         return True in self._known.get(peer, {})
 
     def best(self, peer: str) -> bool:
-        """Return whether ``past`` is the better way; one that was never tried is, before any other."""
+        """Return whether ``past`` is the better way; one that was never tried is, before any
+        other.
+        """
         known = self._known.get(peer, {})
         return True not in known or (False in known and known[False][0] <= FASTER * known[True][0])
 
     def choose(self, peer: str) -> bool:
-        """Return whether the next exchange goes ``past``: by the better way, or the other if that is due."""
+        """Return whether the next exchange goes ``past``: by the better way, or the other if that
+        is due.
+        """
         past, known = self.best(peer), self._known.get(peer, {})
         rate, (slow, since) = known.get(past, (0.0, 0))[0], known.get(not past, (0.0, 0))
         return past != (since >= EVERY * min(max(rate / slow if slow else 1 / FAILED, 1.0), RARELY))
 
     def rate(self) -> float:
-        """Return the bytes a second of exchanges by the better way, the median of the peers; 0 while none is known."""
+        """Return the bytes a second of exchanges by the better way, the median of the peers; 0
+        while none is known.
+        """
         found = [
             max((rate for rate, _ in list(known.values())), default=0.0)
             for known in list(self._known.values())
@@ -547,9 +622,11 @@ class Ways:
 
 
 class TrafficMeter:
-    """Counts of the bytes on one host's streams, payload and framing; written by its loop, readable from any thread.
+    """Counts of the bytes on one host's streams, payload and framing; written by its loop, readable
+    from any thread.
 
-    ``upload``: the budget that sends have to keep to. ``pacer``: the pace of bulk to each peer. ``clock``: seconds.
+    ``upload``: the budget that sends have to keep to. ``pacer``: the pace of bulk to each peer.
+    ``clock``: seconds.
     """
 
     __slots__ = ("_bulk", "_clock", "_since", "pacer", "received", "sent", "upload", "ways")
@@ -572,14 +649,18 @@ class TrafficMeter:
         )  # when bulk began, bytes sent before, when it ended
 
     def forget(self, peer: str) -> None:
-        """Note that ``peer``, or this machine, is in another network: what was measured between them counts no more."""
+        """Note that ``peer``, or this machine, is in another network: what was measured between
+        them counts no more.
+        """
         self.ways.forget(peer)
         if self.pacer is not None:
             self.pacer.forget(peer)
 
     @contextmanager
     def pace(self, way: str, nbytes: int) -> Iterator[Pace | None]:
-        """Yield the pace at which ``nbytes`` bytes go to a peer by a ``way`` (`Ways`); None if they may go at once."""
+        """Yield the pace at which ``nbytes`` bytes go to a peer by a ``way`` (`Ways`); None if they
+        may go at once.
+        """
         if self.pacer is None or nbytes <= LEAST:
             yield None
             return
@@ -596,7 +677,9 @@ class TrafficMeter:
                 self._since.append((began, self.sent - before, self._clock()))
 
     def rate(self) -> float | None:
-        """Return the bytes a second that left recently while bulk was sent; None while that is not known."""
+        """Return the bytes a second that left recently while bulk was sent; None while that is not
+        known.
+        """
         known, now, under_way = list(self._since), self._clock(), self._bulk
         seconds = sum(min(ended, now) - began for began, _, ended in known)
         nbytes = sum(count for _, count, ended in known if ended < math.inf)

@@ -1,7 +1,7 @@
 """Why something of another peer was refused or not used, in words for people.
 
-The reasons themselves are the names in the metrics, which stay as they are. Example: ``listed({"early": 1})`` is
-``1 of peers that had not joined yet (early)``.
+The reasons themselves are the names in the metrics, which stay as they are. Example:
+``listed({"early": 1})`` is ``1 of peers that had not joined yet (early)``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ WORDS = {
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Return counts by reason for people, the most frequent first; each with its name in the metrics."""
+    """Return counts by reason for people, the most frequent first; each with its name in the
+    metrics.
+    """
     found = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     said = []
     for reason, count in found:

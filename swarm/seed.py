@@ -1,25 +1,29 @@
-"""A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and relays for unreachable ones.
+"""A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and
+relays for unreachable ones.
 
-It imports no torch, so it runs where 100 MB are free, and keeps all that it knows in memory, bounded, for any peer may
-register.
+It imports no torch, so it runs where 100 MB are free, and keeps all that it knows in memory,
+bounded, for any peer may register.
 
-It forwards gossip between members that have only a relay in common: GossipSub in libp2p's daemon opens no stream over a relayed
-connection, so of two nodes behind routers neither hears what the other publishes. But both are connected to the bootstrap node
-that relays for them, and its daemon passes on what is published on a topic to which it is subscribed. So a member that
-announces a relay names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how much that
-is.
+It forwards gossip between members that have only a relay in common: GossipSub in libp2p's daemon
+opens no stream over a relayed connection, so of two nodes behind routers neither hears what the
+other publishes. But both are connected to the bootstrap node that relays for them, and its daemon
+passes on what is published on a topic to which it is subscribed. So a member that announces a relay
+names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how
+much that is.
 
-It serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that
-hands it in, which libp2p has authenticated, and the peers that ask check the signatures and contact the swarm themselves.
+It serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for
+the peer that hands it in, which libp2p has authenticated, and the peers that ask check the
+signatures and contact the swarm themselves.
 
-Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`): where all are taken, the
-range that has most of them gives one up, and peers are named one of each range in turn. The swarms that are listed to everybody
-have as many places as the others, and theirs alone: announcements take no room of private swarms.
+Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`):
+where all are taken, the range that has most of them gives one up, and peers are named one of each
+range in turn. The swarms that are listed to everybody have as many places as the others, and theirs
+alone: announcements take no room of private swarms.
 
-A public swarm is listed while its announcer renews what it said and a member of it is noted in the registry. Only a noted
-member may announce, and the first one stays until it falls silent: another, who may say something else, does not displace it,
-unless it is the creator. A manifest that does not say that its swarm is public is refused, so nobody but the creator can make a
-swarm public.
+A public swarm is listed while its announcer renews what it said and a member of it is noted in the
+registry. Only a noted member may announce, and the first one stays until it falls silent: another,
+who may say something else, does not displace it, unless it is the creator. A manifest that does not
+say that its swarm is public is refused, so nobody but the creator can make a swarm public.
 """
 
 from __future__ import annotations
@@ -92,7 +96,10 @@ def _most(ranges: Iterable[str]) -> str:
 
 
 class SeedRegistry:
-    """The members of swarms, and of the public ones what is announced; not for several threads. ``clock`` in seconds."""
+    """The members of swarms, and of the public ones what is announced; not for several threads.
+
+    ``clock`` in seconds.
+    """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None
@@ -108,7 +115,9 @@ class SeedRegistry:
         ] = {}  # swarm -> when heard, of whom, the sealed announcement
 
     def answer(self, peer: str, request: SeedRequest, host: str = "") -> SeedReply:
-        """Reply to ``peer``, which called from the IP address ``host``, after noting its record if it brought one."""
+        """Reply to ``peer``, which called from the IP address ``host``, after noting its record if
+        it brought one.
+        """
         self._forget_silent()
         reason = (
             "" if request.record is None else self._note(peer, request.swarm, request.record, host)
@@ -116,7 +125,9 @@ class SeedRegistry:
         return SeedReply(members=self._named(request.swarm, MAX_NAMED, but=peer), reason=reason)
 
     def _named(self, swarm: str, most: int, but: str = "") -> tuple[bytes, ...]:
-        """Return the records of at most ``most`` members, drawn at random from each address range in turn."""
+        """Return the records of at most ``most`` members, drawn at random from each address range
+        in turn.
+        """
         members = self._swarms.get(swarm, OrderedDict())
         drawn = self._chance.sample(sorted(members.keys() - {but}), len(members.keys() - {but}))
         return tuple(
@@ -159,7 +170,9 @@ class SeedRegistry:
         return ""
 
     def listing(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
-        """Reply to ``peer``, which asks for public swarms, after noting its announcement if it brought one."""
+        """Reply to ``peer``, which asks for public swarms, after noting its announcement if it
+        brought one.
+        """
         self._forget_silent()
         reason = (
             "" if request.announcement is None else self._note_public(peer, request.announcement)
@@ -208,10 +221,12 @@ class SeedRegistry:
         return ""
 
     def _has_room(self, host: str, *, listed: bool) -> bool:
-        """Return whether a place is free, or make one: the range that has most gives one up, unless ``host``'s would have as many.
+        """Return whether a place is free, or make one: the range that has most gives one up, unless
+        ``host``'s would have as many.
 
-        Of its members' ranges a swarm counts for that with the fewest swarms: who joins it does not make it one of theirs. Of a
-        range's swarms that goes whose newest member was heard of longest ago.
+        Of its members' ranges a swarm counts for that with the fewest swarms: who joins it does not
+        make it one of theirs. Of a range's swarms that goes whose newest member was heard of
+        longest ago.
         """
         here = {
             swarm: members
@@ -275,14 +290,18 @@ class GossipForwarding:
         self._budgets = TokenBuckets(BUDGET, clock)
 
     def ask(self, swarm: str, topics: Sequence[str], host: str) -> None:
-        """Forward ``topics`` of ``swarm`` from now on, for a member that called from the IP address ``host``."""
+        """Forward ``topics`` of ``swarm`` from now on, for a member that called from the IP address
+        ``host``.
+        """
         asked = self._asked.setdefault(range_of(host), {})
         for topic in (f"shoal/{swarm}/{topic}" for topic in topics):
             if topic in asked or len(asked) < MAX_ASKED:
                 asked[topic] = self._clock() + TTL
 
     def chosen(self) -> list[str]:
-        """Return the topics to forward: where too many are asked for, one of each address range in turn."""
+        """Return the topics to forward: where too many are asked for, one of each address range in
+        turn.
+        """
         now = self._clock()
         live = {
             where: {topic: until for topic, until in asked.items() if until >= now}
@@ -299,7 +318,9 @@ class GossipForwarding:
         return [topic for topic in turns if topic not in self._rests][:MAX_TOPICS]
 
     def takes(self, topic: str, nbytes: int) -> bool:
-        """Count a message of ``topic``; return False, and let it rest, if that is more than it may have."""
+        """Count a message of ``topic``; return False, and let it rest, if that is more than it may
+        have.
+        """
         if self._budgets.take(topic, 1, nbytes):
             return True
         log.warning(
@@ -347,12 +368,16 @@ class GossipForwarding:
 SMALL_S = 10.0  # seconds for one small message
 MAX_STREAMS, MAX_STREAMS_PER_PEER = 192, 4  # answered at once
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
-MAX_OF_RANGE = 64  # connected peers of an address range, once there are three times as many in all; above 512 the daemon cuts down
+# connected peers of an address range, once there are three times as many in all; above 512 the
+# daemon cuts down
+MAX_OF_RANGE = 64
 AT_ONCE = 32  # connections that are ended at a time
 
 
 def crowding_peers(origins: Mapping[str, str]) -> list[str]:
-    """Return the connected peers that have to go, by whence each came: of crowded address ranges, and there of crowded hosts."""
+    """Return the connected peers that have to go, by whence each came: of crowded address ranges,
+    and there of crowded hosts.
+    """
     if len(origins) <= 3 * MAX_OF_RANGE:
         return []
     of_range, gone = Counter[str](), []
@@ -365,7 +390,10 @@ def crowding_peers(origins: Mapping[str, str]) -> list[str]:
 
 
 class Seed:
-    """A bootstrap node; call `run`. ``on_ready`` gets the addresses under which it is reached, each time its daemon starts."""
+    """A bootstrap node; call `run`.
+
+    ``on_ready`` gets the addresses under which it is reached, each time its daemon starts.
+    """
 
     def __init__(
         self,
@@ -385,7 +413,10 @@ class Seed:
         self._traffic = TrafficMeter()
 
     async def run(self) -> None:
-        """Serve until cancelled; a daemon that ends is started again. Raises StartupError if it does not start the first time."""
+        """Serve until cancelled; a daemon that ends is started again.
+
+        Raises StartupError if it does not start the first time.
+        """
         check_free(self._listen)
         check_announced(self._announce, self._identity.peer_id)
         if self._announce:
@@ -400,7 +431,10 @@ class Seed:
             daemon = await started_again(self._launch)
 
     async def _launch(self) -> Daemon:
-        """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""
+        """Start a daemon that counts as reachable, and serve on it.
+
+        Raises StartupError or NetworkError.
+        """
         quic = beside(
             self._listen
         )  # for members that ask by what port their packets come; it is in no link

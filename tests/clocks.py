@@ -1,11 +1,15 @@
-"""Time in tests: a clock that a test moves, waiting for what happens by itself, and a loop that runs beside the test."""
+"""Time in tests: a clock that a test moves, waiting for what happens by itself, and a loop that
+runs beside the test.
+"""
 
 import asyncio
 import threading
 import time
 
 LIMIT_S = 240.0
-"""A net for what hangs, below the 300 s of a whole test: how long a start or a run takes says how busy the machine is."""
+"""A net for what hangs, below the 300 s of a whole test: how long a start or a run takes says how
+busy the machine is.
+"""
 
 
 class Clock:
@@ -44,7 +48,8 @@ class LoopThread:
 
     def close(self):
         async def end():
-            # Again and again: ``wait_for`` loses a cancellation that comes together with a result (Python below 3.12).
+            # Again and again: ``wait_for`` loses a cancellation that comes together with a result
+            # (Python below 3.12).
             while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
                 for task in tasks:
                     task.cancel()

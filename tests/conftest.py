@@ -1,6 +1,7 @@
-"""What every test wants: one thread, so that tests do not fight for the cores and sums are added in one order; loggers as they
-were, for commands that run in the test's own process choose how much is said; a place among the workers of pytest-xdist; and a
-garbage collector that does not look at torch and at thousands of tests again and again.
+"""What every test wants: one thread, so that tests do not fight for the cores and sums are added in
+one order; loggers as they were, for commands that run in the test's own process choose how much is
+said; a place among the workers of pytest-xdist; and a garbage collector that does not look at torch
+and at thousands of tests again and again.
 """
 
 import functools
@@ -17,15 +18,30 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 TIMED = {
-    "commands": ("e2e",), "ranks": ("exchanges", "test_readme.py", "test_examples.py"),
-    "hosts": ("swarm/membership", "swarm/p2p", "swarm/security"), "exchanges": ("swarm/exchange", "swarm/training", "node/runtime"),
-}  # fmt: skip
+    "commands": ("e2e",),
+    "ranks": ("exchanges", "test_readme.py", "test_examples.py"),
+    "hosts": ("swarm/membership", "swarm/p2p", "swarm/security"),
+    "exchanges": ("swarm/exchange", "swarm/training", "node/runtime"),
+}
 """Tests that mostly wait, for real processes or for deadlines on the real clock."""
 LONG = (
-    "swarm/seed", "swarm/gossip", "node/verify", "node/training", "bench", "optim/ranks",
-    "verification/fingerprints", "node/parallel", "sim", "node/rl", "verification/consensus", "optim/rules", "optim/outer",
-)  # fmt: skip
-"""What computes for longest, file by file: it begins before the rest, so that no worker is left alone with it at the end."""
+    "swarm/seed",
+    "swarm/gossip",
+    "node/verify",
+    "node/training",
+    "bench",
+    "optim/ranks",
+    "verification/fingerprints",
+    "node/parallel",
+    "sim",
+    "node/rl",
+    "verification/consensus",
+    "optim/rules",
+    "optim/outer",
+)
+"""What computes for longest, file by file: it begins before the rest, so that no worker is left
+alone with it at the end.
+"""
 
 gc.disable()  # until all is collected: importing makes much, and all of it stays
 torch.set_num_threads(1)
@@ -40,7 +56,9 @@ settings.load_profile("shoal")
 
 @functools.cache
 def share(place):
-    """Return which tests share a worker with that at ``place``: the timed ones of its kind, else those of its file."""
+    """Return which tests share a worker with that at ``place``: the timed ones of its kind, else
+    those of its file.
+    """
     kinds = (
         kind
         for kind, places in TIMED.items()
@@ -52,7 +70,8 @@ def share(place):
 def pytest_configure(config):
     """Let each worker of pytest-xdist begin to collect elsewhere.
 
-    After a change all the asserts of a file are compiled anew, which takes longer than to import it: so once, not in each worker.
+    After a change all the asserts of a file are compiled anew, which takes longer than to import
+    it: so once, not in each worker.
     """
     worker = getattr(config, "workerinput", None)
     if worker is None or config.args != config.getini("testpaths"):
@@ -64,7 +83,9 @@ def pytest_configure(config):
 
 @functools.cache
 def turn(place):
-    """Return when the tests of the file ``place`` begin: what is timed waits beside what computes, and both before the rest."""
+    """Return when the tests of the file ``place`` begin: what is timed waits beside what computes,
+    and both before the rest.
+    """
     kinds, named = [*TIMED], share(place)
     if named in kinds:
         return kinds.index(named), named
@@ -86,7 +107,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Keep what was imported and collected out of every later collection, which would take most of a second otherwise."""
+    """Keep what was imported and collected out of every later collection, which would take most of
+    a second otherwise.
+    """
     gc.freeze()
     gc.enable()
 
@@ -95,7 +118,8 @@ def pytest_collection_finish():
 def pytest_xdist_make_scheduler(config, log):
     """Give what shares a worker to one, in the order above.
 
-    Not by the mark of pytest-xdist: with pytest 9.2 its --dist=loadgroup groups nothing, and does so without a word.
+    Not by the mark of pytest-xdist: with pytest 9.2 its --dist=loadgroup groups nothing, and does
+    so without a word.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -114,13 +138,16 @@ def pytest_runtest_setup(item):
             pytest.skip("needs the stand-in for a GPU: make gpu-test")
         if torch.cuda.device_count() < devices:
             pytest.skip(
-                f"needs {'a GPU' if devices == 1 else f'{devices} GPUs'}, or the stand-in: make gpu-test"
+                f"needs {'a GPU' if devices == 1 else f'{devices} GPUs'}, or the stand-in: make "
+                "gpu-test"
             )
 
 
 @pytest.fixture
 def same_adam(monkeypatch):
-    """Have Adam compute by the same formula everywhere: by default each kind of device has its own order of operations."""
+    """Have Adam compute by the same formula everywhere: by default each kind of device has its own
+    order of operations.
+    """
     module = importlib.import_module("torch.optim.adam")
     adam = module.adam
     monkeypatch.setattr(

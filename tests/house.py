@@ -1,8 +1,10 @@
-"""The size of the house, and how many of its files one must open to follow each street: `python -m tests.house --json`.
+"""The size of the house, and how many of its files one must open to follow each street:
+`python -m tests.house --json`.
 
-``streets``: product files whose functions a run of that street enters, beyond ``swarm/wire`` and ``optim/codecs``: two simulated
-peers that average (``pair``), two nodes that learn from each other's rollouts over a bus in memory (``rollout``), a loop of one's
-own that joins a real swarm and takes its weights (``join``), and claims that four nodes on a board check and vote on (``claim``).
+``streets``: product files whose functions a run of that street enters, beyond ``swarm/wire`` and
+``optim/codecs``: two simulated peers that average (``pair``), two nodes that learn from each
+other's rollouts over a bus in memory (``rollout``), a loop of one's own that joins a real swarm and
+takes its weights (``join``), and claims that four nodes on a board check and vote on (``claim``).
 ``--no-streets`` leaves them out; they take a minute. ``--files`` names what each enters.
 """
 
@@ -60,15 +62,22 @@ def sizes() -> dict[str, int]:
     ]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return {
-        "product_lines": lines_of(PRODUCT), "product_files": len(PRODUCT), "test_lines": lines_of(TESTS),
-        "doc_words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages), "settings": len(known_keys()),
-        "up_options": sum(parameter.param_type_name == "option" for parameter in cli.commands["up"].params),
+        "product_lines": lines_of(PRODUCT),
+        "product_files": len(PRODUCT),
+        "test_lines": lines_of(TESTS),
+        "doc_words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
+        "settings": len(known_keys()),
+        "up_options": sum(
+            parameter.param_type_name == "option" for parameter in cli.commands["up"].params
+        ),
         "one_importer_under_60": len(short),
-    }  # fmt: skip
+    }
 
 
 def entered(run: Callable[[], Any]) -> list[str]:
-    """Return the product files whose functions ``run`` enters, in any thread; what importing a module runs does not count."""
+    """Return the product files whose functions ``run`` enters, in any thread; what importing a
+    module runs does not count.
+    """
     places: dict[str, str | None] = {}
     found: set[str] = set()
 

@@ -4,9 +4,17 @@ from shoal.swarm.wire.messages import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64
 ABOUT = {
-    "name": "x", "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "shard": 0, "shards": 1, "model": MODEL,
-    "state": "training", "version": "0",
-}  # fmt: skip
+    "name": "x",
+    "round": 0,
+    "step": 0,
+    "loss": None,
+    "steps_per_s": 0.0,
+    "shard": 0,
+    "shards": 1,
+    "model": MODEL,
+    "state": "training",
+    "version": "0",
+}
 """What a node says of itself."""
 
 

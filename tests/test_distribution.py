@@ -1,4 +1,6 @@
-"""What is built from the checkout: wheel, source distribution and editable install, through the links in ``shoal/``."""
+"""What is built from the checkout: wheel, source distribution and editable install, through the
+links in ``shoal/``.
+"""
 
 import os
 import re
@@ -66,9 +68,14 @@ needs_setuptools = pytest.mark.skipif(
 def run(*command, folder, **env):
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=folder, env={**kept, **env}, capture_output=True, text=True, timeout=120,
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**kept, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
         check=False,
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
     return ended.stdout
 
@@ -96,7 +103,9 @@ def copied(copy):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with all that is built from a copy of the checkout: ``*.whl``, ``*.tar.gz``, ``again/*.whl``, ``editable/*.whl``."""
+    """A folder with all that is built from a copy of the checkout: ``*.whl``, ``*.tar.gz``,
+    ``again/*.whl``, ``editable/*.whl``.
+    """
     folder = tmp_path_factory.mktemp("built")
     copy = copied(folder / "copy")
     (folder / "editable").mkdir()
@@ -167,7 +176,10 @@ def test_the_source_distribution_builds_the_same_wheel(built):
 def test_an_editable_install_finds_the_checkout(built):
     with zipfile.ZipFile(next((built / "editable").glob("*.whl"))) as wheel:
         wheel.extractall(built / "linked")
-    program = "import site; site.addsitedir('linked'); import shoal.swarm.errors; print(shoal.swarm.errors.__file__)"
+    program = (
+        "import site; site.addsitedir('linked'); import shoal.swarm.errors; "
+        "print(shoal.swarm.errors.__file__)"
+    )
     # Without the interpreter's own site-packages (-S), where shoal may be installed already.
     assert run("-S", "-c", program, folder=built).strip() == str(
         built / "copy" / "shoal" / "swarm" / "errors.py"
@@ -197,7 +209,10 @@ def test_types_are_seen_from_an_installed_wheel(site, tmp_path):
     venv.create(tmp_path / "v", symlinks=True)
     (packages,) = (tmp_path / "v").glob("lib/python*/site-packages")
     shutil.copytree(site, packages, dirs_exist_ok=True)
-    program = "import shoal\nfrom shoal import Alone\nreveal_type(Alone())\nreveal_type(shoal.optim.Alone)\n"
+    program = (
+        "import shoal\nfrom shoal import "
+        "Alone\nreveal_type(Alone())\nreveal_type(shoal.optim.Alone)\n"
+    )
     (tmp_path / "use.py").write_text(program)
     options = [
         "--python-executable",

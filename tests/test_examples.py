@@ -1,4 +1,6 @@
-"""The examples run, in small form; those that are not here have tests of their own, which are named."""
+"""The examples run, in small form; those that are not here have tests of their own, which are
+named.
+"""
 
 import json
 import os
@@ -24,10 +26,12 @@ from tests.blocking import blocking
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"
 ELSEWHERE = {
-    "add_env.py": "tests/node/rl", "custom_model.py": "tests/node/tasks/test_loader.py",
-    "py_libp2p.py": "tests/node/watch/test_light_client.py", "own_loop.py": "tests/optim/outer/test_own_loop.py",
+    "add_env.py": "tests/node/rl",
+    "custom_model.py": "tests/node/tasks/test_loader.py",
+    "py_libp2p.py": "tests/node/watch/test_light_client.py",
+    "own_loop.py": "tests/optim/outer/test_own_loop.py",
     "torchrun.py": "tests/exchanges/test_torchrun.py",
-}  # fmt: skip
+}
 
 
 def start(name, *arguments, folder):
@@ -39,9 +43,14 @@ def start(name, *arguments, folder):
         "HF_HUB_OFFLINE": "1",
     }
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)], cwd=folder, env=env, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)],
+        cwd=folder,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def ended(process, seconds=120):

@@ -1,4 +1,6 @@
-"""``shoal`` is the one import for users: all its names can be had, and none of them is loaded before it is asked for."""
+"""``shoal`` is the one import for users: all its names can be had, and none of them is loaded
+before it is asked for.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,10 @@ def test_every_name_of_optim_is_a_name_of_shoal_too():
 
 
 def test_importing_shoal_loads_neither_torch_nor_hivemind():
-    program = "import json, sys, shoal; dir(shoal); print(json.dumps(sorted({'torch', 'hivemind', 'numpy'} & set(sys.modules))))"
+    program = (
+        "import json, sys, shoal; dir(shoal); print(json.dumps(sorted({'torch', 'hivemind', "
+        "'numpy'} & set(sys.modules))))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )

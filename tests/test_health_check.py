@@ -1,4 +1,6 @@
-"""The health check of the image (docker/health.sh): a process called p2pd, and what stands at the end of a node's metrics."""
+"""The health check of the image (docker/health.sh): a process called p2pd, and what stands at the
+end of a node's metrics.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""What Linux alone has is used on Linux alone: each use of it, as on macOS, on which nothing was run by us."""
+"""What Linux alone has is used on Linux alone: each use of it, as on macOS, on which nothing was
+run by us.
+"""
 
 import ctypes
 import os

@@ -1,4 +1,6 @@
-"""Makefile, Dockerfile, pyproject and licence: what a newcomer meets before any of our code runs."""
+"""Makefile, Dockerfile, pyproject and licence: what a newcomer meets before any of our code
+runs.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def make(*arguments):
 
 
 def python_that(folder, refuses):
-    """An interpreter that fails when its arguments hold the text ``refuses``, and else is this one."""
+    """An interpreter that fails when its arguments hold the text ``refuses``, and else is this
+    one.
+    """
     script = folder / "python"
     script.write_text(
         f'#!/bin/sh\ncase "$*" in *{refuses}*) exit 1;; esac\nexec {sys.executable} "$@"\n'
@@ -207,7 +211,8 @@ def test_core_installs_little():
         "safetensors",
     }
     assert wanted <= names
-    # uvloop and numpy come with hivemind in any case; prometheus-client needs nothing else; torchdata only what torch brings
+    # uvloop and numpy come with hivemind in any case; prometheus-client needs nothing else;
+    # torchdata only what torch brings
     assert len(names) <= len(wanted) + 6
     assert PROJECT["project"]["requires-python"] == ">=3.11"
     assert PROJECT["project"]["scripts"] == {"shoal": "shoal.node.cli.main:main"}

@@ -16,7 +16,9 @@ def prose(text):
 
 
 def syllables(word):
-    """Count groups of vowels, but for a silent e at the end: by a dictionary it is a few per cent more or less."""
+    """Count groups of vowels, but for a silent e at the end: by a dictionary it is a few per cent
+    more or less.
+    """
     word = re.sub(
         r"((?<=[^aeiouyl])|(?<=[aeiouy]l))e$|(?<=[^aeiouytd])ed$|(?<=[^aeiouysxzcg])es$",
         "",

@@ -1,8 +1,9 @@
-"""The README and the guide pages do what they say: every block of code is run, or says why it is not.
+"""The README and the guide pages do what they say: every block of code is run, or says why it is
+not.
 
-A block in ``sh`` or ``python`` runs in a scratch folder; one in ``toml`` must load as settings; ``text`` is a picture or an
-output. A comment ``<!-- not run: why -->`` on the line before a block excuses it from being run, but the commands in it must
-still exist, with the options that it uses.
+A block in ``sh`` or ``python`` runs in a scratch folder; one in ``toml`` must load as settings;
+``text`` is a picture or an output. A comment ``<!-- not run: why -->`` on the line before a block
+excuses it from being run, but the commands in it must still exist, with the options that it uses.
 """
 
 import importlib
@@ -80,7 +81,9 @@ def chosen(language, *, excused=False):
 
 @pytest.fixture
 def scratch(tmp_path):
-    """A folder that looks like the repository to the commands of the README, and an environment for them."""
+    """A folder that looks like the repository to the commands of the README, and an environment for
+    them.
+    """
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return tmp_path, {
@@ -155,7 +158,9 @@ def shoal_commands(code):
 
 
 def check_command(words):
-    """Parse a command as the real one does, without running it. UsageError if it does not exist so."""
+    """Parse a command as the real one does, without running it. UsageError if it does not exist
+    so.
+    """
     command = cli
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         # As click does it: `shoal verify CLAIM` is `shoal verify check CLAIM`, for instance.

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md has every exit code and every check of the doctor; and a refused start says what to do about it."""
+"""docs/troubleshooting.md has every exit code and every check of the doctor; and a refused start
+says what to do about it.
+"""
 
 import re
 import signal
@@ -22,7 +24,8 @@ ID = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
 SWARM = "a" * 52
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{ID}"
 REMEDY = re.compile(
-    r"[:;,] (?:did you mean|the tables are|its options are|it should be|check|choose|copy|correct|install|leave|mend|name|pass|put|"
+    r"[:;,] (?:did you mean|the tables are|its options are|it should "
+    r"be|check|choose|copy|correct|install|leave|mend|name|pass|put|"
     r"quote|remove|restore|run|say|set|start|use|write)\b"
 )
 """How a sentence goes on after what happened."""
@@ -47,7 +50,9 @@ def test_every_check_of_the_doctor_is_in_the_table_with_its_code():
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A folder with what is wrong in it; handlers of signals, which a node sets, are as before afterwards."""
+    """A folder with what is wrong in it; handlers of signals, which a node sets, are as before
+    afterwards.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typo.toml").write_text("[outer]\nevry = 3\n")
     (tmp_path / "broken.toml").write_text("[outer\n")
@@ -66,20 +71,47 @@ def home(tmp_path, monkeypatch):
 
 
 REFUSED = [
-    ["join", "http://example.org"], ["join", f"shoal://tooshort?peer={NOBODY}"],
-    ["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"], ["status", f"shoal://{SWARM}"],
-    ["doctor", f"shoal://{SWARM}"], ["status", f"shoal://{SWARM}?peer={NOBODY}&pear=x"], ["up", "absent.toml"], ["up", "typo.toml"],
-    ["up", "broken.toml"], ["up", "flat.toml"], ["up", "method.toml"], ["up", "--shard", "4/4"], ["up", "--set", "outer.lr"],
-    ["up", "--name", "../x"], ["up", "--device", "abacus"], ["up", "--device", "xpu"], ["demo", "--set", "node.ram=4"],
-    ["up", "--method", "none", "--set", "outer.lr=3"], ["up", "--task", "nowhere/task.py:Mine"], ["up", "--task", "broken.py:Mine"],
-    ["up", "--task", "empty.py:Mine"], ["up", "--task", "empty.py:Mime"], ["up", "--task", "no_such_module:Mine"],
-    ["up", "--task", "mine"], ["up", "--task", "rl", "--policy", "parrot"], ["up", "--folder", "file/below"],
-    ["up", "--identity", "file"], ["up", "--identity", "open.key"], ["up", "--resume"], ["up", "--resume-from", "nowhere"],
-    ["up", "--listen", "/ip4/127.0.0.1/tcp/1/garbage"], ["up", "--listen", "/ip4/127.0.0.1/tcp/TAKEN"],
-    ["up", "--metrics", "TAKEN"], ["up", "--metrics", "all:9464x"], ["up", "--wandb", "one/two/three"],
-    ["up", "--tensorboard", "file/below"], ["demo", "--metrics", "TAKEN", "--peers", "1"],
-    ["demo", "--metrics", "65535", "--peers", "2"], ["init", "."], ["merge", "nowhere", "--out", "x.safetensors"],
-]  # fmt: skip
+    ["join", "http://example.org"],
+    ["join", f"shoal://tooshort?peer={NOBODY}"],
+    ["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"],
+    ["status", f"shoal://{SWARM}"],
+    ["doctor", f"shoal://{SWARM}"],
+    ["status", f"shoal://{SWARM}?peer={NOBODY}&pear=x"],
+    ["up", "absent.toml"],
+    ["up", "typo.toml"],
+    ["up", "broken.toml"],
+    ["up", "flat.toml"],
+    ["up", "method.toml"],
+    ["up", "--shard", "4/4"],
+    ["up", "--set", "outer.lr"],
+    ["up", "--name", "../x"],
+    ["up", "--device", "abacus"],
+    ["up", "--device", "xpu"],
+    ["demo", "--set", "node.ram=4"],
+    ["up", "--method", "none", "--set", "outer.lr=3"],
+    ["up", "--task", "nowhere/task.py:Mine"],
+    ["up", "--task", "broken.py:Mine"],
+    ["up", "--task", "empty.py:Mine"],
+    ["up", "--task", "empty.py:Mime"],
+    ["up", "--task", "no_such_module:Mine"],
+    ["up", "--task", "mine"],
+    ["up", "--task", "rl", "--policy", "parrot"],
+    ["up", "--folder", "file/below"],
+    ["up", "--identity", "file"],
+    ["up", "--identity", "open.key"],
+    ["up", "--resume"],
+    ["up", "--resume-from", "nowhere"],
+    ["up", "--listen", "/ip4/127.0.0.1/tcp/1/garbage"],
+    ["up", "--listen", "/ip4/127.0.0.1/tcp/TAKEN"],
+    ["up", "--metrics", "TAKEN"],
+    ["up", "--metrics", "all:9464x"],
+    ["up", "--wandb", "one/two/three"],
+    ["up", "--tensorboard", "file/below"],
+    ["demo", "--metrics", "TAKEN", "--peers", "1"],
+    ["demo", "--metrics", "65535", "--peers", "2"],
+    ["init", "."],
+    ["merge", "nowhere", "--out", "x.safetensors"],
+]
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)

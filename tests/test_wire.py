@@ -1,4 +1,6 @@
-"""docs/wire.md says what the code does: every message with its limit and seal, every protocol, every bound it names."""
+"""docs/wire.md says what the code does: every message with its limit and seal, every protocol,
+every bound it names.
+"""
 
 import importlib
 import pkgutil
@@ -86,10 +88,21 @@ PAGE = (DOCS / "wire.md").read_text(encoding="utf-8")
 SEALED = {
     kind.KIND
     for kind in (
-        Member, Manifest, Offer, GroupReady, GroupDecision, BodyAnnouncement, Rollout, Attestation, Invitation, Status,
-        Announcement, Receipts, Change,
+        Member,
+        Manifest,
+        Offer,
+        GroupReady,
+        GroupDecision,
+        BodyAnnouncement,
+        Rollout,
+        Attestation,
+        Invitation,
+        Status,
+        Announcement,
+        Receipts,
+        Change,
     )
-}  # fmt: skip
+}
 
 
 def test_every_message_is_in_the_table_with_its_limit():
@@ -99,7 +112,8 @@ def test_every_message_is_in_the_table_with_its_limit():
         importlib.import_module(
             module.name
         )  # else only those messages are known that this file or another test imports
-    # What node/ makes of messages is no message of the swarm's, and there only if another test has imported it.
+    # What node/ makes of messages is no message of the swarm's, and there only if another test has
+    # imported it.
     sent = [kind for kind in Message.__subclasses__() if kind.__module__.startswith("shoal.swarm.")]
     assert documented == {kind.KIND: (kind.LIMIT, kind.KIND in SEALED) for kind in sent}
 
@@ -187,8 +201,8 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"a port from {LOWEST_PORT} up" in PAGE
     assert f"{DIALS_EACH} times a minute for one address and {DIALS} times in all" in PAGE
     assert (
-        f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a minute"
-        in PAGE
+        f"at most {TEST_BYTES >> 20} MiB each way in at most {MOVE_S:g} s, {TESTS_EACH} times a "
+        "minute" in PAGE
     )
     assert f"{TESTS} times in all, and\nnever" in PAGE
     assert f"at most {MAX_LOG >> 20} MiB, {LOGS.messages} times a minute to one peer" in PAGE

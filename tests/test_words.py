@@ -1,6 +1,8 @@
-"""One word for one thing, the one of the field: retired words stay out of the pages and of what the commands say of themselves.
+"""One word for one thing, the one of the field: retired words stay out of the pages and of what the
+commands say of themselves.
 
-Names in backticks and blocks of code are left alone: kinds of messages, keys and flags keep their names.
+Names in backticks and blocks of code are left alone: kinds of messages, keys and flags keep their
+names.
 """
 
 import ast
@@ -15,33 +17,69 @@ from shoal.node.cli.main import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 RETIRED = {
-    r"rendezvous": "matchmaking", r"mates?": "partner", r"knock(?:s|ed|ing)?": "probe, dial", r"guests?": "peer, visitor",
-    r"vouch(?:es|ed|ing)?": "confirm", r"astray": "diverged", r"givers?": "source", r"wish(?:es)?": "query",
-    r"seats?": "verifier, member", r"entrance": "resource manager", r"door(?:s|bell)?": "access policy", r"shelf": "body store",
-    r"mailbox": "bounded queue", r"parcels?": "envelope", r"reunion": "reconnector", r"mischief": "fault",
-    r"reckon(?:s|ed)?": "compute", r"pace": "speed, rate limit", r"(?:what is |is )owed": "residual, deficit",
-    r"spread of the (?:slow )?weights": "consensus distance", r"made anew": "recomputed", r"by lot": "at random",
-    r"hand(?:s|ed|ing)? out": "serve, share", r"say(?= (?:``|--|either))": "pass, run, set",
+    r"rendezvous": "matchmaking",
+    r"mates?": "partner",
+    r"knock(?:s|ed|ing)?": "probe, dial",
+    r"guests?": "peer, visitor",
+    r"vouch(?:es|ed|ing)?": "confirm",
+    r"astray": "diverged",
+    r"givers?": "source",
+    r"wish(?:es)?": "query",
+    r"seats?": "verifier, member",
+    r"entrance": "resource manager",
+    r"door(?:s|bell)?": "access policy",
+    r"shelf": "body store",
+    r"mailbox": "bounded queue",
+    r"parcels?": "envelope",
+    r"reunion": "reconnector",
+    r"mischief": "fault",
+    r"reckon(?:s|ed)?": "compute",
+    r"pace": "speed, rate limit",
+    r"(?:what is |is )owed": "residual, deficit",
+    r"spread of the (?:slow )?weights": "consensus distance",
+    r"made anew": "recomputed",
+    r"by lot": "at random",
+    r"hand(?:s|ed|ing)? out": "serve, share",
+    r"say(?= (?:``|--|either))": "pass, run, set",
     r"spreads?": "consensus distance, variance",
-    r"(?:going|goes|go|goes on|went|was ever) (?:on )?alone(?= (?:from|for|in|until|after|and)|[.,])": "without a partner",
-    r"cannot be had": "is missing, cannot be loaded", r"(?:is|are|was|were) told": "informed, reported",
-    r"tells? the others": "inform the other peers", r"travels?": "be sent",
-    r"(?:the|a|two|another|no) seeds? (?:with|at|may|serves?|forwards?|answers?|lists?)": "bootstrap node",
-    r"a seed's": "the bootstrap node's", r"of late": "recently", r"dealt": "divided, assigned, reassigned, distributed",
-    r"c[ao]me about": "could connect, occurred", r"takes? itself for": "assumes that it is", r"the odd one(?! out)": "the outlier",
-    r"not drawn for": "not selected as verifier for", r"spends? (?:this|that|the) node's": "wastes", r"wants? ``": "needs",
-    r"shown at": "largest run", r"not looked up": "(leave it out)", r"check what other peers claim": "verify each other's work",
-    r"nearly equal": "similar, not identical", r"lays? out the code": "formats the code",
-    r"(?:link|output) is cut off": "shortened", r"be(?:ing)? reached through": "accept connections through",
-    r"agree to much less": "synchronised well below", r"costs each what": "caps each node's cost at",
-    r"(?:the|of|and|let|to|only|that) seeds(?= (?:that|list|know|or|and|do|answer|failed)|[.,;:])": "bootstrap nodes",
-}  # fmt: skip
+    r"(?:going|goes|go|goes on|went|was ever) (?:on )?alone(?= "
+    r"(?:from|for|in|until|after|and)|[.,])": "without a partner",
+    r"cannot be had": "is missing, cannot be loaded",
+    r"(?:is|are|was|were) "
+    r"told": "informed, reported",
+    r"tells? the others": "inform the other peers",
+    r"travels?": "be sent",
+    r"(?:the|a|two|another|no) seeds? "
+    r"(?:with|at|may|serves?|forwards?|answers?|lists?)": "bootstrap node",
+    r"a seed's": "the bootstrap node's",
+    r"of late": "recently",
+    r"dealt": "divided, assigned, reassigned, distributed",
+    r"c[ao]me about": "could connect, occurred",
+    r"takes? itself for": "assumes that it is",
+    r"the odd one(?! out)": "the outlier",
+    r"not drawn for": "not selected as verifier for",
+    r"spends? (?:this|that|the) node's": "wastes",
+    r"wants? ``": "needs",
+    r"shown at": "largest run",
+    r"not looked up": "(leave it out)",
+    r"check what other peers claim": "verify each other's work",
+    r"nearly equal": "similar, not identical",
+    r"lays? out the code": "formats the code",
+    r"(?:link|output) is cut off": "shortened",
+    r"be(?:ing)? reached through": "accept connections through",
+    r"agree to much less": "synchronised well below",
+    r"costs each what": "caps each node's cost at",
+    r"(?:the|of|and|let|to|only|that) seeds(?= "
+    r"(?:that|list|know|or|and|do|answer|failed)|[.,;:])": "bootstrap nodes",
+}
 INVERTED = re.compile(r"(?:^|[.:;] |\| )Who(?:ever)? [a-z][^.?]*[.]", re.M)
 """A sentence that begins with "Who comes late is ...": write "A late peer is ..."."""
 
 
 def prose(text):
-    """Take fenced and indented blocks, comments, names in backticks and targets of links out of a page."""
+    """Take fenced and indented blocks, comments, names in backticks and targets of links out of a
+    page.
+    """
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"^ {4,}(?![*|]).*$", "", text, flags=re.M)
     return re.sub(r"`[^`\n]+(?:\n[^`\n]+)?`|\]\([^)]*\)", "``", text)
@@ -87,7 +125,9 @@ def test_help_texts_use_the_words_of_the_field():
 
 
 def sentences(file):
-    """The line and text of every string in a module that is a sentence, f-strings with braces for values; no docstrings."""
+    """The line and text of every string in a module that is a sentence, f-strings with braces for
+    values; no docstrings.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     for node in ast.walk(tree):

@@ -1,1 +1,3 @@
-"""Verification of generated outputs and training steps: fingerprints, calibration, and the vote on claims."""
+"""Verification of generated outputs and training steps: fingerprints, calibration, and the vote on
+claims.
+"""

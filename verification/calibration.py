@@ -1,17 +1,20 @@
 """Test of a claim against the distribution of honest claims, at a stated rate of false alarms.
 
-Thresholds that fit one model and pair of dtypes do not fit another, so each (fingerprint, model, dtype of the prover, dtype of the
-verifier) is calibrated with honest claims of its own. A claim is tested once, as a whole: each feature is pooled over all windows,
+Thresholds that fit one model and pair of dtypes do not fit another, so each (fingerprint, model,
+dtype of the prover, dtype of the verifier) is calibrated with honest claims of its own. A claim is
+tested once, as a whole: each feature is pooled over all windows,
 
     z_f = (mean_f - honest mean_f) / sqrt(between_f + within_f / size)
     statistic = max over the features f of (z_f - start_f) / slope_f
 
-where ``size`` is the claim's length in windows and the two variances, between claims and within them, are estimated from the honest
-windows. Long claims are thereby tested more sharply, and short ones more leniently, by the same table. Beyond start_f, the upper
-tenth of the honest claims, the tail is taken for exponential with mean excess slope_f, so a long-tailed feature does not blunt the
-others. The threshold is a quantile of the statistic over the honest claims: with at least 1/rate - 1 of them the one that a new
-honest claim exceeds with at most that probability, whatever the distribution (the conformal quantile; Vovk et al. 2005). With fewer
-it is extrapolated along the exponential tails, with upper bounds of slope and spread, and a warning says so.
+where ``size`` is the claim's length in windows and the two variances, between claims and within
+them, are estimated from the honest windows. Long claims are thereby tested more sharply, and short
+ones more leniently, by the same table. Beyond start_f, the upper tenth of the honest claims, the
+tail is taken for exponential with mean excess slope_f, so a long-tailed feature does not blunt the
+others. The threshold is a quantile of the statistic over the honest claims: with at least 1/rate -
+1 of them the one that a new honest claim exceeds with at most that probability, whatever the
+distribution (the conformal quantile; Vovk et al. 2005). With fewer it is extrapolated along the
+exponential tails, with upper bounds of slope and spread, and a warning says so.
 """
 
 from __future__ import annotations
@@ -45,12 +48,16 @@ MOST_CLAIMS = 1 << 20
 
 
 class CalibrationError(ValueError):
-    """Missing calibration of a claim, or too few claims to make one. One sentence says what to do."""
+    """Missing calibration of a claim, or too few claims to make one. One sentence says what to
+    do.
+    """
 
 
 @dataclass(frozen=True, order=True)
 class Pair:
-    """Key of a calibration: a fingerprint by name, a model by id, and the dtypes of both sides, such as "float32"."""
+    """Key of a calibration: a fingerprint by name, a model by id, and the dtypes of both sides,
+    such as "float32".
+    """
 
     fingerprint: str
     model: str
@@ -81,7 +88,11 @@ class Honest:
 
     @staticmethod
     def of(claims: Sequence[Evidence]) -> Honest:
-        """Calibrate. Raises ``CalibrationError`` for fewer than 20 claims, one with a fault, or claims of unlike fingerprints."""
+        """Calibrate.
+
+        Raises ``CalibrationError`` for fewer than 20 claims, one with a fault, or claims of unlike
+        fingerprints.
+        """
         if not FEWEST <= len(claims) <= MOST_CLAIMS:
             raise CalibrationError(
                 f"a calibration needs {FEWEST} to {MOST_CLAIMS} honest claims, not {len(claims)}"
@@ -110,7 +121,9 @@ class Honest:
         return tuple((found - mean) / spread for found, mean, spread in rows)
 
     def spreads(self, size: float) -> tuple[float, ...]:
-        """Return the standard deviation of each feature's mean over an honest claim of ``size`` windows, at least its grain."""
+        """Return the standard deviation of each feature's mean over an honest claim of ``size``
+        windows, at least its grain.
+        """
         return tuple(
             math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
             for between, within, feature in zip(
@@ -128,17 +141,21 @@ class Honest:
         return scores[worst], worst
 
     def threshold(self, rate: float = RATE) -> float:
-        """Return the value that an honest claim's statistic exceeds with probability ``rate``, in (0, 0.5]."""
+        """Return the value that an honest claim's statistic exceeds with probability ``rate``, in
+        (0, 0.5].
+        """
         _check_rate(rate)
         ranked, many = self.statistics, len(self.statistics)
-        # What a normal distribution would have: one sample that happens to be narrow does not make the test sharper.
+        # What a normal distribution would have: one sample that happens to be narrow does not make
+        # the test sharper.
         least = (NormalDist().inv_cdf(1 - rate) - NormalDist().inv_cdf(1 - TAIL)) / LEAST_SLOPE
         over = math.floor(
             rate * (many + 1)
         )  # this many ranks from the top, the claim's own among them, may be refused
         if over >= 1:
             return max(least, ranked[many - over])
-        # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample leaves open of the spread.
+        # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample
+        # leaves open of the spread.
         far = math.log(len(self.features) * TAIL / rate)
         wider = _spread_factor(many - 1)
         begin = max(start / slope for start, slope in zip(self.starts, self.slopes, strict=True))
@@ -151,14 +168,18 @@ class Honest:
         if many >= wanted:
             return ""
         return (
-            f"{many} honest claims cannot show a false-positive rate of {rate:g}: the threshold is extrapolated; "
+            f"{many} honest claims cannot show a false-positive rate of {rate:g}: the threshold is "
+            "extrapolated; "
             f"calibrate with {wanted} claims, or state a rate of {1 / (many + 1):.2g} or more."
         )
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Outcome of a test; ``reason`` is one sentence, also for an accepted claim. A fault has an infinite ``statistic``."""
+    """Outcome of a test; ``reason`` is one sentence, also for an accepted claim.
+
+    A fault has an infinite ``statistic``.
+    """
 
     accepted: bool
     statistic: float
@@ -173,16 +194,23 @@ class Calibration:
         self.pairs = dict(pairs or {})
 
     def add(self, pair: Pair, claims: Sequence[Evidence]) -> Honest:
-        """Calibrate ``pair`` with honest ``claims`` in place of any earlier calibration. Raises as ``Honest.of``."""
+        """Calibrate ``pair`` with honest ``claims`` in place of any earlier calibration.
+
+        Raises as ``Honest.of``.
+        """
         self.pairs[pair] = Honest.of(claims)
         return self.pairs[pair]
 
     def judge(self, pair: Pair, evidence: Evidence, rate: float = RATE) -> Judgement:
-        """Test a claim. A fault is refused and equality accepted without a calibration; otherwise raises ``CalibrationError`` if
-        ``pair`` was not calibrated, or was with another fingerprint's features.
+        """Test a claim.
 
-        ``rate`` holds for claims like the honest ones in all but length. If many claims of one peer are tested, some are refused
-        at this rate; it is for the vote and the reputation to forgive that.
+        A fault is refused and equality accepted without a calibration; otherwise raises
+        ``CalibrationError`` if ``pair`` was not calibrated, or was with another fingerprint's
+        features.
+
+        ``rate`` holds for claims like the honest ones in all but length. If many claims of one peer
+        are tested, some are refused at this rate; it is for the vote and the reputation to forgive
+        that.
         """
         if evidence.fault:
             _check_rate(rate)
@@ -195,7 +223,8 @@ class Calibration:
         honest = self.pairs.get(pair)
         if honest is None:
             raise CalibrationError(
-                f"there is no calibration of {pair.fingerprint} for a {pair.prover} prover and a {pair.verifier} verifier of "
+                f"there is no calibration of {pair.fingerprint} for a {pair.prover} prover and a "
+                f"{pair.verifier} verifier of "
                 f"'{pair.model}': calibrate with honest claims first"
             )
         if evidence.features != honest.features:
@@ -212,7 +241,8 @@ class Calibration:
         )
         most = honest.mean[worst] + limit * ((found - honest.mean[worst]) / z if z else 0.0)
         reason = (
-            f"{feature.name}: {found:.4g}, where an honest claim of this length has {honest.mean[worst]:.4g} on average "
+            f"{feature.name}: {found:.4g}, where an honest claim of this length has "
+            f"{honest.mean[worst]:.4g} on average "
             f"and at most {most:.4g}"
         )
         return Judgement(accepted, statistic, threshold, reason)
@@ -224,7 +254,9 @@ def _check_rate(rate: float) -> None:
 
 
 def _tail(ranked: Sequence[float]) -> tuple[float, float]:
-    """Return where the upper tenth of ascending ``ranked`` begins, and an upper bound of its mean excess, >= ``LEAST_SLOPE``."""
+    """Return where the upper tenth of ascending ``ranked`` begins, and an upper bound of its mean
+    excess, >= ``LEAST_SLOPE``.
+    """
     many = len(ranked)
     tail = max(2, int(many * TAIL))
     start = ranked[many - tail - 1]
@@ -233,7 +265,8 @@ def _tail(ranked: Sequence[float]) -> tuple[float, float]:
 
 
 def _spread_factor(freedom: int) -> float:
-    """Return how much larger a standard deviation may be than one estimated with ``freedom`` degrees of freedom, at 95 %.
+    """Return how much larger a standard deviation may be than one estimated with ``freedom``
+    degrees of freedom, at 95 %.
 
     The quantile of chi-square is that of Wilson and Hilferty (1931), right to 1 % for 19 or more.
     """
@@ -242,10 +275,12 @@ def _spread_factor(freedom: int) -> float:
 
 
 def _components(claims: Sequence[Evidence], at: int) -> tuple[float, float, float]:
-    """Return the mean of feature ``at``, its variance between claims, and that of one whole window within a claim.
+    """Return the mean of feature ``at``, its variance between claims, and that of one whole window
+    within a claim.
 
-    The analysis of variance of a random-effects model with unequal group sizes (Searle, Casella, McCulloch 1992, 3.6): window w of
-    claim i is mean + b_i + e_iw, the variance of e being ``within`` over the window's size.
+    The analysis of variance of a random-effects model with unequal group sizes (Searle, Casella,
+    McCulloch 1992, 3.6): window w of claim i is mean + b_i + e_iw, the variance of e being
+    ``within`` over the window's size.
     """
     sizes = [claim.size for claim in claims]
     means = [claim.means()[at] for claim in claims]
@@ -265,9 +300,11 @@ def _components(claims: Sequence[Evidence], at: int) -> tuple[float, float, floa
     return mean, between, within
 
 
-# Calibration files: safetensors with the honest windows themselves, so that they can be pooled and judged at any rate.
+# Calibration files: safetensors with the honest windows themselves, so that they can be pooled and
+# judged at any rate.
 #
-# A file may come from a stranger. Its size is bounded before it is read, and nothing larger than the file is allocated.
+# A file may come from a stranger. Its size is bounded before it is read, and nothing larger than
+# the file is allocated.
 
 VERSION = "1"
 MOST_BYTES = 1 << 28
@@ -294,7 +331,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     data = save(tensors, metadata={"shoal.calibration": VERSION, "pairs": json.dumps(described)})
     if len(data) > MOST_BYTES or len(described) > MOST_PAIRS:
         raise CalibrationError(
-            f"the calibration is too large for a file ({len(data)} bytes): use fewer claims or pairs"
+            f"the calibration is too large for a file ({len(data)} bytes): use fewer claims or "
+            "pairs"
         )
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -309,7 +347,10 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read a file of ``save_calibration``. Raises ``CalibrationError`` for any other file, or if it cannot be read."""
+    """Read a file of ``save_calibration``.
+
+    Raises ``CalibrationError`` for any other file, or if it cannot be read.
+    """
     try:
         if path.stat().st_size > MOST_BYTES:
             raise CalibrationError(
@@ -329,7 +370,8 @@ def load_calibration(path: Path) -> Calibration:
         raise
     except OSError as error:
         raise CalibrationError(f"'{path}' cannot be read: {error.strerror or error}") from None
-    # RecursionError: json of many brackets; OverflowError: of many digits. The others: parts that are missing or of another type.
+    # RecursionError: json of many brackets; OverflowError: of many digits. The others: parts that
+    # are missing or of another type.
     except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise CalibrationError(f"'{path}' {_DAMAGED}") from None
 

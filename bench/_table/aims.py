@@ -11,7 +11,9 @@ from bench._table.methods import DEFAULT, ONE_BIT, TUNED_PEERS
 Row = dict[str, Any]
 LINK, UTILISATION = "100/50", 0.97
 FEW, FEWER, AS_BEFORE = 400, 1000, 197
-"""Times fewer bytes than data parallel training's; the last is what the default sent in 8 bits every 50."""
+"""Times fewer bytes than data parallel training's; the last is what the default sent in 8 bits
+every 50.
+"""
 FLOOR_POINTS, WEAK_POINTS = 2.0, 1.0
 WIDE = {"mini": "mini-128"}
 """The same model with batches of twice the windows: each of twice as many peers keeps its batch."""
@@ -42,12 +44,17 @@ def _fewer(row: Row) -> int:
 def _best(
     aim: str, most: float, rows: Sequence[Row], also: Callable[[Row], bool] = lambda _: True
 ) -> Verdict:
-    """Judge the row with the most seeds, then the lowest loss: the best of one seed would be the luckiest."""
+    """Judge the row with the most seeds, then the lowest loss: the best of one seed would be the
+    luckiest.
+    """
     if not rows:
         return Verdict(aim, NOT_RUN)
     best = min(rows, key=lambda row: (-row["seeds"], row["over_ddp_adamw"]))
     over = percent(best["over_ddp_adamw"], best["over_ddp_adamw_sd"])
-    where = f"{_fewer(best):,} times fewer, utilisation {best['utilisation'][LINK]:.2f}: {best['method']}, {best['codec']}"
+    where = (
+        f"{_fewer(best):,} times fewer, utilisation {best['utilisation'][LINK]:.2f}: "
+        f"{best['method']}, {best['codec']}"
+    )
     return Verdict(
         aim,
         f"{over}, {where}, every {best['every']} ({_seeds(best)})",
@@ -78,7 +85,10 @@ def _four(found: Sequence[Row]) -> Iterator[Verdict]:
     def frugal_and_busy(row: Row) -> bool:
         return _fewer(row) >= AS_BEFORE and round(row["utilisation"][LINK], 2) >= UTILISATION
 
-    text = f"The default: at most 2 % above DDP-AdamW, {AS_BEFORE} times fewer bytes, utilisation {UTILISATION} or more on {LINK}"
+    text = (
+        f"The default: at most 2 % above DDP-AdamW, {AS_BEFORE} times fewer bytes, utilisation "
+        f"{UTILISATION} or more on {LINK}"
+    )
     yield _best(text, 2, [row for row in muon if _is_default(row)], frugal_and_busy)
     text = f"DiLoCo, one bit, {FEW} times fewer bytes or more: not above DDP-AdamW"
     yield _best(text, 0, [row for row in one if row["method"] == "diloco"])
@@ -118,8 +128,13 @@ def _floor(found: Sequence[Row]) -> Verdict:
 
 
 def _weak(found: Sequence[Row], known: Sequence[Row]) -> Verdict:
-    """Hold the default with twice the peers and twice the batch, in half of the steps, against itself."""
-    aim = f"The default, {2 * TUNED_PEERS} peers with the batches of {TUNED_PEERS}: its gap grows by at most {WEAK_POINTS:g} point"
+    """Hold the default with twice the peers and twice the batch, in half of the steps, against
+    itself.
+    """
+    aim = (
+        f"The default, {2 * TUNED_PEERS} peers with the batches of {TUNED_PEERS}: its gap grows "
+        f"by at most {WEAK_POINTS:g} point"
+    )
     mine = next((row for row in found if _is_default(row) and row["peers"] == TUNED_PEERS), None)
     if mine is None:
         return Verdict(aim, NOT_RUN)
@@ -145,7 +160,9 @@ def _weak(found: Sequence[Row], known: Sequence[Row]) -> Verdict:
 
 
 def verdicts(found: Sequence[Row], known: Sequence[Row] = ()) -> list[Verdict]:
-    """Of the rows of one model and length, and all ``known``, among which are those with larger batches."""
+    """Of the rows of one model and length, and all ``known``, among which are those with larger
+    batches.
+    """
     return [*_four(found), _floor(found), _weak(found, known)]
 
 

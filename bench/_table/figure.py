@@ -1,4 +1,6 @@
-"""Bytes a token against the loss over data parallel training, as a picture, and the numbers behind it."""
+"""Bytes a token against the loss over data parallel training, as a picture, and the numbers behind
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ from bench._table.methods import TUNED_PEERS
 
 Row = dict[str, Any]
 COLUMNS = (
-    "model", "steps", "method", "inner", "codec", "peers", "every", "seeds", "loss", "loss_sd", "over_ddp_adamw", "over_ddp_muon",
-    "bytes_per_token", "bytes_ratio",
-)  # fmt: skip
+    "model",
+    "steps",
+    "method",
+    "inner",
+    "codec",
+    "peers",
+    "every",
+    "seeds",
+    "loss",
+    "loss_sd",
+    "over_ddp_adamw",
+    "over_ddp_muon",
+    "bytes_per_token",
+    "bytes_ratio",
+)
 INK, FADED = "#010203", "#010204"
 """Stand for the colours of the reader's scheme until the picture is written."""
 FONTS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, sans-serif"
@@ -88,7 +102,9 @@ def numbers(found: Sequence[Row], path: Path) -> None:
 
 
 def points(found: Sequence[Row]) -> list[Row]:
-    """What the picture can show: rows of ``TUNED_PEERS`` with a distance to data parallel training, that send anything."""
+    """What the picture can show: rows of ``TUNED_PEERS`` with a distance to data parallel training,
+    that send anything.
+    """
     known = [row for row in found if row["over_ddp_adamw"] is not None and row["bytes_per_token"]]
     return [row for row in known if row["peers"] == TUNED_PEERS]
 
@@ -114,7 +130,9 @@ def label(row: Row) -> str:
 def place(
     axes: Any, texts: Sequence[Text], taken: Sequence[tuple[float, float]], line: Sequence[Any]
 ) -> None:
-    """Write texts beside their points where no other text, no point and no line is; what has no room is left out."""
+    """Write texts beside their points where no other text, no point and no line is; what has no
+    room is left out.
+    """
     renderer = axes.figure.canvas.get_renderer()
     corners = [axes.transData.transform(point) for point in line]
     on_line = [
@@ -160,7 +178,9 @@ def place(
 
 
 def draw(found: Sequence[Row], path: Path) -> None:
-    """As SVG, with lines and letters in a colour that the reader's scheme, light or dark, chooses."""
+    """As SVG, with lines and letters in a colour that the reader's scheme, light or dark,
+    chooses.
+    """
     import matplotlib
     import numpy
 
@@ -176,9 +196,17 @@ def draw(found: Sequence[Row], path: Path) -> None:
     for row, (x, y) in zip(shown, at, strict=True):
         look = LOOKS[row["method"]]
         axes.plot(
-            x, y, look.mark, markersize=8, markeredgewidth=1.4, color=look.colour, alpha=1 if row["seeds"] > 1 else 0.5,
-            markerfacecolor=look.colour if row["inner"] == "muon" else "none", clip_on=False, zorder=3,
-        )  # fmt: skip
+            x,
+            y,
+            look.mark,
+            markersize=8,
+            markeredgewidth=1.4,
+            color=look.colour,
+            alpha=1 if row["seeds"] > 1 else 0.5,
+            markerfacecolor=look.colour if row["inner"] == "muon" else "none",
+            clip_on=False,
+            zorder=3,
+        )
     best = frontier(shown)
     line = [point for point, row in zip(at, shown, strict=True) if row in best]
     line.sort()
@@ -234,9 +262,16 @@ def draw(found: Sequence[Row], path: Path) -> None:
     ]
     figure.tight_layout(rect=(0, 0.2, 1, 1))
     figure.legend(
-        handles=signs, fontsize=SMALL, labelcolor=INK, frameon=False, loc="lower center", ncols=3, bbox_to_anchor=(0.5, 0.045),
-        columnspacing=1, handletextpad=0.2,
-    )  # fmt: skip
+        handles=signs,
+        fontsize=SMALL,
+        labelcolor=INK,
+        frameon=False,
+        loc="lower center",
+        ncols=3,
+        bbox_to_anchor=(0.5, 0.045),
+        columnspacing=1,
+        handletextpad=0.2,
+    )
     few = "; faint: one seed" if any(row["seeds"] == 1 for row in shown) else ""
     figure.text(
         0.5,
@@ -266,11 +301,14 @@ def draw(found: Sequence[Row], path: Path) -> None:
 
 
 def both_schemes(svg: str) -> str:
-    """The picture in colours that are light where the reader's scheme is dark, with letters of the reader's machine."""
+    """The picture in colours that are light where the reader's scheme is dark, with letters of the
+    reader's machine.
+    """
     for black in ("stroke: #000000", "fill: #000000", f"stroke: {INK}", f"fill: {INK}"):
         svg = svg.replace(black, f"{black.split(':')[0]}: currentColor")
     style = (
-        "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } } "
+        "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 "
+        "} } "
         "text { fill: currentColor }</style>\n"
     )
     svg = svg.replace(FADED, "#7d8590").replace(

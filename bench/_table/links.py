@@ -1,8 +1,9 @@
-"""Links, and what a method makes of its time on each: computed, for one reference step, from the bytes that the runs sent.
+"""Links, and what a method makes of its time on each: computed, for one reference step, from the
+bytes that the runs sent.
 
-The models of these runs are small and a processor trains them slowly, so a link hardly matters to them. What is computed is
-therefore for ``PARAMETERS`` and ``STEP_S``, those of bench/overlap.py, where the formulas (``shoal.swarm.exchange.cost``) were held
-against real processes.
+The models of these runs are small and a processor trains them slowly, so a link hardly matters to
+them. What is computed is therefore for ``PARAMETERS`` and ``STEP_S``, those of bench/overlap.py,
+where the formulas (``shoal.swarm.exchange.cost``) were held against real processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def name(link: tuple[int, int]) -> str:
 
 
 def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float) -> Work:
-    """What a node does in a round. What gloo sends (DDP, torchft) is counted at its best: a ring that takes the link's time and
+    """What a node does in a round.
+
+    What gloo sends (DDP, torchft) is counted at its best: a ring that takes the link's time and
     nothing else. DDP hides all of it behind one step of computing.
     """
     recipe = RECIPES[method]
@@ -38,8 +41,17 @@ def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float
             round_trips=peers - 1, handling=0, at_hand=0 if method == "ddp" else AT_HAND, paced=1
         )
     return Work(
-        group, nbytes, PARAMETERS, peers, every, STEP_S, fragments(method, every), late, sums=codec == "float32", costs=costs,  # type: ignore[arg-type]
-    )  # fmt: skip
+        group,  # type: ignore[arg-type]
+        nbytes,
+        PARAMETERS,
+        peers,
+        every,
+        STEP_S,
+        fragments(method, every),
+        late,  # type: ignore[arg-type]
+        sums=codec == "float32",
+        costs=costs,
+    )
 
 
 def on(link: tuple[int, int], what: Work) -> Forecast:
@@ -50,13 +62,16 @@ def on(link: tuple[int, int], what: Work) -> Forecast:
 def steps_in_time(steps: int, peers: int, utilisation: float) -> float:
     """Inner steps in the time in which peers that never wait make ``steps``.
 
-    One peer that trains alone has all windows of a step to itself, as many machines' as the others are.
+    One peer that trains alone has all windows of a step to itself, as many machines' as the others
+    are.
     """
     return steps * utilisation / (TUNED_PEERS if peers == 1 else 1)
 
 
 def loss_at(curve: Curve, step: float) -> float | None:
-    """The loss after so many steps, linear in their logarithm between two points of the curve; None before its first."""
+    """The loss after so many steps, linear in their logarithm between two points of the curve; None
+    before its first.
+    """
     before = [point for point in curve if point[0] <= step]
     if not before:
         return None
@@ -69,7 +84,9 @@ def loss_at(curve: Curve, step: float) -> float | None:
 
 
 def marks(steps: int, every: int) -> list[int]:
-    """Steps after which the loss is taken, each about a third more than the one before, at ends of rounds; less than ``steps``."""
+    """Steps after which the loss is taken, each about a third more than the one before, at ends of
+    rounds; less than ``steps``.
+    """
     found, at = [], 8.0
     while at < steps:
         found.append(math.ceil(at / every) * every)

@@ -1,4 +1,6 @@
-"""The rows of bench/table.py: methods, their codecs, what each may choose from, and in which order the rows are run."""
+"""The rows of bench/table.py: methods, their codecs, what each may choose from, and in which order
+the rows are run.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ PAPER = "topk2+ef:0.95"
 AUTHORS = "topk2-senders+ef:0.95"
 FOUR_BITS, TWO_BITS, ONE_BIT = "e3m0+ef", "auto:2+ef", "sign+ef"
 SKIPPED = {
-    "hivemind": "its Optimizer averages parameters in the background and knows no outer optimizer, and the wall clock decides how "
-    "many steps lie between two averages: no two runs of it are alike. local-sgd is its rule, at equal steps.",
+    "hivemind": "its Optimizer averages parameters in the background and knows no outer optimizer, "
+    "and the wall clock decides how "
+    "many steps lie between two averages: no two runs of it are alike. local-sgd is its rule, at "
+    "equal steps.",
     "gpa": "SNOO stands for the methods at K = 1.",
 }
 """What has no row, and why."""
@@ -30,7 +34,8 @@ def _recipes() -> dict[str, Recipe]:
         "local-sgd": METHODS["local-sgd"],
         "snoo": replace(diloco, tuned_at=1),
         "diloco": diloco,
-        # As late as overlapped gossip; what Streaming's authors give a fragment is a few of their much longer steps.
+        # As late as overlapped gossip; what Streaming's authors give a fragment is a few of their
+        # much longer steps.
         "streaming": replace(streaming, fixed={}, overlap=True),
         "streaming-mix": replace(streaming, fixed={"mix": 0.5}, overlap=True, like="streaming"),
         "noloco": METHODS["noloco"],
@@ -62,9 +67,13 @@ BEST = {name: codecs[1] if len(codecs) > 1 else codecs[0] for name, codecs in CO
 }
 """The codec of the rows that are run first."""
 LAG = 16
-"""Inner steps that an overlapped exchange takes at 100 Mbit/s and 50 ms (``links``): the lag that a node finds by itself."""
+"""Inner steps that an overlapped exchange takes at 100 Mbit/s and 50 ms (``links``): the lag that a
+node finds by itself.
+"""
 QUICK = {"mod4": 4, ONE_BIT: 5}
-"""The lag where little is sent. For ``mod4`` it is the aim: two real nodes with 10 million parameters find 6 on a machine that does
+"""The lag where little is sent.
+
+For ``mod4`` it is the aim: two real nodes with 10 million parameters find 6 on a machine that does
 nothing else, and four on two cores 7. Streaming in one bit finds 4 there."""
 
 
@@ -78,7 +87,8 @@ def recipe(method: str, inner: str) -> Recipe:
 def rates(inner: str) -> Sequence[float]:
     """Inner learning rates to choose from; the second is tried first.
 
-    Muon's begin higher than bench/quality.py's: with those data parallel training chose the highest.
+    Muon's begin higher than bench/quality.py's: with those data parallel training chose the
+    highest.
     """
     return tuple(2 * rate for rate in RATES[inner]) if inner == "muon" else RATES[inner]
 
@@ -127,7 +137,9 @@ OFTEN = (
     *(cell("diloco", codec=ONE_BIT, every=every) for every in (13, 16, 40)),
     *(cell("streaming", codec=ONE_BIT, every=every) for every in (16, 40)),
 )
-"""Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth of data parallel training's."""
+"""Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth
+of data parallel training's.
+"""
 FLOOR = [
     cell("local-sgd", inner, "float32", peers, 1) for inner in reversed(INNERS) for peers in (4, 8)
 ]
@@ -159,8 +171,12 @@ def _order() -> Iterator[Sequence[Cell]]:
     ]
     yield [cell(TORCHFT_DILOCO), cell(TORCHFT_STREAMING)]
     yield [cell(name, "adamw", peers=8) for name in SPREAD]
-    yield [cell(name, inner, peers=peers, every=every) for inner in INNERS for name in ("sparseloco", "co2", "local-sgd")
-           for peers, every in ((8, 50), (4, 10), (4, 200))]  # fmt: skip
+    yield [
+        cell(name, inner, peers=peers, every=every)
+        for inner in INNERS
+        for name in ("sparseloco", "co2", "local-sgd")
+        for peers, every in ((8, 50), (4, 10), (4, 200))
+    ]
     yield [cell(name, peers=8, every=every) for every in (10, 200) for name in SPREAD]
     yield [cell(name, "adamw", every=every) for every in (10, 200) for name in SPREAD]
 
@@ -185,14 +201,18 @@ SMALL = [
 
 
 def fragments(method: str, every: int) -> int:
-    """Parts of the model that are sent one after another in a round; torchft wants their number to divide its steps."""
+    """Parts of the model that are sent one after another in a round; torchft wants their number to
+    divide its steps.
+    """
     if method == TORCHFT_STREAMING:
         return next(count for count in range(FRAGMENTS, 0, -1) if every % count == 0)
     return FRAGMENTS if RECIPES[method].overlap else 1
 
 
 def lag(method: str, every: int, codec: str = "") -> int:
-    """Inner steps from sending to applying in the runs: as long as an exchange takes, which is most of a short round."""
+    """Inner steps from sending to applying in the runs: as long as an exchange takes, which is most
+    of a short round.
+    """
     if method == "co2":
         return every
     if method == TORCHFT_STREAMING:

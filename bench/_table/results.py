@@ -1,4 +1,6 @@
-"""Results of bench/table.py as rows: losses against data parallel training, bytes against it, and what each link makes of both."""
+"""Results of bench/table.py as rows: losses against data parallel training, bytes against it, and
+what each link makes of both.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def _row(cell: tuple[Any, ...], runs: Sequence[Row]) -> Row:
 
 
 def chosen(runs: Sequence[Row]) -> list[Row]:
-    """Of the runs of one cell those of one setting: the one with the most seeds, then the best on the validation half."""
+    """Of the runs of one cell those of one setting: the one with the most seeds, then the best on
+    the validation half.
+    """
     settings: dict[str, list[Row]] = defaultdict(list)
     for run in runs:
         settings[repr((run["lr"], sorted(run["outer"].items())))].append(run)
@@ -97,7 +101,9 @@ def parallel(found: Sequence[Row], row: Mapping[str, Any], inner: str) -> Row | 
 
 
 def bytes_ratio(row: Row, ddp: Row | None) -> float | None:
-    """How many times more bytes a peer of data parallel training sends in a step, with as many peers; None where none are sent."""
+    """How many times more bytes a peer of data parallel training sends in a step, with as many
+    peers; None where none are sent.
+    """
     if ddp is None or not row["bytes_per_token"] or not ddp["bytes_per_token"]:
         return None
     return round(
@@ -112,9 +118,18 @@ def wanted(found: Sequence[Row], specs: Sequence[tuple[Any, ...]]) -> list[Row]:
 
 
 HEADS = (
-    "method", "inner", "codec", "peers", "every", "held-out loss", "over DDP-AdamW", "over DDP-Muon", "fewer bytes", "bytes/token",
+    "method",
+    "inner",
+    "codec",
+    "peers",
+    "every",
+    "held-out loss",
+    "over DDP-AdamW",
+    "over DDP-Muon",
+    "fewer bytes",
+    "bytes/token",
     "seeds",
-)  # fmt: skip
+)
 
 
 def _name(row: Row) -> list[str]:
@@ -163,7 +178,8 @@ def _timed(row: Row) -> list[str]:
 
 
 def markdown(found: Sequence[Row], known: Sequence[Row] = ()) -> str:
-    """The tables for bench/results/tables.md: for each model and length of run the aims, then all rows at equal tokens and time.
+    """The tables for bench/results/tables.md: for each model and length of run the aims, then all
+    rows at equal tokens and time.
 
     ``known``: all rows, among them shorter runs with larger batches, which an aim is about.
     """

@@ -1,7 +1,8 @@
 """English text that Debian packages hold, cut into tokens by a BPE tokenizer of its own.
 
-Files are cut into pieces of ``PIECE`` bytes at ends of lines. The hash of a piece's name decides, as in the built-in task, whether
-it is held out, from which half of those it is, and which peer trains on it.
+Files are cut into pieces of ``PIECE`` bytes at ends of lines. The hash of a piece's name decides,
+as in the built-in task, whether it is held out, from which half of those it is, and which peer
+trains on it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def _content(path: Path) -> bytes:
 
 
 def _files(folder: Path | None) -> dict[str, Path]:
-    """By their names, which do not depend on where the folder is. Each file once: a text under two names, one of them a link, would
+    """By their names, which do not depend on where the folder is.
+
+    Each file once: a text under two names, one of them a link, would
     be held out and trained on."""
     root = folder or SHARE
     found = (
@@ -86,7 +89,10 @@ def _pieces(name: str, content: bytes) -> Iterator[Document]:
 
 
 def documents(folder: Path | None) -> list[Document]:
-    """All pieces, by name; at most ``MOST`` bytes, of the files with the lowest hashes. TextError if there is hardly any."""
+    """All pieces, by name; at most ``MOST`` bytes, of the files with the lowest hashes.
+
+    TextError if there is hardly any.
+    """
     files, found, left = _files(folder), list[Document](), MOST
     for name in sorted(
         files, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
@@ -97,7 +103,8 @@ def documents(folder: Path | None) -> list[Document]:
     if MOST - left < LEAST:
         where = "/usr/share" if folder is None else str(folder)
         raise TextError(
-            f"There is no English text in {where}: install some (apt install {PACKAGES}), or name a folder of .txt, .rst or "
+            f"There is no English text in {where}: install some (apt install {PACKAGES}), or name "
+            "a folder of .txt, .rst or "
             ".dict.dz files with --data FOLDER."
         )
     return sorted(found, key=lambda document: document.name)
@@ -151,7 +158,9 @@ class Corpus:
 
 
 def corpus(folder: Path | None, vocabulary: int, cache: Path) -> Corpus:
-    """The text as tokens: from ``cache``, where a run has been before, under the hash of the text and of the vocabulary."""
+    """The text as tokens: from ``cache``, where a run has been before, under the hash of the text
+    and of the vocabulary.
+    """
     pieces = documents(folder)
     state = hashlib.sha256(f"{vocabulary} {PIECE}".encode())
     for piece in pieces:
@@ -226,7 +235,9 @@ def read(path: Path) -> Corpus:
 
 
 class TableText(QualityText):
-    """The built-in task on a corpus: its model, batches, schedule and held-out halves, over the corpus's tokens."""
+    """The built-in task on a corpus: its model, batches, schedule and held-out halves, over the
+    corpus's tokens.
+    """
 
     def __init__(
         self, corpus: Corpus, *, layers: int, width: int, heads: int, context: int, batch: int
@@ -248,6 +259,7 @@ class TableText(QualityText):
         )
         if len(tokens) <= self.context:
             raise TextError(
-                f"The {what} has only {len(tokens)} tokens: name more text with --data, or use fewer peers."
+                f"The {what} has only {len(tokens)} tokens: name more text with --data, or use "
+                "fewer peers."
             )
         return tokens.unfold(0, self.context + 1, 1)

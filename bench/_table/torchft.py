@@ -1,8 +1,10 @@
-"""torchft's own DiLoCo, and Streaming DiLoCo, with its managers in processes of their own over gloo.
+"""torchft's own DiLoCo, and Streaming DiLoCo, with its managers in processes of their own over
+gloo.
 
-Batches, inner optimizer and evaluation are those of the other rows. The outer optimizer is ``torch.optim.SGD`` with Nesterov's
-momentum, as torchft's examples have it, and takes over what our method chose. A fragment is as late as torchft allows: one is in
-flight at a time, so its lag is less than its share of a round; there are four of them, or as many as divide a round's steps. What
+Batches, inner optimizer and evaluation are those of the other rows. The outer optimizer is
+``torch.optim.SGD`` with Nesterov's momentum, as torchft's examples have it, and takes over what our
+method chose. A fragment is as late as torchft allows: one is in flight at a time, so its lag is
+less than its share of a round; there are four of them, or as many as divide a round's steps. What
 is evaluated are the global parameters.
 """
 
@@ -64,10 +66,22 @@ def _manager(lighthouse: str, store: TCPStore, rank: int, peers: int) -> Any:
     from torchft import Manager, ProcessGroupGloo
 
     return Manager(
-        pg=ProcessGroupGloo(timeout=PATIENCE), load_state_dict=None, state_dict=None, min_replica_size=peers,
-        use_async_quorum=False, timeout=PATIENCE, quorum_timeout=PATIENCE, rank=0, world_size=1, store_addr=HERE,
-        store_port=store.port, lighthouse_addr=lighthouse, replica_id=f"bench{rank}", hostname=HERE, init_sync=False,
-    )  # fmt: skip
+        pg=ProcessGroupGloo(timeout=PATIENCE),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=peers,
+        use_async_quorum=False,
+        timeout=PATIENCE,
+        quorum_timeout=PATIENCE,
+        rank=0,
+        world_size=1,
+        store_addr=HERE,
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"bench{rank}",
+        hostname=HERE,
+        init_sync=False,
+    )
 
 
 def _node(spec: Spec, place: Place, rank: int, lighthouse: str, answer: Connection) -> None:
@@ -103,9 +117,15 @@ def _trained(spec: Spec, place: Place, rank: int, lighthouse: str) -> dict[str, 
     ]
     at, curve = set(marks(spec.steps, spec.every)), []
     with DiLoCo(
-        manager, parts, inner, outers, sync_every=spec.every, pin_memory=False, fragment_sync_delay=lag(spec.method, spec.every),
+        manager,
+        parts,
+        inner,
+        outers,
+        sync_every=spec.every,
+        pin_memory=False,
+        fragment_sync_delay=lag(spec.method, spec.every),
         fragment_update_alpha=0.5 if streaming else 0.0,
-    ) as diloco:  # fmt: skip
+    ) as diloco:
         for step, data in enumerate(
             islice(task.batches(Shard(rank, spec.peers, spec.seed)), spec.steps), 1
         ):

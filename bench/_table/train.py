@@ -1,4 +1,6 @@
-"""One run of bench/table.py: train as ``Spec`` says, take the held-out loss on the way and at the end, count the bytes."""
+"""One run of bench/table.py: train as ``Spec`` says, take the held-out loss on the way and at the
+end, count the bytes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from shoal.optim import Alone, OuterOptimizer, Simulation, codec_named
 from shoal.optim.exchange.simulation import SimulatedExchange
 
 BETA1 = {"adamw": 0.8, "muon": 0.9}
-"""AdamW's, alone and beside Muon. Alone, data parallel training (mini, 800 steps, rate 0.012) ends at 2.836 with 0.8, 2.873 with
+"""AdamW's, alone and beside Muon.
+
+Alone, data parallel training (mini, 800 steps, rate 0.012) ends at 2.836 with 0.8, 2.873 with
 0.9 and 2.968 with 0.95."""
 ON_THE_WAY = 128  # windows of the reported half for the points of the curve
 WINDOWS_AT_ONCE = 128
@@ -57,9 +61,10 @@ SIZES = {
     "1m": Size(4, 128, 4, 128, 2048, 32, 5000, 1000),
     "20m": Size(8, 384, 6, 256, 8192, 128, 12_200, 3000),
 }
-"""0.16, 0.23, 0.27 (twice), 0.65, 1.3 and 20 million parameters; 1.2, 12.3, 13.1, 26.2, 8.2, 20 and 400 million tokens. Of
-tiny's parameters 42 % are hidden matrices, which Muon trains, and of mini's 74 %, as in models of useful size; "mini" is cut into
-larger batches, "mini-128" into twice as large ones."""
+"""0.16, 0.23, 0.27 (twice), 0.65, 1.3 and 20 million parameters; 1.2, 12.3, 13.1, 26.2, 8.2, 20 and
+400 million tokens. Of tiny's parameters 42 % are hidden matrices, which Muon trains, and of mini's
+74 %, as in models of useful size; "mini" is cut into larger batches, "mini-128" into twice as large
+ones."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,12 @@ class Place(NamedTuple):
         shared = _shared(self.cache / f"{spec.text}.safetensors", size)
         task = TableText(
             shared.corpus,
-            layers=size.layers, width=size.width, heads=size.heads, context=size.context, batch=size.batch // share,
-        )  # fmt: skip
+            layers=size.layers,
+            width=size.width,
+            heads=size.heads,
+            context=size.context,
+            batch=size.batch // share,
+        )
         task.__dict__["halves"] = shared.halves
         return task
 
@@ -160,7 +169,9 @@ class Trained(NamedTuple):
 
 
 def data_parallel(spec: Spec, place: Place) -> Trained:
-    """The mean of the peers' gradients at each step: that of one batch of all their windows, in one model."""
+    """The mean of the peers' gradients at each step: that of one batch of all their windows, in one
+    model.
+    """
     task, model = place.task(spec, spec.peers), place.model(spec)
     inner = inner_optimizer(task, model, spec)
     scheduler = task.lr_scheduler(inner, spec.steps)
@@ -183,7 +194,9 @@ Steer = Callable[[OuterOptimizer, int], None]
 
 
 def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
-    """Each peer's model with its slow weights; ``steer`` may change every peer's outer settings on the way."""
+    """Each peer's model with its slow weights; ``steer`` may change every peer's outer settings on
+    the way.
+    """
     made = recipe(spec.method, spec.inner)
     assert made.make is not None
     make = made.make

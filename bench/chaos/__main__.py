@@ -135,10 +135,12 @@ def chaos(
     robust: str | None,
     **options: Any,
 ) -> int:
-    """Train with real nodes on this machine while they are killed and stopped, and measure the cost.
+    """Train with real nodes on this machine while they are killed and stopped, and measure the
+    cost.
 
-    The seed decides which node is killed when; nodes return with the same key. The exit code is 3 if a node ended by itself, did
-    not return or did not end when asked, or if anything was left behind. The unharmed run doubles the duration.
+    The seed decides which node is killed when; nodes return with the same key. The exit code is 3
+    if a node ended by itself, did not return or did not end when asked, or if anything was left
+    behind. The unharmed run doubles the duration.
     """
     log_to_stderr(verbose)
     from bench.chaos.report import run_chaos, summary

@@ -1,7 +1,9 @@
-"""Node of ``python -m bench.chaos``: ``python -m bench.chaos.actor LOG STEP_S LIE up|join ...``, the rest as for ``shoal``.
+"""Node of ``python -m bench.chaos``: ``python -m bench.chaos.actor LOG STEP_S LIE up|join ...``,
+the rest as for ``shoal``.
 
-It notes in LOG when each inner step was done, takes at least STEP_S seconds for one (so that many nodes fit on few cores), and
-sends LIE in place of its contribution. ``shoal up`` has no such option, so that harming a swarm takes code of one's own.
+It notes in LOG when each inner step was done, takes at least STEP_S seconds for one (so that many
+nodes fit on few cores), and sends LIE in place of its contribution. ``shoal up`` has no such
+option, so that harming a swarm takes code of one's own.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ LIES: dict[str, Lie] = {
     "nan": lambda own, first: [torch.full_like(tensor, torch.nan) for tensor in own],
     "stale": lambda own, first: list(first),
 }
-"""False contributions by name, made from the honest contribution and from that of the first round."""
+"""False contributions by name, made from the honest contribution and from that of the first round.
+"""
 
 
 class Deaf(Handle):
-    """Handle of a hostile node on an exchange: it completes the exchange, but discards the mean, so its own run stays sound."""
+    """Handle of a hostile node on an exchange: it completes the exchange, but discards the mean, so
+    its own run stays sound.
+    """
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -72,7 +77,9 @@ def _lying(start: Callable[..., Handle], how: Lie) -> Callable[..., Deaf]:
 
 
 def keep_time(log: Path, step_s: float) -> None:
-    """Let each inner step take ``step_s`` seconds at least, besides waiting for others, and note it in ``log``."""
+    """Let each inner step take ``step_s`` seconds at least, besides waiting for others, and note it
+    in ``log``.
+    """
     step = Trainer.step
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     busy = 0.0

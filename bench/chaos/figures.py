@@ -51,9 +51,11 @@ def _end(life: Life, until: float) -> float:
 
 
 def longest_gap(life: Life, until: float) -> float | None:
-    """Return the longest time without a finished inner step, less the node's own stops; None before its first step.
+    """Return the longest time without a finished inner step, less the node's own stops; None before
+    its first step.
 
-    The time from the last step to the end counts too, so a node that hangs for good is not overlooked; a killed node's does not.
+    The time from the last step to the end counts too, so a node that hangs for good is not
+    overlooked; a killed node's does not.
     """
     times = [at for at, _ in life.steps if at <= until]
     if not times:
@@ -69,7 +71,8 @@ def longest_gap(life: Life, until: float) -> float | None:
 def speed(lives: Sequence[Life], until: float, *, with_starts: bool = False) -> float | None:
     """Return the inner steps of all for each second that a node was alive; None if none was.
 
-    Alive is from the first step (or, ``with_starts``, from the start of the process) to the end, without stops.
+    Alive is from the first step (or, ``with_starts``, from the start of the process) to the end,
+    without stops.
     """
     steps, seconds = 0, 0.0
     for life in lives:
@@ -93,7 +96,10 @@ def steps_lost(lives: Iterable[Life]) -> int:
 
 
 def steps_lost_by_kills(lives: Sequence[Life]) -> int:
-    """Return the inner steps of killed nodes since the checkpoint from which they resumed. ``lives`` of a node are in order."""
+    """Return the inner steps of killed nodes since the checkpoint from which they resumed.
+
+    ``lives`` of a node are in order.
+    """
     lost = 0
     for peer in {life.peer for life in lives}:
         mine = [life for life in lives if life.peer == peer and life.steps]
@@ -104,9 +110,11 @@ def steps_lost_by_kills(lives: Sequence[Life]) -> int:
 
 
 def next_step_s(lives: Sequence[Life], peer: int, at: float) -> float | None:
-    """Return the seconds from the kill of ``peer`` at ``at`` until the last survivor's next step; None without survivors.
+    """Return the seconds from the kill of ``peer`` at ``at`` until the last survivor's next step;
+    None without survivors.
 
-    Survivors are those who had begun to train, and neither were stopped nor had ended before they got to it.
+    Survivors are those who had begun to train, and neither were stopped nor had ended before they
+    got to it.
     """
     waits = []
     for life in lives:
@@ -120,7 +128,8 @@ def next_step_s(lives: Sequence[Life], peer: int, at: float) -> float | None:
 
 
 def slope(series: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    """Return the common slope of series of (time in seconds, value), each about its own mean: least squares, value a minute.
+    """Return the common slope of series of (time in seconds, value), each about its own mean: least
+    squares, value a minute.
 
     None if no series has two different times.
     """
@@ -137,7 +146,9 @@ def slope(series: Iterable[Sequence[tuple[float, float]]]) -> float | None:
 def binned(
     points: Sequence[tuple[float, float]], begin: float, end: float, bins: int = 10
 ) -> list[float | None]:
-    """Return the mean value of (time, value) in each of ``bins`` equal parts of [begin, end); None for an empty one."""
+    """Return the mean value of (time, value) in each of ``bins`` equal parts of [begin, end); None
+    for an empty one.
+    """
     ordered = sorted(points)
     times = [at for at, _ in ordered]
     edges = [begin + (end - begin) * number / bins for number in range(bins + 1)]

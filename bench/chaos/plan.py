@@ -1,4 +1,6 @@
-"""Plan of the faults of a run: drawn from a seed before the run begins, so that it can be repeated."""
+"""Plan of the faults of a run: drawn from a seed before the run begins, so that it can be
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ class Hit:
     peer: int
     """Number of the node, from 0; node 0 created the swarm."""
     kind: Kind
-    """kill: SIGKILL, and a restart; stop: SIGSTOP of the node's process; sleep: of its daemon too, as of a closed laptop."""
+    """kill: SIGKILL, and a restart; stop: SIGSTOP of the node's process; sleep: of its daemon too,
+    as of a closed laptop.
+    """
     seconds: float
     """Seconds until it is started again, or continues."""
     keeps: bool = True
-    """A killed node returns with its checkpoints; else it has its key and the addresses of known peers only."""
+    """A killed node returns with its checkpoints; else it has its key and the addresses of known
+    peers only.
+    """
 
 
 def draw_plan(
@@ -39,9 +45,10 @@ def draw_plan(
 ) -> list[Hit]:
     """Draw the hits of a run of ``seconds``, in order of time.
 
-    There is one kill in each of equally long slots, at a random moment; stops likewise. Every node has a turn before any has its
-    second, and the creator's is among the first. Never more than half of the nodes are down at once: a hit that would exceed that
-    comes later, or not at all if the run is nearly over then.
+    There is one kill in each of equally long slots, at a random moment; stops likewise. Every node
+    has a turn before any has its second, and the creator's is among the first. Never more than half
+    of the nodes are down at once: a hit that would exceed that comes later, or not at all if the
+    run is nearly over then.
 
     Raises ValueError: fewer than two peers, or a negative number.
     """

@@ -11,7 +11,8 @@ PROC = Path("/proc")
 def resident_mb(pid: int) -> float | None:
     """Return the resident megabytes (10**6 bytes) of a process; None if it is gone.
 
-    Mapped files, such as libraries, do not count: the kernel may evict and reload their pages at any time.
+    Mapped files, such as libraries, do not count: the kernel may evict and reload their pages at
+    any time.
     """
     with contextlib.suppress(OSError, ValueError):
         status = (PROC / str(pid) / "status").read_text(encoding="ascii", errors="replace")
@@ -69,7 +70,9 @@ def daemon_of(pid: int) -> int | None:
 
 
 def marked(mark: str) -> list[int]:
-    """Return the living processes whose environment holds ``mark`` (NAME=VALUE), which descendants inherit."""
+    """Return the living processes whose environment holds ``mark`` (NAME=VALUE), which descendants
+    inherit.
+    """
     found = []
     for pid in _numbers():
         with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""Processes of the nodes of a chaos run: started, killed, stopped, restarted, and ended in any case."""
+"""Processes of the nodes of a chaos run: started, killed, stopped, restarted, and ended in any
+case.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,11 @@ class Running:
 
 
 class ProcessesUnderTest(Nodes):
-    """Nodes with numbers from 0, each one process at a time, with the same key, folder and port every time.
+    """Nodes with numbers from 0, each one process at a time, with the same key, folder and port
+    every time.
 
-    ``lies``: false contributions of the hostile nodes, by number. ``step_s``: least seconds of an inner step.
+    ``lies``: false contributions of the hostile nodes, by number. ``step_s``: least seconds of an
+    inner step.
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class ProcessesUnderTest(Nodes):
         return running.life.ended
 
     def pause(self, peer: int, *, daemon: bool) -> None:
-        """Stop a node with SIGSTOP, but not its guard, which must end the daemon if this process is killed meanwhile."""
+        """Stop a node with SIGSTOP, but not its guard, which must end the daemon if this process is
+        killed meanwhile.
+        """
         pid = self.now(peer).process.pid
         pids = [
             pid,
@@ -200,17 +206,21 @@ class ProcessesUnderTest(Nodes):
                 running.process.wait()
                 said.append(f"{name} did not end within {allowed:g} s of being asked to")
                 continue
-            # During its imports a node is ended by the signal itself, or by Python's KeyboardInterrupt.
+            # During its imports a node is ended by the signal itself, or by Python's
+            # KeyboardInterrupt.
             young = not running.life.steps and code in (-signal.SIGTERM, -signal.SIGINT)
             if code not in (ExitCode.OK, ExitCode.INTERRUPTED) and not young:
                 said.append(
-                    f"{name} ended with code {code} when it was asked to end: {self.last_log_line(running.life.peer)}"
+                    f"{name} ended with code {code} when it was asked to end: "
+                    f"{self.last_log_line(running.life.peer)}"
                 )
         self.end_server()
         return said
 
     def left_behind(self) -> list[str]:
-        """Return the processes, and folders of daemons' sockets, that remain some seconds after the end of all nodes."""
+        """Return the processes, and folders of daemons' sockets, that remain some seconds after the
+        end of all nodes.
+        """
         until = time.monotonic() + GONE_S
         tick = threading.Event()
         while (found := self._orphans()) and time.monotonic() < until:
@@ -241,7 +251,10 @@ class ProcessesUnderTest(Nodes):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return TCP ports of the loopback on which nobody listens now. ChaosError if there are too few."""
+    """Return TCP ports of the loopback on which nobody listens now.
+
+    ChaosError if there are too few.
+    """
     found: list[int] = []
     for port in random.Random(os.urandom(8)).sample(PORTS, 100 + 4 * count):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -250,7 +263,8 @@ def free_ports(count: int) -> list[int]:
             if len(found) == count:
                 return found
     raise ChaosError(
-        f"This machine has too few free ports for {count} nodes: end what listens on so many, or try fewer --peers."
+        f"This machine has too few free ports for {count} nodes: end what listens on so many, or "
+        "try fewer --peers."
     )
 
 

@@ -1,4 +1,6 @@
-"""Work of ``python -m bench.chaos``: an unharmed run, one with the plan's faults, and their comparison."""
+"""Work of ``python -m bench.chaos``: an unharmed run, one with the plan's faults, and their
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def run_chaos(
     keep: Path | None = None,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """Run ``python -m bench.chaos`` and return the object of ``--json`` (see `report`). ``outer``: more settings, with dotted keys.
+    """Run ``python -m bench.chaos`` and return the object of ``--json`` (see `report`).
+
+    ``outer``: more settings, with dotted keys.
 
     ``load`` is the machine's load average before the run.
 
@@ -82,13 +86,18 @@ def run_chaos(
         seed=seed,
     )
     usual: dict[str, Any] = {
-        "seconds": seconds, "step_s": step_seconds, "device": device, "checkpoint_every": checkpoint_every, "verbose": verbose,
-    }  # fmt: skip
+        "seconds": seconds,
+        "step_s": step_seconds,
+        "device": device,
+        "checkpoint_every": checkpoint_every,
+        "verbose": verbose,
+    }
     with stage(keep, "chaos") as (folder, display):
         for name in ("unharmed", "chaos"):
             if (folder / name).exists():
                 raise ChaosError(
-                    f"The folder {str(folder)!r} holds an earlier run: choose another one with --keep."
+                    f"The folder {str(folder)!r} holds an earlier run: choose another one with "
+                    "--keep."
                 )
         clean = None
         if unharmed:
@@ -98,7 +107,8 @@ def run_chaos(
             clean = run_swarm(settings, folder / "unharmed", display, plan=(), lies={}, **usual)
         said = f", {hostile} of them hostile ({lie})" if hostile else ""
         display.message(
-            f"now {minutes:g} min with {peers} nodes{said}, {sum(hit.kind == 'kill' for hit in plan)} kills"
+            f"now {minutes:g} min with {peers} nodes{said}, "
+            f"{sum(hit.kind == 'kill' for hit in plan)} kills"
         )
         harmed = run_swarm(settings, folder / "chaos", display, plan=plan, lies=lies, **usual)
         display.close()
@@ -128,14 +138,17 @@ def report(
     deadline: float,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the figures of a run, of honest nodes only but for kills, memory and what is left behind.
+    """Return the figures of a run, of honest nodes only but for kills, memory and what is left
+    behind.
 
-    ``stalls``: longest time of each node between two inner steps, while it lived and was not stopped. ``steps_lost``: inner
-    steps that a living node did and then lost; ``steps_lost_by_killed``: those since its checkpoint. ``throughput_kept``:
-    inner steps for each second that a node was alive and not stopped, against the unharmed run; ``_with_starts``: the seconds from
-    the start of its process to its first step count too. ``join_s``: from a restart to the first contribution that a peer
-    accepted; ``resume_s``: from a kill until the last survivor has done its next step; both medians. Slopes are in MB (10**6
-    bytes) or descriptors a minute, of one node, after a warm-up. None: not known, or there was nothing to measure.
+    ``stalls``: longest time of each node between two inner steps, while it lived and was not
+    stopped. ``steps_lost``: inner steps that a living node did and then lost;
+    ``steps_lost_by_killed``: those since its checkpoint. ``throughput_kept``: inner steps for each
+    second that a node was alive and not stopped, against the unharmed run; ``_with_starts``: the
+    seconds from the start of its process to its first step count too. ``join_s``: from a restart to
+    the first contribution that a peer accepted; ``resume_s``: from a kill until the last survivor
+    has done its next step; both medians. Slopes are in MB (10**6 bytes) or descriptors a minute, of
+    one node, after a warm-up. None: not known, or there was nothing to measure.
     """
     honest = _honest(harmed, hostile)
     stalls = stalls_of(honest, harmed.until)
@@ -243,7 +256,9 @@ def _ratio(
 
 
 def _trained_from_start(life: figures.Life) -> figures.Life:
-    """Return the first life of a node as if its process had begun with its first step: before, it waited for the others."""
+    """Return the first life of a node as if its process had begun with its first step: before, it
+    waited for the others.
+    """
     begin = life.steps[0][0] if life.steps else life.spawned
     return figures.Life(life.peer, begin, life.ended, life.steps, life.stopped)
 
@@ -269,7 +284,9 @@ def loss_curve(seen: RunObservations, hostile: set[int]) -> list[float | None]:
 def slope_of(
     seen: RunObservations, warm: float, what: Callable[[ProcessSample], float | None]
 ) -> float | None:
-    """Return the growth of ``what`` a minute, common to all processes, each from ``warm`` seconds after its first step."""
+    """Return the growth of ``what`` a minute, common to all processes, each from ``warm`` seconds
+    after its first step.
+    """
     series = []
     for place, samples in seen.samples.items():
         life = seen.lives[place]
@@ -320,7 +337,8 @@ def summary(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
     hostile = f", {report['byzantine']} hostile ({report['lie']})" if report["byzantine"] else ""
     grid = Table(
-        title=f"{report['peers']} nodes{hostile}, {report['minutes']:g} min of {report['method']}, seed {report['seed']}"
+        title=f"{report['peers']} nodes{hostile}, {report['minutes']:g} min of {report['method']}, "
+        f"seed {report['seed']}"
     )
     grid.add_column("")
     grid.add_column("", justify="right")

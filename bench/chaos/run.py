@@ -119,7 +119,8 @@ class _Run:
                 raise self.fleet.failure(peer, ended.process.returncode, "ended before it trained,")
             if time.monotonic() > until:
                 raise ChaosError(
-                    "Not all nodes began to train in time: try fewer --peers, or look at the logs with --keep."
+                    "Not all nodes began to train in time: try fewer --peers, or look at the logs "
+                    "with --keep."
                 )
             tick.wait(TICK_S)
             self.fleet.read_steps()
@@ -182,7 +183,8 @@ class _Run:
                 self.fleet.forget(hit.peer)
             self._later(again, "restart", hit.peer)
             self.display.message(
-                f"{hit.at_s:.0f} s: killed {name}, back in {hit.seconds:.1f} s{'' if hit.keeps else ' as new'}"
+                f"{hit.at_s:.0f} s: killed {name}, back in {hit.seconds:.1f} "
+                f"s{'' if hit.keeps else ' as new'}"
             )
         else:
             self.fleet.pause(hit.peer, daemon=hit.kind == "sleep")
@@ -192,7 +194,9 @@ class _Run:
             self.display.message(f"{hit.at_s:.0f} s: {name} {what} for {hit.seconds:.1f} s")
 
     def _may_be_hit(self, peer: int) -> bool:
-        """Return whether the node trains, and at least half of all would be left. (The plan cannot know how soon one is back.)"""
+        """Return whether the node trains, and at least half of all would be left. (The plan cannot
+        know how soon one is back.)
+        """
         self.fleet.read_steps()
         here = {
             each
@@ -205,7 +209,10 @@ class _Run:
 
     def _ended_by_itself(self, ended: Running) -> None:
         peer = ended.life.peer
-        said = f"peer-{peer} ended by itself with code {ended.process.returncode}: {self.fleet.last_log_line(peer)}"
+        said = (
+            f"peer-{peer} ended by itself with code {ended.process.returncode}: "
+            f"{self.fleet.last_log_line(peer)}"
+        )
         self.display.message(said)
         if (error := self.fleet.failure(peer, ended.process.returncode)).trace:
             raise error  # the task fails, and would fail again
@@ -259,7 +266,9 @@ class _Run:
 
 
 def first_accepted(events: Sequence[Mapping[str, Any]], since: float, until: float) -> float | None:
-    """Return the time, in [since, until), of the first round in which a peer accepted this node's contribution."""
+    """Return the time, in [since, until), of the first round in which a peer accepted this node's
+    contribution.
+    """
     return next(
         (
             e["time"]
@@ -283,11 +292,13 @@ def run_swarm(
     checkpoint_every: int,
     verbose: bool = False,
 ) -> RunObservations:
-    """Train with as many nodes as ``settings.swarm.start_when`` for ``seconds``, while ``plan`` is carried out.
+    """Train with as many nodes as ``settings.swarm.start_when`` for ``seconds``, while ``plan`` is
+    carried out.
 
     The observations are in ``seen.json`` too, with more detail than the report.
 
-    Raises ChaosError: the run did not begin. All processes are ended then, and also at a KeyboardInterrupt.
+    Raises ChaosError: the run did not begin. All processes are ended then, and also at a
+    KeyboardInterrupt.
     """
     folder.mkdir()
     flags = [
@@ -314,7 +325,9 @@ def run_swarm(
 
 
 def held_out(settings: Settings, folder: Path, peers: Sequence[int]) -> dict[int, float]:
-    """Return the held-out loss of each node's last checkpoint, without nodes that saved nothing usable."""
+    """Return the held-out loss of each node's last checkpoint, without nodes that saved nothing
+    usable.
+    """
     settings, found = for_new_swarm(settings), {}  # with the optimizer of the checkpoints
     task = load_task(settings.task.hooks, settings.task.options)
     for peer in peers:

@@ -92,8 +92,9 @@ def sim(
 ) -> int:
     """Simulate a swarm on this machine: the real exchanges, on a virtual clock, with a toy model.
 
-    Of SWARM.TOML the tables [outer] and [train] are used, and of [swarm] bucket and epoch_s; without it buckets hold 64. The
-    same seed gives the same result. The output and docs/simulation.md say what is not simulated.
+    Of SWARM.TOML the tables [outer] and [train] are used, and of [swarm] bucket and epoch_s;
+    without it buckets hold 64. The same seed gives the same result. The output and
+    docs/simulation.md say what is not simulated.
     """
     from rich.console import Console
 

@@ -1,4 +1,6 @@
-"""How the costs of a peer grow with the swarm: exponents b of cost ~ peers^b over several simulated sizes."""
+"""How the costs of a peer grow with the swarm: exponents b of cost ~ peers^b over several simulated
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ROUTING = "DHT routing is not simulated: a key is modelled as log2(peers) reques
 
 
 def hops(peers: int) -> float:
-    """Return the requests that the DHT is modelled to need for one key: each halves the distance to it, as Kademlia's do."""
+    """Return the requests that the DHT is modelled to need for one key: each halves the distance to
+    it, as Kademlia's do.
+    """
     return math.log2(peers)
 
 
@@ -45,8 +49,9 @@ def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 def growth(sizes: Sequence[Mapping[str, Any]], bucket: int) -> dict[str, Any]:
     """Return what ``python -m bench.sim --json`` says of several sizes besides their reports.
 
-    ``growth``: over all sizes. ``growth_from_bucket``: over those that do not fit into one bucket; a peer of a smaller swarm reads
-    fewer records, because there are no more. ``routing``: the modelled requests to the DHT, and their exponent over all sizes.
+    ``growth``: over all sizes. ``growth_from_bucket``: over those that do not fit into one bucket;
+    a peer of a smaller swarm reads fewer records, because there are no more. ``routing``: the
+    modelled requests to the DHT, and their exponent over all sizes.
     """
     beyond = [size for size in sizes if size["peers"] > bucket] if bucket else []
     asked = [(size["peers"], size["directory_requests_per_peer_minute"]) for size in sizes]

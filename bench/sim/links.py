@@ -10,7 +10,9 @@ from tests.sim.network import Links
 
 BYTES_OF_MBIT = 1e6 / 8
 NETS = {"lan": (0.2, 0.1, 1000.0), "wan": (40.0, 10.0, 100.0), "home": (25.0, 25.0, 20.0)}
-"""Milliseconds one way, milliseconds of jitter at most on top, megabits a second that a peer sends at most, in all its streams."""
+"""Milliseconds one way, milliseconds of jitter at most on top, megabits a second that a peer sends
+at most, in all its streams.
+"""
 JITTER = 0.25  # of the delay, where that is given in numbers
 
 
@@ -28,7 +30,8 @@ def parse_net(text: str) -> Links:
             delay = mbit = math.nan
         if not 0 <= delay <= 60_000 or not 0.001 <= mbit <= 1e6:
             raise ConfigError(
-                f"There is no net {text[:40]!r}: use {', '.join(NETS)}, or milliseconds one way and megabits a second: 40:100."
+                f"There is no net {text[:40]!r}: use {', '.join(NETS)}, or milliseconds one way "
+                "and megabits a second: 40:100."
             )
         jitter = JITTER * delay
     return Links(delay / 1000, jitter / 1000, mbit * BYTES_OF_MBIT, shared=True)
@@ -45,11 +48,14 @@ def parse_churn(text: str) -> float:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the sizes of ``--peers``, such as ``16`` or ``16,64,256``, each once and the smallest first. ConfigError."""
+    """Return the sizes of ``--peers``, such as ``16`` or ``16,64,256``, each once and the smallest
+    first. ConfigError.
+    """
     if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5}){0,15}", text) or not all(
         2 <= int(part) <= 65_536 for part in text.split(",")
     ):
         raise ConfigError(
-            f"The sizes {text[:40]!r} are not 1 to 16 numbers of peers, from 2 to 65536: write them so, such as 16,64,256."
+            f"The sizes {text[:40]!r} are not 1 to 16 numbers of peers, from 2 to 65536: write "
+            "them so, such as 16,64,256."
         )
     return sorted({int(part) for part in text.split(",")})

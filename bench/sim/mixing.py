@@ -1,8 +1,10 @@
-"""How well buckets mix: the consensus distance of peers that average in pairs within their buckets, against pairs drawn among all.
+"""How well buckets mix: the consensus distance of peers that average in pairs within their buckets,
+against pairs drawn among all.
 
-Every round each peer's values take a random step, then the pairs of the round take their mean. Buckets, their depth and the pairs
-are those of the production code (`shoal.swarm.membership.dht`, `shoal.optim.exchange.base`); nobody is late, and no link is
-simulated. The variance left after averaging is what a partner that is drawn from fewer costs.
+Every round each peer's values take a random step, then the pairs of the round take their mean.
+Buckets, their depth and the pairs are those of the production code (`shoal.swarm.membership.dht`,
+`shoal.optim.exchange.base`); nobody is late, and no link is simulated. The variance left after
+averaging is what a partner that is drawn from fewer costs.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ def mixing(
     seeds: int = SEEDS,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return ``variance``: the squared consensus distance in buckets drawn anew every ``every`` rounds, over that of all pairs.
+    """Return ``variance``: the squared consensus distance in buckets drawn anew every ``every``
+    rounds, over that of all pairs.
 
-    ``members``: peers in a bucket, on average. ``error``: standard error over the ``seeds``, None for one. ``variance_full``,
-    ``error_full``: the same for buckets of as many as ``bucket`` admits, on average, which a swarm does not let become so full.
+    ``members``: peers in a bucket, on average. ``error``: standard error over the ``seeds``, None
+    for one. ``variance_full``, ``error_full``: the same for buckets of as many as ``bucket``
+    admits, on average, which a swarm does not let become so full.
     """
     names = [f"peer {number}" for number in range(peers)]
     depth, full = depth_for(peers, 0, bucket), max(round(math.log2(peers / bucket)), 0)
@@ -53,9 +57,16 @@ def mixing(
         bits: stdev(of) / len(of) ** 0.5 if len(of) > 1 else None for bits, of in ratios.items()
     }
     return {
-        "peers": peers, "bucket": bucket, "members": peers / 2**depth, "rounds_per_epoch": every, "rounds": rounds,
-        "variance": fmean(ratios[depth]), "error": errors[depth], "variance_full": fmean(ratios[full]), "error_full": errors[full],
-    }  # fmt: skip
+        "peers": peers,
+        "bucket": bucket,
+        "members": peers / 2**depth,
+        "rounds_per_epoch": every,
+        "rounds": rounds,
+        "variance": fmean(ratios[depth]),
+        "error": errors[depth],
+        "variance_full": fmean(ratios[full]),
+        "error_full": errors[full],
+    }
 
 
 def _dealt(names: Sequence[str], depth: int, every: int, seed: int) -> Deal:

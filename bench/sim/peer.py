@@ -1,7 +1,9 @@
-"""One peer of ``python -m bench.sim``: the product's outer optimizer, exchange and member, on a simulated host, training a toy.
+"""One peer of ``python -m bench.sim``: the product's outer optimizer, exchange and member, on a
+simulated host, training a toy.
 
-The outer optimizer returns the exchanges that it needs next (``OuterOptimizer.after_inner``), and the peer lets virtual time pass
-until they are over; no thread and no real second is spent on waiting.
+The outer optimizer returns the exchanges that it needs next (``OuterOptimizer.after_inner``), and
+the peer lets virtual time pass until they are over; no thread and no real second is spent on
+waiting.
 """
 
 from __future__ import annotations
@@ -59,9 +61,14 @@ class SimPeer:
         self.lesson = Lesson(world.toy, model, self.chance.getrandbits(48))
         outer, params = plan.outer, AveragedParameters.of(model)
         self.opt = make_outer(
-            outer, torch.optim.SGD(params, lr=LR), Alone(), model=model, slow_device=torch.device("cpu"),
-            length=round_length(outer.round, self.unix, self._speeds), on_round=self._on_round,
-        )  # fmt: skip
+            outer,
+            torch.optim.SGD(params, lr=LR),
+            Alone(),
+            model=model,
+            slow_device=torch.device("cpu"),
+            length=round_length(outer.round, self.unix, self._speeds),
+            on_round=self._on_round,
+        )
         self.model, self.swarm = model_digest(params), world.swarm
         self.together = 0
         """Exchanges that others were in."""
@@ -90,9 +97,15 @@ class SimPeer:
                 self._membership, outer, screen, self.opt, seed=plan.seed, model=self.model
             )
             self.member = TrainingMember(
-                self._membership, self.opt, self.exchange, screen, model=self.model, name=self.name, shard=Shard(0, 1, plan.seed),
+                self._membership,
+                self.opt,
+                self.exchange,
+                screen,
+                model=self.model,
+                name=self.name,
+                shard=Shard(0, 1, plan.seed),
                 clock=world.network.loop.time,
-            )  # fmt: skip
+            )
             self.member.serve()
             self.opt.exchange, self.opt.run = self.exchange, self.swarm
 
@@ -112,12 +125,19 @@ class SimPeer:
     def _record(self) -> Member:
         assert self.member is not None  # a peer that averages with nobody publishes nothing
         fields = self.member.fields(self.state, None, 1 / self.step_s)
-        return Member.model_validate({
-            **fields, **self.member.sync.diagnosis.details(), "swarm": self.swarm, "peer": self.identity.peer_id, "addresses": (),
-            "issued": self.unix(), "version": "0",
-        })  # fmt: skip
+        return Member.model_validate(
+            {
+                **fields,
+                **self.member.sync.diagnosis.details(),
+                "swarm": self.swarm,
+                "peer": self.identity.peer_id,
+                "addresses": (),
+                "issued": self.unix(),
+                "version": "0",
+            }
+        )
 
-    # -- living ----------------------------------------------------------------------------------------------------------
+    # -- living ------------------------------------------------------------------------------------
 
     async def _live(self) -> None:
         await asyncio.sleep(self.chance.uniform(0.0, START_S))
@@ -174,7 +194,9 @@ class SimPeer:
             self.directory.announce()
 
     def _at_once(self) -> int:
-        """Return the inner steps up to the next one after which an exchange begins or is applied, at most ``NAP_S`` of them."""
+        """Return the inner steps up to the next one after which an exchange begins or is applied,
+        at most ``NAP_S`` of them.
+        """
         opt, left = self.opt, self.world.plan.steps - self.opt.steps
         most = (
             max(int(NAP_S / self.step_s), 1) if type(opt.length) is Steps else 1

@@ -13,7 +13,9 @@ from tests.sim.network import Links, SimNetwork
 
 @dataclass(frozen=True)
 class SimPlan:
-    """The plan of a simulation. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times.
+    """The plan of a simulation.
+
+    ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times.
 
     ``warm_up``: of the minutes, the first, whose costs do not count.
     """
@@ -45,7 +47,9 @@ class Surroundings(Protocol):
     swarm: str
 
     def on_round(self, waited: float, together: bool) -> None:
-        """Count an exchange of a peer: the virtual seconds that it waited, and whether others took part."""
+        """Count an exchange of a peer: the virtual seconds that it waited, and whether others took
+        part.
+        """
 
     def ended(self) -> None:
         """Note that a peer has done all its steps."""

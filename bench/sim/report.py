@@ -1,4 +1,6 @@
-"""``python -m bench.sim``: simulations of one size, or of several and how their costs grow, as JSON and as tables."""
+"""``python -m bench.sim``: simulations of one size, or of several and how their costs grow, as JSON
+and as tables.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ MINUTES, MINUTES_OF_SEVERAL = (
     0.5,
 )  # virtual; buckets are drawn anew once in the first half minute
 NOT_SIMULATED = (
-    "libp2p (dialling, NAT, encryption), the DHT's replicas and routing (modelled as log2 of the peers), gossip, verification, "
+    "libp2p (dialling, NAT, encryption), the DHT's replicas and routing (modelled as log2 of the "
+    "peers), gossip, verification, "
     "disks, and the seconds of any computing but inner steps"
 )
 
@@ -48,10 +51,11 @@ def run_sim(
     uneven: float = 0.2,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the report of ``python -m bench.sim --json``; for the same arguments the same, but for ``wall_s`` and ``cpu_s``.
+    """Return the report of ``python -m bench.sim --json``; for the same arguments the same, but for
+    ``wall_s`` and ``cpu_s``.
 
-    With several sizes in ``peers``, such as ``16,64,256``, it has the reports of all under ``sizes``, and what `growth` and
-    `mixing` say.
+    With several sizes in ``peers``, such as ``16,64,256``, it has the reports of all under
+    ``sizes``, and what `growth` and `mixing` say.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -67,11 +71,22 @@ def run_sim(
     bucket = settings.swarm.bucket
     plans = [
         SimPlan(
-            size, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
-            parameters, step_seconds, uneven, bucket, settings.swarm.epoch_s, warm_up,
+            size,
+            parse_net(net),
+            settings.outer.resolved(),
+            parse_churn(churn),
+            minutes,
+            settings.train.seed,
+            settings.train.steps,
+            parameters,
+            step_seconds,
+            uneven,
+            bucket,
+            settings.swarm.epoch_s,
+            warm_up,
         )
         for size in sizes
-    ]  # fmt: skip
+    ]
     for plan in plans:
         _check(plan)
     threads = torch.get_num_threads()
@@ -92,30 +107,37 @@ def run_sim(
 def _check(plan: SimPlan) -> None:
     if not plan.warm_up < plan.minutes:
         raise ConfigError(
-            f"A warm-up of {plan.warm_up:g} minutes leaves none of {plan.minutes:g}: give more with --minutes."
+            f"A warm-up of {plan.warm_up:g} minutes leaves none of {plan.minutes:g}: give more "
+            "with --minutes."
         )
     if plan.churn * plan.minutes > 100 * plan.peers:
         raise ConfigError(
-            f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: choose a smaller one."
+            f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: "
+            "choose a smaller one."
         )
 
 
 def simulate(plan: SimPlan, net: str) -> dict[str, Any]:
-    """Run one simulation and return its report. OuterError if the method cannot be used for the toy model."""
+    """Run one simulation and return its report.
+
+    OuterError if the method cannot be used for the toy model.
+    """
     return report(plan, net, World(plan).run())
 
 
 def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     """Return the report of a simulation. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
 
-    Costs and ``exchanges``, of all peers, are those after the warm-up; ``rounds``: of the median peer, since the start. ``alone``:
-    share of the exchanges without a partner.
-    ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers included; ``control_...``: of them
-    messages (offers, confirms and so on). ``directory_...``: of records read and stored; ``_calls_``: keys, ``_requests_``: those
-    of the DHT for them, as modelled. ``wait_...``: seconds that training stood still for an exchange, or for all of a round;
-    ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all slow weights;
-    ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance between the peers' slow weights and their mean, over
-    their root-mean-square norm. ``failures``: by kind, among the last 64 exchanges of each peer that is left.
+    Costs and ``exchanges``, of all peers, are those after the warm-up; ``rounds``: of the median
+    peer, since the start. ``alone``: share of the exchanges without a partner.
+    ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers
+    included; ``control_...``: of them messages (offers, confirms and so on). ``directory_...``: of
+    records read and stored; ``_calls_``: keys, ``_requests_``: those of the DHT for them, as
+    modelled. ``wait_...``: seconds that training stood still for an exchange, or for all of a
+    round; ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all
+    slow weights; ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance
+    between the peers' slow weights and their mean, over their root-mean-square norm. ``failures``:
+    by kind, among the last 64 exchanges of each peer that is left.
     """
     counts, outer = result.counts, plan.outer
     last, exchanges = result.samples[-1], len(counts.waits)
@@ -188,7 +210,8 @@ def summary(found: Mapping[str, Any]) -> Group:
     sizes: Sequence[Mapping[str, Any]] = found.get("sizes", [found])
     first = sizes[0]
     table = Table(
-        title=f"{first['method']}, {first['codec']}, net {first['net']}, {first['churn_per_minute']:g} kills a minute, "
+        title=f"{first['method']}, {first['codec']}, net {first['net']}, "
+        f"{first['churn_per_minute']:g} kills a minute, "
         + (f"buckets of {first['bucket']}" if first["bucket"] else "no buckets"),
         caption=f"Not simulated: {NOT_SIMULATED}.",
         title_justify="left",
@@ -209,8 +232,10 @@ def _growth_table(found: Mapping[str, Any]) -> Table:
     )
     if mixed is not None:
         note += (
-            f" In buckets of {mixed['members']:g} members, drawn anew every {mixed['rounds_per_epoch']} rounds, the variance "
-            f"between {mixed['peers']} peers is {mixed['variance']:.3f} times that of pairs drawn among all."
+            f" In buckets of {mixed['members']:g} members, drawn anew every "
+            f"{mixed['rounds_per_epoch']} rounds, the variance "
+            f"between {mixed['peers']} peers is {mixed['variance']:.3f} times that of pairs drawn "
+            "among all."
         )
     table = Table(
         title="cost of each peer ~ peers^b",

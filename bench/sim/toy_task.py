@@ -1,9 +1,11 @@
-"""The task of ``python -m bench.sim``: a quadratic bowl with a known minimum, whose inner steps cost next to nothing.
+"""The task of ``python -m bench.sim``: a quadratic bowl with a known minimum, whose inner steps
+cost next to nothing.
 
     loss(w) = 1/2 mean_j h_j (w_j - w*_j)^2
 
-The curvatures h are spread evenly, by their logarithms, from 0.05 to 1. A peer sees the gradient with noise, fresh in each step,
-and towards a minimum of its own: its data differ from the others'. Alone it ends at its own minimum; the mean of many near w*.
+The curvatures h are spread evenly, by their logarithms, from 0.05 to 1. A peer sees the gradient
+with noise, fresh in each step, and towards a minimum of its own: its data differ from the others'.
+Alone it ends at its own minimum; the mean of many near w*.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class ToyTask:
     _after: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def after(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Return the share of the distance to a peer's minimum that is left after ``steps``, and the noise's standard deviation.
+        """Return the share of the distance to a peer's minimum that is left after ``steps``, and
+        the noise's standard deviation.
 
-        A step is x <- (1 - lr h) x + lr * noise, so after k of them x_k = a^k x_0 + N(0, (lr noise)^2 (1 - a^2k) / (1 - a^2)).
+        A step is x <- (1 - lr h) x + lr * noise, so after k of them x_k = a^k x_0 + N(0, (lr
+        noise)^2 (1 - a^2k) / (1 - a^2)).
         """
         if steps not in self._after:
             decay = 1 - LR * self.curvature.double()
@@ -60,7 +64,9 @@ def make_toy(parameters: int, seed: int) -> ToyTask:
 
 
 class ToyModel(nn.Module):
-    """A model with all weights 0, in ``LAYERS`` tensors of nearly equal size, which are views of ``flat``."""
+    """A model with all weights 0, in ``LAYERS`` tensors of nearly equal size, which are views of
+    ``flat``.
+    """
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -83,7 +89,9 @@ class Lesson:
 
     @torch.no_grad()
     def learn(self, steps: int) -> None:
-        """Take ``steps`` steps of plain SGD at once: their outcome in a bowl has a known distribution, from which this draws."""
+        """Take ``steps`` steps of plain SGD at once: their outcome in a bowl has a known
+        distribution, from which this draws.
+        """
         decay, deviation = self._toy.after(steps)
         self._noise.normal_(generator=self._generator).mul_(deviation).add_(self._own)
         self._flat.sub_(self._own).mul_(decay).add_(self._noise)

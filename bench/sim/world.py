@@ -25,7 +25,8 @@ from tests.sim.memory_stream import NOTHING
 from tests.sim.network import SimNetwork, Trace
 
 SAMPLES = 10  # looks at all weights, besides that at the beginning
-SWEEP_S = 30.0  # virtual seconds between two collections of garbage: at fixed times, because finalizers act too
+# virtual seconds between two collections of garbage: at fixed times, because finalizers act too
+SWEEP_S = 30.0
 MESSAGE = 0x93  # first byte of every message: msgpack of a list of three, the first of them a text
 
 
@@ -33,8 +34,8 @@ MESSAGE = 0x93  # first byte of every message: msgpack of a list of three, the f
 class WeightsSample:
     """The slow weights of all peers at a virtual time.
 
-    ``loss``: of their mean; ``own``: the mean of each one's; ``spread``: root-mean-square distance from the mean over
-    root-mean-square norm.
+    ``loss``: of their mean; ``own``: the mean of each one's; ``spread``: root-mean-square distance
+    from the mean over root-mean-square norm.
     """
 
     at: float
@@ -75,11 +76,15 @@ class SimResult:
     """Hash of every event: equal for equal simulations."""
     events: int
     newcomers: int
-    """Peers that came later, and were there at the end with an exchange behind them that others were in."""
+    """Peers that came later, and were there at the end with an exchange behind them that others
+    were in.
+    """
 
 
 def is_message(data: bytes) -> bool:
-    """Return True if bytes sent at once are a message, a list of three that begins with a text, and not values."""
+    """Return True if bytes sent at once are a message, a list of three that begins with a text, and
+    not values.
+    """
     return (
         len(data) > 4
         and data[0] == MESSAGE
@@ -106,9 +111,17 @@ class World:
         creator = self.network.identity(f"{plan.seed} p0")
         model = model_digest(AveragedParameters.of(ToyModel(plan.parameters)))
         self.manifest = Manifest(
-            name="sim", created=EPOCH, creator=creator.peer_id, task="toy", outer=plan.outer, train=TrainSettings(seed=plan.seed),
-            model=model, start_when=plan.peers, bucket=plan.bucket, epoch_s=plan.epoch_s,
-        )  # fmt: skip
+            name="sim",
+            created=EPOCH,
+            creator=creator.peer_id,
+            task="toy",
+            outer=plan.outer,
+            train=TrainSettings(seed=plan.seed),
+            model=model,
+            start_when=plan.peers,
+            bucket=plan.bucket,
+            epoch_s=plan.epoch_s,
+        )
         self.swarm = swarm_id(seal(self.manifest, creator))
         self.board = Board(self.network, self.swarm)
 
@@ -123,7 +136,7 @@ class World:
 
         self.network.stream = Counted
 
-    # -- called by peers -------------------------------------------------------------------------------------------------
+    # -- called by peers ---------------------------------------------------------------------------
 
     def on_round(self, waited: float, together: bool) -> None:
         """Count an exchange of a peer."""
@@ -136,10 +149,13 @@ class World:
         if self._ended >= len(self.live):
             self.loop.call_later(1.0, self.loop.stop, context=NOTHING)
 
-    # -- running ---------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(self) -> SimResult:
-        """Run the simulation. Any exception that a protocol did not expect is raised: a bug in shoal."""
+        """Run the simulation.
+
+        Any exception that a protocol did not expect is raised: a bug in shoal.
+        """
         began, plan, loop = (time.monotonic(), time.process_time()), self.plan, self.loop
         try:
             with isolated(loop) as errors, torch.random.fork_rng(devices=[]):

@@ -1,10 +1,12 @@
 """Exporting weights as files, and the weighted mean of several checkpoints (``shoal merge``).
 
-Weights are exported in the save_pretrained layout of a transformers model, otherwise as one safetensors file. Everything is written
-into another folder first and moved to its place at the end, so that no partial file is ever visible.
+Weights are exported in the save_pretrained layout of a transformers model, otherwise as one
+safetensors file. Everything is written into another folder first and moved to its place at the end,
+so that no partial file is ever visible.
 
-The mean is as Branch-Train-Merge (2208.03306) merges its experts, computed tensor by tensor in float64, so that only one tensor of
-each checkpoint is in memory at a time. Floating-point tensors are averaged; counters, masks and the like are of the first one.
+The mean is as Branch-Train-Merge (2208.03306) merges its experts, computed tensor by tensor in
+float64, so that only one tensor of each checkpoint is in memory at a time. Floating-point tensors
+are averaged; counters, masks and the like are of the first one.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ from shoal.swarm.errors import ShoalError, printable
 
 # The model card that stands as README.md beside exported weights.
 #
-# Names and options in it come from the swarm's creator, a stranger: they are in code spans, and strings of the header are JSON,
-# so that none of them becomes markup or a field of its own.
+# Names and options in it come from the swarm's creator, a stranger: they are in code spans, and
+# strings of the header are JSON, so that none of them becomes markup or a field of its own.
 
 LICENCE = "# license: apache-2.0        # choose one before you publish these weights"
 DATASET = re.compile(r"hf:([A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95})(?:/[\w.-]+)?(?::.*)?")
@@ -47,7 +49,8 @@ def model_card(about: Mapping[str, Any], how: Sequence[str], abouts_file: str) -
     """Return the card in Markdown, with the header that model hubs read.
 
     Args:
-        about: facts about the weights, as `shoal.node.commands.pull` collects them; what is missing is left out.
+        about: facts about the weights, as `shoal.node.commands.pull` collects them; what is missing
+            is left out.
         how: lines of Python that load the weights.
         abouts_file: name of the file that holds the same facts as data.
     """
@@ -55,7 +58,8 @@ def model_card(about: Mapping[str, Any], how: Sequence[str], abouts_file: str) -
     parts = [
         _header(about),
         f"# Weights of {name}",
-        "Trained with Shoal, by peers that average their weights over ordinary internet links. These are the swarm's weights "
+        "Trained with Shoal, by peers that average their weights over ordinary internet links. "
+        "These are the swarm's weights "
         f"before round {about['round']}; {abouts_file} has these facts as data.",
         *about["notes"],
         "## How to load them",
@@ -65,7 +69,8 @@ def model_card(about: Mapping[str, Any], how: Sequence[str], abouts_file: str) -
         "\n".join(f"* {line}" for line in _facts(about)),
         "The data, steps and losses of a peer are what it says of itself.",
         "## Licence",
-        "None is chosen yet. Weights may inherit terms from their data: check those, then name a licence here and in the header.",
+        "None is chosen yet. Weights may inherit terms from their data: check those, then name a "
+        "licence here and in the header.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -109,7 +114,8 @@ def _facts(about: Mapping[str, Any]) -> list[str]:
             + ("" if low == high else f" to {high:,}")
         )
         lines.append(
-            f"Training loss: {_loss(about['train_loss'], unit)}, the mean of what these peers report"
+            f"Training loss: {_loss(about['train_loss'], unit)}, the mean of what these peers "
+            "report"
         )
         held_out = "not known; `shoal pull --evaluate` computes it"
         if about["held_out_loss"] is not None:
@@ -146,7 +152,8 @@ class ExportError(ShoalError):
 def export_model(
     model: nn.Module, about: Mapping[str, Any], out: Path, aside: Path, tokenizer: Any = None
 ) -> list[str]:
-    """Write ``model``, under its own names, and ``about`` to ``out``, by way of ``aside``; return the names of the files.
+    """Write ``model``, under its own names, and ``about`` to ``out``, by way of ``aside``; return
+    the names of the files.
 
     A model or tokenizer that has save_pretrained, as in transformers, writes itself.
 
@@ -179,7 +186,9 @@ def export_model(
 def export_numbered(
     tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path
 ) -> list[str]:
-    """Write weights of which only the order is known, as ``parameter.0`` and so on; otherwise like `export_model`."""
+    """Write weights of which only the order is known, as ``parameter.0`` and so on; otherwise like
+    `export_model`.
+    """
     state = {f"parameter.{number}": tensor for number, tensor in enumerate(tensors)}
     how = ["from safetensors.torch import load_file", f'weights = load_file("{WEIGHTS}")',
            "for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):",
@@ -208,13 +217,16 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
     except TypeError as error:
         what = f"{type(tensor).__name__}{error}" if isinstance(error, OpaqueError) else str(error)
         raise ExportError(
-            f"Cannot write the weights: {name!r} is what a file of safetensors cannot hold ({what}): give the model "
+            f"Cannot write the weights: {name!r} is what a file of safetensors cannot hold "
+            f"({what}): give the model "
             "save_pretrained()."
         ) from error
 
 
 def _loading(model: nn.Module, about: Mapping[str, Any], whole: bool) -> list[str]:
-    """Return lines of Python that load the file, which has the ``whole`` state of the model or the tensors of it."""
+    """Return lines of Python that load the file, which has the ``whole`` state of the model or the
+    tensors of it.
+    """
     strict = "" if whole else ", strict=False"
     load = [f'model.load_state_dict(load_file("{WEIGHTS}"){strict})', "model.eval()"]
     if type(model) is GPT:
@@ -296,12 +308,14 @@ def merge(
     """Write the weighted mean of the checkpoints to ``out``, whole or not at all; return a report.
 
     Args:
-        paths: safetensors files, checkpoints (``step-...``), or nodes' folders, of which the newest checkpoint is taken.
+        paths: safetensors files, checkpoints (``step-...``), or nodes' folders, of which the newest
+            checkpoint is taken.
         weights: one for each path, not negative; only their ratios count. None: equal.
         slow: take the slow weights, float32, in place of the parameters.
         force: replace ``out`` if it exists.
 
-    Raises MergeError or CheckpointError, whose sentence names the first difference; ``out`` is as it was.
+    Raises MergeError or CheckpointError, whose sentence names the first difference; ``out`` is as
+    it was.
     """
     shares = _shares(weights, len(paths))
     if out.exists() and not force:
@@ -317,7 +331,8 @@ def merge(
             kinds = [_kinds(source, file) for source, file in zip(sources, files, strict=True)]
         except (OSError, SafetensorError) as error:
             raise MergeError(
-                f"A checkpoint cannot be read ({error!s:.200}): name safetensors files, or shoal's own."
+                f"A checkpoint cannot be read ({error!s:.200}): name safetensors files, or shoal's "
+                "own."
             ) from error
         for source, theirs in zip(sources[1:], kinds[1:], strict=True):
             _check_same(sources[0].path, kinds[0], source.path, theirs)
@@ -357,7 +372,8 @@ def _shares(weights: Sequence[float] | None, count: int) -> list[float]:
     given = [1.0] * count if weights is None else list(weights)
     if len(given) != count:
         raise MergeError(
-            f"There are {count} checkpoints and {len(given)} weights: give one for each, such as 1,2,0.5."
+            f"There are {count} checkpoints and {len(given)} weights: give one for each, such as "
+            "1,2,0.5."
         )
     total = math.fsum(given)
     if not all(0 <= weight < math.inf for weight in given) or not 0 < total < math.inf:
@@ -372,7 +388,8 @@ def _source(path: Path, slow: bool) -> _Source:
     if path.is_file():
         if slow:
             raise MergeError(
-                f"The file {str(path)!r} holds one set of weights: --slow is for the checkpoints of nodes."
+                f"The file {str(path)!r} holds one set of weights: --slow is for the checkpoints "
+                "of nodes."
             )
         return _Source(path, path, {})
     if not path.is_dir():
@@ -383,7 +400,8 @@ def _source(path: Path, slow: bool) -> _Source:
         for name, value in trainer["model"].items():
             if isinstance(value, InnerTensors):
                 raise MergeError(
-                    f"The checkpoint in {str(path)!r} holds {name!r} as {value.kind:.60}, which has no mean: "
+                    f"The checkpoint in {str(path)!r} holds {name!r} as {value.kind:.60}, which "
+                    "has no mean: "
                     "merge models without it."
                 )
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
@@ -399,7 +417,8 @@ def _source(path: Path, slow: bool) -> _Source:
                 names |= dict.fromkeys(map(str, own), _text(tensor))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved."
+            f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` "
+            "saved."
         ) from error
     return _Source(path, file, names)
 
@@ -411,7 +430,9 @@ def _text(tensor: Any) -> str:
 
 
 def _kinds(source: _Source, file: Any) -> dict[str, Kind]:
-    """Return dtype and shape of each tensor by its name in the model; fill ``source.names`` if the file uses the same names."""
+    """Return dtype and shape of each tensor by its name in the model; fill ``source.names`` if the
+    file uses the same names.
+    """
     if not source.names:
         source.names.update({name: name for name in file.keys()})  # noqa: SIM118 (no mapping)
     slices = {name: file.get_slice(inner) for name, inner in source.names.items()}
@@ -424,11 +445,13 @@ def _check_same(first: Path, mine: dict[str, Kind], other: Path, theirs: dict[st
         if name not in mine or name not in theirs:
             has, lacks = (first, other) if name in mine else (other, first)
             raise MergeError(
-                f"{str(has)!r} has a tensor {name!r} that {str(lacks)!r} lacks: merge checkpoints of one model."
+                f"{str(has)!r} has a tensor {name!r} that {str(lacks)!r} lacks: merge checkpoints "
+                "of one model."
             )
         if mine[name] != theirs[name]:
             raise MergeError(
-                f"The tensor {name!r} is {_shown(mine[name])} in {str(first)!r} and {_shown(theirs[name])} in {str(other)!r}: "
+                f"The tensor {name!r} is {_shown(mine[name])} in {str(first)!r} and "
+                f"{_shown(theirs[name])} in {str(other)!r}: "
                 "merge checkpoints of one model."
             )
 

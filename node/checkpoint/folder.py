@@ -11,7 +11,8 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.file_lock import FileLock
 
 SAVING, LOCK = ".saving-", ".lock"
-# `.old-` marks a checkpoint that is being replaced by another of the same step, `.before-` one of an earlier run that went further.
+# `.old-` marks a checkpoint that is being replaced by another of the same step, `.before-` one of
+# an earlier run that went further.
 _NAME = re.compile(r"(\.old-|\.before-)?step-([0-9]{8,15})")
 
 
@@ -38,19 +39,24 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Create ``folder`` if it is missing, and check that files can be written there. Raises CheckpointError."""
+    """Create ``folder`` if it is missing, and check that files can be written there.
+
+    Raises CheckpointError.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise CheckpointError(
-            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or change its permissions."
+            f"Cannot write to the folder {str(folder)!r} ({error.strerror}): choose another one or "
+            "change its permissions."
         ) from error
 
 
 def lock(folder: Path) -> FileLock:
-    """Make ``folder`` this node's alone until the lock is released, and remove what a node left there that was killed as it saved.
+    """Make ``folder`` this node's alone until the lock is released, and remove what a node left
+    there that was killed as it saved.
 
     Raises CheckpointError if it cannot be written, InUseError if another node uses it.
     """

@@ -1,8 +1,10 @@
-"""Checkpoints: nested Python state is saved exactly, to a folder such as ``step-00001000`` with two files, and loaded from it.
+"""Checkpoints: nested Python state is saved exactly, to a folder such as ``step-00001000`` with two
+files, and loaded from it.
 
-``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and of the tensor file. Both are
-written in a temporary folder and synced to the disk; then one rename makes them the checkpoint. So a process killed at any moment
-leaves the older checkpoints as they were. Nothing is pickled. `shoal.node.checkpoint.writer` saves without stopping the training.
+``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and
+of the tensor file. Both are written in a temporary folder and synced to the disk; then one rename
+makes them the checkpoint. So a process killed at any moment leaves the older checkpoints as they
+were. Nothing is pickled. `shoal.node.checkpoint.writer` saves without stopping the training.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from torch import Tensor
 from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
 from shoal.node.inner_tensors import InnerTensors, OpaqueError, taken_apart
 
-# Writing safetensors files tensor by tensor, without a copy of everything and without holding Python's lock.
+# Writing safetensors files tensor by tensor, without a copy of everything and without holding
+# Python's lock.
 #
 # The library's own writer needs all tensors at once. It can read these files.
 
@@ -38,11 +41,23 @@ Kind = tuple[str, tuple[int, ...]]
 
 BLOCK = 2**22  # bytes of one write
 _NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+}
 
 
 def kind(tensor: Tensor) -> Kind:
@@ -57,7 +72,8 @@ def write_tensors(
 ) -> int:
     """Write a whole safetensors file by ``write``, in blocks of 4 MiB; return its bytes.
 
-    ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).
+    ``tensor_of`` is called for each name once, just before its tensor is written (any device, any
+    strides).
 
     Raises:
         SafetensorError: it returned a tensor of another size than ``kinds`` declares.
@@ -65,7 +81,8 @@ def write_tensors(
     """
     sizes: dict[str, int] = {}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # The widest types first, so that each tensor is aligned, as the library does; its size follows from the type's name.
+    # The widest types first, so that each tensor is aligned, as the library does; its size follows
+    # from the type's name.
     offset = 0
     for name, (dtype, shape) in sorted(
         kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])
@@ -92,7 +109,9 @@ def write_tensors(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the values of a plain tensor as bytes, in their order; a view where they lie so already."""
+    """Return the values of a plain tensor as bytes, in their order; a view where they lie so
+    already.
+    """
     values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if values.stride(0) != 1:  # a view of one value, which counts as contiguous
         values = values.clone(memory_format=torch.contiguous_format)
@@ -105,22 +124,30 @@ def _width(dtype: str) -> int:
 
 
 FORMAT = 2
-"""Of a checkpoint that holds inner tensors or bytes of types that safetensors has no name for; all others are of format 1."""
+"""Of a checkpoint that holds inner tensors or bytes of types that safetensors has no name for; all
+others are of format 1.
+"""
 KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
 POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
-"""Moments of a save, in order, at each of which a process may die: the temporary folder exists; a block of the tensor file is
-written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if any, was moved aside; the new
-one has its name; old ones are gone."""
+"""Moments of a save, in order, at each of which a process may die: the temporary folder exists; a
+block of the tensor file is written; all of it; the other file; both are on the disk; an older
+checkpoint of the same step, if any, was moved aside; the new one has its name; old ones are gone.
+"""
 
 
-ABLE = "numbers, texts, bytes, tensors, arrays of numbers, and dicts, lists, tuples, sets and deques of these"
+ABLE = (
+    "numbers, texts, bytes, tensors, arrays of numbers, and dicts, lists, tuples, sets and "
+    "deques of these"
+)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Nested state in two parts: ``tree`` for JSON, and the tensors by the names that stand for them in it."""
+    """Nested state in two parts: ``tree`` for JSON, and the tensors by the names that stand for
+    them in it.
+    """
 
     tree: Any
     tensors: dict[str, Tensor]
@@ -142,13 +169,17 @@ class UnpackableError(TypeError):
     def __init__(self, value: Any, place: tuple[Any, ...], why: str = "") -> None:
         where = "".join(f"[{key!r:.40}]" for key in place)
         super().__init__(
-            f"a checkpoint cannot hold a {type(value).__name__}{why}: {shown(value)}{where and f', at {where}'}"
+            f"a checkpoint cannot hold a {type(value).__name__}{why}: "
+            f"{shown(value)}{where and f', at {where}'}"
         )
         self.value, self.place, self.why = value, place, why
 
 
 def shown(value: Any) -> str:
-    """Return a few words that show a value. A tensor's own may need values that it does not have, or a wait for a GPU."""
+    """Return a few words that show a value.
+
+    A tensor's own may need values that it does not have, or a wait for a GPU.
+    """
     if isinstance(value, Tensor):
         form = "" if value.is_nested else f" of shape {tuple(value.shape)}"
         return f"{value.dtype}{form}"
@@ -167,14 +198,19 @@ class _Tensors(dict[str, Tensor]):
 
 
 def pack(state: Any) -> Packed:
-    """Split ``state`` into a tree and tensors, which are not copied. Raises UnpackableError if a checkpoint cannot hold it."""
+    """Split ``state`` into a tree and tensors, which are not copied.
+
+    Raises UnpackableError if a checkpoint cannot hold it.
+    """
     tensors = _Tensors()
     tree = _pack(state, tensors, ())
     return Packed(tree, tensors, tensors.format)
 
 
 def _pack_tensor(value: Tensor, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
-    """Turn a tensor into a one-key object that names it, or the plain tensors that it consists of."""
+    """Turn a tensor into a one-key object that names it, or the plain tensors that it consists
+    of.
+    """
     try:
         apart = taken_apart(value)
     except OpaqueError as error:
@@ -208,7 +244,9 @@ def _pack_apart(
 
 
 def _pack(value: Any, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
-    """Turn ``value`` into JSON values; move each tensor to ``tensors`` and leave a one-key object in its place."""
+    """Turn ``value`` into JSON values; move each tensor to ``tensors`` and leave a one-key object
+    in its place.
+    """
 
     def each(values: Any) -> list[Any]:
         return [_pack(v, tensors, (*place, number)) for number, v in enumerate(values)]
@@ -220,7 +258,8 @@ def _pack(value: Any, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
-        # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no others.
+        # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no
+        # others.
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, int):  # an IntEnum, for one
         return int(value)
@@ -338,17 +377,22 @@ def save(
     at: Callable[[str], None] = lambda point: None,
     hash_later: bool = False,
 ) -> Path:
-    """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are kept.
+    """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are
+    kept.
 
-    ``state`` nests dicts, lists, tuples, sets and deques of None, bool, int, float, complex, str, bytes, tensors (any dtype, any
-    device, any strides), NumPy's numbers and arrays of numbers, torch's dtypes, devices and generators of the CPU. Subclasses of
-    dict come back as dict, NumPy's numbers as Python's, tensors on the CPU without gradient, tensors of a class of their own as
-    `shoal.node.inner_tensors.InnerTensors`. It may be `Packed` already. ``at`` is called with each of the `POINTS` that
-    is reached. ``hash_later``: read the tensor file once more to hash it, so that the tensors are written sooner.
+    ``state`` nests dicts, lists, tuples, sets and deques of None, bool, int, float, complex, str,
+    bytes, tensors (any dtype, any device, any strides), NumPy's numbers and arrays of numbers,
+    torch's dtypes, devices and generators of the CPU. Subclasses of dict come back as dict, NumPy's
+    numbers as Python's, tensors on the CPU without gradient, tensors of a class of their own as
+    `shoal.node.inner_tensors.InnerTensors`. It may be `Packed` already. ``at`` is called with each
+    of the `POINTS` that is reached. ``hash_later``: read the tensor file once more to hash it, so
+    that the tensors are written sooner.
 
     Raises:
-        CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
-        UnpackableError: ``state`` holds something else. ValueError: it is too large for a file that is read again.
+        CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints
+            are as they were.
+        UnpackableError: ``state`` holds something else. ValueError: it is too large for a file that
+            is read again.
     """
     packed = state if isinstance(state, Packed) else pack(state)
     kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
@@ -381,7 +425,8 @@ def save(
             text = json.dumps(body)
             if len(text) > MAX_STATE_BYTES - 100:
                 raise ValueError(
-                    f"besides tensors it would take {len(text) >> 20} MiB, and could not be read again"
+                    f"besides tensors it would take {len(text) >> 20} MiB, and could not be read "
+                    "again"
                 )
             digest = hashlib.sha256(text.encode()).hexdigest()
             (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
@@ -407,13 +452,15 @@ def save(
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"Cannot save the checkpoint {str(final)!r} ({why}): free some space or choose another folder."
+            f"Cannot save the checkpoint {str(final)!r} ({why}): free some space or choose another "
+            "folder."
         ) from error
     return final
 
 
 def prove(packed: Packed) -> None:
-    """Write and read the first value of each tensor, in memory: what the files would do, without their bytes.
+    """Write and read the first value of each tensor, in memory: what the files would do, without
+    their bytes.
 
     Raises UnpackableError: a tensor cannot be written, or the state comes back as another one.
     """
@@ -444,11 +491,15 @@ class _Damage(Exception):
 
 
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
-"""What a file of another form leads to: RuntimeError is torch's, and Python's where it is nested too deep."""
+"""What a file of another form leads to: RuntimeError is torch's, and Python's where it is nested
+too deep.
+"""
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Check both files and return what `save` wrote beside the tensors. Raises _Damage or OSError."""
+    """Check both files and return what `save` wrote beside the tensors. Raises _Damage or
+    OSError.
+    """
     file = path / STATE
     if odd := [
         name for name in (STATE, TENSORS) if (path / name).exists() and not (path / name).is_file()
@@ -466,7 +517,8 @@ def _read(path: Path) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(text)
         if body["format"] not in range(1, FORMAT + 1):
             raise _Damage(
-                f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows 1 to {FORMAT}"
+                f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal "
+                f"knows 1 to {FORMAT}"
             )
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
@@ -487,7 +539,8 @@ class _Names(dict[str, Any]):
 
 
 def outline(path: Path) -> tuple[Path, Any]:
-    """Return the tensor file and the state, with a `TensorName` for each tensor, of the checkpoint ``path`` or the newest in it.
+    """Return the tensor file and the state, with a `TensorName` for each tensor, of the checkpoint
+    ``path`` or the newest in it.
 
     Raises CheckpointError if there is none, or it is damaged.
     """
@@ -503,18 +556,22 @@ def outline(path: Path) -> tuple[Path, Any]:
         raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
     except WRONG as error:
         raise CheckpointError(
-            f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one."
+            f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another "
+            "one."
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions."
+            f"Cannot read {error.filename!r} ({error.strerror}): check the path and its "
+            "permissions."
         ) from error
 
 
 def load(folder: Path) -> tuple[int, Any]:
-    """Return (step, state) of the newest checkpoint in ``folder``, or of ``folder`` if it is a checkpoint itself.
+    """Return (step, state) of the newest checkpoint in ``folder``, or of ``folder`` if it is a
+    checkpoint itself.
 
-    Raises CheckpointError if there is none, or it is damaged; the sentence says how to fall back to an older one.
+    Raises CheckpointError if there is none, or it is damaged; the sentence says how to fall back to
+    an older one.
     """
     try:
         found = [(0, folder)] if (folder / STATE).exists() else listed(folder)
@@ -544,5 +601,6 @@ def load(folder: Path) -> tuple[int, Any]:
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"Cannot read the checkpoint {error.filename!r} ({error.strerror}): check its permissions."
+            f"Cannot read the checkpoint {error.filename!r} ({error.strerror}): check its "
+            "permissions."
         ) from error

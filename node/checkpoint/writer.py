@@ -1,12 +1,15 @@
-"""Saving checkpoints: the state is copied between two steps, and a thread writes it while training goes on.
+"""Saving checkpoints: the state is copied between two steps, and a thread writes it while training
+goes on.
 
-Where memory does not suffice for a copy, of up to 20 bytes a parameter, training stands still until the tensors themselves are
-written, which takes about as long as the first copy did, or as the disk is slow; the rest of the save goes on beside training.
+Where memory does not suffice for a copy, of up to 20 bytes a parameter, training stands still until
+the tensors themselves are written, which takes about as long as the first copy did, or as the disk
+is slow; the rest of the save goes on beside training.
 
-There is one copy and one writer. A save that comes due while the previous one is being written is postponed until that is done, and
-then saves the state of that moment: so a slow disk makes checkpoints rarer, and neither queues nor memory grow. (In-memory
-snapshots and lazy writing: DataStates-LLM, 2406.10707. Its copy in the background, during the next forward pass, is not used: it
-saves little where slow weights and momentum are on the CPU anyway.)
+There is one copy and one writer. A save that comes due while the previous one is being written is
+postponed until that is done, and then saves the state of that moment: so a slow disk makes
+checkpoints rarer, and neither queues nor memory grow. (In-memory snapshots and lazy writing:
+DataStates-LLM, 2406.10707. Its copy in the background, during the next forward pass, is not used:
+it saves little where slow weights and momentum are on the CPU anyway.)
 """
 
 from __future__ import annotations
@@ -48,17 +51,23 @@ def used(folder: Path) -> int:
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
 SLOWEST = 20e6  # ... its bytes over so many a second
 HOLDERS = {
-    "model": "the model", "optimizer": "the optimizer", "inner": "the optimizer", "scheduler": "the learning-rate scheduler",
-    "data": "the place in the data", "extra": "run.extra",
-}  # fmt: skip
+    "model": "the model",
+    "optimizer": "the optimizer",
+    "inner": "the optimizer",
+    "scheduler": "the learning-rate scheduler",
+    "data": "the place in the data",
+    "extra": "run.extra",
+}
 """Whoever keeps what is found under a key of the state, for sentences."""
 
 
 class Snapshots:
-    """Copies of nested state in memory that is reused, because fresh pages cost more than the copying.
+    """Copies of nested state in memory that is reused, because fresh pages cost more than the
+    copying.
 
-    Tensors on a GPU are copied to pinned memory together, and waited for once. Torch keeps pinned memory for later, in powers of
-    two: it is taken in few pieces, and given back to the system with the copy.
+    Tensors on a GPU are copied to pinned memory together, and waited for once. Torch keeps pinned
+    memory for later, in powers of two: it is taken in few pieces, and given back to the system with
+    the copy.
     """
 
     def __init__(self) -> None:
@@ -67,7 +76,9 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, packed: Packed) -> Packed:
-        """Return a copy, consistent if nothing changes the state meanwhile. The previous copy is overwritten.
+        """Return a copy, consistent if nothing changes the state meanwhile.
+
+        The previous copy is overwritten.
 
         Raises MemoryError or RuntimeError: memory does not suffice.
         """
@@ -113,16 +124,20 @@ def _shaped(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
 class CheckpointWriter:
     """Writer of one run's checkpoints; all calls come from its training thread.
 
-    A save that fails costs only the checkpoint: training goes on, the newest stays, and ``notify`` is called once, and once more
-    when saving works again. But a state that no checkpoint can hold is an error at the first `turn`, before hours of training.
+    A save that fails costs only the checkpoint: training goes on, the newest stays, and ``notify``
+    is called once, and once more when saving works again. But a state that no checkpoint can hold
+    is an error at the first `turn`, before hours of training.
 
     Args:
         keep: number of checkpoints to keep.
-        state: returns the state to save; called between two steps. Its tensors are copied before it is called again.
+        state: returns the state to save; called between two steps. Its tensors are copied before it
+            is called again.
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
-        gigabytes: budget of the folder's files; 0: none. Only older checkpoints are removed to make room for the next.
+        gigabytes: budget of the folder's files; 0: none. Only older checkpoints are removed to make
+            room for the next.
         copies: called with the bytes of memory that a copy would take, returns whether it may.
-        check: called at the first `turn`; raises ShoalError if a run could not go on from the state.
+        check: called at the first `turn`; raises ShoalError if a run could not go on from the
+            state.
     """
 
     def __init__(
@@ -149,7 +164,9 @@ class CheckpointWriter:
         self._size = 0
         """Bytes of the tensors of the last save."""
         self._free, self._given_up = threading.Event(), threading.Event()
-        """Whether training may change the tensors that are being written, and whether it does before it may."""
+        """Whether training may change the tensors that are being written, and whether it does
+        before it may.
+        """
         self._snapshots = Snapshots()
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -157,7 +174,9 @@ class CheckpointWriter:
         self._tried = False
         """True once a state could be packed."""
         self.due = False
-        """Set it to True to save the state at the next `turn` at which no other save is being written."""
+        """Set it to True to save the state at the next `turn` at which no other save is being
+        written.
+        """
 
     @property
     def busy(self) -> bool:
@@ -169,12 +188,15 @@ class CheckpointWriter:
         return self._snapshots.nbytes
 
     def turn(self, step: int) -> None:
-        """Begin a save that is due, and report how the previous one ended; call it between two steps.
+        """Begin a save that is due, and report how the previous one ended; call it between two
+        steps.
 
-        It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at most.
+        It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at
+        most.
 
-        Raises CheckpointError: at the first call: a checkpoint cannot hold the state, or no run could go on from it, and the
-        sentence names who keeps what; or the budget cannot hold two of them.
+        Raises CheckpointError: at the first call: a checkpoint cannot hold the state, or no run
+        could go on from it, and the sentence names who keeps what; or the budget cannot hold two of
+        them.
         """
         if self.busy:
             return
@@ -195,7 +217,8 @@ class CheckpointWriter:
                 least = 2 * (_nbytes(packed) + SPARE)  # the newest stays until the next is whole
                 if self._budget and least > self._budget:
                     raise CheckpointError(
-                        f"node.disk allows {self._budget / GB:.3g} GB, and two checkpoints take {least / GB:.3g}: allow more."
+                        f"node.disk allows {self._budget / GB:.3g} GB, and two checkpoints take "
+                        f"{least / GB:.3g}: allow more."
                     )
                 self._tell_room(least)
         if self.due:
@@ -205,18 +228,24 @@ class CheckpointWriter:
                 self._report()
 
     def _tell_room(self, least: int) -> None:
-        """Say it if the disk has no room for the next two checkpoints, in place of those that are there."""
+        """Say it if the disk has no room for the next two checkpoints, in place of those that are
+        there.
+        """
         with contextlib.suppress(OSError):  # the save says it
             self._folder.mkdir(parents=True, exist_ok=True)
             room = shutil.disk_usage(self._folder).free + used(self._folder)
             if room < least:
                 self._notify(
-                    f"The folder {str(self._folder)!r} has room for {room / GB:.3g} GB, and two checkpoints take "
-                    f"{least / GB:.3g} GB: free some space or choose another folder, or checkpoints will be missing."
+                    f"The folder {str(self._folder)!r} has room for {room / GB:.3g} GB, and two "
+                    "checkpoints take "
+                    f"{least / GB:.3g} GB: free some space or choose another folder, or "
+                    "checkpoints will be missing."
                 )
 
     def last(self, step: int, patience_s: float = PATIENCE_S) -> str | None:
-        """Save the end of the run and wait ``patience_s`` and 50 s for each GB; return one sentence why that failed, or None."""
+        """Save the end of the run and wait ``patience_s`` and 50 s for each GB; return one sentence
+        why that failed, or None.
+        """
         end = time.monotonic() + patience_s
         self._wait(end)
         if not self.busy:
@@ -226,7 +255,8 @@ class CheckpointWriter:
         if self.busy:
             self._given_up.set()
             return (
-                f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is too slow or hangs; the newest "
+                f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is "
+                "too slow or hangs; the newest "
                 "of the older checkpoints is whole."
             )
         failure = self._failure
@@ -238,7 +268,10 @@ class CheckpointWriter:
             self._writer.join(max(end - time.monotonic(), 0.0))
 
     def _begin(self, step: int, packed: Packed | None = None, *, last: bool = False) -> None:
-        """Begin a save, of ``packed`` if given. The ``last`` needs no copy and is not waited for here, for no step follows it."""
+        """Begin a save, of ``packed`` if given.
+
+        The ``last`` needs no copy and is not waited for here, for no step follows it.
+        """
         try:
             packed = packed or self._pack()
             self._size = _nbytes(packed)
@@ -281,7 +314,8 @@ class CheckpointWriter:
                 point == "block" and given_up.is_set()
             ):  # what was written since may be of another step
                 raise CheckpointError(
-                    f"Cannot save a checkpoint to {str(self._folder)!r}: the disk is too slow or hangs; choose another folder."
+                    f"Cannot save a checkpoint to {str(self._folder)!r}: the disk is too slow or "
+                    "hangs; choose another folder."
                 )
             if point == "tensors":
                 free.set()
@@ -299,13 +333,15 @@ class CheckpointWriter:
                 if not full or changed or not self._make_room(full=True):
                     raise
                 write()
-        except Exception as error:  # whatever it is: a thread that ends without a word would look like a save that went well
+        # whatever it is: a thread that ends without a word would look like a save that went well
+        except Exception as error:
             self._failure = _as_failure(error)
         finally:
             free.set()
 
     def _make_room(self, *, full: bool) -> bool:
-        """Remove checkpoints, oldest first but never the last, until the next one fits, or all of them if the disk is ``full``.
+        """Remove checkpoints, oldest first but never the last, until the next one fits, or all of
+        them if the disk is ``full``.
 
         Return whether there were any. Raises CheckpointError: it does not fit into the budget.
         """
@@ -316,8 +352,10 @@ class CheckpointWriter:
         ):
             if not older:
                 raise CheckpointError(
-                    f"The next checkpoint of {(self._size + SPARE) / GB:.3g} GB does not fit into the {self._budget / GB:.3g} GB "
-                    f"that node.disk allows for {str(self._folder)!r}, besides the newest one: allow more."
+                    f"The next checkpoint of {(self._size + SPARE) / GB:.3g} GB does not fit into "
+                    f"the {self._budget / GB:.3g} GB "
+                    f"that node.disk allows for {str(self._folder)!r}, besides the newest one: "
+                    "allow more."
                 )
             shutil.rmtree(older.pop(0), ignore_errors=True)
         return found
@@ -331,7 +369,8 @@ class CheckpointWriter:
             self._notify("Checkpoints can be saved again.")
         elif failure is not None and self._said.due("failed") and not said:
             self._notify(
-                f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual."
+                f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as "
+                "usual."
             )
 
 
@@ -340,18 +379,23 @@ def _nbytes(packed: Packed) -> int:
 
 
 def _as_failure(error: Exception) -> CheckpointError:
-    """Return the error as CheckpointError. What is not known here is caused by the task: a type that no file holds."""
+    """Return the error as CheckpointError.
+
+    What is not known here is caused by the task: a type that no file holds.
+    """
     if isinstance(error, CheckpointError):
         return error
     if out_of_memory(error):
         return CheckpointError(
-            "There is no memory for the copy that a checkpoint is written from: train a smaller model, or save at the end only "
+            "There is no memory for the copy that a checkpoint is written from: train a smaller "
+            "model, or save at the end only "
             "(node.checkpoint_every_rounds = 0)."
         )
     if device_failed(error):
         said = next(iter(str(error).splitlines()), "")[:200]
         return CheckpointError(
-            f"Cannot save a checkpoint, for the device has failed ({said}): go on from the last one with --resume."
+            f"Cannot save a checkpoint, for the device has failed ({said}): go on from the last "
+            "one with --resume."
         )
     if isinstance(error, UnpackableError):
         holder = next((HOLDERS[key] for key in error.place if key in HOLDERS), "the state")
@@ -362,5 +406,6 @@ def _as_failure(error: Exception) -> CheckpointError:
             f"{ABLE}: keep one of them in its place."
         )
     return CheckpointError(
-        f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's optimizer keeps."
+        f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's "
+        "optimizer keeps."
     )

@@ -71,8 +71,8 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
 
     \b
     Examples:
-      shoal demo                                  four nodes and a small language model, about a minute
-      shoal demo --task task.py:Mine --peers 2    a task of your own
+      shoal demo                                  four nodes and a small language model, about a
+      minute shoal demo --task task.py:Mine --peers 2    a task of your own
       shoal demo --method diloco --rounds 20      another method
       shoal demo --task rl --verify 1 --peers 8 --cheat 2     two nodes cheat, and are banned
     """
@@ -87,7 +87,8 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
     ]
     if lost:
         raise ConfigError(
-            f"A demo gives its nodes settings of their own, so {lost[0]} would do nothing: leave --set {lost[0]} out, or start "
+            f"A demo gives its nodes settings of their own, so {lost[0]} would do nothing: leave "
+            f"--set {lost[0]} out, or start "
             "nodes with shoal up and shoal join."
         )
     own = {name: value for name, value in flags.items() if "." not in name and name != "assigned"}

@@ -1,6 +1,9 @@
-"""The command line: ``shoal``. Flat verbs; results on stdout, everything else on stderr; exit codes in `shoal.node.console`.
+"""The command line: ``shoal``.
 
-Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --help`` and ``shoal id`` answer at once.
+Flat verbs; results on stdout, everything else on stderr; exit codes in `shoal.node.console`.
+
+Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --help`` and ``shoal
+id`` answer at once.
 """
 
 from __future__ import annotations
@@ -103,7 +106,9 @@ def main(command: click.Command = cli) -> None:
 
 
 def _show(error: ShoalError) -> int:
-    """Print an error, below the traceback of the user's own code if it has one; return the exit code."""
+    """Print an error, below the traceback of the user's own code if it has one; return the exit
+    code.
+    """
     print(f"{getattr(error, 'trace', '')}Error: {error}", file=sys.stderr)
     return int(getattr(error, "exit_code", ExitCode.BAD_INPUT))
 

@@ -1,4 +1,7 @@
-"""Options that several commands share. One that sets a setting is made of the setting's field: its type, help and default."""
+"""Options that several commands share.
+
+One that sets a setting is made of the setting's field: its type, help and default.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,16 @@ import click
 from shoal.node.console import log_to_stderr
 
 TITLES = (
-    "Options", "The run", "Task and data", "This node", "Averaging, alike on all nodes", "Computing, each node its own way",
+    "Options",
+    "The run",
+    "Task and data",
+    "This node",
+    "Averaging, alike on all nodes",
+    "Computing, each node its own way",
     "Network and limits",
-    "Reinforcement learning, with --task rl", "Output",
-)  # fmt: skip
+    "Reinforcement learning, with --task rl",
+    "Output",
+)
 """Groups of options, in the order in which `--help` shows them."""
 OPTIONS, RUN, TASK, NODE, AVERAGING, COMPUTING, NETWORK, RL, OUTPUT = TITLES
 
@@ -26,9 +35,12 @@ verbose_option = click.option(
     "--verbose", is_flag=True, help="Log what the network does on stderr."
 )
 logging_option = click.option(
-    "--verbose", is_flag=True, expose_value=False, callback=lambda context, option, verbose: log_to_stderr(verbose),
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, option, verbose: log_to_stderr(verbose),
     help="Log what the network does on stderr.",
-)  # fmt: skip
+)
 """``--verbose`` of a command that has nothing else to do with it."""
 set_option = click.option(
     "--set",
@@ -42,15 +54,31 @@ TASK_FLAGS = {TASK: ("task.hooks", "task.options")}
 NODE_FLAGS = {
     TASK: ("task.hooks", "node.data", "task.options.tokenizer", "node.shard", "task.options"),
     NODE: (
-        "node.name", "node.device", "node.folder", "node.identity", "node.threads", "node.resume", "node.resume_from", "node.lag",
+        "node.name",
+        "node.device",
+        "node.folder",
+        "node.identity",
+        "node.threads",
+        "node.resume",
+        "node.resume_from",
+        "node.lag",
     ),
     COMPUTING: ("train.precision", "train.compile", "node.gpus", "node.parallel"),
     NETWORK: (
-        "node.listen", "node.announce", "node.bootstrap", "node.relay", "peers.allow", "peers.deny",
-        "node.upload", "node.ram", "node.offload",
+        "node.listen",
+        "node.announce",
+        "node.bootstrap",
+        "node.relay",
+        "peers.allow",
+        "peers.deny",
+        "node.upload",
+        "node.ram",
+        "node.offload",
     ),
-}  # fmt: skip
-"""Settings of this node alone that have a flag, by the title under which `--help` shows it; all others are set by --set."""
+}
+"""Settings of this node alone that have a flag, by the title under which `--help` shows it; all
+others are set by --set.
+"""
 COMPUTING_FLAGS = {COMPUTING: NODE_FLAGS[COMPUTING][:2]}
 AVERAGING_FLAGS = {
     AVERAGING: ("outer.method", "outer.round", "outer.codec", "outer.robust", "verify.audit_rate")
@@ -61,12 +89,23 @@ METRICS_FLAGS = {OUTPUT: ("node.metrics", "node.tensorboard", "node.wandb")}
 NAMES = {"task.hooks": "task", "task.options": "option", "verify.audit_rate": "verify"}
 """Flags that are not called as their settings are."""
 METAVARS = {
-    "task.hooks": "text|rl|MODULE:CLASS|FILE.py:CLASS", "task.options": "KEY=VALUE", "node.shard": "I/N", "node.gpus": "all|N",
-    "node.listen": "MULTIADDR", "node.announce": "MULTIADDR", "node.bootstrap": "MULTIADDR", "peers.allow": "ID|FILE",
+    "task.hooks": "text|rl|MODULE:CLASS|FILE.py:CLASS",
+    "task.options": "KEY=VALUE",
+    "node.shard": "I/N",
+    "node.gpus": "all|N",
+    "node.listen": "MULTIADDR",
+    "node.announce": "MULTIADDR",
+    "node.bootstrap": "MULTIADDR",
+    "peers.allow": "ID|FILE",
     "peers.deny": "ID|FILE",
-    "node.upload": "MBIT", "node.ram": "GB", "node.metrics": "[HOST:]PORT", "node.wandb": "PROJECT", "node.lag": "STEPS|auto",
-    "node.offload": "device|DIR", "verify.audit_rate": "SHARE",
-}  # fmt: skip
+    "node.upload": "MBIT",
+    "node.ram": "GB",
+    "node.metrics": "[HOST:]PORT",
+    "node.wandb": "PROJECT",
+    "node.lag": "STEPS|auto",
+    "node.offload": "device|DIR",
+    "verify.audit_rate": "SHARE",
+}
 MOST_CHOICES = 4
 """Choices up to which a flag shows all of them in place of a word."""
 
@@ -78,10 +117,12 @@ def waiting(what: str) -> None:
 
 
 class SettingsCommand(click.Command):
-    """Command with flags of ``settings`` (title -> dotted keys), each of which is in the parameters by its dotted key.
+    """Command with flags of ``settings`` (title -> dotted keys), each of which is in the parameters
+    by its dotted key.
 
-    They are made when they are first looked at: pydantic takes longer to import than all that `shoal --help` needs. A key without
-    a dot is an option of the command's own, which is shown under that title.
+    They are made when they are first looked at: pydantic takes longer to import than all that
+    `shoal --help` needs. A key without a dot is an option of the command's own, which is shown
+    under that title.
     """
 
     def __init__(
@@ -126,7 +167,8 @@ def _option(key: str) -> click.Option:
     given: dict[str, Any] = {"metavar": METAVARS.get(key)}
     if "." in name:  # an option of the built-in task
         given["help"] = (
-            "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: bytes]"
+            "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: "
+            "bytes]"
         )
     else:
         field = Settings.model_fields[table].annotation.model_fields[name]  # type: ignore[union-attr]
@@ -162,7 +204,9 @@ def _option(key: str) -> click.Option:
 
 
 def _kinds(annotation: Any) -> tuple[set[type], list[str]]:
-    """Return the types of which one is that of a setting's value, without None, and the words that it may be."""
+    """Return the types of which one is that of a setting's value, without None, and the words that
+    it may be.
+    """
     origin = get_origin(annotation)
     if origin is Literal:
         return {str}, list(get_args(annotation))
@@ -179,7 +223,9 @@ def _kinds(annotation: Any) -> tuple[set[type], list[str]]:
 
 
 def overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted settings that ``flags`` give, by --option and --set too; a flag of its own wins over these."""
+    """Return the dotted settings that ``flags`` give, by --option and --set too; a flag of its own
+    wins over these.
+    """
     from shoal.node.config.settings import assignment
 
     given = {

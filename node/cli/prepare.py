@@ -1,4 +1,7 @@
-"""The commands ``shoal init``, ``plan`` and ``doctor``, before a run. Heavy imports happen inside them."""
+"""The commands ``shoal init``, ``plan`` and ``doctor``, before a run.
+
+Heavy imports happen inside them.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def scaffold(folder: Path, template: str) -> list[str]:
     """Create ``folder`` with the files of ``template`` and return their names.
 
     Raises:
-        ScaffoldError: the folder is not empty, and then unchanged, or cannot be written; or the template needs a missing package.
+        ScaffoldError: the folder is not empty, and then unchanged, or cannot be written; or the
+            template needs a missing package.
     """
     if template == "finetune":
         require(ScaffoldError, "The template finetune", "transformers", extra="hf")
@@ -78,14 +82,16 @@ def scaffold(folder: Path, template: str) -> list[str]:
 def init(folder: Path, template: str, as_json: bool) -> None:
     """Make the new folder DIR with a task of your own, its settings and a README.
 
-    pretrain: a small language model on your text. finetune: a model of transformers. rl: an environment of your own.
+    pretrain: a small language model on your text. finetune: a model of transformers. rl: an
+    environment of your own.
     """
     files = scaffold(folder, template)
     if as_json:
         click.echo(dumps({"folder": str(folder), "template": template, "files": files}))
     else:
         click.echo(
-            f"{folder}: {', '.join(files)}\ntry it: cd {shlex.quote(str(folder))}, then {TEMPLATES[template]}"
+            f"{folder}: {', '.join(files)}\ntry it: cd {shlex.quote(str(folder))}, then "
+            f"{TEMPLATES[template]}"
         )
 
 
@@ -107,7 +113,8 @@ def init(folder: Path, template: str, as_json: bool) -> None:
 @click.option("--every", type=int, help="Inner steps in a round.  [default: the method's]")
 @json_option
 def plan(as_json: bool, **numbers: Any) -> None:
-    """Show, for each method and codec, how much a node would compute over a link, its bytes and memory, and settings to copy.
+    """Show, for each method and codec, how much a node would compute over a link, its bytes and
+    memory, and settings to copy.
 
     \b
     Examples:
@@ -163,8 +170,8 @@ def doctor(
 ) -> int:
     """Check what keeps this machine from training and, with LINK, from joining that swarm.
 
-    Prints a line for each check: ok, note (worth knowing), failed (with a remedy), or skipped (with the reason). It trains nothing
-    and leaves nothing behind.
+    Prints a line for each check: ok, note (worth knowing), failed (with a remedy), or skipped (with
+    the reason). It trains nothing and leaves nothing behind.
     """
     log_to_stderr(verbose)
     if not verbose:  # the findings repeat the network's warnings

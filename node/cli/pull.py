@@ -1,4 +1,7 @@
-"""The commands ``shoal pull``, ``sample`` and ``merge``, which take the result. Heavy imports happen inside them."""
+"""The commands ``shoal pull``, ``sample`` and ``merge``, which take the result.
+
+Heavy imports happen inside them.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +44,18 @@ def merge(
 ) -> None:
     """Average checkpoints into one file of weights.
 
-    A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
+    A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors
+    file.
     """
     from shoal.node.checkpoint.export import merge as average
     from shoal.node.checkpoint.export import parse_weights
 
     shares = None if weights is None else parse_weights(weights)
     report = average(checkpoints, out, weights=shares, slow=slow, force=force)
-    text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
+    text = (
+        f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in "
+        f"{report['tensors']} tensors"
+    )
     click.echo(dumps(report) if as_json else text)
 
 
@@ -96,8 +103,8 @@ def pull(
 ) -> None:
     """Download the weights of the swarm of LINK, without joining it.
 
-    Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load them. After an interruption it
-    continues where it stopped.
+    Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load
+    them. After an interruption it continues where it stopped.
 
     \b
     Examples:
@@ -184,7 +191,8 @@ def pull(
 )
 @json_option
 def sample(folder: Path, as_json: bool, **options: Any) -> None:
-    """Continue a text with the weights in DIR, which `shoal pull` wrote, of a swarm of the built-in task `text`.
+    """Continue a text with the weights in DIR, which `shoal pull` wrote, of a swarm of the built-in
+    task `text`.
 
     \b
     Examples:

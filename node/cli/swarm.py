@@ -1,4 +1,7 @@
-"""The commands ``shoal id``, ``link``, ``invite``, ``seed``, ``swarms``, ``peers`` and ``status``. Heavy imports happen inside."""
+"""The commands ``shoal id``, ``link``, ``invite``, ``seed``, ``swarms``, ``peers`` and ``status``.
+
+Heavy imports happen inside.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +77,8 @@ def _print_identity(key: Any, as_json: bool) -> None:
 def link(name: str | None, folder: Path | None, as_json: bool) -> None:
     """Print a link by which others join the swarm of a node on this machine.
 
-    Every member can do so, and at any time. The link has the addresses of the bootstrap nodes, of this node and of other members
-    that were there lately, so it works though the creator is gone.
+    Every member can do so, and at any time. The link has the addresses of the bootstrap nodes, of
+    this node and of other members that were there lately, so it works though the creator is gone.
 
     \b
     Examples:
@@ -113,9 +116,11 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> None:
 def invite(
     link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool
 ) -> None:
-    """Print a link that admits others to the swarm of LINK, which was made with `shoal up --invite-only`.
+    """Print a link that admits others to the swarm of LINK, which was made with
+    `shoal up --invite-only`.
 
-    Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it over in private.
+    Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it
+    over in private.
     """
     from shoal.node.config.links import read_link
     from shoal.swarm.errors import AdmissionError
@@ -127,7 +132,8 @@ def invite(
 
     if peer is not None and not is_peer_id(peer):
         raise AdmissionError(
-            f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass what it prints."
+            f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass "
+            "what it prints."
         )
     if peer is not None and uses != 1:
         raise AdmissionError(
@@ -158,10 +164,11 @@ def invite(
 def change(
     link: str, assigned: tuple[str, ...], at: int | None, path: Path | None, as_json: bool
 ) -> None:
-    """Change the learning rate or the number of steps for all members of the swarm of LINK, while it runs.
+    """Change the learning rate or the number of steps for all members of the swarm of LINK, while
+    it runs.
 
-    Only the swarm's creator can do so. Members take the change at the round that it names; those that come later, or return, have
-    it from the start. `shoal status` shows it.
+    Only the swarm's creator can do so. Members take the change at the round that it names; those
+    that come later, or return, have it from the start. `shoal status` shows it.
 
     \b
     Examples:
@@ -195,8 +202,9 @@ def change(
 def end(link: str, at: int | None, path: Path | None, as_json: bool) -> None:
     """End the run of the swarm of LINK for all members, in a round that is near.
 
-    Only the swarm's creator can do so. It changes the steps of all members to those of that round, as `shoal change` does.
-    They then average once more and end with one model, unless outer.finish is none.
+    Only the swarm's creator can do so. It changes the steps of all members to those of that round,
+    as `shoal change` does. They then average once more and end with one model, unless outer.finish
+    is none.
 
     \b
     Examples:
@@ -247,7 +255,8 @@ def seed(
 ) -> None:
     """Help the nodes of any swarm to find each other, without training.
 
-    Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
+    Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able
+    to reach it.
     """
     from shoal.node.commands.swarms import run_seed
 
@@ -265,7 +274,8 @@ def seed(
 @json_option
 @logging_option
 def swarms(seeds: tuple[str, ...], as_json: bool) -> None:
-    """List the public swarms that bootstrap nodes know: task, peers, size, bytes a round, and what a node needs.
+    """List the public swarms that bootstrap nodes know: task, peers, size, bytes a round, and what
+    a node needs.
 
     \b
     Examples:
@@ -281,7 +291,9 @@ def swarms(seeds: tuple[str, ...], as_json: bool) -> None:
 
 
 def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
-    """Return ``name`` if it is no name, else the link of the public swarm of that name, after showing it and asking. ShoalError."""
+    """Return ``name`` if it is no name, else the link of the public swarm of that name, after
+    showing it and asking. ShoalError.
+    """
     if NAME.fullmatch(name.strip()) is None:
         return name
     from shoal.node.commands.swarms import chosen, described, known_seeds, list_swarms
@@ -297,7 +309,8 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     if not yes:
         if not sys.stdin.isatty():
             raise LinkError(
-                f"Nobody can be asked whether to join {swarm['name']!a} here: pass --yes, or pass its link."
+                f"Nobody can be asked whether to join {swarm['name']!a} here: pass --yes, or pass "
+                "its link."
             )
         click.confirm("Join it?", abort=True, err=True)
     return str(swarm["link"])
@@ -335,10 +348,11 @@ def peers(link: str, as_json: bool) -> None:
 @json_option
 @logging_option
 def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> None:
-    """Show the peers in the swarm of LINK: their round, loss and speed, and a link with members that are there now.
+    """Show the peers in the swarm of LINK: their round, loss and speed, and a link with members
+    that are there now.
 
-    With --folder also show what the node of that folder refused, by reason; LINK is optional then. With --mine show instead what
-    partners signed for that node, of which it keeps a tally.
+    With --folder also show what the node of that folder refused, by reason; LINK is optional then.
+    With --mine show instead what partners signed for that node, of which it keeps a tally.
     """
     from shoal.node.config.links import read_link
 

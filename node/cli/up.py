@@ -1,4 +1,6 @@
-"""The commands ``shoal up`` and ``shoal join``, which run a node. Heavy imports happen inside them."""
+"""The commands ``shoal up`` and ``shoal join``, which run a node. Heavy imports happen inside
+them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ RUN_FLAGS = {RUN: ("train.steps", "outer.every", "swarm.invite_only", "swarm.pub
 
 
 def plain_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a node that are no settings; the hidden ones are for `shoal demo`, which starts its nodes by them."""
+    """Add the options of a node that are no settings; the hidden ones are for `shoal demo`, which
+    starts its nodes by them.
+    """
     hidden = [
         click.option(f"--{name}", is_flag=True, hidden=True) for name in ("baseline", "keep-rounds")
     ]
@@ -95,10 +99,13 @@ def up(file: Path | None, **flags: Any) -> int:
 )
 @plain_options
 def join(link: str, yes: bool, steps: int | None, **flags: Any) -> int:
-    """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has.
+    """Join the swarm of LINK and train with it.
 
-    NAME: a public swarm that the seeds list (`shoal swarms`), those of --bootstrap or SHOAL_SEEDS. A link carries no code: a swarm
-    that trains a task of its creator's own can only be joined with a copy of its files.
+    Prints a link that others can join by, with more members than LINK has.
+
+    NAME: a public swarm that the seeds list (`shoal swarms`), those of --bootstrap or SHOAL_SEEDS.
+    A link carries no code: a swarm that trains a task of its creator's own can only be joined with
+    a copy of its files.
 
     \b
     Examples:

@@ -1,4 +1,7 @@
-"""The commands ``shoal verify``: check a claim, explain odds, calibrate, odds of a vote. Heavy imports happen inside them."""
+"""The commands ``shoal verify``: check a claim, explain odds, calibrate, odds of a vote.
+
+Heavy imports happen inside them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is give
 
 
 class _CheckByDefault(click.Group):
-    """Group whose first word, if no command, is a claim: ``shoal verify FILE`` is ``shoal verify check FILE``."""
+    """Group whose first word, if no command, is a claim: ``shoal verify FILE`` is ``shoal verify
+    check FILE``.
+    """
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -33,7 +38,10 @@ class _CheckByDefault(click.Group):
     short_help="Check a stored claim.",
 )
 def verify() -> None:
-    """Check a stored claim about the policy that wrote completions. FILE or CLAIM alone is the command check."""
+    """Check a stored claim about the policy that wrote completions.
+
+    FILE or CLAIM alone is the command check.
+    """
 
 
 @verify.command(short_help="Check one stored claim.")
@@ -64,7 +72,8 @@ def check(
     calibration: Path | None,
     as_json: bool,
 ) -> int:
-    """Check one stored claim: a file, or the id (or its beginning) of a claim stored by a node on this machine.
+    """Check one stored claim: a file, or the id (or its beginning) of a claim stored by a node on
+    this machine.
 
     The exit code is 0 if the claim passes all checks, and 4 if it is refused.
     """
@@ -87,9 +96,11 @@ def check(
 )
 @json_option
 def explain(peer: str, folder: Path | None, as_json: bool) -> None:
-    """Show the odds against PEER that follow from all of its claims that a node on this machine checked, claim by claim.
+    """Show the odds against PEER that follow from all of its claims that a node on this machine
+    checked, claim by claim.
 
-    PEER is its id, or the beginning or end of it, as `shoal peers` shows it. The exit code is 0, whatever was found.
+    PEER is its id, or the beginning or end of it, as `shoal peers` shows it. The exit code is 0,
+    whatever was found.
     """
     from shoal.node.verify import history
 
@@ -194,7 +205,10 @@ def calibrate(
     )
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
-    text = f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} pairs of dtypes"
+    text = (
+        f"{out}: {claims} honest claims of {report['policy']!r} for each of "
+        f"{len(report['pairs'])} pairs of dtypes"
+    )
     click.echo(dumps(report) if as_json else text)
 
 
@@ -261,7 +275,9 @@ def calibrate(
 )
 @json_option
 def odds(verifiers: int, as_json: bool, **shares: Any) -> None:
-    """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed form, without network."""
+    """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed
+    form, without network.
+    """
     from shoal.node.verify.history import odds_report, odds_table
 
     try:

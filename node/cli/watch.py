@@ -1,4 +1,7 @@
-"""The command ``shoal watch``. Heavy imports happen inside it, and neither torch nor hivemind is ever among them."""
+"""The command ``shoal watch``.
+
+Heavy imports happen inside it, and neither torch nor hivemind is ever among them.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,8 @@ def watch(
     speed: float,
     seconds: float | None,
 ) -> None:
-    """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges and faults.
+    """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges
+    and faults.
 
     \b
     Examples:
@@ -146,6 +150,7 @@ def _place(web: str | None, share: bool) -> Address | None:
         raise WatchError(f"Cannot use --web {web!r}: {error}.") from None
     if not share and place.host not in OWN:
         raise WatchError(
-            f"The page at {place} could be read from elsewhere: pass --share if it may, or leave the host out."
+            f"The page at {place} could be read from elsewhere: pass --share if it may, or leave "
+            "the host out."
         )
     return place

@@ -1,4 +1,6 @@
-"""What only the creator of a swarm can do, with the key by which it was made: invitations, and changes of a swarm that runs."""
+"""What only the creator of a swarm can do, with the key by which it was made: invitations, and
+changes of a swarm that runs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member
 
-# -- the creator's key -------------------------------------------------------------------------------------------------------
+# -- the creator's key -----------------------------------------------------------------------------
 
 MAX_NODES = 256  # folders of nodes below runs/ that are looked at
 
@@ -38,17 +40,19 @@ MAX_NODES = 256  # folders of nodes below runs/ that are looked at
 def creator_key(manifest: Manifest, given: Path | None, what: str) -> Identity:
     """Return the key by which the swarm of ``manifest`` was made.
 
-    Without a file ``given`` it is the default one, or that of a node whose folder is below runs/ here, whichever is the creator's.
-    ``what``: what only the creator can do, for people.
+    Without a file ``given`` it is the default one, or that of a node whose folder is below runs/
+    here, whichever is the creator's. ``what``: what only the creator can do, for people.
 
-    Raises IdentityError: the given file cannot be read. AdmissionError: no such key is the creator's.
+    Raises IdentityError: the given file cannot be read. AdmissionError: no such key is the
+    creator's.
     """
     lost = "if it is lost, begin a new swarm (shoal up --resume-from)"
     if given is not None:
         identity = Identity.load(given)
         if identity.peer_id != manifest.creator:
             raise AdmissionError(
-                f"Only the swarm's creator, {manifest.creator}, can {what}, and the key in {given} is {identity.peer_id}: "
+                f"Only the swarm's creator, {manifest.creator}, can {what}, and the key in {given} "
+                f"is {identity.peer_id}: "
                 f"name the creator's key file with --identity; {lost}."
             )
         return identity
@@ -60,7 +64,8 @@ def creator_key(manifest: Manifest, given: Path | None, what: str) -> Identity:
                 return identity
     files = ", ".join(str(path) for path in looked[:4]) + (", …" if len(looked) > 4 else "")
     raise AdmissionError(
-        f"Only the swarm's creator, {manifest.creator}, can {what}, and none of the key files that were looked at is that one "
+        f"Only the swarm's creator, {manifest.creator}, can {what}, and none of the key files that "
+        "were looked at is that one "
         f"({files}): name the one with which `shoal up` made the swarm by --identity; {lost}."
     )
 
@@ -85,7 +90,7 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-# -- invitations -------------------------------------------------------------------------------------------------------------
+# -- invitations -----------------------------------------------------------------------------------
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 MAX_LIFE_S = 10 * 366 * 86_400
@@ -97,7 +102,8 @@ def seconds(text: str) -> float:
     life = int(parts[1]) * UNITS[parts[2]] if parts else 0
     if not 0 < life <= MAX_LIFE_S:
         raise AdmissionError(
-            f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w."
+            f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or "
+            "2w."
         )
     return float(life)
 
@@ -105,7 +111,8 @@ def seconds(text: str) -> float:
 def invite(
     link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float
 ) -> dict[str, Any]:
-    """Return a link with an invitation to the swarm of ``link``, by its creator's key (`creator_key`), and its terms.
+    """Return a link with an invitation to the swarm of ``link``, by its creator's key
+    (`creator_key`), and its terms.
 
     Raises:
         IdentityError, StartupError, NetworkError, MessageError.
@@ -129,16 +136,20 @@ def invite(
 
 
 def inviting_key(manifest: Manifest, path: Path | None) -> Identity:
-    """Return the creator's key. AdmissionError: the swarm of ``manifest`` is open, or no key here is its creator's."""
+    """Return the creator's key.
+
+    AdmissionError: the swarm of ``manifest`` is open, or no key here is its creator's.
+    """
     if not manifest.invite_only:
         raise AdmissionError(
-            f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the link, or make a swarm with "
+            f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the "
+            "link, or make a swarm with "
             "`shoal up --invite-only`."
         )
     return creator_key(manifest, path, "invite")
 
 
-# -- changes -----------------------------------------------------------------------------------------------------------------
+# -- changes ---------------------------------------------------------------------------------------
 
 MOST_TOLD = 64  # members that a change is handed to; the others take it from them
 ANSWER_S = 20.0  # seconds for all of them together
@@ -146,10 +157,14 @@ NEXT = 1  # rounds from now on at which a change counts, if no round is named
 
 
 def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `ChangePart` of dotted settings. ConfigError names the first that a change cannot have."""
+    """Return the fields of a `ChangePart` of dotted settings.
+
+    ConfigError names the first that a change cannot have.
+    """
     if not assigned:
         raise ConfigError(
-            "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set train.steps=4000."
+            "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set "
+            "train.steps=4000."
         )
     of_node = [f"train.{name}" for name in OwnTraining.model_fields]
     known = known_keys()
@@ -178,19 +193,24 @@ def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
 def change(
     link: Link, assigned: Mapping[str, Any], path: Path | None, at: int | None = None
 ) -> dict[str, Any]:
-    """Change settings of the swarm of ``link`` for all its members, from round ``at`` on (None: the next); return what was done.
+    """Change settings of the swarm of ``link`` for all its members, from round ``at`` on (None: the
+    next); return what was done.
 
     Raises:
         ConfigError: a setting that cannot be changed, or not so; a round that is over.
         AdmissionError, IdentityError: no key here is the creator's.
-        StartupError, NetworkError, MessageError: the swarm is not reached, or no member took the change.
+        StartupError, NetworkError, MessageError: the swarm is not reached, or no member took the
+            change.
     """
     fields = wanted(assigned)
     return _changed(link, lambda manifest, members, round: fields, path, at)
 
 
 def end(link: Link, path: Path | None, at: int | None = None) -> dict[str, Any]:
-    """End the run of the swarm of ``link`` in round ``at`` (None: the next): a change of its steps. Raises as `change`."""
+    """End the run of the swarm of ``link`` in round ``at`` (None: the next): a change of its steps.
+
+    Raises as `change`.
+    """
     return _changed(link, _steps_to_end, path, at)
 
 
@@ -210,18 +230,22 @@ def _changed(
     path: Path | None,
     at: int | None,
 ) -> dict[str, Any]:
-    """Make the change of the fields that ``fields_of`` returns for the manifest, the members and the round."""
+    """Make the change of the fields that ``fields_of`` returns for the manifest, the members and
+    the round.
+    """
     with visited(link) as (host, manifest, members, _):
         identity = creator_key(manifest, path, "change its settings")
         if not members:
             raise NetworkError(
-                "No member of the swarm is there to take the change: start a node first, or try again."
+                "No member of the swarm is there to take the change: start a node first, or try "
+                "again."
             )
         fragments = int(manifest.outer.overlap().get("fragments", 1))
         now = median_high(member.round // fragments for member in members.values())
         if at is not None and at <= now:
             raise ConfigError(
-                f"Round {at} is over, for the swarm is in round {now}: leave --at out, or name a later one."
+                f"Round {at} is over, for the swarm is in round {now}: leave --at out, or name a "
+                "later one."
             )
         before = newest_change(host, link.swarm, manifest, members)
         if before is None and any(member.change for member in members.values()):

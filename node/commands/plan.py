@@ -1,4 +1,6 @@
-"""What `shoal plan` does: the table of all settings that fit, over a link that was stated or measured."""
+"""What `shoal plan` does: the table of all settings that fit, over a link that was stated or
+measured.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ class PlanError(ShoalError):
 
 @dataclass(frozen=True)
 class Measured:
-    """A link as it was measured. ``rate``: bytes a second of the slower direction, or None, and ``why`` there is none."""
+    """A link as it was measured.
+
+    ``rate``: bytes a second of the slower direction, or None, and ``why`` there is none.
+    """
 
     round_trip: float
     rate: float | None
@@ -53,7 +58,10 @@ def plan(
     measure: str | None,
     every: int | None,
 ) -> dict[str, Any]:
-    """Return the report: link, rows and advice. Raises PlanError, LinkError, or NetworkError if nobody can be reached."""
+    """Return the report: link, rows and advice.
+
+    Raises PlanError, LinkError, or NetworkError if nobody can be reached.
+    """
     given = {
         "params": params,
         "mbit": mbit,
@@ -73,7 +81,8 @@ def plan(
         rtt = measured.round_trip if rtt is None else rtt
         if mbit is None and measured.rate is None:
             raise PlanError(
-                f"The round trip takes {duration(measured.round_trip)}, but the rate could not be measured "
+                f"The round trip takes {duration(measured.round_trip)}, but the rate could not be "
+                "measured "
                 f"({measured.why}): give it by --mbit."
             )
         mbit = measured.rate / MBIT if mbit is None and measured.rate is not None else mbit
@@ -101,7 +110,10 @@ def plan(
 
 
 def measured_line(link: Link) -> Measured:
-    """Dial the members of a swarm, or its seeds, and measure; this node joins nothing. Raises NetworkError if nobody answers."""
+    """Dial the members of a swarm, or its seeds, and measure; this node joins nothing.
+
+    Raises NetworkError if nobody answers.
+    """
     from shoal.node.doctor import network_checks
     from shoal.node.doctor.network_checks import FaultError, Note, Visit
     from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, SPEED_PROTOCOL, ask, measure
@@ -145,7 +157,10 @@ def measured_line(link: Link) -> Measured:
                 elif nbytes / rate >= RAMP * round_trip:
                     return Measured(round_trip, rate)
                 else:
-                    why = f"at least {rate / MBIT:.3g} Mbit/s, but {amount(nbytes)} are over before the link is full"
+                    why = (
+                        f"at least {rate / MBIT:.3g} Mbit/s, but {amount(nbytes)} are over "
+                        "before the link is full"
+                    )
                     break
         return Measured(round_trip, None, why)
     finally:
@@ -156,28 +171,44 @@ def table(report: dict[str, Any]) -> str:
     """Format a report for people: what computes nearly always first."""
     link = report["link"]
     grid = Table(
-        "method", "codec", "every", "lag", "computes", "of the link", "sends a day", "memory",
-        title=f"{report['params']:,} parameters, {report['peers']} peers, {duration(report['step_s'])} a step, "
-        f"{link['mbit']:g} Mbit/s, {duration(link['round_trip_s'])} round trip{' (measured)' if link['measured'] else ''}",
+        "method",
+        "codec",
+        "every",
+        "lag",
+        "computes",
+        "of the link",
+        "sends a day",
+        "memory",
+        title=f"{report['params']:,} parameters, {report['peers']} peers, "
+        f"{duration(report['step_s'])} a step, "
+        f"{link['mbit']:g} Mbit/s, {duration(link['round_trip_s'])} round "
+        f"trip{' (measured)' if link['measured'] else ''}",
         title_justify="left",
-    )  # fmt: skip
+    )
     for number, row in enumerate(report["rows"]):
         good = row["utilisation"] >= GOOD
         after = report["rows"][number + 1 :]
         memory = row["memory_bytes"]
         lag = f"auto ({row['expected_lag']})" if row["lag"] == "auto" else str(row["lag"])
         grid.add_row(
-            row["method"], row["codec"], str(row["every"]), lag, f"{100 * row['utilisation']:.1f} %",
-            f"{100 * row['link_filled']:.0f} %", amount(row["bytes_a_day"]), "-" if memory is None else amount(memory),
+            row["method"],
+            row["codec"],
+            str(row["every"]),
+            lag,
+            f"{100 * row['utilisation']:.1f} %",
+            f"{100 * row['link_filled']:.0f} %",
+            amount(row["bytes_a_day"]),
+            "-" if memory is None else amount(memory),
             end_section=good and bool(after) and after[0]["utilisation"] < GOOD,
-        )  # fmt: skip
+        )
     console = Console(width=132)
     with console.capture() as capture:
         console.print(grid)
     return "\n".join(
         [
             capture.get().rstrip(),
-            f"of the link: what exchanges take; the advice leaves {100 - 100 * BUSY:.0f} % to small messages, newcomers, you",
+            f"of the link: what exchanges take; the advice leaves {100 - 100 * BUSY:.0f} % to "
+            "small messages, newcomers, you",
             "memory: beyond model, gradients and inner optimizer; -: not measured",
             f"        measured by {report['memory_source']}",
             "",

@@ -1,8 +1,9 @@
 """``shoal pull``: write the swarm's weights to files, without being a member and without training.
 
-The weights are chosen and checked as for a newcomer (`shoal.swarm.state.sync`). They are written under the model's own names if the
-task can be built here, otherwise numbered; then the shapes are those whose hash the swarm's creator signed. An unfinished download
-stays in ``.pull`` in the output folder, and the next ``shoal pull`` goes on with it as long as any peer still holds that snapshot.
+The weights are chosen and checked as for a newcomer (`shoal.swarm.state.sync`). They are written
+under the model's own names if the task can be built here, otherwise numbered; then the shapes are
+those whose hash the swarm's creator signed. An unfinished download stays in ``.pull`` in the output
+folder, and the next ``shoal pull`` goes on with it as long as any peer still holds that snapshot.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ class PushError(ShoalError):
 
 
 class HubRepository:
-    """Repository ``name`` (OWNER/NAME, or NAME for the token's owner) of the hub, to which the user's token may write."""
+    """Repository ``name`` (OWNER/NAME, or NAME for the token's owner) of the hub, to which the
+    user's token may write.
+    """
 
     def __init__(self, name: str, *, private: bool = False) -> None:
-        """Ask the hub whose token it is, so that a fault is known before a long download; nothing is created yet.
+        """Ask the hub whose token it is, so that a fault is known before a long download; nothing
+        is created yet.
 
-        Raises PushError: the name is none, the package or the token is missing, or the hub refuses it or does not answer.
+        Raises PushError: the name is none, the package or the token is missing, or the hub refuses
+        it or does not answer.
         """
         if not re.fullmatch(rf"{PART}(/{PART})?", name) or "--" in name or ".." in name:
             raise PushError(f"{name!r} names no repository of the hub: write OWNER/NAME.")
@@ -85,7 +90,8 @@ class HubRepository:
             raise _failed("ask the hub whose token this is", error) from error
 
     def push(self, folder: Path, files: Sequence[str], message: str) -> str:
-        """Upload ``files`` of ``folder`` in one commit, into a new repository or over its files of these names; return its address.
+        """Upload ``files`` of ``folder`` in one commit, into a new repository or over its files of
+        these names; return its address.
 
         Raises PushError: nothing of the commit is there then, though the repository may be.
         """
@@ -114,16 +120,18 @@ def _failed(doing: str, error: Exception) -> PushError:
     return PushError(f"Cannot {doing} ({why}): check the name and the network, and try again.")
 
 
-# A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a folder of its own.
+# A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a
+# folder of its own.
 #
-# No record is kept of the chunks that are there. A resumed download hashes what is in the file, so a chunk that is half written
-# or has changed is fetched again.
+# No record is kept of the chunks that are there. A resumed download hashes what is in the file, so
+# a chunk that is half written or has changed is fetched again.
 
 HEADER, CHUNKS = "header", "chunks"
 
 
 class ResumableDownload:
-    """A `ChunkSink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in ``folder``.
+    """A `ChunkSink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in
+    ``folder``.
 
     Its methods raise OSError when the disk fails.
     """
@@ -165,7 +173,9 @@ class ResumableDownload:
 
 
 def begun_download(folder: Path) -> StateHeader | None:
-    """Return the header of the unfinished download in ``folder``; None if there is none, or it is unreadable."""
+    """Return the header of the unfinished download in ``folder``; None if there is none, or it is
+    unreadable.
+    """
     try:
         with (folder / HEADER).open("rb") as file:
             return unpack(file.read(StateHeader.LIMIT + 1), StateHeader)
@@ -192,7 +202,9 @@ class PullError(ShoalError):
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """Model of the swarm's task, its parameters in the order of the slow weights, and a tokenizer if the task has one."""
+    """Model of the swarm's task, its parameters in the order of the slow weights, and a tokenizer
+    if the task has one.
+    """
 
     model: nn.Module
     parameters: AveragedParameters
@@ -212,23 +224,29 @@ def pull(
     force: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Write the weights of the swarm of ``link``, and a model card, into the folder ``out``; return a report.
+    """Write the weights of the swarm of ``link``, and a model card, into the folder ``out``; return
+    a report.
 
     Args:
         hooks: this machine's copy of the swarm's task, if it is not built in.
-        data: the task's data on this machine. evaluate: compute the held-out loss on it, for the model card.
-        average: take the mean of all members that can be reached (`shoal.node.commands.pull_average`), whose held-out losses are
-            computed if the task is here, and told to ``say``.
-        max_bytes: most bytes of weights (float32) to fetch; the free space of the disk bounds them too.
+        data: the task's data on this machine. evaluate: compute the held-out loss on it, for the
+            model card.
+        average: take the mean of all members that can be reached
+            (`shoal.node.commands.pull_average`), whose held-out losses are computed if the task is
+            here, and told to ``say``.
+        max_bytes: most bytes of weights (float32) to fetch; the free space of the disk bounds them
+            too.
         force: replace existing weights.
 
     Raises:
-        PullError, HookError, MemoryBudgetError, ModelDiffersError, NetworkError, MessageError, StartupError: each says in one
+        PullError, HookError, MemoryBudgetError, ModelDiffersError, NetworkError, MessageError,
+        StartupError: each says in one
             sentence what to do.
     """
     if (out / WEIGHTS).exists() and not force:
         raise PullError(
-            f"There are weights in {str(out)!r} already: choose another folder, or pass --force to replace them."
+            f"There are weights in {str(out)!r} already: choose another folder, or pass --force to "
+            "replace them."
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -241,7 +259,8 @@ def pull(
     with visited(link) as (host, manifest, members, _):
         if manifest.outer.alone:
             raise PullError(
-                "The peers of this swarm do not average (method none), so it has no weights to pull."
+                "The peers of this swarm do not average (method none), so it has no weights to "
+                "pull."
             )
         built, why = build_model(manifest, hooks, data)
         if built is None and evaluate:
@@ -251,7 +270,8 @@ def pull(
         sources = sources_in(host, members, manifest.model, manifest.creator)
         if not sources:
             raise PullError(
-                "No peer of this swarm has finished a round yet, so there is nothing to pull: try again later."
+                "No peer of this swarm has finished a round yet, so there is nothing to pull: try "
+                "again later."
             )
         query = _WeightsQuery(
             StateRequest(swarm=link.swarm, model=manifest.model),
@@ -313,10 +333,12 @@ def pull(
 def build_model(
     manifest: Manifest, hooks: str | None, data: str | None = None
 ) -> tuple[BuiltModel | None, str]:
-    """Return the swarm's model, of a task that reads ``data`` here; or None, and why its parameters' names are not known.
+    """Return the swarm's model, of a task that reads ``data`` here; or None, and why its
+    parameters' names are not known.
 
     Raises:
-        HookError, DataError, ModelDiffersError: the task that the user named cannot be loaded, or is not the swarm's.
+        HookError, DataError, ModelDiffersError: the task that the user named cannot be loaded, or
+            is not the swarm's.
         MemoryBudgetError: there is no memory for the model.
     """
     if manifest.task == RL and hooks is None:
@@ -344,7 +366,9 @@ def _model(settings: Settings, task: Task) -> BuiltModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _WeightsQuery(StateQuery):
-    """Query for the slow weights alone, checked against the manifest where the shapes are not known here, and bounded in size."""
+    """Query for the slow weights alone, checked against the manifest where the shapes are not known
+    here, and bounded in size.
+    """
 
     known: bool
     cap: int
@@ -363,7 +387,8 @@ class _WeightsQuery(StateQuery):
             for dtype in DTYPES
         ):
             raise PullError(
-                f"The names and shapes that peer {short(peer)} offers cannot be checked against the swarm's manifest: "
+                f"The names and shapes that peer {short(peer)} offers cannot be checked against "
+                "the swarm's manifest: "
                 "name your copy of the task with --task."
             )
         need = self.wanted(header)
@@ -373,7 +398,8 @@ class _WeightsQuery(StateQuery):
             )
         if need > self.cap:
             raise PullError(
-                f"The weights have {need:,} bytes and at most {self.cap:,} may come: allow more with --max-bytes, or free "
+                f"The weights have {need:,} bytes and at most {self.cap:,} may come: allow more "
+                "with --max-bytes, or free "
                 "some space."
             )
 
@@ -382,7 +408,9 @@ class _WeightsQuery(StateQuery):
 
 
 class _SinksOnDisk:
-    """Sink factory that keeps an unfinished download in ``folder``. ``files`` closes what it opens."""
+    """Sink factory that keeps an unfinished download in ``folder``. ``files`` closes what it
+    opens.
+    """
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self._folder, self._files = folder, files
@@ -409,7 +437,8 @@ class _SinksOnDisk:
 def _fetch(
     host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path
 ) -> tuple[StateHeader, list[Tensor]]:
-    """Fetch a snapshot by way of a file in ``folder``; return its header, and its slow weights mapped from the file.
+    """Fetch a snapshot by way of a file in ``folder``; return its header, and its slow weights
+    mapped from the file.
 
     Raises:
         NetworkError, PullError, ModelDiffersError; OSError of the disk.
@@ -435,7 +464,10 @@ def _average(
     built: BuiltModel | None,
     say: Callable[[str], None],
 ) -> Average:
-    """Return the mean of the newest snapshots of ``sources``, each kept below ``folder``. The bound on bytes is of all together."""
+    """Return the mean of the newest snapshots of ``sources``, each kept below ``folder``.
+
+    The bound on bytes is of all together.
+    """
     left = query.cap
 
     def fetch(number: int, source: Peer) -> tuple[StateHeader, list[Tensor]]:
@@ -461,18 +493,22 @@ def _about(
     built: BuiltModel | None,
     why: str,
 ) -> dict[str, Any]:
-    """Return what the weights are and how they came to be, by the swarm's settings and what its members report."""
+    """Return what the weights are and how they came to be, by the swarm's settings and what its
+    members report.
+    """
     outer, train = manifest.outer.resolved(), manifest.train
     losses = [member.loss for member in members.values() if member.loss is not None]
     steps = [member.step for member in members.values()] or [0]
     notes = []
     if built is None:
         notes.append(
-            f"{why} Without it the parameters are numbered, in the order in which the swarm's task has them."
+            f"{why} Without it the parameters are numbered, in the order in which the swarm's task "
+            "has them."
         )
     elif float_buffers(built.model):
         notes.append(
-            "Buffers that are not parameters (running statistics) are those of a fresh model: peers do not hand them out."
+            "Buffers that are not parameters (running statistics) are those of a fresh model: "
+            "peers do not hand them out."
         )
     return {
         "swarm": link.swarm,
@@ -506,7 +542,9 @@ def _about(
 
 
 def _held_out_on(manifest: Manifest, data: str | None) -> str:
-    """Return the name of the data of the held-out loss: never a path of this machine, for the card is there to be published."""
+    """Return the name of the data of the held-out loss: never a path of this machine, for the card
+    is there to be published.
+    """
     name = data or str(manifest.task_options.get("data", ""))
     if name.startswith(PREFIX) and not is_path(name.removeprefix(PREFIX)):
         return name
@@ -531,7 +569,8 @@ def _size(gpt: GPT) -> dict[str, int]:
 def summary(report: Mapping[str, Any]) -> str:
     names = "under the model's own names" if report["named"] else "numbered"
     lines = [
-        f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"
+        f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of "
+        f"round {report['round']}"
     ]
     if "average" in report:
         lines += average_lines(report["average"], report["held_out_loss"])

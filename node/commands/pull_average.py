@@ -1,7 +1,8 @@
 """``shoal pull --average``: the mean of the newest weights of all members that can be reached.
 
-Each member's snapshot is downloaded into a folder of its own and mapped from there, so that main memory holds one mean, in float32,
-and one tensor in float64, however many members there are; the disk holds all snapshots.
+Each member's snapshot is downloaded into a folder of its own and mapped from there, so that main
+memory holds one mean, in float32, and one tensor in float64, however many members there are; the
+disk holds all snapshots.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def average(
 ) -> Average:
     """Return the mean of what ``fetch(number, source)`` brings from each of ``sources``.
 
-    A member that cannot be reached, or whose weights do not fit or are not finite, is left out; with ``held_out_loss`` also one
-    whose loss lies more than `WORSE` above the median.
+    A member that cannot be reached, or whose weights do not fit or are not finite, is left out;
+    with ``held_out_loss`` also one whose loss lies more than `WORSE` above the median.
 
     Raises what ``fetch`` raised for the first member, if no member's weights can be used.
     """

@@ -1,7 +1,9 @@
-"""``shoal sample``: continue texts with weights that ``shoal pull`` wrote, of a swarm of the built-in task ``text``.
+"""``shoal sample``: continue texts with weights that ``shoal pull`` wrote, of a swarm of the
+built-in task ``text``.
 
-A folder may come from somebody else, so nothing in it is believed: the sizes are compared with the shapes of the tensors before the
-model takes memory, and the tokenizer is one by name, or one that the user gives.
+A folder may come from somebody else, so nothing in it is believed: the sizes are compared with the
+shapes of the tensors before the model takes memory, and the tokenizer is one by name, or one that
+the user gives.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class SampleError(ShoalError):
 
 @dataclass(frozen=True)
 class PulledModel:
-    """The weights of a folder, the tokenizer of their swarm, and what ``shoal.json`` says about them."""
+    """The weights of a folder, the tokenizer of their swarm, and what ``shoal.json`` says about
+    them.
+    """
 
     model: GPT
     tokenizer: Tokenizer
@@ -60,7 +64,8 @@ def sample(
     """Draw ``samples`` continuations of ``prompt``, of so many ``tokens`` each; return a report.
 
     Args:
-        temperature: by which the logits are divided; 0 takes the likeliest token. top_k: draw among so many of the likeliest.
+        temperature: by which the logits are divided; 0 takes the likeliest token. top_k: draw among
+            so many of the likeliest.
         seed: of the draws on the CPU; None: another each time, which the report names.
         tokenizer: this machine's copy of the swarm's.
 
@@ -94,17 +99,24 @@ def sample(
 
 
 def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
-    """Load what `shoal.node.commands.pull` wrote for the task ``text``. Raises SampleError or DataError."""
+    """Load what `shoal.node.commands.pull` wrote for the task ``text``.
+
+    Raises SampleError or DataError.
+    """
     about = _about(folder)
     task, size = about.get("task"), about.get("model")
     if task != reader.TEXT:
-        what = f"are of the task {str(task)[:80]!r}, and `shoal sample` continues texts with those of the built-in task text"
+        what = (
+            f"are of the task {str(task)[:80]!r}, and `shoal sample` continues texts with those "
+            "of the built-in task text"
+        )
         raise SampleError(
             f"The weights in {str(folder)!r} {what}: load them as {README} there says."
         )
     if size is None:
         raise SampleError(
-            f"The weights in {str(folder)!r} are without the names of the model: {README} there says why."
+            f"The weights in {str(folder)!r} are without the names of the model: {README} there "
+            "says why."
         )
     if not _is_size(size) or not isinstance(about.get("task_options"), dict):
         raise SampleError(f"The file {str(folder / ABOUT)!r} is damaged: {AGAIN}.")
@@ -115,14 +127,17 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     made = load_tokenizer(name, str(options.get(reader.DIGEST, "")))
     if made.vocabulary != model.head.out_features:
         raise DataError(
-            f"The tokenizer {name!r} has {made.vocabulary} tokens and the model {model.head.out_features}: "
+            f"The tokenizer {name!r} has {made.vocabulary} tokens and the model "
+            f"{model.head.out_features}: "
             "name the swarm's with --tokenizer."
         )
     return PulledModel(model, made, about)
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of the end of a document, as if one had just ended, and of ``prompt`` without its own end."""
+    """Return the tokens of the end of a document, as if one had just ended, and of ``prompt``
+    without its own end.
+    """
     end = torch.cat(list(tokenizer.encode(b"")))
     whole = torch.cat(list(tokenizer.encode(prompt.encode("utf-8", "replace"))))
     found: list[int] = torch.cat([end, whole[: len(whole) - len(end)]]).tolist()
@@ -139,7 +154,10 @@ def continuation(
     top_k: int | None,
     generator: torch.Generator,
 ) -> list[int]:
-    """Return ``count`` tokens behind ``begun``, each drawn from what the model sees in its context. Raises SampleError."""
+    """Return ``count`` tokens behind ``begun``, each drawn from what the model sees in its context.
+
+    Raises SampleError.
+    """
     context, device = model.positions.num_embeddings, model.positions.weight.device
     tokens = list(begun)
     for _ in range(count):
@@ -169,7 +187,8 @@ def _about(folder: Path) -> dict[str, Any]:
             found = json.loads(file.read(MAX_ABOUT))
     except FileNotFoundError:
         raise SampleError(
-            f"There are no weights of `shoal pull` in {str(folder)!r}: name the folder that it wrote."
+            f"There are no weights of `shoal pull` in {str(folder)!r}: name the folder that it "
+            "wrote."
         ) from None
     except OSError as error:
         raise SampleError(
@@ -196,13 +215,16 @@ def _is_size(size: object) -> bool:
 
 
 def _model(folder: Path, size: Mapping[str, int]) -> GPT:
-    """Load the weights into a model of this size, once the file has all of its tensors and no others."""
+    """Load the weights into a model of this size, once the file has all of its tensors and no
+    others.
+    """
     path = folder / WEIGHTS
     try:
         with path.open("rb") as head:
             if int.from_bytes(head.read(8), "little") > MAX_HEADER:
                 raise SampleError(
-                    f"The weights {str(path)!r} cannot be read (they name too many tensors): {AGAIN}."
+                    f"The weights {str(path)!r} cannot be read (they name too many tensors): "
+                    f"{AGAIN}."
                 )
         model = sized(**size)
         wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -214,7 +236,8 @@ def _model(folder: Path, size: Mapping[str, int]) -> GPT:
                 )
                 if need > free:
                     raise SampleError(
-                        f"The model in {str(folder)!r} takes {need / 1e9:,.2f} GB of memory, and {free / 1e9:.2f} are free: end "
+                        f"The model in {str(folder)!r} takes {need / 1e9:,.2f} GB of memory, and "
+                        f"{free / 1e9:.2f} are free: end "
                         "other programs, or sample from a smaller one."
                     )
                 model.load_state_dict(

@@ -1,6 +1,8 @@
-"""``shoal status``: show a swarm without being a member, and what a node here has refused, by its metrics.
+"""``shoal status``: show a swarm without being a member, and what a node here has refused, by its
+metrics.
 
-That is in no record for other peers: this node may be wrong, and no peer should learn exactly what another refuses.
+That is in no record for other peers: this node may be wrong, and no peer should learn exactly what
+another refuses.
 
 ``shoal link``: the newest link of a node here.
 """
@@ -42,7 +44,10 @@ RUNS = Path("runs")
 
 
 def folder_of(name: str | None, folder: Path | None) -> Path | None:
-    """Return the folder of the node that the user names, as `shoal.node.config.settings` places it. Raises LinkError."""
+    """Return the folder of the node that the user names, as `shoal.node.config.settings` places it.
+
+    Raises LinkError.
+    """
     if name is None:
         return folder
     if folder is not None:
@@ -53,14 +58,16 @@ def folder_of(name: str | None, folder: Path | None) -> Path | None:
 
 
 def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any]:
-    """Return the link that the node of ``folder`` wrote last, and notes about it; by default of the newest below ``runs``.
+    """Return the link that the node of ``folder`` wrote last, and notes about it; by default of the
+    newest below ``runs``.
 
     Raises LinkError: there is none, or it is unreadable.
     """
     path = folder / LINK if folder is not None else _newest(RUNS)
     if path is None:
         raise LinkError(
-            "No folder runs/NAME here has a link: name the folder of a node with --folder, or start one (shoal join)."
+            "No folder runs/NAME here has a link: name the folder of a node with --folder, or "
+            "start one (shoal join)."
         )
     try:
         with path.open(encoding="utf-8") as file:
@@ -72,7 +79,8 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
         name, invite_only = str(saved["name"]), bool(saved["invite_only"])
     except FileNotFoundError:
         raise LinkError(
-            f"There is no link in {str(path.parent)!r}: name the folder of a node, such as runs/NAME."
+            f"There is no link in {str(path.parent)!r}: name the folder of a node, such as "
+            "runs/NAME."
         ) from None
     except OSError as error:
         raise LinkError(
@@ -85,12 +93,14 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
     notes = []
     if age > STALE_S:
         notes.append(
-            f"The node of {str(path.parent)!r} wrote this link {_ago(age)} ago and may have ended; the link works while a peer in "
+            f"The node of {str(path.parent)!r} wrote this link {_ago(age)} ago and may have ended; "
+            "the link works while a peer in "
             "it is there."
         )
     if invite_only:
         notes.append(
-            "This swarm is by invitation only: the link shows it, and its creator admits others (shoal invite LINK)."
+            "This swarm is by invitation only: the link shows it, and its creator admits others "
+            "(shoal invite LINK)."
         )
     return {
         "link": link,
@@ -115,16 +125,32 @@ def _ago(seconds: float) -> str:
 
 
 COLUMNS = (
-    "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",
+    "name",
+    "peer",
+    "state",
+    "round",
+    "step",
+    "loss",
+    "s/step",
+    "tokens/s",
+    "exchange",
+    "wait",
+    "lag",
+    "failed",
+    "shard",
+    "reach",
     "seen",
-)  # fmt: skip
+)
 TALLY = ("peer", "range", "exchanges", "shares", "tokens", "rollouts", "reward", "votes")
 MOST = 64  # members that the table shows
 WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen")  # columns that are no numbers
 
 
 def read_status(link: Link) -> dict[str, Any]:
-    """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
+    """Return the overview of the swarm of ``link``.
+
+    Raises StartupError, NetworkError, MessageError or AdmissionError.
+    """
     with connected(link) as (identity, host, manifest):
         clocks = host.submit(
             compare_clocks(host, host.entry())
@@ -154,7 +180,10 @@ def read_status(link: Link) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """Return the report in words: a table, and below it the health report in sentences."""
     about = "about " if report["totals"]["sampled"] else ""
-    title = f"{report['name']}: {report['task']} with {report['method']}, {about}{plural(report['peers'], 'peer')}"
+    title = (
+        f"{report['name']}: {report['task']} with {report['method']}, "
+        f"{about}{plural(report['peers'], 'peer')}"
+    )
     shown = grid(
         COLUMNS, map(_cells, report["members"][:MOST]), words=WORDS, width=170, title=title
     )
@@ -198,11 +227,20 @@ def _cells(member: dict[str, Any]) -> list[str]:
 def tally_table(tally: dict[str, Any]) -> str:
     """Return a node's tally in words: the sums, and a row for each partner."""
     if not tally["partners"]:
-        return "Nobody has confirmed work of this node yet: partners sign for it within seconds of an exchange."
+        return (
+            "Nobody has confirmed work of this node yet: partners sign for it within seconds of "
+            "an exchange."
+        )
     rows = [(short(one["peer"]), one["range"], *_work(one)) for one in tally["of"][:MOST]]
     total = (plural(tally["partners"], "peer"), f"{tally['ranges']:,} in all", *_work(tally))
-    said = "Signed by those partners. Keys cost nothing, so several can be one person's; address ranges cost more.\n"
-    said += "exchanges: one for each fragment of a round; shares: of a group of n, each of the n - 1 others has one part of n - 1."
+    said = (
+        "Signed by those partners. Keys cost nothing, so several can be one person's; address "
+        "ranges cost more.\n"
+    )
+    said += (
+        "exchanges: one for each fragment of a round; shares: of a group of n, each of the n - "
+        "1 others has one part of n - 1."
+    )
     return f"{grid(TALLY, [*rows, total], words=('peer', 'range'), width=120)}\n{said}"
 
 
@@ -213,14 +251,19 @@ def _work(work: dict[str, Any]) -> list[str]:
 
 def link_line(link: str, *, invite_only: bool) -> str:
     """Return the line that shows a link to copy; it never has an invitation."""
-    return f"Link{', to look (its creator invites members: shoal invite)' if invite_only else ''}: {link}"
+    return (
+        f"Link{', to look (its creator invites members: shoal invite)' if invite_only else ''}: "
+        f"{link}"
+    )
 
 
 RECENT_S = 600.0  # "recently"
 
 
 def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
-    """Return what the newest run in the metrics ``path`` refused, in all and in the 10 minutes before ``now`` (Unix). LinkError."""
+    """Return what the newest run in the metrics ``path`` refused, in all and in the 10 minutes
+    before ``now`` (Unix). LinkError.
+    """
     since = (time.time() if now is None else now) - RECENT_S
     total: dict[str, int] = {}
     before: dict[str, int] = {}
@@ -243,7 +286,8 @@ def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
                     )
     except OSError as error:
         raise LinkError(
-            f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this machine, such as runs/NAME."
+            f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this "
+            "machine, such as runs/NAME."
         ) from error
     return {"recent_s": RECENT_S, "recent": dict(Counter(total) - Counter(before)), "total": total}
 
@@ -254,7 +298,10 @@ def refusals_said(found: Mapping[str, Any]) -> str:
         return "This node has refused nothing of others since it started."
     recent = listed(found["recent"]) or "nothing"
     minutes = found["recent_s"] / 60
-    return f"This node refused, in the last {minutes:.0f} minutes: {recent}; since it started: {listed(found['total'])}."
+    return (
+        f"This node refused, in the last {minutes:.0f} minutes: {recent}; since it started: "
+        f"{listed(found['total'])}."
+    )
 
 
 def _seconds(value: float | None) -> str:

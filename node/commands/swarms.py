@@ -1,4 +1,6 @@
-"""``shoal swarms``: the public swarms that seeds list; and the choice of one of them by its name."""
+"""``shoal swarms``: the public swarms that seeds list; and the choice of one of them by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def run_seed(
     relay: bool,
     as_json: bool,
 ) -> None:
-    """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError, IdentityError or InUseError."""
+    """Print the addresses, one a line, and serve until SIGINT or SIGTERM.
+
+    Raises StartupError, IdentityError or InUseError.
+    """
     key = Identity.load_or_create(identity or default_identity_path().with_name("seed.key"))
     printed: set[tuple[str, ...]] = set()
 
@@ -80,7 +85,8 @@ def seeds_file() -> Path:
 
 
 def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
-    """Return the addresses of seeds: of ``named``, by ``flag``, else of the variable, else of the file; at most `MAX_SEEDS`.
+    """Return the addresses of seeds: of ``named``, by ``flag``, else of the variable, else of the
+    file; at most `MAX_SEEDS`.
 
     Raises ConfigError: there is none, or one is no full address.
     """
@@ -94,13 +100,15 @@ def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
         for address in addresses:
             if problem := address_problem(address):
                 raise ConfigError(
-                    f"{where}: {address[:100]!a} is no address of a bootstrap node, {problem}: `shoal seed` prints it, with /p2p/ "
+                    f"{where}: {address[:100]!a} is no address of a bootstrap node, {problem}: "
+                    "`shoal seed` prints it, with /p2p/ "
                     "and its id at the end."
                 )
         if addresses:
             return list(dict.fromkeys(addresses))[:MAX_SEEDS]
     raise ConfigError(
-        f"No bootstrap node is known here: name one with {flag} MULTIADDR, in the variable {VARIABLE}, or on a line of {path}. "
+        f"No bootstrap node is known here: name one with {flag} MULTIADDR, in the variable "
+        f"{VARIABLE}, or on a line of {path}. "
         "`shoal seed` prints the address of one that you run."
     )
 
@@ -136,11 +144,16 @@ BUILT_IN = ("text", "rl")
 SHOWN_ID = 12
 LEAST_OF_ID = 8
 JOIN = "Join one by its name or the beginning of its id: shoal join NAME"
-SAID = "Bootstrap nodes say how many peers there are, a member what is sent and how much memory it takes."
+SAID = (
+    "Bootstrap nodes say how many peers there are, a member what is sent and how much memory it "
+    "takes."
+)
 
 
 def report(one: PublicSwarm) -> dict[str, Any]:
-    """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not measured."""
+    """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not
+    measured.
+    """
     params = listed_parameters(one.options, one.params) if one.title.task == "text" else one.params
     return {
         "name": one.title.name,
@@ -173,18 +186,23 @@ def list_swarms(seeds: Sequence[str]) -> dict[str, Any]:
 
 
 def chosen(name: str, swarms: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the one of ``swarms`` of that name, or whose id begins so. LinkError if there is none, or if there are several."""
+    """Return the one of ``swarms`` of that name, or whose id begins so.
+
+    LinkError if there is none, or if there are several.
+    """
     fits = [one for one in swarms if one["name"] == name]
     if not fits and len(name) >= LEAST_OF_ID:
         fits = [one for one in swarms if one["swarm"].startswith(name)]
     if not fits:
         raise LinkError(
-            f"No public swarm is called {name[:80]!a}: `shoal swarms` lists those that the bootstrap nodes know."
+            f"No public swarm is called {name[:80]!a}: `shoal swarms` lists those that the "
+            "bootstrap nodes know."
         )
     if len(fits) > 1:
         ids = ", ".join(one["swarm"][:SHOWN_ID] for one in fits[:4])
         raise LinkError(
-            f"{len(fits)} public swarms are called {name[:80]!a}: join one by the beginning of its id ({ids})."
+            f"{len(fits)} public swarms are called {name[:80]!a}: join one by the beginning of its "
+            f"id ({ids})."
         )
     return fits[0]
 
@@ -195,7 +213,8 @@ def table(report: dict[str, Any]) -> str:
         return "\n".join(
             [
                 *report["problems"],
-                "The bootstrap nodes list no public swarm: `shoal up --public --bootstrap MULTIADDR` makes one.",
+                "The bootstrap nodes list no public swarm: `shoal up --public --bootstrap "
+                "MULTIADDR` makes one.",
             ]
         )
     shown = grid(COLUMNS, map(_cells, report["swarms"]), words=WORDS, width=140)
@@ -211,8 +230,10 @@ def described(one: dict[str, Any]) -> str:
     needs += [f"{amount(one['memory'])} of memory beyond training alone"] if one["memory"] else []
     device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
     return (
-        f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {one['task']} by {one['method']}, {_peers(one['peers'])} as a bootstrap node "
-        f"says. As a member says, its model has {amount(one['params'], '')} parameters, a node sends "
+        f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {one['task']} by {one['method']}, "
+        f"{_peers(one['peers'])} as a bootstrap node "
+        f"says. As a member says, its model has {amount(one['params'], '')} parameters, a node "
+        "sends "
         f"{amount(one['round_bytes'])} in a round, and that member computes on {device}."
         + (f" It needs {' and '.join(needs)}." if needs else "")
     )
@@ -220,10 +241,16 @@ def described(one: dict[str, Any]) -> str:
 
 def _cells(one: dict[str, Any]) -> list[str]:
     return [
-        one["name"], one["task"], one["method"], _peers(one["peers"]).partition(" peer")[0], amount(one["params"], ""),
-        amount(one["round_bytes"]), "-" if one["memory"] is None else amount(one["memory"]), one["device"],
+        one["name"],
+        one["task"],
+        one["method"],
+        _peers(one["peers"]).partition(" peer")[0],
+        amount(one["params"], ""),
+        amount(one["round_bytes"]),
+        "-" if one["memory"] is None else amount(one["memory"]),
+        one["device"],
         one["swarm"][:SHOWN_ID],
-    ]  # fmt: skip
+    ]
 
 
 def _peers(count: int) -> str:

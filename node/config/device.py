@@ -1,7 +1,8 @@
-"""The device and the threads that a node computes with. torch is imported inside: it takes a second.
+"""The device and the threads that a node computes with. torch is imported inside: it takes a
+second.
 
-Kinds of devices go through ``torch.accelerator``: cuda (NVIDIA, and AMD by ROCm), xpu (Intel), mps (Apple). A build of PyTorch has
-one of them at most.
+Kinds of devices go through ``torch.accelerator``: cuda (NVIDIA, and AMD by ROCm), xpu (Intel), mps
+(Apple). A build of PyTorch has one of them at most.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ NO_DRIVER = "Found no NVIDIA driver"
 
 
 def resolve_device(text: str) -> torch.device:
-    """Return the device that ``text`` names: auto, cpu, or a kind of accelerator with or without a number. Raises ConfigError."""
+    """Return the device that ``text`` names: auto, cpu, or a kind of accelerator with or without a
+    number. Raises ConfigError.
+    """
     import torch
 
     found = re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(?::([0-9]{1,3}))?", text)
@@ -35,7 +38,8 @@ def resolve_device(text: str) -> torch.device:
             f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"
         )
         raise ConfigError(
-            f"The device {text!r} is not available here ({there}): install its driver and a PyTorch for it, or choose auto."
+            f"The device {text!r} is not available here ({there}): install its driver and a "
+            "PyTorch for it, or choose auto."
         )
     if index >= count:
         there = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"{kind}:0 only"
@@ -44,7 +48,9 @@ def resolve_device(text: str) -> torch.device:
 
 
 def accelerator() -> tuple[str, int]:
-    """Return the kind of accelerator that this build of PyTorch can use here, and how many there are; "cpu" and 0 without one."""
+    """Return the kind of accelerator that this build of PyTorch can use here, and how many there
+    are; "cpu" and 0 without one.
+    """
     import torch
 
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -52,7 +58,9 @@ def accelerator() -> tuple[str, int]:
 
 
 def trouble() -> str:
-    """Return why the accelerator of this build of PyTorch cannot be used, in the driver's words; empty if the build has none."""
+    """Return why the accelerator of this build of PyTorch cannot be used, in the driver's words;
+    empty if the build has none.
+    """
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
@@ -65,7 +73,9 @@ def trouble() -> str:
 
 
 def make_current(device: torch.device) -> None:
-    """Let this thread compute on ``device`` where none is named, as in a user's ``.cuda()``; else that is the first of its kind."""
+    """Let this thread compute on ``device`` where none is named, as in a user's ``.cuda()``; else
+    that is the first of its kind.
+    """
     import torch
 
     if device.index is not None and device.type != "cpu":
@@ -73,13 +83,18 @@ def make_current(device: torch.device) -> None:
 
 
 def usable_processors() -> int:
-    """Return the number of processors that this process may use: a container or a scheduler may have given it a few."""
+    """Return the number of processors that this process may use: a container or a scheduler may
+    have given it a few.
+    """
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
 def use_threads(count: int = 0, processes: int = 1) -> None:
-    """Compute on the CPU with ``count`` threads; 0: half of the processors, shared by the ``processes`` of this node."""
+    """Compute on the CPU with ``count`` threads; 0: half of the processors, shared by the
+    ``processes`` of this node.
+    """
     import torch
 
-    # Threads that wait for a busy processor delay all others, and the daemon needs one too, so not all are used.
+    # Threads that wait for a busy processor delay all others, and the daemon needs one too, so not
+    # all are used.
     torch.set_num_threads(count or max(usable_processors() // 2 // processes, 1))

@@ -1,4 +1,6 @@
-"""Links as the user gives them, with what this machine's nodes know of the swarm, and the file of a node's own link."""
+"""Links as the user gives them, with what this machine's nodes know of the swarm, and the file of a
+node's own link.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ MAX_FOLDERS = 64
 
 
 def read_link(text: str, folder: Path | None = None, runs: Path = Path("runs")) -> Link:
-    """Parse a link, and append addresses of its swarm known to the node of ``folder`` and to those below ``runs``.
+    """Parse a link, and append addresses of its swarm known to the node of ``folder`` and to those
+    below ``runs``.
 
     So an old link serves when the nodes that it names are gone. Raises LinkError.
     """

@@ -1,8 +1,10 @@
-"""All settings of a node: defaults, then a TOML file, then the flags of the command line (``examples/swarm.toml``).
+"""All settings of a node: defaults, then a TOML file, then the flags of the command line
+(``examples/swarm.toml``).
 
-The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
-the task rl also ``rl.env``; a node that joins takes them from the manifest, except for the part of ``train`` that is each node's
-own. The tables ``rl``, ``node`` and ``peers`` concern this node alone.
+The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm
+that this node creates, and with the task rl also ``rl.env``; a node that joins takes them from the
+manifest, except for the part of ``train`` that is each node's own. The tables ``rl``, ``node`` and
+``peers`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ from shoal.swarm.manifest import (
 
 
 def spec_here(spec: str) -> str:
-    """Return ``path/file.py:Class`` with the whole path, if there is that file: its code may change the folder of the process."""
+    """Return ``path/file.py:Class`` with the whole path, if there is that file: its code may change
+    the folder of the process.
+    """
     where, colon, name = spec.rpartition(":")
     file = Path(expanded(where))
     return (
@@ -64,7 +68,9 @@ def served_by(spec: str) -> tuple[str, str]:
 
 
 def policy_here(spec: str) -> str:
-    """Return ``hf:PATH`` with the whole path, if there is that folder or file; else ``spec``, which may be a name."""
+    """Return ``hf:PATH`` with the whole path, if there is that folder or file; else ``spec``, which
+    may be a name.
+    """
     policy, url = served_by(spec)
     kind, _, where = policy.partition(":")
     path = Path(expanded(where))
@@ -94,15 +100,18 @@ class RLSettings(_Table):
         default="strings",
         min_length=1,
         max_length=4096,
-        description="Environment to learn in: strings (built in), sapo9 or a family of reasoning-gym, module:Class, or "
+        description="Environment to learn in: strings (built in), sapo9 or a family of "
+        "reasoning-gym, module:Class, or "
         "path/file.py:Class; its options are those under [task.options].",
     )
     policy: Annotated[str, AfterValidator(policy_here)] = Field(
         default="tiny",
         min_length=1,
         max_length=4096,
-        description="Policy that this node trains: tiny[:HABIT[:STEPS]] (built in; so many steps of a warm start, 400), or "
-        "hf:PATH_OR_NAME[@URL] (transformers; the URL of a server of the model, vLLM or llama.cpp's, to draw completions).",
+        description="Policy that this node trains: tiny[:HABIT[:STEPS]] (built in; so many steps "
+        "of a warm start, 400), or "
+        "hf:PATH_OR_NAME[@URL] (transformers; the URL of a server of the model, vLLM or "
+        "llama.cpp's, to draw completions).",
     )
     local: int = Field(
         default=4, ge=0, le=1024, description="Own groups that this node learns from in a round."
@@ -138,7 +147,8 @@ class RLSettings(_Table):
     )
     only: Literal["share", "learn"] | None = Field(
         default=None,
-        description="share: share rollouts, but do not learn; learn: learn, but share nothing. By default both.",
+        description="share: share rollouts, but do not learn; learn: learn, but share nothing. By "
+        "default both.",
     )
 
     @model_validator(mode="after")
@@ -151,7 +161,9 @@ class RLSettings(_Table):
 
 
 def env_label(spec: str) -> str:
-    """Return the name of an environment in the manifest and in rollouts: without the folder, which differs between machines."""
+    """Return the name of an environment in the manifest and in rollouts: without the folder, which
+    differs between machines.
+    """
     where, colon, name = spec.rpartition(":")
     return PurePath(where).name + colon + name
 
@@ -160,31 +172,38 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 
 class OwnTraining(_Table):
-    """How this node computes its steps. Peers may choose differently: a step is of the same batch whatever is set here."""
+    """How this node computes its steps.
+
+    Peers may choose differently: a step is of the same batch whatever is set here.
+    """
 
     precision: Precision = Field(
         default="float32",
-        description="Number format in which this node computes: float32, bfloat16, or float16 (with a scaled loss). The weights "
+        description="Number format in which this node computes: float32, bfloat16, or float16 "
+        "(with a scaled loss). The weights "
         "stay as the task made them.",
     )
     accumulate: int = Field(
         default=1,
         ge=1,
         le=65_536,
-        description="Equal parts that this node cuts a batch into, one computed after another, which takes less memory.",
+        description="Equal parts that this node cuts a batch into, one computed after another, "
+        "which takes less memory.",
     )
     compile: bool = Field(
         default=False, description="Compile the model with torch.compile on this node."
     )
     recompute: bool = Field(
         default=False,
-        description="Compute activations again in the backward pass on this node: less memory, for about a third more computing.",
+        description="Compute activations again in the backward pass on this node: less memory, for "
+        "about a third more computing.",
     )
     workers: int = Field(
         default=0,
         ge=0,
         le=256,
-        description="Processes that draw this node's batches ahead; 0: the training process draws each when it is needed.",
+        description="Processes that draw this node's batches ahead; 0: the training process draws "
+        "each when it is needed.",
     )
 
     def flags(self) -> list[str]:
@@ -206,7 +225,9 @@ class TrainTable(TrainSettings, OwnTraining):
         return TrainSettings(**{name: getattr(self, name) for name in TrainSettings.model_fields})
 
     def of_swarm(self, fixed: TrainSettings) -> TrainTable:
-        """Return this table with the swarm's settings in place of its own, but for what each node chooses for itself."""
+        """Return this table with the swarm's settings in place of its own, but for what each node
+        chooses for itself.
+        """
         return self.model_copy(
             update={name: getattr(fixed, name) for name in TrainSettings.model_fields}
         )
@@ -242,7 +263,8 @@ class PeersSettings(_Table):
     allow: list[str] = Field(
         default_factory=list,
         max_length=1024,
-        description="Peer ids, or files of them (one a line, # begins a comment): if there are any, no other peer is met.",
+        description="Peer ids, or files of them (one a line, # begins a comment): if there are "
+        "any, no other peer is met.",
     )
     deny: list[str] = Field(
         default_factory=list,
@@ -252,7 +274,10 @@ class PeersSettings(_Table):
 
 
 def peer_lists(settings: PeersSettings) -> PeerLists:
-    """Return the allowed and denied peers. Raises PeerListError for an entry that is neither a peer id nor a file of them."""
+    """Return the allowed and denied peers.
+
+    Raises PeerListError for an entry that is neither a peer id nor a file of them.
+    """
     return PeerLists(_ids(settings.allow, "allow"), _ids(settings.deny, "deny"))
 
 
@@ -262,7 +287,8 @@ def _ids(entries: list[str], name: str) -> frozenset[str]:
         found |= {entry} if is_peer_id(entry) else _read_list(entry, name)
     if name == "allow" and entries and not found:
         raise PeerListError(
-            f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or leave it out."
+            f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or "
+            "leave it out."
         )
     return frozenset(found)
 
@@ -276,37 +302,46 @@ def _read_list(entry: str, name: str) -> set[str]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
         raise PeerListError(
-            f"peers.{name}: {entry[:200]!r} is neither a peer id nor a file that can be read ({why}): write 12D3Koo... or a path."
+            f"peers.{name}: {entry[:200]!r} is neither a peer id nor a file that can be read "
+            f"({why}): write 12D3Koo... or a path."
         ) from error
     if len(data) > MAX_LIST_BYTES:
         raise PeerListError(
-            f"peers.{name}: the file {entry[:200]!r} is over 4 MiB: name a list of peer ids, one a line."
+            f"peers.{name}: the file {entry[:200]!r} is over 4 MiB: name a list of peer ids, one a "
+            "line."
         )
     found = set()
     for number, line in enumerate(text.splitlines(), 1):
         word = line.partition("#")[0].strip()
         if word and not is_peer_id(word):
             raise PeerListError(
-                f"peers.{name}: line {number} of {entry[:200]!r} is no peer id ({word[:60]!a}): correct it."
+                f"peers.{name}: line {number} of {entry[:200]!r} is no peer id ({word[:60]!a}): "
+                "correct it."
             )
         found |= {word} if word else set()
     return found
 
 
 MAX_FILE_BYTES = 2**20
-DATA = "The task's option data on this node: for text, files, folders, FILE.jsonl, FILE.jsonl.gz, FILE.txt.gz, or hf:DATASET."
+DATA = (
+    "The task's option data on this node: for text, files, folders, FILE.jsonl, FILE.jsonl.gz, "
+    "FILE.txt.gz, or hf:DATASET."
+)
 
 
 def _file_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", value):
         raise ValueError(
-            "it should be 1 to 64 letters, digits, dots, dashes and underscores, with no dot or dash first"
+            "it should be 1 to 64 letters, digits, dots, dashes and underscores, with no dot or "
+            "dash first"
         )
     return value
 
 
 def _absolute(path: Path) -> Path:
-    """Return ``path`` whatever folder the user's code changes to; as it is where the current one is gone."""
+    """Return ``path`` whatever folder the user's code changes to; as it is where the current one is
+    gone.
+    """
     with suppress(FileNotFoundError):
         return Path(expanded(path)).absolute()
     return path
@@ -356,12 +391,14 @@ class SwarmSettings(_Table):
     )
     bucket: Bucket = Field(
         default=0,
-        description="Most members that one node reads and is paired with at a time, 4 to 64, such as 64. That caps "
+        description="Most members that one node reads and is paired with at a time, 4 to 64, such "
+        "as 64. That caps "
         "each node's cost at that of 30 peers. 0: all members.",
     )
     epoch_s: EpochSeconds = Field(
         default=60.0,
-        description="bucket: seconds after which members are reassigned, at least 30; four rounds mix 4 to 8 % worse than "
+        description="bucket: seconds after which members are reassigned, at least 30; four rounds "
+        "mix 4 to 8 % worse than "
         "all with all.",
     )
 
@@ -416,17 +453,21 @@ class NodeSettings(_Table):
         description="Addresses to listen on; port 0 lets the system choose.",
     )  # fmt: skip
     announce: list[str] = Field(
-        default_factory=list, max_length=8,
-        description="Addresses to tell other peers, where they differ from those listened on (port forwarding).",
-    )  # fmt: skip
+        default_factory=list,
+        max_length=8,
+        description="Addresses to tell other peers, where they differ from those listened on (port "
+        "forwarding).",
+    )
     bootstrap: list[str] = Field(
         default_factory=list,
         max_length=8,
-        description="Bootstrap nodes or members to join through besides the link's; bootstrap nodes go into links printed here.",
+        description="Bootstrap nodes or members to join through besides the link's; bootstrap "
+        "nodes go into links printed here.",
     )
     relay: Literal["auto", "only", "off"] = Field(
         default="auto",
-        description="Accept connections through a bootstrap node or the link's peers: auto (if nobody can dial this node), "
+        description="Accept connections through a bootstrap node or the link's peers: auto (if "
+        "nobody can dial this node), "
         "only (from the start), or off (never, nor does this node forward for others).",
     )
     folder: PathSetting | None = Field(
@@ -441,20 +482,23 @@ class NodeSettings(_Table):
     )
     lag: Lag = Field(
         default=None,
-        description="Lag of this node's exchanges in place of the swarm's outer.lag: inner steps, 0 to wait for each exchange, or "
+        description="Lag of this node's exchanges in place of the swarm's outer.lag: inner steps, "
+        "0 to wait for each exchange, or "
         "auto. Peers may differ. By default the swarm's.",
     )
     data: str = Field(default="", description=DATA)
     shard: str | None = Field(
         default=None,
-        description="Part of the data to train on, such as 0/8 (counted from 0); by default a free one.",
+        description="Part of the data to train on, such as 0/8 (counted from 0); by default a free "
+        "one.",
     )
     resume: bool = Field(
         default=False, description="Continue from the newest checkpoint in the folder."
     )
     resume_from: PathSetting | None = Field(
         default=None,
-        description="Begin another swarm with the weights of this checkpoint, or of the newest one in this folder.",
+        description="Begin another swarm with the weights of this checkpoint, or of the newest one "
+        "in this folder.",
     )
     checkpoint_every_rounds: int = Field(
         default=10,
@@ -464,7 +508,8 @@ class NodeSettings(_Table):
     )
     operator: Name | None = Field(
         default=None,
-        description="Operator of this node, if one runs several: they are never drawn for the same vote. "
+        description="Operator of this node, if one runs several: they are never drawn for the same "
+        "vote. "
         "By default each is its own.",
     )
     upload: float = Field(
@@ -475,41 +520,55 @@ class NodeSettings(_Table):
     )
     offload: Place | None = Field(
         default=None,
-        description="Where slow weights and outer state are in place of main memory: device (faster, for 4 to 8 bytes of its "
-        "memory a parameter), or a folder on a fast disk, for files that are gone when the node ends.",
+        description="Where slow weights and outer state are in place of main memory: device "
+        "(faster, for 4 to 8 bytes of its "
+        "memory a parameter), or a folder on a fast disk, for files that are gone when the node "
+        "ends.",
     )
     ram: float = Field(
-        default=0.0, ge=0, le=1e6,
-        description="Gigabytes of memory: a model that needs more is not begun with, and queues shrink with it; 0: no bound.",
-    )  # fmt: skip
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Gigabytes of memory: a model that needs more is not begun with, and queues "
+        "shrink with it; 0: no bound.",
+    )
     disk: float = Field(
-        default=0.0, ge=0, le=1e6,
-        description="Gigabytes that the folder may hold: older checkpoints go first, then no more are written; 0: no bound.",
-    )  # fmt: skip
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Gigabytes that the folder may hold: older checkpoints go first, then no more "
+        "are written; 0: no bound.",
+    )
     metrics: Endpoint | None = Field(
         default=None,
-        description="Port, or HOST:PORT, at which Prometheus finds metrics; 0: any free port. By default nowhere.",
+        description="Port, or HOST:PORT, at which Prometheus finds metrics; 0: any free port. By "
+        "default nowhere.",
     )
     tensorboard: PathSetting | None = Field(
         default=None,
-        description="Folder of curves for TensorBoard, in which the node has one of its own. By default none.",
+        description="Folder of curves for TensorBoard, in which the node has one of its own. By "
+        "default none.",
     )
     wandb: str | None = Field(
         default=None,
-        description="Project, or team/project, of Weights & Biases that the curves go to. By default none.",
+        description="Project, or team/project, of Weights & Biases that the curves go to. By "
+        "default none.",
     )
     identity: PathSetting | None = Field(
         default=None,
-        description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected).",
+        description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is "
+        "respected).",
     )
     gpus: Count | None = Field(
         default=None,
-        description="GPUs to train on, a process for each: all, or a number; with the device cpu that many processes. "
+        description="GPUs to train on, a process for each: all, or a number; with the device cpu "
+        "that many processes. "
         "By default one process.",
     )
     parallel: Literal["ddp", "fsdp"] | None = Field(
         default=None,
-        description="How several GPUs share a model: ddp (each holds all of it; the default) or fsdp (each holds a part).",
+        description="How several GPUs share a model: ddp (each holds all of it; the default) or "
+        "fsdp (each holds a part).",
     )
 
     _runs: Path = PrivateAttr(default_factory=lambda: _absolute(Path("runs")))
@@ -582,7 +641,10 @@ class NodeSettings(_Table):
 
 
 def default_identity_path() -> Path:
-    """Return the file of this user's key. HomeError if neither XDG_CONFIG_HOME nor the home folder says where it is."""
+    """Return the file of this user's key.
+
+    HomeError if neither XDG_CONFIG_HOME nor the home folder says where it is.
+    """
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # The XDG specification says to ignore a relative path there.
     if os.path.isabs(base):
@@ -590,7 +652,8 @@ def default_identity_path() -> Path:
     home = os.path.expanduser("~")
     if not os.path.isabs(home):
         raise HomeError(
-            "This node's key is kept in the home folder, which is not known (HOME is not set, and this user has no entry in "
+            "This node's key is kept in the home folder, which is not known (HOME is not set, and "
+            "this user has no entry in "
             "the system): pass --identity FILE, or set HOME."
         )
     return Path(home) / ".config" / "shoal" / "identity.key"
@@ -636,7 +699,8 @@ def _read(path: Path) -> dict[str, Any]:
         values: dict[str, Any] = tomllib.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"The settings file {str(path)!r} is not UTF-8 text: save it as UTF-8, as TOML asks for."
+            f"The settings file {str(path)!r} is not UTF-8 text: save it as UTF-8, as TOML asks "
+            "for."
         ) from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(
@@ -662,7 +726,9 @@ def _merge(values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """Split ``KEY=VALUE``; the value is read as TOML or else as plain text, and the key may be dotted. Raises ConfigError."""
+    """Split ``KEY=VALUE``; the value is read as TOML or else as plain text, and the key may be
+    dotted. Raises ConfigError.
+    """
     key, equals, value = text.partition("=")
     if not equals or not all(part.isidentifier() for part in key.split(".")):
         raise ConfigError(
@@ -684,7 +750,10 @@ def _explain(error: ValidationError, joins: bool = False) -> str:
     """Return the first error as one sentence; ``joins``: for a node that joins a swarm."""
     first = error.errors(include_url=False)[0]
     if first["loc"][:2] == ("task", "options") and len(first["loc"]) > 2:
-        return f"The option 'task.options.{first['loc'][2]}' must be a number, a text, or true or false: correct it."
+        return (
+            f"The option 'task.options.{first['loc'][2]}' must be a number, a text, or true or "
+            "false: correct it."
+        )
     dotted = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         names = known_keys() + list(Settings.model_fields)
@@ -707,7 +776,8 @@ def _explain(error: ValidationError, joins: bool = False) -> str:
         if joins and dotted in SHARED:
             given = ", ".join(f"{dotted}.{key}" for key in first["input"])
             return (
-                f"The swarm fixes the settings of {dotted!r} for all its members, and this node was given {given}: leave that "
+                f"The swarm fixes the settings of {dotted!r} for all its members, and this node "
+                f"was given {given}: leave that "
                 "out; the creator can change train.lr and train.steps for all (`shoal change`)."
             )
         return f"The settings of {dotted!r} do not go together: {problem}."

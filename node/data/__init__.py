@@ -1,1 +1,3 @@
-"""Data of the built-in text task: documents of files and datasets, their shards, tokens, and resumable batches."""
+"""Data of the built-in text task: documents of files and datasets, their shards, tokens, and
+resumable batches.
+"""

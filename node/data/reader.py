@@ -1,13 +1,16 @@
-"""Batches from a stream of documents: packed into windows, shuffled in blocks, and resumable from a few numbers.
+"""Batches from a stream of documents: packed into windows, shuffled in blocks, and resumable from a
+few numbers.
 
-Documents are joined, each followed by its end token, and cut into windows of context + 1 tokens, the last of which is the first of
-the next window. A block of windows, or the rest of an epoch, is gathered, shuffled by a seed of (seed, shard, number of the block)
-and read; the next block begins with the tokens that were left over. So the place of a reader is where its block begins (epoch,
-document, tokens into it) and how many of its windows were read, whatever the size of the data or of a block: a resumed reader
-gathers the same block again.
+Documents are joined, each followed by its end token, and cut into windows of context + 1 tokens,
+the last of which is the first of the next window. A block of windows, or the rest of an epoch, is
+gathered, shuffled by a seed of (seed, shard, number of the block) and read; the next block begins
+with the tokens that were left over. So the place of a reader is where its block begins (epoch,
+document, tokens into it) and how many of its windows were read, whatever the size of the data or of
+a block: a resumed reader gathers the same block again.
 
-All peers of a swarm must cut text alike, or tokens differ in meaning. So a tokenizer (bytes, or one of Hugging Face by name, by the
-package ``tokenizers``) has a digest, which the manifest holds; a swarm gives a name on the hub, never a path on another machine.
+All peers of a swarm must cut text alike, or tokens differ in meaning. So a tokenizer (bytes, or one
+of Hugging Face by name, by the package ``tokenizers``) has a digest, which the manifest holds; a
+swarm gives a name on the hub, never a path on another machine.
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im
 """Tokens that end a document, of which the first in the vocabulary is used."""
 # Text that shows differences between tokenizers with the same vocabulary.
 PROBE = (
-    "The quick brown fox (aged 12) doesn't jump over 3,141.59 lazy dogs...\n\n\tdef f(x): return x**2  # naïve\r\n"
-    "Ünïcödé — Привет, мир! 你好，世界 こんにちは 안녕 مرحبا 🐟🐠 e\u0301 ﬁ ½ \u00a0\u200b\ufeff AAAAaaaa   end "
+    "The quick brown fox (aged 12) doesn't jump over 3,141.59 lazy dogs...\n\n\tdef f(x): return "
+    "x**2  # naïve\r\n"
+    "Ünïcödé — Привет, мир! 你好，世界 こんにちは 안녕 مرحبا "
+    "🐟🐠 e\u0301 ﬁ ½ \u00a0\u200b\ufeff AAAAaaaa   end "
 )
 
 
@@ -97,7 +102,8 @@ class Named:
         self._known: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         if not 0 < self.vocabulary <= MAX_VOCABULARY:
             raise DataError(
-                f"The tokenizer {name!r} has {self.vocabulary} tokens, not 1 to {MAX_VOCABULARY}: name another."
+                f"The tokenizer {name!r} has {self.vocabulary} tokens, not 1 to {MAX_VOCABULARY}: "
+                "name another."
             )
 
     @cached_property
@@ -107,7 +113,9 @@ class Named:
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the vocabulary and of the tokens of a text; not of the file, which differs between versions."""
+        """Hex SHA-256 of the vocabulary and of the tokens of a text; not of the file, which differs
+        between versions.
+        """
         ids = self._inner.encode(PROBE, add_special_tokens=False).ids
         return hashlib.sha256(json.dumps([sorted(self._known.items()), ids]).encode()).hexdigest()
 
@@ -130,7 +138,8 @@ class Named:
 
 
 def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
-    """Load the tokenizer ``name``: bytes, a name on the hub, or a path (a folder or file) that begins with ``.``, ``/`` or ``~``.
+    """Load the tokenizer ``name``: bytes, a name on the hub, or a path (a folder or file) that
+    begins with ``.``, ``/`` or ``~``.
 
     Raises DataError: it cannot be loaded, or its digest is not the swarm's ``expected`` one.
     """
@@ -154,12 +163,14 @@ def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
             raise
         except Exception as error:  # the package raises bare ones, and a network many
             raise DataError(
-                f"The tokenizer {name!r} cannot be loaded ({reason(error)}): check its name and the network, "
+                f"The tokenizer {name!r} cannot be loaded ({reason(error)}): check its name and "
+                "the network, "
                 "or name a copy of it with --tokenizer ./FOLDER."
             ) from error
     if expected and found.digest != expected:
         raise DataError(
-            f"The tokenizer {name!r} is another one here (digest {found.digest[:12] or 'of bytes'}) than in the swarm "
+            f"The tokenizer {name!r} is another one here (digest "
+            f"{found.digest[:12] or 'of bytes'}) than in the swarm "
             f"({expected[:12]}): give this node the swarm's with --tokenizer."
         )
     return found
@@ -177,7 +188,8 @@ def _local(name: str, tokenizers: Any) -> Any:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise DataError(
-                f"There is no {FILE} in the folder {name!r}: name one that has it, or install transformers."
+                f"There is no {FILE} in the folder {name!r}: name one that has it, or install "
+                "transformers."
             ) from error
         return AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
@@ -218,7 +230,9 @@ def _read(file: Path, name: str, tokenizers: Any) -> Any:
 
 
 EMPTY_EPOCHS = 64
-"""Epochs without a document for this shard, as may happen with little text, after which an error is raised."""
+"""Epochs without a document for this shard, as may happen with little text, after which an error is
+raised.
+"""
 
 
 @dataclass(frozen=True)
@@ -232,7 +246,8 @@ class _Segment:
 
 
 class Reader(Batches):
-    """Endless batches (inputs, targets), int64 (batch, context) each, of the shard's part of ``source``.
+    """Endless batches (inputs, targets), int64 (batch, context) each, of the shard's part of
+    ``source``.
 
     Args:
         shuffle: approximate number of tokens to gather and shuffle at once.
@@ -286,15 +301,23 @@ class Reader(Batches):
         # Before its first batch a resumed reader has not gathered its block.
         drawn = self._drawn + self._skip
         return {
-            "cut": self._cut, "epoch": epoch, "place": None if place is None else dict(place), "offset": offset,
-            "block": self._block, "drawn": drawn,
-        }  # fmt: skip
+            "cut": self._cut,
+            "epoch": epoch,
+            "place": None if place is None else dict(place),
+            "offset": offset,
+            "block": self._block,
+            "drawn": drawn,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. DataError, and no change, if it is of other data, another shard, or cut otherwise."""
+        """Continue from ``state``.
+
+        DataError, and no change, if it is of other data, another shard, or cut otherwise.
+        """
         if state.get("cut") != self._cut:
             raise DataError(
-                "The checkpoint was trained on other data, or with another tokenizer, context or shuffle: "
+                "The checkpoint was trained on other data, or with another tokenizer, context or "
+                "shuffle: "
                 f"this is {self._source.what}: give the node what it had."
             )
         place, numbers = (
@@ -347,8 +370,10 @@ class Reader(Batches):
             raise no_document(source)
         if epochs == EMPTY_EPOCHS:
             raise DataError(
-                f"The shard {shard.index} of {shard.of} has only {total} tokens in {epochs} epochs of {source.what}, where "
-                f"{self._context + 1} are needed: name more text with --data, or use fewer shards or a shorter context."
+                f"The shard {shard.index} of {shard.of} has only {total} tokens in {epochs} epochs "
+                f"of {source.what}, where "
+                f"{self._context + 1} are needed: name more text with --data, or use fewer shards "
+                "or a shorter context."
             )
 
     def _next_block(self) -> None:
@@ -368,7 +393,8 @@ class Reader(Batches):
         )
         if self._skip > count:
             raise DataError(
-                f"{self._source.what} has less text than when the checkpoint was saved: give the node what it had."
+                f"{self._source.what} has less text than when the checkpoint was saved: give the "
+                "node what it had."
             )
         self._drawn, self._skip = self._skip, 0
         self._left = _without(segments, count * self._context)
@@ -390,7 +416,9 @@ DATA, TOKENIZER, DIGEST = "data", "tokenizer", "tokenizer_digest"
 
 
 def shared(hooks: str, options: Mapping[str, Option]) -> dict[str, Option]:
-    """Return the ``options`` for the manifest: a path means nothing on another machine, so data is given by name or left out."""
+    """Return the ``options`` for the manifest: a path means nothing on another machine, so data is
+    given by name or left out.
+    """
     found = dict(options)
     if DATA in found and not _is_name(hooks, found[DATA]):
         del found[DATA]
@@ -400,11 +428,12 @@ def shared(hooks: str, options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def taken(hooks: str, swarms: Mapping[str, Option], own: Mapping[str, Option]) -> dict[str, Option]:
-    """Return the options of a joining node: the swarm's, for text with ``own`` data and copy of the tokenizer where it names them.
+    """Return the options of a joining node: the swarm's, for text with ``own`` data and copy of the
+    tokenizer where it names them.
 
     Raises:
-        DataError: the swarm names a path, which is never looked up on this machine; or it trains on bytes, and this node was given
-            a tokenizer.
+        DataError: the swarm names a path, which is never looked up on this machine; or it trains on
+            bytes, and this node was given a tokenizer.
     """
     found = dict(swarms)
     paths = [value for key, value in found.items() if key == DATA and not _is_name(hooks, value)]
@@ -415,29 +444,34 @@ def taken(hooks: str, swarms: Mapping[str, Option], own: Mapping[str, Option]) -
     ]
     if paths:
         raise DataError(
-            f"The swarm names {paths[0]!r}, a path on somebody's machine, as its data or tokenizer: leave it."
+            f"The swarm names {paths[0]!r}, a path on somebody's machine, as its data or "
+            "tokenizer: leave it."
         )
     if hooks != TEXT:
         return found
     if TOKENIZER in own and own[TOKENIZER] != found.get(TOKENIZER, BYTES) == BYTES:
         raise DataError(
-            f"The swarm trains on bytes, this node was given the tokenizer {own[TOKENIZER]!r}: leave it out."
+            f"The swarm trains on bytes, this node was given the tokenizer {own[TOKENIZER]!r}: "
+            "leave it out."
         )
     return {**found, **{key: own[key] for key in (DATA, TOKENIZER) if key in own}}
 
 
 def flags(hooks: str, options: Mapping[str, Option]) -> list[str]:
-    """Return the command-line flags that give a node of this machine those ``options`` which the manifest leaves out."""
+    """Return the command-line flags that give a node of this machine those ``options`` which the
+    manifest leaves out.
+    """
     there = shared(hooks, options)
     lost = [key for key in (DATA, TOKENIZER) if options.get(key) and there.get(key) != options[key]]
     return [word for key in lost for word in (f"--{key}", str(options[key]))]
 
 
 def _is_name(hooks: str, data: Option) -> bool:
-    """Return whether ``data`` is the name of a dataset, the same for everybody, and no path, however it is written.
+    """Return whether ``data`` is the name of a dataset, the same for everybody, and no path,
+    however it is written.
 
-    ``hf:NAME`` without an owner may be a format of the package ``datasets``, which then reads the current folder. A task of the
-    user's own may call data by a plain word.
+    ``hf:NAME`` without an owner may be a format of the package ``datasets``, which then reads the
+    current folder. A task of the user's own may call data by a plain word.
     """
     if not isinstance(data, str):
         return hooks != TEXT

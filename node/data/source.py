@@ -1,11 +1,13 @@
-"""Sources of documents, and which documents are a shard's in each epoch: by pure functions, so that nobody has to coordinate it.
+"""Sources of documents, and which documents are a shard's in each epoch: by pure functions, so that
+nobody has to coordinate it.
 
-Where all documents are known beforehand they are shuffled for each (seed, epoch) and assigned in turn, so that the sizes of shards
-differ by one document at most. The length of a stream is not known, so there a hash of (seed, epoch, document) gives the shard.
-Either way the shards of an epoch have each document once, and the next epoch assigns them anew.
+Where all documents are known beforehand they are shuffled for each (seed, epoch) and assigned in
+turn, so that the sizes of shards differ by one document at most. The length of a stream is not
+known, so there a hash of (seed, epoch, document) gives the shard. Either way the shards of an epoch
+have each document once, and the next epoch assigns them anew.
 
-Of datasets of Hugging Face (``hf:NAME[/CONFIG][:SPLIT]``, by the package ``datasets``) rows are fetched as they are read; only that
-package's cache is stored.
+Of datasets of Hugging Face (``hf:NAME[/CONFIG][:SPLIT]``, by the package ``datasets``) rows are
+fetched as they are read; only that package's cache is stored.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from shoal.swarm.errors import ShoalError
 
 
 class DataError(ShoalError):
-    """Unreadable or insufficient text, a missing tokenizer, or an option of the text task out of range."""
+    """Unreadable or insufficient text, a missing tokenizer, or an option of the text task out of
+    range.
+    """
 
 
 def reason(error: BaseException) -> str:
@@ -64,7 +68,8 @@ def dealt(names: Sequence[str], shard: Shard, epoch: int) -> list[int]:
     order = sorted(
         range(len(names)), key=lambda i: (number("order", shard.seed, epoch, names[i]), names[i], i)
     )
-    # The first shard changes too: fewer documents than shards would else always go to the first ones.
+    # The first shard changes too: fewer documents than shards would else always go to the first
+    # ones.
     return order[(shard.index + number("turn", shard.seed, epoch)) % shard.of :: shard.of]
 
 
@@ -79,7 +84,8 @@ logger = logging.getLogger(__name__)
 # Files that ``data`` names, in an order that all machines share.
 
 MAX_FILES = 200_000
-# Tests of the library repeat themselves and are absent on some systems; packages differ from machine to machine.
+# Tests of the library repeat themselves and are absent on some systems; packages differ from
+# machine to machine.
 NOT_LIBRARY = {
     "site-packages",
     "dist-packages",
@@ -92,7 +98,9 @@ NOT_LIBRARY = {
 
 
 def _walk(root: Path, skip: set[str], suffix: str) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of the regular files below ``root``; hidden ones and links are left out."""
+    """Yield (name, path) of the regular files below ``root``; hidden ones and links are left
+    out.
+    """
 
     def fail(error: OSError) -> None:
         raise DataError(
@@ -113,7 +121,8 @@ def _walk(root: Path, skip: set[str], suffix: str) -> Iterator[tuple[str, Path]]
 
 
 def find_files(data: str, at: Path | None = None) -> list[tuple[str, Path]]:
-    """List (name, path) of all files that ``data`` names, sorted by name; by default Python's library. DataError.
+    """List (name, path) of all files that ``data`` names, sorted by name; by default Python's
+    library. DataError.
 
     Paths begin at the folder ``at``, by default the current one.
     """
@@ -180,7 +189,9 @@ class DocumentSource(Protocol):
     def documents(
         self, shard: Shard, epoch: int, place: Place | None = None
     ) -> Iterator[tuple[Place, Document]]:
-        """Yield the shard's documents of ``epoch``, from the one at ``place`` on, each with its place. DataError."""
+        """Yield the shard's documents of ``epoch``, from the one at ``place`` on, each with its
+        place. DataError.
+        """
 
 
 @dataclass
@@ -230,25 +241,31 @@ class Training:
 
 def no_document(source: DocumentSource) -> DataError:
     return DataError(
-        f"There is no usable document in {source.what}: name other data, or the field that has the text."
+        f"There is no usable document in {source.what}: name other data, or the field that has the "
+        "text."
     )
 
 
 def place_number(place: Place | None, key: str) -> int:
-    """Return the number ``key`` of ``place``; 0 without a place. DataError if it is missing, as in a place of another source."""
+    """Return the number ``key`` of ``place``; 0 without a place.
+
+    DataError if it is missing, as in a place of another source.
+    """
     found = 0 if place is None else place.get(key)
     if not isinstance(found, int) or found < 0:
         raise DataError(
-            f"The checkpoint's place in the data is damaged (its {key!r} is {found!r}): take an older checkpoint."
+            f"The checkpoint's place in the data is damaged (its {key!r} is {found!r}): take an "
+            "older checkpoint."
         )
     return found
 
 
-# Files of any size as a stream of documents, read by line: .jsonl, .jsonl.gz, .txt.gz, and plain text.
+# Files of any size as a stream of documents, read by line: .jsonl, .jsonl.gz, .txt.gz, and plain
+# text.
 #
-# A document of a .jsonl file is one line's text; of other files, a few whole lines of about 4 KiB together. At most one line of
-# up to 16 MiB is held, so a small file that unpacks to a huge one costs time but no memory. Longer lines, and those that are no
-# record, are skipped and counted.
+# A document of a .jsonl file is one line's text; of other files, a few whole lines of about 4 KiB
+# together. At most one line of up to 16 MiB is held, so a small file that unpacks to a huge one
+# costs time but no memory. Longer lines, and those that are no record, are skipped and counted.
 
 RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz")
 """Files with these endings are streamed."""
@@ -257,11 +274,15 @@ PIECE = 4096  # approximate bytes of a document of plain text
 _BLOCK = 2**20
 
 Line = tuple[int, int, bytes | None]
-"""Offset in the unpacked file, number from 1, and bytes with the end of line; None where they are too many."""
+"""Offset in the unpacked file, number from 1, and bytes with the end of line; None where they are
+too many.
+"""
 
 
 class RecordFiles:
-    """`Source` of the documents in ``files``, (name, path) each; ``field``: the field of a record's text."""
+    """`Source` of the documents in ``files``, (name, path) each; ``field``: the field of a record's
+    text.
+    """
 
     def __init__(self, files: list[tuple[str, Path]], field: str, skipped: Skipped) -> None:
         self.files, self.field, self.skipped = files, field, skipped
@@ -280,7 +301,10 @@ class RecordFiles:
     def documents(
         self, shard: Shard, epoch: int, place: Place | None = None
     ) -> Iterator[tuple[Place, Document]]:
-        """Implement `Source.documents`. A place is a file's number in the order of the epoch, and a line of it."""
+        """Implement `Source.documents`.
+
+        A place is a file's number in the order of the epoch, and a line of it.
+        """
         order = dealt(self.names, Shard(0, 1, shard.seed), epoch)
         first, byte, number = (
             place_number(place, "file"),
@@ -352,14 +376,18 @@ class RecordFiles:
 
 
 def _lines(path: Path, byte: int, number: int) -> Iterator[Line]:
-    """Yield the lines from ``byte`` of the unpacked file on, where line ``number`` begins. DataError."""
+    """Yield the lines from ``byte`` of the unpacked file on, where line ``number`` begins.
+
+    DataError.
+    """
     try:
         with path.open("rb") as raw:
             file: IO[bytes] = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw  # type: ignore[assignment]
             # Beyond the end a packed file stops, but a plain one does not notice.
             if file.seek(byte) != byte or (file is raw and os.fstat(raw.fileno()).st_size < byte):
                 raise DataError(
-                    f"The file {str(path)!r} is shorter than it was when the checkpoint was saved: give it back."
+                    f"The file {str(path)!r} is shorter than it was when the checkpoint was saved: "
+                    "give it back."
                 )
             while line := file.readline(MAX_LINE + 1):
                 size, whole = len(line), line.endswith(b"\n")
@@ -395,7 +423,9 @@ class Name:
 
     @classmethod
     def parse(cls, data: str) -> Name:
-        """Parse ``hf:NAME``, ``hf:OWNER/NAME[/CONFIG]`` or ``hf:./FOLDER``, each with ``:SPLIT`` or not. Raises DataError."""
+        """Parse ``hf:NAME``, ``hf:OWNER/NAME[/CONFIG]`` or ``hf:./FOLDER``, each with ``:SPLIT`` or
+        not. Raises DataError.
+        """
         text, split = data.removeprefix(PREFIX).strip(), "train"
         if found := re.fullmatch(rf"(.+):({PART}|{PART}\[[0-9:%-]*\])", text):
             text, split = found[1], found[2]
@@ -408,14 +438,16 @@ class Name:
             return cls(path, None, split)
         if not re.fullmatch(rf"{PART}(/{PART}){{0,2}}", text):
             raise DataError(
-                f"{data!r} is no dataset: write hf:NAME, hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, and :SPLIT at will."
+                f"{data!r} is no dataset: write hf:NAME, hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, "
+                "and :SPLIT at will."
             )
         owner, _, rest = text.partition("/")
         name, _, config = rest.partition("/")
         path = f"{owner}/{name}" if name else owner
         if os.path.exists(path):
             raise DataError(
-                f"There is a folder {path!r} here, named as a dataset: write hf:./{path} if you mean the folder."
+                f"There is a folder {path!r} here, named as a dataset: write hf:./{path} if you "
+                "mean the folder."
             )
         return cls(path, config or None, split)
 
@@ -447,7 +479,10 @@ class HubDataset:
     def documents(
         self, shard: Shard, epoch: int, place: Place | None = None
     ) -> Iterator[tuple[Place, Document]]:
-        """Implement `Source.documents`. A place is a row, and the dataset's own state at most ``ANCHOR_EVERY`` rows before."""
+        """Implement `Source.documents`.
+
+        A place is a row, and the dataset's own state at most ``ANCHOR_EVERY`` rows before.
+        """
         wanted, row = place_number(place, "row"), place_number(place, "noted")
         rows = self._open()
         try:
@@ -488,7 +523,8 @@ class HubDataset:
             Exception
         ) as error:  # files, formats and networks of many kinds, each with errors of its own
             raise DataError(
-                f"Cannot read {self.what}: {reason(error)}: check the name, the column and the network."
+                f"Cannot read {self.what}: {reason(error)}: check the name, the column and the "
+                "network."
             ) from error
 
     def _open(self) -> Any:
@@ -508,8 +544,10 @@ class HubDataset:
             )
         except Exception as error:  # as above
             raise DataError(
-                f"Cannot open the dataset {self.name.path!r}, split {self.name.split!r} ({reason(error)}): "
-                "check its name and the network, and write hf:OWNER/NAME/CONFIG:SPLIT for another part of it."
+                f"Cannot open the dataset {self.name.path!r}, split {self.name.split!r} "
+                f"({reason(error)}): "
+                "check its name and the network, and write hf:OWNER/NAME/CONFIG:SPLIT for another "
+                "part of it."
             ) from error
 
 

@@ -1,4 +1,5 @@
-"""A node of ``shoal demo --cheat`` that cheats: it writes with weights of 4 bits, and claims that its policy did.
+"""A node of ``shoal demo --cheat`` that cheats: it writes with weights of 4 bits, and claims that
+its policy did.
 
 ``python -m shoal.node.demo.cheating up|join ...`` takes what ``python -m shoal`` does.
 """

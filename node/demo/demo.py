@@ -1,4 +1,6 @@
-"""``shoal demo``: run a swarm of real processes with real daemons on this machine, by the commands that a user would type."""
+"""``shoal demo``: run a swarm of real processes with real daemons on this machine, by the commands
+that a user would type.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,11 @@ def run_demo(
     compare: bool,
     more: Given,
 ) -> dict[str, Any]:
-    """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the `report`.
+    """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the
+    `report`.
 
-    ``more``: further settings, with dotted keys, such as ``outer.method``. ``compare``: then each node trains once more alone.
+    ``more``: further settings, with dotted keys, such as ``outer.method``. ``compare``: then each
+    node trains once more alone.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -79,7 +83,10 @@ def run_demo(
         failed = sum(bool(event["error"]) for node in ended for event in node)
         single = sum(event["partner"] is None for node in ended for event in node) - failed
         own = f", {failed} ended by an error in a node's own code" if failed else ""
-        yield f"round {now} of {rounds}: training loss {losses}, {amount(moved)} sent, {single} without a partner{own}"
+        yield (
+            f"round {now} of {rounds}: training loss {losses}, {amount(moved)} sent, {single} "
+            f"without a partner{own}"
+        )
         if now == rounds and compare:
             yield "now the same again without partners, to compare"
 
@@ -113,11 +120,13 @@ def run_nodes(
     rounds: int,
     cheat: int = 0,
 ) -> Iterator[tuple[list[Path], list[dict[str, Any]], Events]]:
-    """Run the nodes of a demo to their end; yield their folders, which may be removed then, their results and their events.
+    """Run the nodes of a demo to their end; yield their folders, which may be removed then, their
+    results and their events.
 
     Args:
         what: the nodes in words. flags: of each node, besides those that all demos have.
-        done: the rounds that all have done, by their events. said: what to say when they are so many more, before and now.
+        done: the rounds that all have done, by their events. said: what to say when they are so
+            many more, before and now.
         cheat: how many nodes, the last ones, cheat.
 
     Raises DemoError, MetricsError or CheckpointError.
@@ -157,7 +166,10 @@ def run_nodes(
 
 @contextmanager
 def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display]]:
-    """Yield a folder for the nodes, ``keep`` or a temporary one, and a display. Raises CheckpointError if it is not usable."""
+    """Yield a folder for the nodes, ``keep`` or a temporary one, and a display.
+
+    Raises CheckpointError if it is not usable.
+    """
     if keep is not None:
         check_writable(keep)
     with (
@@ -169,12 +181,16 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
 
 
 def _toml(value: Any) -> str:
-    """Return a text, a number or a list as TOML has it: JSON, but for characters beyond ASCII and DEL."""
+    """Return a text, a number or a list as TOML has it: JSON, but for characters beyond ASCII and
+    DEL.
+    """
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def settings_toml(settings: Settings) -> str:
-    """Return what was given of the tables that ``shoal up`` needs, as TOML; what was not is left to it."""
+    """Return what was given of the tables that ``shoal up`` needs, as TOML; what was not is left to
+    it.
+    """
     tables = settings.model_dump(
         mode="json", exclude={"node"}, exclude_none=True, exclude_unset=True
     )
@@ -201,7 +217,9 @@ def _sent(exchange: Mapping[str, Any]) -> int:
 
 
 def _done(events: Sequence[Mapping[str, Any]], every: int) -> int:
-    """Return the rounds in which all was exchanged, by steps: a method may exchange several times in a round."""
+    """Return the rounds in which all was exchanged, by steps: a method may exchange several times
+    in a round.
+    """
     sent = [
         (exchange["fragment"], exchange["fragments"], _sent(exchange))
         for exchange in _exchanges(events)
@@ -217,7 +235,9 @@ def _done(events: Sequence[Mapping[str, Any]], every: int) -> int:
 
 
 def _ended(events: Sequence[Mapping[str, Any]], step: int, every: int) -> list[Mapping[str, Any]]:
-    """Return the exchanges begun in the ``every`` steps up to ``step``, or the last before: rounds need not be steps."""
+    """Return the exchanges begun in the ``every`` steps up to ``step``, or the last before: rounds
+    need not be steps.
+    """
     before = [event for event in _exchanges(events) if _sent(event) <= step]
     last = max(map(_sent, before), default=0)
     return [event for event in before if _sent(event) > step - every or _sent(event) == last]
@@ -230,7 +250,9 @@ def _loss(events: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def consensus_distances(folders: Sequence[Path]) -> list[float]:
-    """Return for each round the RMS distance between the peers' slow weights (over all pairs) over their RMS norm."""
+    """Return for each round the RMS distance between the peers' slow weights (over all pairs) over
+    their RMS norm.
+    """
     # In rounds of seconds a quick node ends sooner, and then has fewer.
     names = sorted(
         set.intersection(
@@ -258,7 +280,8 @@ def report(
 ) -> dict[str, Any]:
     """Return the report that ``shoal demo --json`` prints last: means over peers except for counts.
 
-    ``start_s``: seconds until the last of the nodes had done its first inner step; ``seconds``: those of the whole demo.
+    ``start_s``: seconds until the last of the nodes had done its first inner step; ``seconds``:
+    those of the whole demo.
     """
 
     def mean(key: str) -> float | None:
@@ -293,7 +316,9 @@ def report(
 
 
 def internal_errors(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the errors of the nodes' own code by place: their ``count``, and the ``first`` line of one."""
+    """Return the errors of the nodes' own code by place: their ``count``, and the ``first`` line of
+    one.
+    """
     found: dict[str, dict[str, Any]] = {}
     for result in results:
         for place, known in result["internal_errors"].items():
@@ -310,13 +335,16 @@ def erring(report: Mapping[str, Any]) -> str:
     count = sum(known["count"] for known in found.values())
     first = next(iter(found.values()))["first"]
     return (
-        f"\n{count} error{'s' * (count > 1)} in the nodes' own code, and not in the network, ended {report['failed']} exchanges "
+        f"\n{count} error{'s' * (count > 1)} in the nodes' own code, and not in the network, ended "
+        f"{report['failed']} exchanges "
         f"({first}): run again with --keep FOLDER, whose node.log files have the tracebacks"
     )
 
 
 def _ended_with(ends: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return what the last average came to: how many nodes are in the smallest mean, and the mean held-out losses around it."""
+    """Return what the last average came to: how many nodes are in the smallest mean, and the mean
+    held-out losses around it.
+    """
     known = [end for end in ends if end is not None]
     if not known or len(known) < len(ends):
         return None
@@ -352,18 +380,27 @@ def summary(report: dict[str, Any]) -> str:
         said = f"{first:.3f} at first, {together:.3f} together; not compared with training alone"
     if None not in (first, together, alone):
         gain = 100 * (1 - together / alone) if alone else 0.0
-        said = f"{first:.3f} at first, {together:.3f} together, {alone:.3f} alone with the same steps: "
+        said = (
+            f"{first:.3f} at first, {together:.3f} together, {alone:.3f} alone with the same "
+            "steps: "
+        )
         said += f"{abs(gain):.1f} % {'better' if gain >= 0 else 'worse'} together"
     if report["trained_alone"] and not report["exchanges"] and None not in (first, together):
-        said = f"{first:.3f} at first, {together:.3f} in the end; nothing was exchanged, so each node trained alone"
+        said = (
+            f"{first:.3f} at first, {together:.3f} in the end; nothing was exchanged, so each "
+            "node trained alone"
+        )
     most, last = max(report["spread"], default=0), report["spread"][-1] if report["spread"] else 0
     end = "".join(f"\n{line}" for line in _end_said(report.get("ended"), report["peers"]))
     return (
-        f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each in {report['rounds']} rounds, "
+        f"{report['peers']} nodes, {report['params']:,} parameters, {report['steps']} steps each "
+        f"in {report['rounds']} rounds, "
         f"{duration(round(report['seconds']))}\n"
         f"held-out loss: {said}\n"
-        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no partner, "
-        f"{amount(report['bytes_sent'])} sent; {duration(report['wait_s'])} of {duration(report['wall_s'])} waiting per node\n"
+        f"{report['exchanges']} pairs exchanged, {report['pairs_none']} times a node had no "
+        "partner, "
+        f"{amount(report['bytes_sent'])} sent; {duration(report['wait_s'])} of "
+        f"{duration(report['wall_s'])} waiting per node\n"
         f"consensus distance of the slow weights: at most {most:.4f}, after the last round "
         f"{last:.4f}{end}{erring(report)}"
     )

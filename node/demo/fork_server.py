@@ -1,14 +1,17 @@
-"""A process that has imported what every node imports, and forks nodes: ``python -m shoal.node.demo.fork_server FOLDER < SOCKET``.
+"""A process that has imported what every node imports, and forks nodes: ``python -m
+shoal.node.demo.fork_server FOLDER < SOCKET``.
 
-To import torch and all that trains takes two seconds of a processor and 150 MB. Here that is done once, and what was imported is
-shared by all forks (copy-on-write; `gc.freeze` keeps the collector from touching it). A fork then does what ``python -m MODULE
-ARGUMENTS`` does: it has a session, signal handlers, output and exit code of its own.
+To import torch and all that trains takes two seconds of a processor and 150 MB. Here that is done
+once, and what was imported is shared by all forks (copy-on-write; `gc.freeze` keeps the collector
+from touching it). A fork then does what ``python -m MODULE ARGUMENTS`` does: it has a session,
+signal handlers, output and exit code of its own.
 
-What has begun before a fork would be shared too, so nothing has: no module of a user's is imported, no device is looked for, no
-torch operation runs, and there is no thread, but for those of numpy's OpenBLAS, which ends them at a fork by itself.
+What has begun before a fork would be shared too, so nothing has: no module of a user's is imported,
+no device is looked for, no torch operation runs, and there is no thread, but for those of numpy's
+OpenBLAS, which ends them at a fork by itself.
 
-`shoal.node.demo.nodes` has the other end of the socket. When it is closed, which the death of the demo does too, this process
-ends, and its nodes find that their parent is gone (``--with-parent``).
+`shoal.node.demo.nodes` has the other end of the socket. When it is closed, which the death of the
+demo does too, this process ends, and its nodes find that their parent is gone (``--with-parent``).
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ def import_all() -> None:
 
 
 class ForkServer:
-    """Forks a node for each request that comes through ``requests``, and sends its process id and then its exit code back."""
+    """Forks a node for each request that comes through ``requests``, and sends its process id and
+    then its exit code back.
+    """
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
@@ -52,7 +57,9 @@ class ForkServer:
         os.set_blocking(self._waker, False)
 
     def serve(self) -> list[str]:
-        """Return, in each fork, the module and the arguments that it is to run; end this process when the demo is gone."""
+        """Return, in each fork, the module and the arguments that it is to run; end this process
+        when the demo is gone.
+        """
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _look)
         while True:
@@ -72,7 +79,9 @@ class ForkServer:
                 asker.send(str(os.waitstatus_to_exitcode(status)).encode())
 
     def _fork(self) -> list[str] | None:
-        """Fork as the next request has it; return the command in the fork, and None in the parent."""
+        """Fork as the next request has it; return the command in the fork, and None in the
+        parent.
+        """
         data, descriptors, _, _ = socket.recv_fds(self._requests, REQUEST, 3)
         if not data:
             os._exit(0)
@@ -83,7 +92,8 @@ class ForkServer:
         except OSError as error:
             os.write(
                 log,
-                f"Error: This machine starts no more processes ({error.strerror}): try fewer --peers.\n".encode(),
+                f"Error: This machine starts no more processes ({error.strerror}): try fewer "
+                "--peers.\n".encode(),
             )
             asker.close()
             pid = -1
@@ -124,7 +134,9 @@ def _look(number: int, frame: FrameType | None) -> None:
 
 
 def _name(name: str) -> None:
-    """Show ``name`` in the lists of ``top`` and ``ps``, where all forks have the command line of their server."""
+    """Show ``name`` in the lists of ``top`` and ``ps``, where all forks have the command line of
+    their server.
+    """
     with suppress(OSError), open("/proc/self/comm", "wb") as file:
         file.write(f"shoal {name}".encode()[:15])
 

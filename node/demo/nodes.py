@@ -1,4 +1,6 @@
-"""The processes of a demo's nodes: started by the commands that a user would type, watched, and ended whatever happens."""
+"""The processes of a demo's nodes: started by the commands that a user would type, watched, and
+ended whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,24 @@ from shoal.node.runtime.run_options import METRICS, handle_all
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.p2p.daemon_process import check_shared_memory
 
-# Whether the nodes of a demo still move: by what they write, and by what they say that they do meanwhile.
+# Whether the nodes of a demo still move: by what they write, and by what they say that they do
+# meanwhile.
 
-QUIET_S = 120.0  # seconds in which no node writes anything, or says that it moves, after which the demo is given up
-CROWD = 8  # nodes on a processor; more of them have as many times as long, for each gets less of it than tells that it moves
-LONG_S = 3600.0  # seconds for which a node may compute without a step or anything else that it writes: an endless loop computes too
+# seconds in which no node writes anything, or says that it moves, after which the demo is given up
+QUIET_S = 120.0
+# nodes on a processor; more of them have as many times as long, for each gets less of it than tells
+# that it moves
+CROWD = 8
+# seconds for which a node may compute without a step or anything else that it writes: an endless
+# loop computes too
+LONG_S = 3600.0
 
 
 class DemoError(ShoalError):
-    """A node of the demo failed. ``trace``: the traceback of the user's own code in it, if that was the cause."""
+    """A node of the demo failed.
+
+    ``trace``: the traceback of the user's own code in it, if that was the cause.
+    """
 
     exit_code = ExitCode.SWARM_FAILED
     trace = ""
@@ -56,7 +67,9 @@ class EventReader:
 
 
 class Liveness:
-    """Watcher of the nodes with these ``folders``, which need not exist yet, on so many ``processors``; ``clock``: seconds."""
+    """Watcher of the nodes with these ``folders``, which need not exist yet, on so many
+    ``processors``; ``clock``: seconds.
+    """
 
     def __init__(
         self,
@@ -74,9 +87,12 @@ class Liveness:
         self._moved_at = self._alive_at = clock()
 
     def look(self, ended: int = 0) -> list[list[dict[str, Any]]]:
-        """Return all events of each node so far. ``ended``: the number of nodes that have ended well.
+        """Return all events of each node so far.
 
-        Raises DemoError: nothing moved for `QUIET_S` seconds (`CROWD`), or nodes only computed, without an end, for `LONG_S`.
+        ``ended``: the number of nodes that have ended well.
+
+        Raises DemoError: nothing moved for `QUIET_S` seconds (`CROWD`), or nodes only computed,
+        without an end, for `LONG_S`.
         """
         events, now = [reader.read() for reader in self._readers], self._clock()
         said = [event for node in events for event in node if event["event"] == ACTIVITY]
@@ -96,7 +112,8 @@ class Liveness:
             )
         if now - self._moved_at > LONG_S:
             raise DemoError(
-                f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: {_REMEDY}"
+                f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: "
+                f"{_REMEDY}"
             )
         return events
 
@@ -113,7 +130,8 @@ class Liveness:
 _REMEDY = "run again with --verbose --keep FOLDER and read its logs."
 
 
-# Nodes that a `shoal.node.demo.fork_server` forks: how the demo starts it, and what it knows of each node.
+# Nodes that a `shoal.node.demo.fork_server` forks: how the demo starts it, and what it knows of
+# each node.
 
 PROGRAM = ("-m", "shoal.node.demo.fork_server")
 LOG = "fork-server.log"
@@ -123,7 +141,8 @@ ANSWER = 32  # bytes of a process id, or an exit code
 
 
 def interpreter() -> list[str]:
-    """Return the command of this Python, for ``-m``, which alone would put the present folder before all that is installed.
+    """Return the command of this Python, for ``-m``, which alone would put the present folder
+    before all that is installed.
 
     There a file of the user's, such as queue.py, would hide a module of Python's own.
     """
@@ -149,7 +168,10 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; return the exit code, which is -N after signal N. Raises TimeoutExpired after ``timeout`` seconds."""
+        """Wait for the end; return the exit code, which is -N after signal N.
+
+        Raises TimeoutExpired after ``timeout`` seconds.
+        """
         if self.returncode is None:
             self._answers.settimeout(timeout)
             try:
@@ -175,7 +197,10 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """A running `shoal.node.demo.fork_server`, which logs into ``folder``. ``env``: the nodes' environment, if not this one."""
+    """A running `shoal.node.demo.fork_server`, which logs into ``folder``.
+
+    ``env``: the nodes' environment, if not this one.
+    """
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
         self._log = folder / LOG
@@ -194,7 +219,10 @@ class ForkServer:
         self.pid = self._process.pid
 
     def start(self, command: Sequence[str], log: IO[str], name: str) -> ForkedProcess:
-        """Run ``python -m COMMAND`` in a fork called ``name``, with its stderr into ``log``. DemoError if it does not start."""
+        """Run ``python -m COMMAND`` in a fork called ``name``, with its stderr into ``log``.
+
+        DemoError if it does not start.
+        """
         answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, into = os.pipe()
         try:
@@ -244,10 +272,13 @@ Process = ForkedProcess | subprocess.Popen[str]
 
 
 class Nodes:
-    """Processes of a demo. All are ended when the block is left, whatever happened. ``env``: their environment, if not this one.
+    """Processes of a demo.
 
-    On Linux a `ForkServer` forks them, so that modules are imported, and held in memory, once for all of them.
-    Raises StartupError: the system has no shared memory, so none of them could start.
+    All are ended when the block is left, whatever happened. ``env``: their environment, if not this
+    one.
+
+    On Linux a `ForkServer` forks them, so that modules are imported, and held in memory, once for
+    all of them. Raises StartupError: the system has no shared memory, so none of them could start.
     """
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -275,7 +306,9 @@ class Nodes:
     def start(
         self, arguments: Sequence[str], name: str, *, program: Sequence[str] = ("shoal",)
     ) -> Process:
-        """Start ``shoal ARGUMENTS`` as the node ``name``. ``program``: another module with a main program, and what precedes
+        """Start ``shoal ARGUMENTS`` as the node ``name``.
+
+        ``program``: another module with a main program, and what precedes
         ARGUMENTS. Raises DemoError.
         """
         log = (self.folder / f"{name}.log").open("a", encoding="utf-8")
@@ -295,7 +328,10 @@ class Nodes:
         return process
 
     def check(self) -> bool:
-        """Return whether all went to their end. Raises DemoError, with the end of its log, if one failed."""
+        """Return whether all went to their end.
+
+        Raises DemoError, with the end of its log, if one failed.
+        """
         codes = [process.poll() for process in self.processes]
         for index, code in enumerate(codes):
             if code not in (None, *FINISHED):
@@ -303,7 +339,10 @@ class Nodes:
         return None not in codes
 
     def failure(self, index: int, code: int | None, what: str = "ended") -> DemoError:
-        """Return the error of a node that ended with ``code``. If its task failed, that is the user's own error here too."""
+        """Return the error of a node that ended with ``code``.
+
+        If its task failed, that is the user's own error here too.
+        """
         said = self.last_log_line(index)
         error = DemoError(f"Node peer-{index} {what} with code {code}: {said}")
         if code == ExitCode.BAD_INPUT:
@@ -353,7 +392,10 @@ class Nodes:
 
 
 def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: Liveness) -> str:
-    """Start the node that creates the swarm; return the link. Raises DemoError if it ends or moves no more before it prints it."""
+    """Start the node that creates the swarm; return the link.
+
+    Raises DemoError if it ends or moves no more before it prints it.
+    """
     link = read_line(
         nodes.start(arguments, "peer-0"), math.inf, liveness.look
     )  # a large model takes minutes to load
@@ -369,7 +411,9 @@ def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: 
 
 
 def read_line(process: Process, seconds: float, look: Callable[[], object] = lambda: None) -> str:
-    """Return the first line of a node's stdout, or "" when it ended or the time is up; ``look`` is called every `LOOK_S`."""
+    """Return the first line of a node's stdout, or "" when it ended or the time is up; ``look`` is
+    called every `LOOK_S`.
+    """
     stdout, lines, until = process.stdout, list[str](), time.monotonic() + seconds
     assert stdout is not None
     reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
@@ -383,7 +427,9 @@ def read_line(process: Process, seconds: float, look: Callable[[], object] = lam
 def _run(
     command: Sequence[str], log: IO[str], env: Mapping[str, str] | None
 ) -> subprocess.Popen[str]:
-    """Run ``python -m COMMAND`` in a session of its own: Ctrl-C is for the demo, which then ends its nodes orderly."""
+    """Run ``python -m COMMAND`` in a session of its own: Ctrl-C is for the demo, which then ends
+    its nodes orderly.
+    """
     return subprocess.Popen(
         [*interpreter(), "-m", *command],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,6 @@
-"""``shoal demo --task rl``: run a swarm of nodes on this machine that learn from each other's rollouts."""
+"""``shoal demo --task rl``: run a swarm of nodes on this machine that learn from each other's
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ def run_demo(
 ) -> dict[str, Any]:
     """Learn with ``peers`` nodes for ``rounds`` rounds; return the `report`.
 
-    ``cheat``: how many of them, the last ones, cheat (`cheating`). ``more``: further settings, with dotted keys, such as
-    ``rl.local``. With the policy ``tiny`` every node begins with another wrong habit, unless weights are exchanged too, for which
-    all must begin alike, or completions are verified. Verified ones have short rounds of verification.
+    ``cheat``: how many of them, the last ones, cheat (`cheating`). ``more``: further settings, with
+    dotted keys, such as ``rl.local``. With the policy ``tiny`` every node begins with another wrong
+    habit, unless weights are exchanged too, for which all must begin alike, or completions are
+    verified. Verified ones have short rounds of verification.
 
     Raises:
         ConfigError, and others: a setting, the task or the device cannot be used.
@@ -46,7 +49,8 @@ def run_demo(
     verified = bool(more.get("verify.audit_rate"))
     if (cheat and not verified) or cheat >= peers:
         raise ConfigError(
-            "--cheat needs fewer cheats than peers, and --verify 1, which finds them: change either."
+            "--cheat needs fewer cheats than peers, and --verify 1, which finds them: change "
+            "either."
         )
     given = {**(VERIFIED if verified else {}), "task.hooks": "rl", "train.steps": rounds}
     settings = demo_settings(peers, seed, {**given, **more})
@@ -107,8 +111,9 @@ def bans(
 ) -> dict[str, Any]:
     """Return which ``nodes`` were banned, from their ``events``; the last ``cheat`` cheat.
 
-    Until the first node ended, for one that is gone cannot hand out its evidence. "banned_after": for each that cheats, the rounds
-    of verification, of ``round_s`` seconds, from its first completions until all honest ones had banned it; None: they did not.
+    Until the first node ended, for one that is gone cannot hand out its evidence. "banned_after":
+    for each that cheats, the rounds of verification, of ``round_s`` seconds, from its first
+    completions until all honest ones had banned it; None: they did not.
     """
     peers = [next(event["peer"] for event in node if event["event"] == "start") for node in events]
     end = min(max(event["time"] for event in _rounds(node)) for node in events)
@@ -147,13 +152,24 @@ def bans(
 
 
 NODE_KEYS = (
-    "policy", "first_reward", "final_reward", "cumulative_reward", "effective_sample_size", "sent", "received", "used", "rejected",
-    "bytes_sent", "bytes_received",
-)  # fmt: skip
+    "policy",
+    "first_reward",
+    "final_reward",
+    "cumulative_reward",
+    "effective_sample_size",
+    "sent",
+    "received",
+    "used",
+    "rejected",
+    "bytes_sent",
+    "bytes_received",
+)
 
 
 def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return the report that ``--json`` prints last: each node under "nodes", and means over them, or sums (rollouts, bytes)."""
+    """Return the report that ``--json`` prints last: each node under "nodes", and means over them,
+    or sums (rollouts, bytes).
+    """
     found = [result["rl"] for result in results]
 
     def mean(key: str) -> float | None:
@@ -205,16 +221,22 @@ def summary(report: Mapping[str, Any]) -> str:
             for name, after in report["verify"]["banned_after"].items()
         ]
         found = report["verify"]
+        wrongly = [f"{name} is honest and was banned" for name in found["honest_banned"]]
         verified = (
-            f"\n{'; '.join([f'{name} is honest and was banned' for name in found['honest_banned']] + said) or 'nobody was banned'}"
-            f" (rounds of verification of {found['round_s']:g} s); the honest ones' reward: {found['honest_final_reward']:.3f}"
+            f"\n{'; '.join(wrongly + said) or 'nobody was banned'}"
+            f" (rounds of verification of {found['round_s']:g} s); the honest ones' reward: "
+            f"{found['honest_final_reward']:.3f}"
         )
     return (
-        f"{report['peers']} nodes, {report['params']:,} parameters, {report['rounds']} rounds of {report['env']!r}, "
+        f"{report['peers']} nodes, {report['params']:,} parameters, {report['rounds']} rounds of "
+        f"{report['env']!r}, "
         f"{duration(round(report['seconds']))}\n"
-        f"greedy reward on {report['held_out']} held-out questions: {report['first_reward']:.3f} at first, "
+        f"greedy reward on {report['held_out']} held-out questions: {report['first_reward']:.3f} "
+        "at first, "
         f"{report['final_reward']:.3f} in the end ({ended})\n"
-        f"cumulative reward: {report['cumulative_reward']:.1f} of at most {report['rounds']} per node\n"
-        f"{report['sent']} rollouts sent, {report['received']} received, {report['used']} learnt from; not used: {refused}\n"
+        f"cumulative reward: {report['cumulative_reward']:.1f} of at most {report['rounds']} per "
+        "node\n"
+        f"{report['sent']} rollouts sent, {report['received']} received, {report['used']} learnt "
+        f"from; not used: {refused}\n"
         f"{amount(report['bytes_sent'])} sent{verified}"
     )

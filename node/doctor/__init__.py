@@ -1,1 +1,3 @@
-"""``shoal doctor``: checks of what keeps this machine from training, each in one line with a remedy."""
+"""``shoal doctor``: checks of what keeps this machine from training, each in one line with a
+remedy.
+"""

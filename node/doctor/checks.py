@@ -1,4 +1,6 @@
-"""All checks of the doctor, and those of this machine (without network) and of what it and the swarm agree on."""
+"""All checks of the doctor, and those of this machine (without network) and of what it and the
+swarm agree on.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def python(visit: Visit, tell: Tell) -> str:
         )
     if place not in (("Linux", "x86_64"), ("Linux", "aarch64")):
         raise Note(
-            f"{build}: PyTorch or the network daemon has no wheel for it; take Linux or Apple silicon, or WSL or Docker."
+            f"{build}: PyTorch or the network daemon has no wheel for it; take Linux or Apple "
+            "silicon, or WSL or Docker."
         )
     return build
 
@@ -82,7 +85,8 @@ def torch(visit: Visit, tell: Tell) -> str:
     numbers = tuple(int(part) for part in installed.__version__.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
         raise FaultError(
-            f"this is PyTorch {installed.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer."
+            f"this is PyTorch {installed.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} "
+            "or newer."
         )
     kinds = {
         "CUDA": installed.version.cuda,
@@ -118,10 +122,14 @@ def device(visit: Visit, tell: Tell) -> str:
     if chosen.type in ("cuda", "xpu"):
         of_kind = found.get_device_module(chosen)
         free, total = of_kind.mem_get_info(chosen)
-        return f"{chosen}, {of_kind.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+        return (
+            f"{chosen}, {of_kind.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} "
+            "GB free"
+        )
     if chosen.type == "cpu" and (why := trouble()) and not why.startswith(NO_DRIVER):
         raise Note(
-            f"a GPU cannot be used ({why}), so a node trains on the processor: install its driver, or a build that fits it."
+            f"a GPU cannot be used ({why}), so a node trains on the processor: install its driver, "
+            "or a build that fits it."
         )
     return f"{chosen}, {os.cpu_count() or 1} processors"
 
@@ -161,11 +169,13 @@ def disk(visit: Visit, tell: Tell) -> str:
         raise FaultError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
     if free < MIN_DISK:
         raise FaultError(
-            f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use --folder elsewhere."
+            f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use "
+            "--folder elsewhere."
         )
     if free < SMALL_DISK:
         raise Note(
-            f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three checkpoints are kept."
+            f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three "
+            "checkpoints are kept."
         )
     return f"{free / GB:.1f} GB free {where}"
 
@@ -174,7 +184,9 @@ READ = 4 << 20  # bytes from the end of a run's metrics that are looked at
 
 
 def last_run(visit: Visit, tell: Tell) -> str:
-    """Check that the newest run here, which may be under way, met no error of its own code and exchanged something."""
+    """Check that the newest run here, which may be under way, met no error of its own code and
+    exchanged something.
+    """
     runs = [(path.stat().st_mtime, path) for path in Path("runs").glob(f"*/{METRICS}")]
     if not runs:
         return "none is in the folder 'runs' here"
@@ -202,7 +214,9 @@ def last_run(visit: Visit, tell: Tell) -> str:
 
 
 def _event(line: bytes) -> dict[str, Any]:
-    """Return the event in a line of metrics; an empty one if it is none, as where the node is writing it just now."""
+    """Return the event in a line of metrics; an empty one if it is none, as where the node is
+    writing it just now.
+    """
     try:
         found = json.loads(line)
     except ValueError:
@@ -237,7 +251,8 @@ def swarm(visit: Visit, tell: Tell) -> str:
         visit.manifest.invite_only and not visit.link.invite
     ):  # its peers answer nothing else without an invitation
         raise FaultError(
-            "this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`)."
+            "this swarm is by invitation only, and the link has none: ask its creator for one "
+            "(`shoal invite`)."
         )
     host.call(host.meet(visit.reached), 15.0)
     visit.directory = open_directory(visit.identity, host, visit.link, visit.manifest)
@@ -248,7 +263,9 @@ def swarm(visit: Visit, tell: Tell) -> str:
 
 
 def in_view(members: Mapping[str, Member], size: int) -> str:
-    """Return how many ``members`` are in view, to go on with; of a swarm of buckets what all do, estimated by them."""
+    """Return how many ``members`` are in view, to go on with; of a swarm of buckets what all do,
+    estimated by them.
+    """
     from shoal.swarm.membership.overview import totals, totals_said
     from shoal.swarm.topics.status import reach_label
 
@@ -286,7 +303,9 @@ def version(visit: Visit, tell: Tell) -> str:
 
 
 def bucket(visit: Visit, tell: Tell) -> str:
-    """Check, in a swarm of buckets, that each member that answered has its record where those of its bucket look for it."""
+    """Check, in a swarm of buckets, that each member that answered has its record where those of
+    its bucket look for it.
+    """
     from shoal.swarm.membership.dht import is_in_its_bucket
 
     manifest, link, host = visit.agreed(), visit.link, visit.running()
@@ -302,14 +321,18 @@ def bucket(visit: Visit, tell: Tell) -> str:
             missing.append(short(peer))
     if missing:
         raise Note(
-            f"{' and '.join(missing)} never showed up in the bucket of this epoch, so nobody is paired with it: if it has run "
-            "for more than a minute, set its clock by NTP (`timedatectl set-ntp true`) and restart it."
+            f"{' and '.join(missing)} never showed up in the bucket of this epoch, so nobody is "
+            "paired with it: if it has run "
+            "for more than a minute, set its clock by NTP (`timedatectl set-ntp true`) and restart "
+            "it."
         )
     return f"{plural(len(peers), 'member')} looked for, and found in the bucket of this epoch"
 
 
 def model(visit: Visit, tell: Tell) -> str:
-    """Check that the task loads with the swarm's options, and that its model has the swarm's parameters."""
+    """Check that the task loads with the swarm's options, and that its model has the swarm's
+    parameters.
+    """
     import torch
 
     from shoal.node.config.settings import load
@@ -342,7 +365,8 @@ def model(visit: Visit, tell: Tell) -> str:
         params = AveragedParameters.of(built)
     except DataError as error:
         raise Skip(
-            "its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy of it."
+            "its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy "
+            "of it."
         ) from error
     count = sum(parameter.numel() for parameter in params)
     shapes, digest = params.shapes, model_digest(params)
@@ -359,7 +383,8 @@ def model(visit: Visit, tell: Tell) -> str:
                 )
                 query.check(source[0], header)  # names the difference
         raise FaultError(
-            f"this node's model ({count:,} parameters) has other names, shapes or types than the swarm's: use its task, "
+            f"this node's model ({count:,} parameters) has other names, shapes or types than the "
+            "swarm's: use its task, "
             "options and version."
         )
     need, (free, _) = count * COPIES, free_memory()
@@ -368,7 +393,8 @@ def model(visit: Visit, tell: Tell) -> str:
         said += f"; {_split(visit, task, built, tell)}"
     if need > free:
         raise Note(
-            f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: end other programs."
+            f"{said}; a node with it takes some {need / GB:.1f} GB, and {free / GB:.1f} are free: "
+            "end other programs."
         )
     return said
 
@@ -396,7 +422,8 @@ def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
 def checks(visit: Visit) -> list[Check]:
     """Return all checks in order; without a link those of this machine and its daemon.
 
-    The manifest comes right after the first contact: it says whether the other checks need an invitation.
+    The manifest comes right after the first contact: it says whether the other checks need an
+    invitation.
     """
     unfit, reach, differs = ExitCode.UNFIT_MACHINE, ExitCode.UNREACHED, ExitCode.DIFFERS
     of_machine: list[tuple[Any, ...]] = [
@@ -433,11 +460,14 @@ def diagnose(
     identity: Path | None = None,
     tell: Tell = lambda finding: None,
 ) -> tuple[list[CheckOutcome], ExitCode]:
-    """Run all checks; return the findings and the exit code of the first failure. ``tell`` gets each finding at once. LinkError.
+    """Run all checks; return the findings and the exit code of the first failure.
 
-    ``port``: on which the node is to listen, 0 for any. ``hooks``: this machine's copy of the swarm's task.
-    ``parameters``: name those that Muon and AdamW train, where the swarm has Muon.
-    ``identity``: the key file that the node is to use, by default the user's; it is needed where the invitation is for that peer.
+    ``tell`` gets each finding at once. LinkError.
+
+    ``port``: on which the node is to listen, 0 for any. ``hooks``: this machine's copy of the
+    swarm's task. ``parameters``: name those that Muon and AdamW train, where the swarm has Muon.
+    ``identity``: the key file that the node is to use, by default the user's; it is needed where
+    the invitation is for that peer.
     """
     visit = Visit(None if link is None else Link.parse(link), port, hooks, parameters)
     path = identity or default_identity_path()

@@ -61,9 +61,12 @@ class Skip(ShoalError):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """Outcome of a check. ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took.
+    """Outcome of a check.
 
-    ``trace``: the traceback of the user's own code, if that failed; "" if it returned something wrong.
+    ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took.
+
+    ``trace``: the traceback of the user's own code, if that failed; "" if it returned something
+    wrong.
     """
 
     check: str
@@ -78,10 +81,13 @@ Tell = Callable[[CheckOutcome], None]
 
 @dataclass(frozen=True)
 class Check:
-    """Check. ``run`` returns in a few words what is well, or raises ShoalError. It may report findings of its own before.
+    """Check.
 
-    ``needs``: names of earlier checks. ``code``: exit code of `shoal doctor` if this is the first that fails. ``seconds``: time
-    limit, after which its thread is abandoned.
+    ``run`` returns in a few words what is well, or raises ShoalError. It may report findings of its
+    own before.
+
+    ``needs``: names of earlier checks. ``code``: exit code of `shoal doctor` if this is the first
+    that fails. ``seconds``: time limit, after which its thread is abandoned.
     """
 
     name: str
@@ -94,7 +100,10 @@ class Check:
 def examine(
     checks: Sequence[Check], tell: Tell = lambda finding: None
 ) -> tuple[list[CheckOutcome], ExitCode]:
-    """Run all ``checks``; return all findings and the code of the first failure. ``tell`` gets each finding at once."""
+    """Run all ``checks``; return all findings and the code of the first failure.
+
+    ``tell`` gets each finding at once.
+    """
     findings: list[CheckOutcome] = []
     cause: dict[
         str, str
@@ -162,7 +171,10 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
     if ended:
         return ended[0]
     late.set()
-    said = f"this took longer than {check.seconds:g} s and was given up: the machine may be overloaded, try again."
+    said = (
+        f"this took longer than {check.seconds:g} s and was given up: the machine may be "
+        "overloaded, try again."
+    )
     return CheckOutcome(check.name, "failed", said, round(time.monotonic() - began, 3))
 
 
@@ -192,12 +204,17 @@ class Visit:
     outcome: str | None = None
     """Outcome of dialling back, if it was tried."""
     opened: str | None = None
-    """The address at which the router was found to let peers in, at a port that it opened for the daemon."""
+    """The address at which the router was found to let peers in, at a port that it opened for the
+    daemon.
+    """
 
     def ask(
         self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float
     ) -> T:
-        """Do ``work`` on a stream to the peer of a full multiaddr. Raises NetworkError or MessageError."""
+        """Do ``work`` on a stream to the peer of a full multiaddr.
+
+        Raises NetworkError or MessageError.
+        """
         host = self.running()
 
         async def asked() -> T:
@@ -222,7 +239,9 @@ class Visit:
         return {} if self.directory is None else self.directory.members()
 
     def now(self) -> float:
-        """Return Unix seconds by the clocks of the peers that said theirs; by this machine's if none did."""
+        """Return Unix seconds by the clocks of the peers that said theirs; by this machine's if
+        none did.
+        """
         return time.time() + clock_skew(self.seen)
 
     def close(self) -> None:
@@ -234,7 +253,9 @@ class Visit:
 
 
 CONNECT_S = 8.0  # seconds for one bootstrap peer
-OPENED_S = 12.0  # seconds from its start in which a daemon has a router open a port, and the host asks it for its addresses
+# seconds from its start in which a daemon has a router open a port, and the host asks it for its
+# addresses
+OPENED_S = 12.0
 OLD = "does not offer"  # part of `Host.open`'s error for a protocol that a peer does not know
 
 
@@ -249,7 +270,9 @@ def daemon(visit: Visit, tell: Tell) -> str:
 
 
 async def _connected(host: Host, addresses: Sequence[str]) -> dict[str, str]:
-    """Connect to all ``addresses`` at once; return of each in a few words why it could not be reached, or nothing."""
+    """Connect to all ``addresses`` at once; return of each in a few words why it could not be
+    reached, or nothing.
+    """
 
     async def one(address: str) -> str:
         try:
@@ -282,23 +305,31 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
         _sort(visit, address)
     if not answering:
         raise FaultError(
-            "no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm."
+            "no bootstrap peer can be reached: see the lines above, or get a new link from "
+            "somebody in the swarm."
         )
     if not visit.reached:
         raise FaultError(
-            "only bootstrap nodes answer, and they name no member that does: the swarm's last node may have left, ask for one."
+            "only bootstrap nodes answer, and they name no member that does: the swarm's last node "
+            "may have left, ask for one."
         )
     dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answering.keys())
-    said = f"{plural(len(visit.reached), 'member')} and {plural(len(visit.seeds), 'bootstrap node')} answer"
+    said = (
+        f"{plural(len(visit.reached), 'member')} and "
+        f"{plural(len(visit.seeds), 'bootstrap node')} answer"
+    )
     if dead:
         raise Note(
-            f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link."
+            f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, "
+            "or get a newer link."
         )
     return said
 
 
 def _sort(visit: Visit, address: str) -> None:
-    """Sort a reached peer: connect to the members that a seed names, and note any other as a member."""
+    """Sort a reached peer: connect to the members that a seed names, and note any other as a
+    member.
+    """
     assert visit.link is not None
     link, host = visit.link, visit.running()
     try:
@@ -326,7 +357,9 @@ def _add(visit: Visit, address: str) -> None:
 
 
 def clock(visit: Visit, tell: Tell) -> str:
-    """Compare this machine's clock with the median of peers' clocks, each known within half a round trip."""
+    """Compare this machine's clock with the median of peers' clocks, each known within half a round
+    trip.
+    """
     for address in [*visit.seeds[:1], *visit.reached, *visit.seeds[1:]][:ASKED]:
         try:
             visit.seen.append(visit.ask(address, DIAL_PROTOCOL, ask, 15.0))
@@ -338,7 +371,10 @@ def clock(visit: Visit, tell: Tell) -> str:
         raise FaultError(problem)
     error_s = max(seen.error for seen in visit.seen)
     skew = statistics.median(seen.skew for seen in visit.seen)
-    return f"{abs(skew):.2f} s off the clock of {plural(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
+    return (
+        f"{abs(skew):.2f} s off the clock of {plural(len(visit.seen), 'peer')}, give or take "
+        f"{error_s:.2f}"
+    )
 
 
 _NOT_REACHED = {
@@ -379,12 +415,16 @@ def dialled(visit: Visit, tell: Tell) -> str:
             return f"{short(seen.peer)} connected back to {seen.address} port {number}"
         if (opened := _by_router(visit, seen)) is not None:
             visit.opened = seen.address
-            return f"{short(seen.peer)} connected back to {seen.address} port {opened}, which the router opened (UPnP or NAT-PMP)"
+            return (
+                f"{short(seen.peer)} connected back to {seen.address} port {opened}, which the "
+                "router opened (UPnP or NAT-PMP)"
+            )
         said = _NOT_REACHED[str(outcome)].format(
             peer=short(seen.peer), address=seen.address, port=number
         )
         raise Note(
-            f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap node with --relay; a node that "
+            f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap "
+            "node with --relay; a node that "
             "only dials out still trains."
         )
     raise Skip(f"not tried: {problem}.")
@@ -396,7 +436,9 @@ async def _rung(host: Host, peer: str, number: int, token: bytes = b"") -> Outco
 
 
 def _by_router(visit: Visit, seen: DialBackView) -> int | None:
-    """Return the port that the router opened for the daemon, if the peer that sees this machine there connects to it."""
+    """Return the port that the router opened for the daemon, if the peer that sees this machine
+    there connects to it.
+    """
     host, port = visit.running(), None
     while not _own(seen.address):
         port = dialled_port(
@@ -436,21 +478,30 @@ def nat(visit: Visit, tell: Tell) -> str:
     reached = visit.outcome == "reached"
     if len(hidden) > 1 and all(ipaddress.ip_address(address).version == 4 for address in hidden):
         raise Note(
-            f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap node with --relay."
+            f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap "
+            "node with --relay."
         )
     if visit.opened is not None:
-        return f"behind a NAT, seen as {visit.opened}, whose router opens a port by itself: nothing to forward or to announce"
+        return (
+            f"behind a NAT, seen as {visit.opened}, whose router opens a port by itself: "
+            "nothing to forward or to announce"
+        )
     if hidden:
         if reached:
-            return f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce /ip4/{hidden[0]}/tcp/PORT"
+            return (
+                f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce "
+                f"/ip4/{hidden[0]}/tcp/PORT"
+            )
         raise Note(
-            f"private, behind a NAT and seen as {hidden[0]}: forward a port, or have a bootstrap node with --relay in the link."
+            f"private, behind a NAT and seen as {hidden[0]}: forward a port, or have a bootstrap "
+            "node with --relay in the link."
         )
     public = any(ipaddress.ip_address(address).is_global for address in seen)
     kind = "public" if public else "in the same network as its peers"
     if visit.outcome is not None and not reached:
         raise Note(
-            f"{kind}, seen as {seen[0]} without a NAT, but a firewall keeps others out: open the port."
+            f"{kind}, seen as {seen[0]} without a NAT, but a firewall keeps others out: open the "
+            "port."
         )
     return f"{kind}, seen as {seen[0]} without a NAT"
 

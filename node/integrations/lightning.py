@@ -3,8 +3,9 @@
     with swarm.create(state=module, every=50) as s:         # or swarm.join(link, state=module)
         Trainer(max_steps=1000, callbacks=[SwarmCallback(s)]).fit(module, loader)
 
-The module keeps its optimizer and its steps, automatic or not; after each of them the callback takes the outer one. For one process
-and one optimizer: Lightning's distributed strategies average, or cut, the model in their own way.
+The module keeps its optimizer and its steps, automatic or not; after each of them the callback
+takes the outer one. For one process and one optimizer: Lightning's distributed strategies average,
+or cut, the model in their own way.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from shoal.swarm.errors import ShoalError
 class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     """Callback that takes part in the swarm of ``session`` while a trainer fits, once.
 
-    The session is finished with the last step, or by the validation that stops training, before checkpoints are saved; where
-    ``EarlyStopping`` looks at a training epoch, after them. The outer state is in the trainer's checkpoints, but for those with
-    ``save_weights_only``, and restored by ``fit(ckpt_path=...)``.
+    The session is finished with the last step, or by the validation that stops training, before
+    checkpoints are saved; where ``EarlyStopping`` looks at a training epoch, after them. The outer
+    state is in the trainer's checkpoints, but for those with ``save_weights_only``, and restored by
+    ``fit(ckpt_path=...)``.
     """
 
     _saved: dict[str, Any] | None = None
@@ -47,10 +49,14 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
         self._saved = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the swarm's weights, or go on from a checkpoint's. ShoalError if the trainer cannot take part."""
+        """Take over the swarm's weights, or go on from a checkpoint's.
+
+        ShoalError if the trainer cannot take part.
+        """
         if trainer.world_size > 1 or len(trainer.optimizers) != 1:
             raise ShoalError(
-                f"The trainer has {trainer.world_size} processes and {len(trainer.optimizers)} optimizers: a peer has one of each."
+                f"The trainer has {trainer.world_size} processes and {len(trainer.optimizers)} "
+                "optimizers: a peer has one of each."
             )
         self._begin(self._saved, trainer.optimizers[0], pl_module)
         self._steps = trainer.global_step
@@ -58,7 +64,9 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Do the outer part of the step, if the batch ended one; peers' weights count elements of batches."""
+        """Do the outer part of the step, if the batch ended one; peers' weights count elements of
+        batches.
+        """
         opt = self._begun()
         self._tokens += elements(batch)
         if trainer.global_step != self._steps:  # otherwise gradients are being accumulated
@@ -74,7 +82,9 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
         self._stopped(trainer, trainer.is_last_batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the weights to evaluate; in the check before training, and in a validation of its own, those of the module."""
+        """Show the weights to evaluate; in the check before training, and in a validation of its
+        own, those of the module.
+        """
         if trainer.state.fn == "fit":
             self._show_slow()
 

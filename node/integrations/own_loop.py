@@ -1,7 +1,8 @@
-"""What a training loop of one's own keeps and shows: checkpoints, metrics.jsonl, Prometheus, TensorBoard and Weights & Biases.
+"""What a training loop of one's own keeps and shows: checkpoints, metrics.jsonl, Prometheus,
+TensorBoard and Weights & Biases.
 
-    run = shoal.Run("runs/anna", model, inner, tensorboard="curves")    # goes on from the newest checkpoint there, if there is one
-    with shoal.create(state=model, every=50) as s:
+    run = shoal.Run("runs/anna", model, inner, tensorboard="curves")    # goes on from the newest
+    checkpoint there, if there is one with shoal.create(state=model, every=50) as s:
         opt = s.optimizer(inner)
         with run.recording(s, opt):
             while run.step < 1000:
@@ -10,8 +11,8 @@
                 opt.zero_grad()
                 run.stepped(loss.item())
 
-A checkpoint holds the model, the inner optimizer and ``run.extra``. The outer optimizer begins anew: from that model where the
-swarm begins, and from the swarm's weights where it is under way.
+A checkpoint holds the model, the inner optimizer and ``run.extra``. The outer optimizer begins
+anew: from that model where the swarm begins, and from the swarm's weights where it is under way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.member import RoundReport
 from shoal.swarm.training.session import Session
 
-# What the callbacks of trainers share: one outer optimizer from the begin of training to its end, and the weights to evaluate.
+# What the callbacks of trainers share: one outer optimizer from the begin of training to its end,
+# and the weights to evaluate.
 
 
 class TakingPart:
@@ -58,7 +60,8 @@ class TakingPart:
     def __init__(self, session: Session, *, evaluate: str = "fast", **options: Any) -> None:
         if evaluate not in ("fast", "slow"):
             raise ShoalError(
-                f'The weights to evaluate are "fast" or "slow", not {evaluate!r}: choose one of the two.'
+                f'The weights to evaluate are "fast" or "slow", not {evaluate!r}: choose one of '
+                "the two."
             )
         self.session, self.options = session, options
         self.opt: OuterOptimizer | None = None
@@ -67,9 +70,11 @@ class TakingPart:
         self._showing = False  # the slow weights
 
     def _begin(self, saved: dict[str, Any] | None, inner: Optimizer, model: nn.Module) -> None:
-        """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that begins again keeps its own.
+        """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that
+        begins again keeps its own.
 
-        ``inner``: the trainer's optimizer, which has to be one that an own loop could have, and train the session's ``model``.
+        ``inner``: the trainer's optimizer, which has to be one that an own loop could have, and
+        train the session's ``model``.
         """
         if self.opt is not None and not self._over:
             return
@@ -98,7 +103,9 @@ class TakingPart:
             self._showing = True
 
     def _show_fast(self) -> None:
-        """Give the model the weights back that are trained, as before training goes on or they are saved."""
+        """Give the model the weights back that are trained, as before training goes on or they are
+        saved.
+        """
         self._showing = False
         self._shown.close()
 
@@ -121,20 +128,25 @@ class RunError(ShoalError):
 
 
 class Run:
-    """Folder of one peer's run in a loop of its own, and where else its curves go. All calls are for the thread that trains.
+    """Folder of one peer's run in a loop of its own, and where else its curves go.
+
+    All calls are for the thread that trains.
 
     Args:
         folder: of checkpoints and metrics.jsonl; created if it does not exist.
-        model: what is trained; gets the newest checkpoint's state: make the run before the outer optimizer, which begins with it.
+        model: what is trained; gets the newest checkpoint's state: make the run before the outer
+            optimizer, which begins with it.
         inner: the inner optimizer, which gets its state too.
         name: of this node, for people; by default the machine's.
         checkpoint_every: inner steps between two checkpoints; 0: at the end only.
         keep: checkpoints to keep, the newest.
         resume: False begins anew, beside the checkpoints that are there.
-        metrics: port, or "HOST:PORT", at which Prometheus finds metrics. tensorboard: folder. wandb: project, or team/project.
+        metrics: port, or "HOST:PORT", at which Prometheus finds metrics. tensorboard: folder.
+            wandb: project, or team/project.
 
     Raises:
-        CheckpointError, RunError: the newest checkpoint is damaged, or of another model or optimizer.
+        CheckpointError, RunError: the newest checkpoint is damaged, or of another model or
+            optimizer.
         MetricsError: a package is missing, or a folder cannot be written.
     """
 
@@ -158,7 +170,9 @@ class Run:
         self.step = 0
         """Inner steps done, with those before a resume."""
         self.extra: dict[str, Any] = {}
-        """Values of your own in the checkpoints, such as the place in the data: as `shoal.node.checkpoint.store.save` takes."""
+        """Values of your own in the checkpoints, such as the place in the data: as
+        `shoal.node.checkpoint.store.save` takes.
+        """
         if resume and listed(self.folder):
             self._restore()
         given = {
@@ -172,7 +186,8 @@ class Run:
         except ValidationError as error:
             first = error.errors()[0]
             raise RunError(
-                f"Cannot use {first['input']!r} as {first['loc'][-1]} ({first['msg']}): write it as for shoal up."
+                f"Cannot use {first['input']!r} as {first['loc'][-1]} ({first['msg']}): write it "
+                "as for shoal up."
             ) from error
         self._sinks = open_sinks(self._node, log.warning)
         self._saver = CheckpointWriter(
@@ -202,7 +217,8 @@ class Run:
             self.extra = state["extra"]
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"The newest checkpoint in {str(self.folder)!r} is of another model or optimizer: choose another folder, or "
+                f"The newest checkpoint in {str(self.folder)!r} is of another model or optimizer: "
+                "choose another folder, or "
                 "resume=False."
             ) from error
 
@@ -210,12 +226,14 @@ class Run:
     def recording(self, session: Session, opt: OuterOptimizer) -> Iterator[Run]:
         """Record the training of ``opt`` in ``session`` while the block runs, once.
 
-        The end waits for pending exchanges (`Session.finish`) and saves a last checkpoint. After an exception nothing is saved: it
-        may have come in the middle of a step.
+        The end waits for pending exchanges (`Session.finish`) and saves a last checkpoint. After an
+        exception nothing is saved: it may have come in the middle of a step.
 
         Raises:
-            RunError: the run was recorded before. MetricsError: metrics cannot be written where they were asked for.
-            CheckpointError: the last checkpoint was not saved; the model and the metrics are complete all the same.
+            RunError: the run was recorded before. MetricsError: metrics cannot be written where
+                they were asked for.
+            CheckpointError: the last checkpoint was not saved; the model and the metrics are
+                complete all the same.
         """
         if self._recording is not None:
             raise RunError("A run is recorded once: make another Run for the next session.")
@@ -253,9 +271,11 @@ class Run:
             raise CheckpointError(failure)
 
     def stepped(self, loss: float | None = None) -> None:
-        """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others see too (`Session.report`).
+        """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others
+        see too (`Session.report`).
 
-        CheckpointError at the first one, if a checkpoint cannot hold what the model, the optimizer or ``extra`` keeps.
+        CheckpointError at the first one, if a checkpoint cannot hold what the model, the optimizer
+        or ``extra`` keeps.
         """
         session, opt, metrics = self._begun()
         self.step = self._base + opt.steps

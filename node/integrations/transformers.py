@@ -3,9 +3,10 @@
     with swarm.create(state=model, every=50) as s:          # or swarm.join(link, state=model)
         Trainer(model, args, train_dataset=data, callbacks=[SwarmCallback(s)]).train()
 
-The trainer keeps its optimizer, scheduler and gradient accumulation; after each of its steps the callback takes the outer one. With
-LoRA (peft) only the adapters are exchanged, for only they require a gradient; all peers must have the same base model. Not for
-models that the trainer cuts into shards (FSDP, DeepSpeed), nor for several processes in one trainer.
+The trainer keeps its optimizer, scheduler and gradient accumulation; after each of its steps the
+callback takes the outer one. With LoRA (peft) only the adapters are exchanged, for only they
+require a gradient; all peers must have the same base model. Not for models that the trainer cuts
+into shards (FSDP, DeepSpeed), nor for several processes in one trainer.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ log = logging.getLogger(__name__)
 class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
     """Callback that takes part in the swarm of ``session`` while a trainer trains, once.
 
-    Put it after callbacks that stop training or ask for evaluation, such as ``EarlyStoppingCallback``. The session is finished with
-    the last step, before the trainer evaluates, saves and loads the best model. The outer state is saved in the trainer's
-    checkpoints (`FILE`), unless ``save_only_model``, and restored from the one in ``output_dir``.
+    Put it after callbacks that stop training or ask for evaluation, such as
+    ``EarlyStoppingCallback``. The session is finished with the last step, before the trainer
+    evaluates, saves and loads the best model. The outer state is saved in the trainer's checkpoints
+    (`FILE`), unless ``save_only_model``, and restored from the one in ``output_dir``.
     """
 
     _saved = -1  # the step of the last checkpoint
@@ -45,10 +47,14 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take over the swarm's weights, or go on from a checkpoint's. ShoalError if the trainer cannot take part."""
+        """Take over the swarm's weights, or go on from a checkpoint's.
+
+        ShoalError if the trainer cannot take part.
+        """
         if args.world_size > 1:
             raise ShoalError(
-                f"The trainer has {args.world_size} processes: start one process for each peer, without a distributed launcher."
+                f"The trainer has {args.world_size} processes: start one process for each peer, "
+                "without a distributed launcher."
             )
         model: nn.Module = kwargs["model"]  # as the optimizer, handed to all callbacks
         self._begin(_restored(args, state, model), kwargs["optimizer"], model)
@@ -150,7 +156,9 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 def _restored(
     args: TrainingArguments, state: TrainerState, model: nn.Module
 ) -> dict[str, Any] | None:
-    """Return the outer state that was saved with the model's weights; None if the trainer does not resume, or there is none."""
+    """Return the outer state that was saved with the model's weights; None if the trainer does not
+    resume, or there is none.
+    """
     if not state.global_step:
         return None
     place = _folder(args, state) / FILE
@@ -159,7 +167,8 @@ def _restored(
         outer: dict[str, Any] = saved["outer"]
         return outer
     log.warning(
-        "the trainer resumes, but no outer state of these weights is in %s: the outer optimizer begins anew",
+        "the trainer resumes, but no outer state of these weights is in %s: the outer optimizer "
+        "begins anew",
         place,
     )
     return None

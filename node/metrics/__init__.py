@@ -1,1 +1,3 @@
-"""Metrics of a run: a line of JSON for each event (`log`), and on request the same for other tools (`sinks`, `prometheus`)."""
+"""Metrics of a run: a line of JSON for each event (`log`), and on request the same for other tools
+(`sinks`, `prometheus`).
+"""

@@ -1,4 +1,5 @@
-"""Metrics of a run: the file ``metrics.jsonl``, a JSON object a line, and sinks for the same events (docs/metrics.md).
+"""Metrics of a run: the file ``metrics.jsonl``, a JSON object a line, and sinks for the same events
+(docs/metrics.md).
 
 When a sink fails, a sentence says so and training continues.
 """
@@ -50,16 +51,25 @@ class About:
 
 
 class MetricsSink(Protocol):
-    """Receiver of events. All calls come from one thread, and return at once but for ``begin`` and ``close``."""
+    """Receiver of events.
+
+    All calls come from one thread, and return at once but for ``begin`` and ``close``.
+    """
 
     name: str
     """Name for use in sentences."""
 
     def begin(self, about: About) -> str:
-        """Begin before the first event; return a sentence for people, or nothing. MetricsError: it is not available."""
+        """Begin before the first event; return a sentence for people, or nothing.
+
+        MetricsError: it is not available.
+        """
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Take an event of ``time`` (Unix seconds). ``fields`` as in the file: plain, and without NaN."""
+        """Take an event of ``time`` (Unix seconds).
+
+        ``fields`` as in the file: plain, and without NaN.
+        """
 
     def close(self) -> None:
         """End: write what is buffered, or give it up at a deadline. A second call does nothing."""
@@ -94,7 +104,10 @@ class Sinks:
                 self._say(f"{sink.name} did not get the last of the metrics ({one_line(error)}).")
 
     def _give_up(self, sink: MetricsSink, error: Exception) -> None:
-        sentence = f"{sink.name} gets no metrics any more ({one_line(error)}); training goes on, and metrics.jsonl has them all."
+        sentence = (
+            f"{sink.name} gets no metrics any more ({one_line(error)}); training goes on, "
+            "and metrics.jsonl has them all."
+        )
         self._say(sentence)
         try:
             sink.close()
@@ -119,7 +132,10 @@ def number(value: object) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """Summary of one exchange of this node, in a round of as many as there are fragments. Bytes and waits are those of it alone."""
+    """Summary of one exchange of this node, in a round of as many as there are fragments.
+
+    Bytes and waits are those of it alone.
+    """
 
     round: int
     """Number of the exchange in the swarm."""
@@ -159,16 +175,42 @@ class RoundRecord:
 
     @classmethod
     def of(
-        cls, info: RoundInfo, report: RoundReport, opt: OuterOptimizer, rates: Rates, *, partner: str | None, loss: float | None,
-        weights: str | None = None, before: int = 0,
-    ) -> RoundRecord:  # fmt: skip
-        """Return the record of the exchange of ``info``. ``before``: inner steps that ``opt`` does not count, of earlier runs."""
+        cls,
+        info: RoundInfo,
+        report: RoundReport,
+        opt: OuterOptimizer,
+        rates: Rates,
+        *,
+        partner: str | None,
+        loss: float | None,
+        weights: str | None = None,
+        before: int = 0,
+    ) -> RoundRecord:
+        """Return the record of the exchange of ``info``.
+
+        ``before``: inner steps that ``opt`` does not count, of earlier runs.
+        """
         return cls(
-            round=info.key.round, fragment=info.key.fragment, fragments=opt.fragments, step=before + info.step,
-            members=max(len(info.members), 1), partner=partner, why=report.why, error=report.error, bytes_sent=report.sent,
-            bytes_received=report.received, lag=info.lag, late=info.late, wait_s=report.wait_s, loss=loss, weights=weights,
-            suspicious=len(report.rejected), tokens=opt.tokens, tokens_per_s=rates.tokens_per_s, mfu=rates.mfu,
-        )  # fmt: skip
+            round=info.key.round,
+            fragment=info.key.fragment,
+            fragments=opt.fragments,
+            step=before + info.step,
+            members=max(len(info.members), 1),
+            partner=partner,
+            why=report.why,
+            error=report.error,
+            bytes_sent=report.sent,
+            bytes_received=report.received,
+            lag=info.lag,
+            late=info.late,
+            wait_s=report.wait_s,
+            loss=loss,
+            weights=weights,
+            suspicious=len(report.rejected),
+            tokens=opt.tokens,
+            tokens_per_s=rates.tokens_per_s,
+            mfu=rates.mfu,
+        )
 
 
 def progress_fields(
@@ -176,16 +218,25 @@ def progress_fields(
 ) -> dict[str, Any]:
     host = membership.host
     return {
-        "step": step, "loss": loss, "tokens": opt.tokens, **asdict(rates), "members": len(membership.directory.members()),
-        "bytes_sent": host.traffic.sent, "bytes_received": host.traffic.received, "restarts": host.restarts, "lag": opt.lag,
-    }  # fmt: skip
+        "step": step,
+        "loss": loss,
+        "tokens": opt.tokens,
+        **asdict(rates),
+        "members": len(membership.directory.members()),
+        "bytes_sent": host.traffic.sent,
+        "bytes_received": host.traffic.received,
+        "restarts": host.restarts,
+        "lag": opt.lag,
+    }
 
 
 class Metrics:
-    """Writer of events to a file; each line has left the process when the call returns, so a kill loses none.
+    """Writer of events to a file; each line has left the process when the call returns, so a kill
+    loses none.
 
-    ``say`` is given a sentence when lines cannot be written (a full disk), and when they can again; those in between are lost, and
-    the run continues. Without it a failure is an error. ``sinks`` get every event, whether it can be written or not.
+    ``say`` is given a sentence when lines cannot be written (a full disk), and when they can again;
+    those in between are lost, and the run continues. Without it a failure is an error. ``sinks``
+    get every event, whether it can be written or not.
 
     Raises:
         MetricsError: the file cannot be opened or written.
@@ -211,7 +262,8 @@ class Metrics:
 
     def _error(self, error: OSError) -> MetricsError:
         return MetricsError(
-            f"Cannot write the metrics {str(self._path)!r} ({error.strerror}): free some space or choose another folder."
+            f"Cannot write the metrics {str(self._path)!r} ({error.strerror}): free some space or "
+            "choose another folder."
         )
 
     def write(self, event: str, **fields: Value) -> None:

@@ -1,7 +1,9 @@
-"""Sink for Prometheus: the table of measures, and the page ``http://HOST:PORT/metrics``, served from a thread.
+"""Sink for Prometheus: the table of measures, and the page ``http://HOST:PORT/metrics``, served
+from a thread.
 
-docs/metrics.md holds the same table, and a test compares them. The server bounds its callers, as prometheus_client's own does not.
-A file of its own, for a node without the page loads no prometheus_client.
+docs/metrics.md holds the same table, and a test compares them. The server bounds its callers, as
+prometheus_client's own does not. A file of its own, for a node without the page loads no
+prometheus_client.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class Measure(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     text: str
     takes: str = ""
-    """Fields of events that it is set to, as ``event.field``. With a label, the label's value is the field's name; ``*``: each."""
+    """Fields of events that it is set to, as ``event.field``.
+
+    With a label, the label's value is the field's name; ``*``: each.
+    """
     adds: bool = False
     """Of a counter: the value is added, and not the total."""
     labels: tuple[str, ...] = ()
@@ -73,78 +78,165 @@ LATE = Measure(
 MEASURES = (
     INFO,
     Measure(
-        "shoal_inner_steps_total", "counter", "Inner steps done, with those before a resume.",
+        "shoal_inner_steps_total",
+        "counter",
+        "Inner steps done, with those before a resume.",
         "progress.step round.step end.steps",
     ),
     Measure(
-        "shoal_inner_steps_per_second", "gauge", "Recently, without what was spent waiting for others.", "progress.steps_per_s"
+        "shoal_inner_steps_per_second",
+        "gauge",
+        "Recently, without what was spent waiting for others.",
+        "progress.steps_per_s",
     ),
-    Measure("shoal_tokens_total", "counter", "Tokens trained on, with those before a resume.", "progress.tokens round.tokens"),
     Measure(
-        "shoal_tokens_per_second", "gauge", "Recently, without what was spent waiting for others.",
+        "shoal_tokens_total",
+        "counter",
+        "Tokens trained on, with those before a resume.",
+        "progress.tokens round.tokens",
+    ),
+    Measure(
+        "shoal_tokens_per_second",
+        "gauge",
+        "Recently, without what was spent waiting for others.",
         "progress.tokens_per_s end.tokens_per_s",
     ),
     Measure(
-        "shoal_model_flops_utilisation", "gauge",
-        "Recently, without waiting: the share, of 1, of the GPU's published peak; nowhere if that is not known.",
+        "shoal_model_flops_utilisation",
+        "gauge",
+        "Recently, without waiting: the share, of 1, of the GPU's published peak; nowhere if that "
+        "is not known.",
         "progress.mfu end.mfu",
     ),
-    Measure("shoal_loss", "gauge", "Training loss of the last half second or step, nats; rl: of the policy.", "progress.loss"),
     Measure(
-        "shoal_evaluation_loss", "gauge", "Held-out loss; rl: one less the mean reward.",
+        "shoal_loss",
+        "gauge",
+        "Training loss of the last half second or step, nats; rl: of the policy.",
+        "progress.loss",
+    ),
+    Measure(
+        "shoal_evaluation_loss",
+        "gauge",
+        "Held-out loss; rl: one less the mean reward.",
         "start.loss_first evaluation.loss end.loss_last",
     ),
-    Measure("shoal_members", "gauge", "Members of the swarm in view, with this node.", "progress.members"),
+    Measure(
+        "shoal_members",
+        "gauge",
+        "Members of the swarm in view, with this node.",
+        "progress.members",
+    ),
     Measure("shoal_round", "gauge", "Number of the exchange that ended last.", "round.round"),
     ROUNDS,
     ALONE,
     LATE,
-    Measure("shoal_lag_steps", "gauge", "Inner steps that training goes on during an exchange; 0: it waits.", "progress.lag"),
-    Measure("shoal_round_members", "gauge", "Nodes in the last exchange's mean; 1 when nobody answered.", "round.members"),
     Measure(
-        "shoal_round_wait_seconds", "histogram", "For how long training stood still for the network in an exchange.", "round.wait_s"
+        "shoal_lag_steps",
+        "gauge",
+        "Inner steps that training goes on during an exchange; 0: it waits.",
+        "progress.lag",
     ),
     Measure(
-        "shoal_bytes_sent_total", "counter", "Bytes sent to peers since the node started.", "progress.bytes_sent end.bytes_sent"
+        "shoal_round_members",
+        "gauge",
+        "Nodes in the last exchange's mean; 1 when nobody answered.",
+        "round.members",
     ),
     Measure(
-        "shoal_bytes_received_total", "counter", "Bytes received from peers since the node started.",
+        "shoal_round_wait_seconds",
+        "histogram",
+        "For how long training stood still for the network in an exchange.",
+        "round.wait_s",
+    ),
+    Measure(
+        "shoal_bytes_sent_total",
+        "counter",
+        "Bytes sent to peers since the node started.",
+        "progress.bytes_sent end.bytes_sent",
+    ),
+    Measure(
+        "shoal_bytes_received_total",
+        "counter",
+        "Bytes received from peers since the node started.",
         "progress.bytes_received end.bytes_received",
     ),
     Measure(
-        "shoal_suspicious_total", "counter", "Contributions refused because they lay too far away.", "round.suspicious", adds=True
+        "shoal_suspicious_total",
+        "counter",
+        "Contributions refused because they lay too far away.",
+        "round.suspicious",
+        adds=True,
     ),
     Measure(
-        "shoal_refused_total", "counter", "Streams, calls and gossiped records of others that were refused, by reason.",
-        "refused.*", labels=("reason",),
+        "shoal_refused_total",
+        "counter",
+        "Streams, calls and gossiped records of others that were refused, by reason.",
+        "refused.*",
+        labels=("reason",),
     ),
     Measure(
-        "shoal_internal_errors_total", "counter", "Errors of the node's own code that it survived, by place.",
-        "internal.*", labels=("place",),
+        "shoal_internal_errors_total",
+        "counter",
+        "Errors of the node's own code that it survived, by place.",
+        "internal.*",
+        labels=("place",),
     ),
     Measure(
-        "shoal_missing_members", "gauge", "Members that are thought to be behind a partition of the network.", "partition.missing"
+        "shoal_missing_members",
+        "gauge",
+        "Members that are thought to be behind a partition of the network.",
+        "partition.missing",
     ),
     Measure(
-        "shoal_daemon_restarts_total", "counter", "How often the network daemon had to be started again.",
+        "shoal_daemon_restarts_total",
+        "counter",
+        "How often the network daemon had to be started again.",
         "progress.restarts end.restarts",
     ),
-    Measure("shoal_reward", "gauge", "rl: mean reward of the last round's own completions.", "rl.reward"),
-    Measure("shoal_effective_sample_size", "gauge", "rl: of the last round, a completion; 1 is as good as own ones.", "rl.worth"),
     Measure(
-        "shoal_rollout_groups_total", "counter", "rl: groups of completions learnt from, by who wrote them: own or foreign.",
-        "rl.own rl.foreign", adds=True, labels=("source",),
+        "shoal_reward", "gauge", "rl: mean reward of the last round's own completions.", "rl.reward"
     ),
-    Measure("shoal_claims_total", "counter", "verify: claims that this node made.", "checks.claimed"),
-    Measure("shoal_checks_total", "counter", "verify: claims of others that this node checked.", "checks.checked"),
-    Measure("shoal_invalid_claims_total", "counter", "verify: those of them that it found invalid.", "checks.invalid"),
-    Measure("shoal_check_seconds_total", "counter", "verify: what checking took.", "verify.check_s"),
+    Measure(
+        "shoal_effective_sample_size",
+        "gauge",
+        "rl: of the last round, a completion; 1 is as good as own ones.",
+        "rl.worth",
+    ),
+    Measure(
+        "shoal_rollout_groups_total",
+        "counter",
+        "rl: groups of completions learnt from, by who wrote them: own or foreign.",
+        "rl.own rl.foreign",
+        adds=True,
+        labels=("source",),
+    ),
+    Measure(
+        "shoal_claims_total", "counter", "verify: claims that this node made.", "checks.claimed"
+    ),
+    Measure(
+        "shoal_checks_total",
+        "counter",
+        "verify: claims of others that this node checked.",
+        "checks.checked",
+    ),
+    Measure(
+        "shoal_invalid_claims_total",
+        "counter",
+        "verify: those of them that it found invalid.",
+        "checks.invalid",
+    ),
+    Measure(
+        "shoal_check_seconds_total", "counter", "verify: what checking took.", "verify.check_s"
+    ),
     Measure("shoal_banned_peers", "gauge", "verify: peers that are banned now.", "verify.banned"),
-)  # fmt: skip
+)
 
 
 def readings(event: str, fields: Fields) -> Iterator[tuple[Measure, float, tuple[str, ...]]]:
-    """Yield measures, their values and labels from an event. A field that is missing, null or no number gives none."""
+    """Yield measures, their values and labels from an event.
+
+    A field that is missing, null or no number gives none.
+    """
     for measure in MEASURES:
         for where, _, name in (place.partition(".") for place in measure.takes.split()):
             for key in () if where != event else fields if name == "*" else (name,):
@@ -157,7 +249,10 @@ def readings(event: str, fields: Fields) -> Iterator[tuple[Measure, float, tuple
 
 
 class Board:
-    """Newest values of all measures in ``registry``, which has none before `begin`. Any thread may collect them."""
+    """Newest values of all measures in ``registry``, which has none before `begin`.
+
+    Any thread may collect them.
+    """
 
     def __init__(self) -> None:
         prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -205,7 +300,9 @@ class _Handler(MetricsHandler):
     timeout = CALL_S
 
     def do_GET(self) -> None:
-        """Answer, but on loopback for no other host's name: a web site elsewhere may let its own point to this machine."""
+        """Answer, but on loopback for no other host's name: a web site elsewhere may let its own
+        point to this machine.
+        """
         name = host_asked(self.headers.get("Host", ""))  # none: that caller is no browser
         own = str(self.server.server_address[0])  # type: ignore[index]
         if name and is_loopback_host(own) and not is_loopback_host(name):
@@ -266,16 +363,25 @@ class _Server(ThreadingHTTPServer):
 def _problem(error: OSError | UnicodeError) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
-        return "the port is taken by another program, choose another with --metrics or stop that program"
+        return (
+            "the port is taken by another program, choose another with --metrics or stop that "
+            "program"
+        )
     if number == errno.EACCES:
         return "ports below 1024 need root, choose a higher one with --metrics"
     if number == errno.EADDRNOTAVAIL or isinstance(error, (socket.gaierror, UnicodeError)):
-        return "this machine has no such address, choose 0.0.0.0:PORT for all it has, or PORT for itself alone"
+        return (
+            "this machine has no such address, choose 0.0.0.0:PORT for all it has, or PORT for "
+            "itself alone"
+        )
     return f"{getattr(error, 'strerror', None) or error}, choose another address with --metrics"
 
 
 class Endpoint:
-    """Sink that serves the newest values. MetricsError: the port is taken, or this machine has no such address."""
+    """Sink that serves the newest values.
+
+    MetricsError: the port is taken, or this machine has no such address.
+    """
 
     name = "Prometheus"
 

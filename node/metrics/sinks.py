@@ -1,4 +1,6 @@
-"""Sinks of a run's events besides the file, opened before the network is used: TensorBoard, W&B, and `prometheus`."""
+"""Sinks of a run's events besides the file, opened before the network is used: TensorBoard, W&B,
+and `prometheus`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SUMMARIES = ("start", "end")
 PROGRESS_S = 10.0
 """Least seconds between two points of progress: at two a second, a month would fill a disk."""
 STEPS = {"rl": "round", "start": "steps", "end": "steps"}
-"""Event -> its field with the inner step, if that is not ``step``; one round of rl is one inner step."""
+"""Event -> its field with the inner step, if that is not ``step``; one round of rl is one inner
+step.
+"""
 INIT_S, FINISH_S = (
     60.0,
     25.0,
@@ -34,7 +38,8 @@ class Curves:
         self._step, self._progress = 0, float("-inf")
 
     def points(self, event: str, time: float, fields: Fields) -> tuple[int, dict[str, float]]:
-        """Return the inner step of the points, and their values by name: ``event/field`` for every number and list.
+        """Return the inner step of the points, and their values by name: ``event/field`` for every
+        number and list.
 
         A list counts by its length. An event without a step takes that of the one before.
         """
@@ -56,7 +61,9 @@ class Curves:
 
 
 class TensorBoardFile:
-    """Writer to ``folder``/``node``. MetricsError: the package is missing, or the folder cannot be written.
+    """Writer to ``folder``/``node``.
+
+    MetricsError: the package is missing, or the folder cannot be written.
 
     It does not use the package's own writer, whose thread prints a traceback when a disk is full.
     """
@@ -74,7 +81,8 @@ class TensorBoardFile:
 
     def _unwritable(self, error: OSError) -> MetricsError:
         return MetricsError(
-            f"Cannot write for TensorBoard into {str(self._folder)!r} ({error.strerror}): choose another folder with --tensorboard."
+            f"Cannot write for TensorBoard into {str(self._folder)!r} ({error.strerror}): choose "
+            "another folder with --tensorboard."
         )
 
     def begin(self, about: About) -> str:
@@ -83,10 +91,8 @@ class TensorBoardFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         now = time.time()
-        path = (
-            self._folder
-            / f"events.out.tfevents.{now:.6f}.{socket.gethostname().replace('/', '-')}.{os.getpid()}"
-        )
+        host = socket.gethostname().replace("/", "-")
+        path = self._folder / f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
         try:
             self._records = RecordWriter(path.open("xb"))
             self._write(Event(wall_time=now, file_version="brain.Event:2"))
@@ -114,7 +120,10 @@ class TensorBoardFile:
 
 
 class WandbRun:
-    """Logger to ``project`` (or ``team/project``); W&B's own files go below ``folder``. MetricsError: the package is missing."""
+    """Logger to ``project`` (or ``team/project``); W&B's own files go below ``folder``.
+
+    MetricsError: the package is missing.
+    """
 
     name = "Weights & Biases"
 
@@ -142,14 +151,20 @@ class WandbRun:
             if where is not None:
                 where.mkdir(parents=True, exist_ok=True)
             self._run = wandb.init(
-                project=self._project, entity=self._team or None, name=self._node, group=about.swarm, dir=where,
-                config=asdict(about), settings=quiet,
-            )  # fmt: skip
+                project=self._project,
+                entity=self._team or None,
+                name=self._node,
+                group=about.swarm,
+                dir=where,
+                config=asdict(about),
+                settings=quiet,
+            )
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except Exception as error:  # W&B has no family of its own for what it raises here
             raise MetricsError(
-                f"Weights & Biases cannot be started ({one_line(error)}): run wandb login, or set WANDB_MODE=offline."
+                f"Weights & Biases cannot be started ({one_line(error)}): run wandb login, or set "
+                "WANDB_MODE=offline."
             ) from error
         where_to = f"wandb sync {self._run.sync_dir}" if self._run.offline else self._run.url
         return (
@@ -180,7 +195,8 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
     """Open the sinks of a node; ``say`` is given sentences for people.
 
     Raises:
-        MetricsError: a port is taken, a folder cannot be written, or a package is missing; nothing is left open.
+        MetricsError: a port is taken, a folder cannot be written, or a package is missing; nothing
+            is left open.
     """
     sinks: list[MetricsSink] = []
     if node.tensorboard is not None:
@@ -200,13 +216,21 @@ def about(node: str, membership: Membership, device: object) -> About:
     """Return the description of the run of the node of that name, for sinks."""
     manifest, peer = membership.manifest, membership.identity.peer_id
     return About(
-        swarm=manifest.name, swarm_id=membership.swarm, node=node, peer=peer, method=manifest.outer.method, task=manifest.task,
-        device=str(device), version=SHOAL_VERSION,
-    )  # fmt: skip
+        swarm=manifest.name,
+        swarm_id=membership.swarm,
+        node=node,
+        peer=peer,
+        method=manifest.outer.method,
+        task=manifest.task,
+        device=str(device),
+        version=SHOAL_VERSION,
+    )
 
 
 def of_demo(node: NodeSettings, number: int) -> NodeSettings:
-    """Return the settings of node ``number`` of a demo: ``node`` with a name and a port of its own."""
+    """Return the settings of node ``number`` of a demo: ``node`` with a name and a port of its
+    own.
+    """
     metrics = None if node.metrics is None else str(parse_address(node.metrics).next(number))
     return node.model_copy(update={"name": f"peer-{number}", "metrics": metrics})
 
@@ -230,5 +254,6 @@ def check_demo(node: NodeSettings, count: int, say: Callable[[str], None]) -> No
         open_sinks(of_demo(node, index), say).close()
     if node.metrics is not None and (first := parse_address(node.metrics)).port:
         say(
-            f"metrics for Prometheus: http://{first}/metrics, of each further node one port further on"
+            f"metrics for Prometheus: http://{first}/metrics, of each further node one port "
+            "further on"
         )

@@ -1,8 +1,9 @@
-"""``--gpus``: the command starts itself once for each GPU, through torch's elastic launcher, and again when a rank dies.
+"""``--gpus``: the command starts itself once for each GPU, through torch's elastic launcher, and
+again when a rank dies.
 
-The launcher has no part in training and no network. It forwards Ctrl-C and SIGTERM to rank 0, which stops the others in good order
-between two steps; the ranks are in sessions of their own, so a terminal's Ctrl-C reaches nobody twice. What the user can mend is
-shown once and never tried again.
+The launcher has no part in training and no network. It forwards Ctrl-C and SIGTERM to rank 0, which
+stops the others in good order between two steps; the ranks are in sessions of their own, so a
+terminal's Ctrl-C reaches nobody twice. What the user can mend is shown once and never tried again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     import torch
 
 
-# The place of this process in a torch.distributed job, as torch's launchers set it in the environment.
+# The place of this process in a torch.distributed job, as torch's launchers set it in the
+# environment.
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FOLDER = "SHOAL_RANKS_FOLDER"  # of the launcher: what the ranks leave for it
 LAUNCHER = "SHOAL_RANKS_LAUNCHER"  # its process id
-LINK = "SHOAL_RANKS_LINK"  # of the swarm to join: the ranks ask nobody again where the argument is a name
+# of the swarm to join: the ranks ask nobody again where the argument is a name
+LINK = "SHOAL_RANKS_LINK"
 STARTS = "SHOAL_RANKS_STARTS"  # how often the launcher has started the ranks again
 
 
@@ -59,7 +62,10 @@ class Job:
 
 
 def job_of(environment: Mapping[str, str] | None = None) -> Job | None:
-    """Return this process's place in a job of several ranks, or None. ConfigError if its ranks are on several machines."""
+    """Return this process's place in a job of several ranks, or None.
+
+    ConfigError if its ranks are on several machines.
+    """
     found = os.environ if environment is None else environment
     if any(name not in found for name in NEEDED):
         return None
@@ -69,25 +75,31 @@ def job_of(environment: Mapping[str, str] | None = None) -> Job | None:
         restarts = int(found.get(STARTS, found.get("TORCHELASTIC_RESTART_COUNT", "0")))
     except ValueError as error:
         raise ConfigError(
-            f"The environment's RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error}): start with torchrun, or without them."
+            f"The environment's RANK, WORLD_SIZE and LOCAL_RANK must be numbers ({error}): start "
+            "with torchrun, or without them."
         ) from None
     if world <= 1:
         return None
     if here != world or local != rank or world > MAX_RANKS:
         raise ConfigError(
-            f"The ranks of one peer must be on one machine, at most {MAX_RANKS} of them: start torchrun with --nnodes 1, and "
+            f"The ranks of one peer must be on one machine, at most {MAX_RANKS} of them: start "
+            "torchrun with --nnodes 1, and "
             "a peer on each machine."
         )
     if not 0 <= rank < world:
         raise ConfigError(
-            f"The environment has RANK={rank} of WORLD_SIZE={world}: start with torchrun, or without them."
+            f"The environment has RANK={rank} of WORLD_SIZE={world}: start with torchrun, or "
+            "without them."
         )
     folder = found.get(FOLDER)
     return Job(rank, world, restarts, None if folder is None else Path(folder))
 
 
 def rank_device(settings: Settings, job: Job) -> torch.device:
-    """Return the device of this rank. ConfigError if torchrun started other ranks than the settings ask for, or too many."""
+    """Return the device of this rank.
+
+    ConfigError if torchrun started other ranks than the settings ask for, or too many.
+    """
     import torch
 
     from shoal.node.config.device import accelerator, resolve_device
@@ -95,11 +107,13 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
     node = settings.node
     if node.gpus not in (None, "all", str(job.world)):
         raise ConfigError(
-            f"--gpus {node.gpus} does not go with the {job.world} ranks that torchrun has started: leave it out."
+            f"--gpus {node.gpus} does not go with the {job.world} ranks that torchrun has started: "
+            "leave it out."
         )
     if node.device.partition(":")[0] == "mps" or ":" in node.device:
         raise ConfigError(
-            f"Each rank has a device of its own, so {node.device!r} cannot be used: use cuda or cpu, or neither."
+            f"Each rank has a device of its own, so {node.device!r} cannot be used: use cuda or "
+            "cpu, or neither."
         )
     kind, devices = accelerator()
     if node.device == "cpu" or (node.device == "auto" and not devices):
@@ -108,13 +122,16 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
         resolve_device(node.device)  # says what is here
     if job.world > devices:
         raise ConfigError(
-            f"{job.world} ranks need as many GPUs, and this machine has {devices}: start fewer, or pass --device cpu."
+            f"{job.world} ranks need as many GPUs, and this machine has {devices}: start fewer, or "
+            "pass --device cpu."
         )
     return torch.device(kind, job.rank)
 
 
 def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
-    """Return the number of ranks that the settings ask for. ``devices``: GPUs here; None asks torch.
+    """Return the number of ranks that the settings ask for.
+
+    ``devices``: GPUs here; None asks torch.
 
     Raises ConfigError: there are fewer GPUs, or the device goes with one process only.
     """
@@ -128,12 +145,14 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
         return 1
     if device == "mps" or (node.gpus != "1" and ":" in node.device):
         raise ConfigError(
-            f"--gpus takes the first GPUs, and {node.device!r} does not go with it: leave --device out, or use cpu."
+            f"--gpus takes the first GPUs, and {node.device!r} does not go with it: leave --device "
+            "out, or use cpu."
         )
     if device == "cpu":
         if node.gpus == "all":
             raise ConfigError(
-                "--gpus all counts GPUs, which --device cpu does not use: pass a number, such as --gpus 2."
+                "--gpus all counts GPUs, which --device cpu does not use: pass a number, such as "
+                "--gpus 2."
             )
         return int(node.gpus)
     if devices is None:
@@ -160,7 +179,8 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
     return wanted
 
 
-# The ends of ranks: each that fails leaves a file for the launcher, which shows one sentence for all of them.
+# The ends of ranks: each that fails leaves a file for the launcher, which shows one sentence for
+# all of them.
 
 PID, STOP = "pid", "stop"
 
@@ -187,7 +207,9 @@ class End:
 
 
 def as_lost(error: BaseException, job: Job) -> RankLostError | None:
-    """Return the error that stands for a collective that failed because another rank is gone; None for another error."""
+    """Return the error that stands for a collective that failed because another rank is gone; None
+    for another error.
+    """
     if isinstance(error, RankLostError):
         return error
     if (
@@ -246,7 +268,8 @@ def begin_leading(job: Job) -> None:
 
 
 def begin_following() -> None:
-    """Print nothing from now on, and leave Ctrl-C and SIGTERM to rank 0, which ends this rank once they have met.
+    """Print nothing from now on, and leave Ctrl-C and SIGTERM to rank 0, which ends this rank once
+    they have met.
 
     A second one ends it at once.
     """
@@ -266,16 +289,21 @@ def begin_following() -> None:
 
 
 def _met() -> bool:
-    """Return whether the ranks have met. Without importing torch: a rank that has not is often one that ends before it does."""
+    """Return whether the ranks have met.
+
+    Without importing torch: a rank that has not is often one that ends before it does.
+    """
     found = sys.modules.get("torch.distributed")
     return found is not None and bool(found.is_initialized())
 
 
 def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
-    """Do ``work`` as rank ``job.rank`` and end this process with its exit code, or with that of the error that it raised.
+    """Do ``work`` as rank ``job.rank`` and end this process with its exit code, or with that of the
+    error that it raised.
 
-    The launcher gets what the user should read; under torchrun it goes to stderr, from each rank that has an error of its own.
-    The process ends at once then: threads of torch would wait for ranks that are gone.
+    The launcher gets what the user should read; under torchrun it goes to stderr, from each rank
+    that has an error of its own. The process ends at once then: threads of torch would wait for
+    ranks that are gone.
     """
     error: Exception | None = None
     try:
@@ -329,9 +357,12 @@ class RanksFailedError(ShoalError):
 
 
 class Launcher:
-    """The ``world`` ranks of one node, until they have ended for good. ``forward`` is to handle this process's signals.
+    """The ``world`` ranks of one node, until they have ended for good.
 
-    ``arguments``: of ``shoal``, which ``program`` runs; ``restarts``: how often all are started again after one died.
+    ``forward`` is to handle this process's signals.
+
+    ``arguments``: of ``shoal``, which ``program`` runs; ``restarts``: how often all are started
+    again after one died.
     """
 
     def __init__(
@@ -347,7 +378,10 @@ class Launcher:
         self._failures: dict[int, int] = {}
 
     def run(self) -> int:
-        """Start the ranks and wait for them; return the exit code of rank 0. RanksFailedError if they failed."""
+        """Start the ranks and wait for them; return the exit code of rank 0.
+
+        RanksFailedError if they failed.
+        """
         with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
             self._folder = Path(folder)
             starts = 0
@@ -369,18 +403,26 @@ class Launcher:
                     )
                     bug = ExitCode.INTERNAL in self._failures.values()
                     raise RanksFailedError(
-                        f"This node ended{again}, because {why}: look at what it logged above, and start it again with --resume.",
+                        f"This node ended{again}, because {why}: look at what it logged above, and "
+                        "start it again with --resume.",
                         ExitCode.INTERNAL if bug else ExitCode.SWARM_FAILED,
                     )
                 starts += 1
-                note = f"{why}: starting all {self._world} ranks again ({starts} of {self._restarts} times)"
+                note = (
+                    f"{why}: starting all {self._world} ranks again ({starts} of "
+                    f"{self._restarts} times)"
+                )
                 print(note, file=sys.stderr, flush=True)
 
     def _final(self, left: dict[int, End]) -> int | None:
-        """Return the exit code if the ranks must not be started again; show why. RanksFailedError for what the user can mend."""
+        """Return the exit code if the ranks must not be started again; show why.
+
+        RanksFailedError for what the user can mend.
+        """
         for rank in sorted(left):
             end = left[rank]
-            # Torch ends the others with SIGTERM when a rank has died; that asks nobody to stop for good.
+            # Torch ends the others with SIGTERM when a rank has died; that asks nobody to stop for
+            # good.
             if end.lost or (
                 end.code == ExitCode.INTERRUPTED
                 and not self._signals
@@ -407,10 +449,13 @@ class Launcher:
         return f"rank {rank} ended with exit code {code}"
 
     def _start(self, starts: int) -> None:
-        """Run all ranks to their end in another thread: torch's launcher takes the signals for itself in the main one."""
+        """Run all ranks to their end in another thread: torch's launcher takes the signals for
+        itself in the main one.
+        """
         os.environ |= {FOLDER: str(self._folder), STARTS: str(starts), LAUNCHER: str(os.getpid())}
         os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOP_S)
-        # Each rank's DDP would say on stderr that it looked for parameters without a part in the loss, and found none.
+        # Each rank's DDP would say on stderr that it looked for parameters without a part in the
+        # loss, and found none.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         (self._folder / PID).unlink(missing_ok=True)
         self._failures = {}
@@ -435,7 +480,8 @@ class Launcher:
             rdzv_backend="c10d",
             rdzv_endpoint="127.0.0.1:0",  # a free port
             local_addr="127.0.0.1",
-            max_restarts=0,  # restarts are counted here, because what the user can mend is not tried again
+            # restarts are counted here, because what the user can mend is not tried again
+            max_restarts=0,
             monitor_interval=0.1,
         )
         try:
@@ -450,7 +496,9 @@ class Launcher:
             )
 
     def forward(self, number: int, frame: object) -> None:
-        """Hand a signal on to rank 0, as a signal handler; a rank that has not begun yet finds the note. A third one ends all."""
+        """Hand a signal on to rank 0, as a signal handler; a rank that has not begun yet finds the
+        note. A third one ends all.
+        """
         self._signals += 1
         if self._signals > 2:
             os._exit(ExitCode.INTERRUPTED)  # the ranks end with this process

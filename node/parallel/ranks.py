@@ -42,14 +42,17 @@ from shoal.optim.ranks.ranks import Ranks
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.last_average import LastAverage
 
-# A model on several ranks: the same on each, with gradients averaged by DDP, or in parts, one on each rank, by FSDP2.
+# A model on several ranks: the same on each, with gradients averaged by DDP, or in parts, one on
+# each rank, by FSDP2.
 #
-# A batch is the peer's: each rank computes with its rows of it, so the step is that of one process which accumulates as many
-# parts.
+# A batch is the peer's: each rank computes with its rows of it, so the step is that of one process
+# which accumulates as many parts.
 
 
 class Replicated(DistributedDataParallel):
-    """A model with averaged gradients that has the model's own attributes too, for a task's loss()."""
+    """A model with averaged gradients that has the model's own attributes too, for a task's
+    loss().
+    """
 
     def __getattr__(self, name: str) -> Any:
         """Return the model's attribute where the wrapper has none."""
@@ -60,17 +63,22 @@ class Replicated(DistributedDataParallel):
 
 
 def check_one_form(holder: str, tensors: Iterable[Any]) -> None:
-    """Raise TrainingError for a tensor that only one process can keep: ranks hand out and gather plain values."""
+    """Raise TrainingError for a tensor that only one process can keep: ranks hand out and gather
+    plain values.
+    """
     wrapped = first_wrapped(tensors)
     if wrapped is not None:
         raise TrainingError(
-            f"The {holder} keeps tensors of the class {type(wrapped).__name__}, which the ranks of one node cannot share: leave "
+            f"The {holder} keeps tensors of the class {type(wrapped).__name__}, which the ranks of "
+            "one node cannot share: leave "
             "--gpus out, or use another."
         )
 
 
 class RanksLayout(Layout):
-    """What DDP and FSDP2 have in common. ``channel``: rank 0's orders, which may be long in coming."""
+    """What DDP and FSDP2 have in common. ``channel``: rank 0's orders, which may be long in
+    coming.
+    """
 
     group: Ranks
 
@@ -105,7 +113,8 @@ class WholeModels(RanksLayout):
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the wrapper, which begins with rank 0's weights on all ranks.
 
-        It looks in each step which parameters have a part in the loss: a branch may be left out, on one rank or on all.
+        It looks in each step which parameters have a part in the loss: a branch may be left out, on
+        one rank or on all.
         """
         check_one_form("model", model.state_dict().values())
         self._wrapped = Replicated(
@@ -117,15 +126,19 @@ class WholeModels(RanksLayout):
         return self._wrapped
 
     def backward_of(self, part: int, count: int) -> AbstractContextManager[Any]:
-        """Let DDP average during the backward pass, if there is one only: else `backward_done` does.
+        """Let DDP average during the backward pass, if there is one only: else `backward_done`
+        does.
 
-        DDP would average what the last part has a gradient of, and leave out what only an earlier part has used.
+        DDP would average what the last part has a gradient of, and leave out what only an earlier
+        part has used.
         """
         return nullcontext() if count == 1 else self._wrapped.no_sync()
 
     @torch.no_grad()
     def backward_done(self, count: int) -> None:
-        """Average the gradients of several parts, of every parameter that any part of any rank has used."""
+        """Average the gradients of several parts, of every parameter that any part of any rank has
+        used.
+        """
         if count == 1:
             return
         parameters = [p for p in self._wrapped.parameters() if p.requires_grad]
@@ -143,7 +156,9 @@ class WholeModels(RanksLayout):
             work.wait()
 
     def evaluated(self, work: Callable[[], float]) -> float:
-        """Let rank 0, which has the whole model, work as one process does, while the others wait."""
+        """Let rank 0, which has the whole model, work as one process does, while the others
+        wait.
+        """
         if self.rank:
             self._channel.receive()
             return 0.0
@@ -166,10 +181,15 @@ class WholeModels(RanksLayout):
 
 
 class ShardedModel(RanksLayout):
-    """FSDP2: each rank has a part of every tensor of the model. All ranks evaluate, each on the same data, with the whole sum."""
+    """FSDP2: each rank has a part of every tensor of the model.
+
+    All ranks evaluate, each on the same data, with the whole sum.
+    """
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Shard the repeated blocks, then the rest, in place: while it computes, a rank holds one whole block at a time."""
+        """Shard the repeated blocks, then the rest, in place: while it computes, a rank holds one
+        whole block at a time.
+        """
         check_one_form("model", model.state_dict().values())
         mesh = init_device_mesh(device.type, (self.ranks,))
         self._blocks = unshared(model, repeated_blocks(model))
@@ -179,7 +199,9 @@ class ShardedModel(RanksLayout):
         return model
 
     def gathered_bytes(self, model: nn.Module) -> int:
-        """Return those of the weights and gradients outside the blocks, of two blocks' weights and of one's gradients."""
+        """Return those of the weights and gradients outside the blocks, of two blocks' weights and
+        of one's gradients.
+        """
         blocks = [
             sum(parameter.nbytes for parameter in block.parameters()) for block in self._blocks
         ]
@@ -188,7 +210,9 @@ class ShardedModel(RanksLayout):
 
     @contextmanager
     def backward_of(self, part: int, count: int) -> Iterator[None]:
-        """Let each rank keep the gradients of its own rows within the block, but for the last part."""
+        """Let each rank keep the gradients of its own rows within the block, but for the last
+        part.
+        """
         self._sharded.set_requires_gradient_sync(part == count - 1)
         try:
             yield
@@ -208,7 +232,9 @@ class ShardedModel(RanksLayout):
 
 
 def unshared(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return the blocks of which no parameter is used elsewhere in ``model`` too, as tied weights are."""
+    """Return the blocks of which no parameter is used elsewhere in ``model`` too, as tied weights
+    are.
+    """
     owners: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
@@ -225,14 +251,15 @@ def unshared(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 LAYOUTS: dict[str, type[RanksLayout]] = {"ddp": WholeModels, "fsdp": ShardedModel}
 
 
-# A trainer on several ranks: the node calls rank 0's, which has the other ranks make the same calls.
+# A trainer on several ranks: the node calls rank 0's, which has the other ranks make the same
+# calls.
 
 
 class RankTrainer(Trainer):
     """A trainer on one of several ranks.
 
-    Its methods are rank 0's to call; each begins with an order on ``channel``, by which the others make the same call (`obey`).
-    ``on_round`` is rank 0's: the others wait for it.
+    Its methods are rank 0's to call; each begins with an order on ``channel``, by which the others
+    make the same call (`obey`). ``on_round`` is rank 0's: the others wait for it.
     """
 
     def __init__(
@@ -284,7 +311,9 @@ class RankTrainer(Trainer):
             obey(self.opt, name, fields)
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
-        """Set the exchange of rank 0 with other peers, the run's id and the part of the data, which all ranks share."""
+        """Set the exchange of rank 0 with other peers, the run's id and the part of the data, which
+        all ranks share.
+        """
         self._order("connect", run=run, shard=[shard.index, shard.of, shard.seed])
         self._real = exchange
         shared = self._ranks.group.exchange(exchange)
@@ -303,7 +332,9 @@ class RankTrainer(Trainer):
         return float(getattr(self._real, "waited", 0.0))
 
     def step(self) -> None:
-        """Take one inner step with this rank's rows of the batch, and the outer step if it is due."""
+        """Take one inner step with this rank's rows of the batch, and the outer step if it is
+        due.
+        """
         self._order("step")
         super().step()
         if self.opt.steps == 1:
@@ -311,7 +342,9 @@ class RankTrainer(Trainer):
                 check_one_form("inner optimizer", state.values())
 
     def evaluate(self) -> float | None:
-        """Return the held-out loss: with DDP rank 0 computes it, with FSDP all do, each on the whole data."""
+        """Return the held-out loss: with DDP rank 0 computes it, with FSDP all do, each on the
+        whole data.
+        """
         self._order("evaluate")
         return super().evaluate()
 
@@ -356,7 +389,11 @@ class NodeRanks:
 
     @classmethod
     def meet(cls, settings: Settings, job: Job) -> NodeRanks:
-        """Meet the other ranks. ConfigError for settings that several ranks cannot have; RankLostError if they are not there."""
+        """Meet the other ranks.
+
+        ConfigError for settings that several ranks cannot have; RankLostError if they are not
+        there.
+        """
         check(settings)
         device = rank_device(settings, job)
         make_current(device)
@@ -384,7 +421,10 @@ class NodeRanks:
     def make_trainer(
         self, task: Task, settings: Settings, *, schedule_steps: int, **options: Any
     ) -> RankTrainer:
-        """Return the trainer of rank 0, and let the others make theirs. Arguments are those of ``Trainer``."""
+        """Return the trainer of rank 0, and let the others make theirs.
+
+        Arguments are those of ``Trainer``.
+        """
         sent = settings.model_dump_json(exclude_unset=True)
         self.channel.send("build", settings=sent, schedule_steps=schedule_steps)
         return self._trainer(task, settings, schedule_steps=schedule_steps, **options)
@@ -409,15 +449,24 @@ class NodeRanks:
         check(settings)
         layout = LAYOUTS[self.parallel](self.group, self.channel)
         return RankTrainer(
-            task, settings.outer, settings.train, own=settings.train, device=self.device, layout=layout, channel=self.channel,
+            task,
+            settings.outer,
+            settings.train,
+            own=settings.train,
+            device=self.device,
+            layout=layout,
+            channel=self.channel,
             **options,
-        )  # fmt: skip
+        )
 
 
 def _all_started(job: Job) -> Store:
-    """Return the store in which all ranks have noted that they run. RankMissingError if one does not within ``MEET_S``.
+    """Return the store in which all ranks have noted that they run.
 
-    It waits in Python, a moment at a time, so that signals act. torch.distributed would wait in C++, and say nothing.
+    RankMissingError if one does not within ``MEET_S``.
+
+    It waits in Python, a moment at a time, so that signals act. torch.distributed would wait in
+    C++, and say nothing.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = job.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -448,7 +497,10 @@ def _all_started(job: Job) -> Store:
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {job.world}"
         heard = job.leads or 0 in missing
         if time.monotonic() >= began + MEET_S:
-            said = f"Of this node's ranks {who} did not start within {MEET_S:g} s: start all of them, best with --gpus or torchrun."
+            said = (
+                f"Of this node's ranks {who} did not start within {MEET_S:g} s: start all of "
+                "them, best with --gpus or torchrun."
+            )
             raise (RankMissingError if heard else RankLostError)(said)
         if heard and time.monotonic() >= reminder:
             print(f"waiting for {who}", file=sys.stderr, flush=True)
@@ -467,17 +519,21 @@ def check(settings: Settings) -> None:
     """Raise ConfigError for settings that only a node of one process can have."""
     if settings.task.hooks == "rl":
         raise ConfigError(
-            "The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a node for each GPU."
+            "The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a "
+            "node for each GPU."
         )
     if settings.verify.audit_rate:
         raise ConfigError(
-            "A node of several ranks makes no claims that others could check: leave --gpus out in a swarm with --verify."
+            "A node of several ranks makes no claims that others could check: leave --gpus out in "
+            "a swarm with --verify."
         )
     if settings.node.resume_from is not None:
         raise ConfigError(
-            "--resume-from goes with one process: go on with it on one GPU first, then --resume with --gpus."
+            "--resume-from goes with one process: go on with it on one GPU first, then --resume "
+            "with --gpus."
         )
     if settings.node.slow_folder is not None:
         raise ConfigError(
-            "--offload keeps the state of one process: leave it out, since each rank keeps a part only."
+            "--offload keeps the state of one process: leave it out, since each rank keeps a part "
+            "only."
         )

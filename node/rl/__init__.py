@@ -1,1 +1,3 @@
-"""Reinforcement learning from own and foreign rollouts: environments, policies, and the task that brings them together."""
+"""Reinforcement learning from own and foreign rollouts: environments, policies, and the task that
+brings them together.
+"""

@@ -1,11 +1,13 @@
-"""Environments: questions for a policy, and rewards of its answers, the same on every node; and the interface of policies.
+"""Environments: questions for a policy, and rewards of its answers, the same on every node; and the
+interface of policies.
 
-An environment makes its questions from two numbers. A rollout on the network names only the question that it answers; a receiver
-makes the question anew and judges the answers itself, so nobody has to be trusted. Both methods must depend on their arguments
-(and the options of the environment) alone, on every machine, and in every process.
+An environment makes its questions from two numbers. A rollout on the network names only the
+question that it answers; a receiver makes the question anew and judges the answers itself, so
+nobody has to be trusted. Both methods must depend on their arguments (and the options of the
+environment) alone, on every machine, and in every process.
 
-Nodes of one swarm may have different policies. They share text; token ids and log-probabilities are of use only to nodes with the
-same tokenizer.
+Nodes of one swarm may have different policies. They share text; token ids and log-probabilities are
+of use only to nodes with the same tokenizer.
 """
 
 from __future__ import annotations
@@ -60,19 +62,28 @@ class Environment(Protocol):
     """Interface of a user's own environment (examples/add_env.py)."""
 
     version: str
-    """To be changed whenever questions or rewards change: nodes learn from each other only if it is equal."""
+    """To be changed whenever questions or rewards change: nodes learn from each other only if it is
+    equal.
+    """
 
     def question(self, seed: int, index: int) -> Question:
-        """Return question number ``index`` of ``seed``: both at least 0, ``seed`` below 2^63, ``index`` at most 2^53."""
+        """Return question number ``index`` of ``seed``: both at least 0, ``seed`` below 2^63,
+        ``index`` at most 2^53.
+        """
         ...
 
     def reward(self, question: Question, completion: str) -> float:
-        """Return the reward of a completion, from 0 to 1. It comes from a stranger: never evaluate it, and never take long."""
+        """Return the reward of a completion, from 0 to 1.
+
+        It comes from a stranger: never evaluate it, and never take long.
+        """
         ...
 
 
 class GuardedEnvironment:
-    """The user's environment as Shoal calls it: what its methods raise, or return wrongly, is a UserCodeError."""
+    """The user's environment as Shoal calls it: what its methods raise, or return wrongly, is a
+    UserCodeError.
+    """
 
     def __init__(self, made: Environment, name: str) -> None:
         self._made, self.version = made, made.version
@@ -94,7 +105,8 @@ class GuardedEnvironment:
             return float(found)
         except (TypeError, ValueError):
             raise UserCodeError(
-                f"{self.user_subject}: reward() must return a number from 0 to 1, not {found!r:.40}."
+                f"{self.user_subject}: reward() must return a number from 0 to 1, not "
+                f"{found!r:.40}."
             ) from None
 
 
@@ -118,7 +130,8 @@ class Env:
         for reward in found:
             if not (math.isfinite(reward) and 0 <= reward <= 1):
                 raise EnvError(
-                    f"The environment {self.label!r} gave the reward {reward}: it must be a number from 0 to 1."
+                    f"The environment {self.label!r} gave the reward {reward}: it must be a number "
+                    "from 0 to 1."
                 )
         return found
 
@@ -130,7 +143,8 @@ def canonical(options: Mapping[str, Option]) -> bytes:
 
 # Built-in environment: small rules on short strings, which a small model can learn for all strings.
 #
-# reverse: dbca acbd largest: dbca d count: abca 2 (how often the first letter comes) last: dbca a sorted: dbca abcd
+# reverse: dbca acbd largest: dbca d count: abca 2 (how often the first letter comes) last: dbca a
+# sorted: dbca abcd
 
 RULES: dict[str, Callable[[str], str]] = {
     "reverse": lambda word: word[::-1],
@@ -142,7 +156,8 @@ RULES: dict[str, Callable[[str], str]] = {
 
 
 class Strings:
-    """Questions of ``families`` (separated by commas) on words of ``shortest`` to ``longest`` of the first ``letters`` letters.
+    """Questions of ``families`` (separated by commas) on words of ``shortest`` to ``longest`` of
+    the first ``letters`` letters.
 
     The reward is 1 for exactly the right answer, else 0.
     """
@@ -164,7 +179,8 @@ class Strings:
             )
         if not (1 <= letters <= 26 and 1 <= shortest <= longest <= 64):
             raise EnvError(
-                "The environment 'strings' needs 1 to 26 letters, and words from shortest to longest within 1 to 64."
+                "The environment 'strings' needs 1 to 26 letters, and words from shortest to "
+                "longest within 1 to 64."
             )
         self.letters = "abcdefghijklmnopqrstuvwxyz"[:letters]
         self.lengths = (shortest, longest)
@@ -180,26 +196,39 @@ class Strings:
         return float(completion == question.answer)
 
 
-# Questions from the optional package reasoning-gym: any of its families, or ``sapo9``, the nine of SAPO's experiment.
+# Questions from the optional package reasoning-gym: any of its families, or ``sapo9``, the nine of
+# SAPO's experiment.
 #
 # Families judge differently, some in ways that a swarm cannot use:
 #
-# * Some evaluate the answer as Python (binary_matrix, one of the nine, calls ``eval`` on it), or parse it with sympy, which does
-#   the same. An answer comes from a stranger here, so these families are judged by comparison with the known answer instead.
-# * Some give a few hundredths to any answer. An advantage is relative to the group, so a group of wrong answers would teach
-#   differences between them. Credits below ``LEAST`` count as 0.
-# * propositional_logic has no single answer; its metadata hold an example. bf prints dots to stdout.
+# * Some evaluate the answer as Python (binary_matrix, one of the nine, calls ``eval`` on it), or
+#   parse it with sympy, which does the same. An answer comes from a stranger here, so these
+#   families are judged by comparison with the known answer instead.
+# * Some give a few hundredths to any answer. An advantage is relative to the group, so a group of
+#   wrong answers would teach differences between them. Credits below ``LEAST`` count as 0.
+# * propositional_logic has no single answer; its metadata hold an example. bf prints dots to
+#   stdout.
 
 log = logging.getLogger(__name__)
 
 NINE = (
-    "base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification", "decimal_arithmetic",
-    "calendar_arithmetic", "binary_matrix",
-)  # fmt: skip
-_QUIET = threading.Lock()  # stdout is the process's: of two threads that redirect it in turn the last puts back what the other had
+    "base_conversion",
+    "basic_arithmetic",
+    "arc_1d",
+    "bf",
+    "propositional_logic",
+    "fraction_simplification",
+    "decimal_arithmetic",
+    "calendar_arithmetic",
+    "binary_matrix",
+)
+# stdout is the process's: of two threads that redirect it in turn the last puts back what the other
+# had
+_QUIET = threading.Lock()
 LEAST = 0.1
 EVALUATES = re.compile(
-    r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom (sympy)"
+    r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom "
+    r"(sympy)"
 )
 
 
@@ -220,12 +249,14 @@ class Gym:
         self._families = NINE if family == "sapo9" else (family,)
         if family == "sapo9" and options:
             raise EnvError(
-                "The environment 'sapo9' takes no options: each of its families has its own defaults."
+                "The environment 'sapo9' takes no options: each of its families has its own "
+                "defaults."
             )
         unknown = [name for name in self._families if name not in DATASETS]
         if unknown:
             raise EnvError(
-                f"There is no environment {unknown[0]!r}: choose strings, sapo9, a family of reasoning-gym, or FILE.py:CLASS."
+                f"There is no environment {unknown[0]!r}: choose strings, sapo9, a family of "
+                "reasoning-gym, or FILE.py:CLASS."
             )
         self._made = {name: DATASETS[name] for name in self._families}
         self._compared = {name for name, (dataset, _) in self._made.items() if _evaluates(dataset)}
@@ -267,7 +298,10 @@ class Gym:
 
 
 def _evaluates(dataset: type[Any]) -> bool:
-    """Return whether judging may evaluate the answer. Families without a judgement of their own only compare."""
+    """Return whether judging may evaluate the answer.
+
+    Families without a judgement of their own only compare.
+    """
     from reasoning_gym.dataset import ProceduralDataset
 
     if dataset.score_answer is ProceduralDataset.score_answer:
@@ -280,7 +314,9 @@ def _evaluates(dataset: type[Any]) -> bool:
 
 LOOK = 8
 BELOW = 1 - 2**-20
-"""Keeps what is searched below the sum of all probabilities, whatever is rounded, so a token that cannot come is never drawn."""
+"""Keeps what is searched below the sum of all probabilities, whatever is rounded, so a token that
+cannot come is never drawn.
+"""
 Choose = Callable[[Tensor], Tensor]
 """Maps the logits (B, V) of one step to the token of each row, int64 (B,)."""
 
@@ -297,7 +333,8 @@ class Completion:
     tokens: tuple[int, ...]
     """Tokens as drawn, with the end token if it came."""
     log_probs: tuple[float, ...]
-    """Natural log-probability of each token under the distribution of its draw, with temperature."""
+    """Natural log-probability of each token under the distribution of its draw, with temperature.
+    """
     finish: Finish
     """``stop`` if it ended by itself, ``length`` if it was cut off."""
 
@@ -318,7 +355,9 @@ class Policy(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Trained module; it may be moved to another device, and the policy computes where its parameters are."""
+        """Trained module; it may be moved to another device, and the policy computes where its
+        parameters are.
+        """
         ...
 
     def generate(
@@ -331,11 +370,13 @@ class Policy(Protocol):
         seed: int,
         choose: Choose | None = None,
     ) -> list[list[Completion]]:
-        """Write ``count`` completions of each prompt, at most ``max_tokens`` tokens long; greedy if ``temperature`` is 0.
+        """Write ``count`` completions of each prompt, at most ``max_tokens`` tokens long; greedy if
+        ``temperature`` is 0.
 
-        The same arguments and weights give the same completions on the same machine (CPU). ``choose`` replaces the draw with
-        ``seed`` and is called once for each step, also for rows that have ended; up to 16 prompts with the ``count`` 1 are passed
-        all at once, in their order if they are equal.
+        The same arguments and weights give the same completions on the same machine (CPU).
+        ``choose`` replaces the draw with ``seed`` and is called once for each step, also for rows
+        that have ended; up to 16 prompts with the ``count`` 1 are passed all at once, in their
+        order if they are equal.
         """
         ...
 
@@ -348,17 +389,19 @@ class Policy(Protocol):
     def log_probs(
         self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each token of each completion, float (B, T) with gradient, and bool (B, T), its mask.
+        """Return the log-probability of each token of each completion, float (B, T) with gradient,
+        and bool (B, T), its mask.
 
-        Prompt number i belongs to completion number i. T is the length of the longest completion, the others are padded.
+        Prompt number i belongs to completion number i. T is the length of the longest completion,
+        the others are padded.
         """
         ...
 
     def logits(
         self, prompts: Sequence[str], completions: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Return the logits of each token of each completion, floating (B, T, V), before the temperature, and bool (B, T), its
-        mask.
+        """Return the logits of each token of each completion, floating (B, T, V), before the
+        temperature, and bool (B, T), its mask.
 
         They are the last T positions of one call of the module; the rest is as for ``log_probs``.
         """
@@ -368,7 +411,9 @@ class Policy(Protocol):
 def pad(
     rows: Sequence[Sequence[int]], filler: int, *, left: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids to one int64 (B, T), T at least 1; also return bool (B, T), False at padding."""
+    """Pad rows of token ids to one int64 (B, T), T at least 1; also return bool (B, T), False at
+    padding.
+    """
     longest = max(1, *map(len, rows))
     tokens = torch.full((len(rows), longest), filler, dtype=torch.int64, device="cpu")
     mask = torch.zeros((len(rows), longest), dtype=torch.bool, device="cpu")
@@ -380,17 +425,21 @@ def pad(
 
 
 def chances(generator: torch.Generator, tokens: int, rows: int, device: torch.device) -> Tensor:
-    """Return uniform numbers (``tokens``, ``rows``) by which `draw` draws: the same for a seed, whatever the device is."""
+    """Return uniform numbers (``tokens``, ``rows``) by which `draw` draws: the same for a seed,
+    whatever the device is.
+    """
     return to_device([torch.rand(tokens, rows, generator=generator, device="cpu")], device)[0]
 
 
 def draw(
     logits: Tensor, temperature: float, chance: Tensor, choose: Choose | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw a token of each row of logits (B, V); return it and its log-probability, both (B,). ``temperature`` 0: the likeliest.
+    """Draw a token of each row of logits (B, V); return it and its log-probability, both (B,).
 
-    Drawn where the logits are, which nobody waits for: the first token whose cumulative probability is above ``chance``, (B,)
-    in [0, 1). Or by ``choose``.
+    ``temperature`` 0: the likeliest.
+
+    Drawn where the logits are, which nobody waits for: the first token whose cumulative probability
+    is above ``chance``, (B,) in [0, 1). Or by ``choose``.
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     if choose is not None:
@@ -407,15 +456,21 @@ def draw(
 
 
 def looks(token: int, device: torch.device) -> bool:
-    """Return whether to look, after ``token`` tokens, if all rows have ended: rarely where that waits for an accelerator."""
+    """Return whether to look, after ``token`` tokens, if all rows have ended: rarely where that
+    waits for an accelerator.
+    """
     return device.type == "cpu" or token % LOOK == 0
 
 
 def drawn(ids: list[Tensor], logs: list[Tensor]) -> Iterator[tuple[list[int], list[float]]]:
-    """Yield each row's tokens and their log-probabilities, as `draw` returned them. PolicyError if these are not finite."""
+    """Yield each row's tokens and their log-probabilities, as `draw` returned them.
+
+    PolicyError if these are not finite.
+    """
     found = torch.stack(logs, 1).cpu()
     if not bool(found.isfinite().all()):
         raise PolicyError(
-            "The policy's probabilities are not finite any more: lower its learning rate, or clip its gradients."
+            "The policy's probabilities are not finite any more: lower its learning rate, or clip "
+            "its gradients."
         )
     yield from zip(torch.stack(ids, 1).tolist(), found.tolist(), strict=True)

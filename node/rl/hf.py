@@ -1,4 +1,5 @@
-"""``hf:PATH_OR_NAME``: any causal language model that transformers loads, GGUF files too; both packages are optional.
+"""``hf:PATH_OR_NAME``: any causal language model that transformers loads, GGUF files too; both
+packages are optional.
 
 With peft installed only a LoRA adapter is trained, and exchanged where weights are.
 """
@@ -40,7 +41,10 @@ RANK = 16
 
 
 class HF:
-    """Transformers model with its tokenizer. ``module`` is the model, or the model with its adapter."""
+    """Transformers model with its tokenizer.
+
+    ``module`` is the model, or the model with its adapter.
+    """
 
     loss = "sapo"
     max_tokens = 64
@@ -51,7 +55,8 @@ class HF:
         self._tokenizer, self.lr = tokenizer, lr
         if tokenizer.eos_token_id is None:
             raise PolicyError(
-                "The model's tokenizer has no end token, so completions would never end: choose another model."
+                "The model's tokenizer has no end token, so completions would never end: choose "
+                "another model."
             )
         stops = getattr(model.generation_config, "eos_token_id", None)
         also = stops if isinstance(stops, list) else [stops]
@@ -105,10 +110,11 @@ class HF:
         seed: int,
         choose: Choose | None = None,
     ) -> list[list[Completion]]:
-        """Implement `Policy.generate` by continuous batching (Orca, OSDI 2022): a row that has ended makes room for one that waits.
+        """Implement `Policy.generate` by continuous batching (Orca, OSDI 2022): a row that has
+        ended makes room for one that waits.
 
-        Rows that begin together share the computation of an equal prompt. With ``choose``, and where the cache is not a plain one,
-        no row leaves before all have ended.
+        Rows that begin together share the computation of an equal prompt. With ``choose``, and
+        where the cache is not a plain one, no row leaves before all have ended.
         """
         generator = torch.Generator().manual_seed(seed)
         asked = [self._prompt(prompt) for prompt in prompts]
@@ -177,11 +183,17 @@ class HF:
         )
 
     def _next(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """Return the logits (b, V) after ``tokens`` (b, t), the last of ``mask`` (b, T), and the cache with them."""
+        """Return the logits (b, V) after ``tokens`` (b, t), the last of ``mask`` (b, T), and the
+        cache with them.
+        """
         made = self.module(
-            input_ids=tokens, attention_mask=mask.long(), position_ids=_places(mask)[:, -tokens.shape[1] :], use_cache=True,
-            **{self._cache: cache}, **({"logits_to_keep": 1} if self._keeps else {}),
-        )  # fmt: skip
+            input_ids=tokens,
+            attention_mask=mask.long(),
+            position_ids=_places(mask)[:, -tokens.shape[1] :],
+            use_cache=True,
+            **{self._cache: cache},
+            **({"logits_to_keep": 1} if self._keeps else {}),
+        )
         return made.logits[:, -1], getattr(made, self._cache)
 
     def _completion(self, ids: list[int], logs: list[float]) -> Completion:
@@ -197,7 +209,9 @@ class HF:
     def log_probs(
         self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Implement `Policy.log_probs`; activations of more sequences than go at once are computed again in the backward pass."""
+        """Implement `Policy.log_probs`; activations of more sequences than go at once are computed
+        again in the backward pass.
+        """
         after, mask = pad(completions, self._end, left=False, device=self._device())
         parts = []
         for start in range(0, len(prompts), self._rows):
@@ -288,7 +302,9 @@ class _Batch:
         self.going = self.going & ~torch.isin(self.last, ends) & (self.written < most)
 
     def leave(self, over: bool) -> Iterator[tuple[int, list[int], list[float]]]:
-        """Yield the rows that have ended, with their tokens and log-probabilities, and drop them; all if it is ``over``."""
+        """Yield the rows that have ended, with their tokens and log-probabilities, and drop them;
+        all if it is ``over``.
+        """
         for (tokens, logs), (new, new_logs) in zip(
             self.past, drawn(self.ids, self.logs), strict=True
         ):
@@ -358,7 +374,10 @@ def _inner(model: Any) -> Any:
 
 
 def load_hf(where: str, make: Callable[..., HF] = HF) -> HF:
-    """Load the model in a folder or GGUF file, or of that name, and ``make`` a policy of it. PolicyError."""
+    """Load the model in a folder or GGUF file, or of that name, and ``make`` a policy of it.
+
+    PolicyError.
+    """
     require(
         PolicyError, f"The policy 'hf:{where}'", "transformers", extra="rl", otherwise="choose tiny"
     )
@@ -375,7 +394,8 @@ def load_hf(where: str, make: Callable[..., HF] = HF) -> HF:
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise PolicyError(
-            f"The policy 'hf:{where}' cannot be loaded ({why}): name a model's folder, GGUF file or name."
+            f"The policy 'hf:{where}' cannot be loaded ({why}): name a model's folder, GGUF file "
+            "or name."
         ) from error
     if getattr(model.config, "quantization_config", None) is not None:
         del model.config.quantization_config  # the weights are plain float32 by now

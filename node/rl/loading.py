@@ -1,4 +1,7 @@
-"""Loading of the environment and the policy that a user names. Code named by the swarm is never imported."""
+"""Loading of the environment and the policy that a user names.
+
+Code named by the swarm is never imported.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def _built_in(spec: str) -> Callable[..., Environment] | None:
 def load_env(spec: str, options: Mapping[str, Option]) -> Env:
     """Make the environment that ``spec`` names, with ``options``. Raises EnvError or HookError.
 
-    ``spec``: ``strings``, a family of reasoning-gym, ``sapo9``, ``module:Class`` or ``path/file.py:Class``.
+    ``spec``: ``strings``, a family of reasoning-gym, ``sapo9``, ``module:Class`` or
+    ``path/file.py:Class``.
     """
     made_by = _built_in(spec) or find_class(spec, "environment")
     try:
@@ -57,7 +61,8 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
         or not 0 < len(made.version) <= 128
     ):
         raise HookError(
-            f"The environment {spec!r} needs version, question(seed, index) and reward(question, completion)."
+            f"The environment {spec!r} needs version, question(seed, index) and reward(question, "
+            "completion)."
         )
     if not type(made).__module__.startswith("shoal."):
         made = GuardedEnvironment(made, type(made).__name__)
@@ -71,7 +76,9 @@ def load_env(spec: str, options: Mapping[str, Option]) -> Env:
 
 
 def _try(env: Env) -> None:
-    """Judge an answer to the first held-out question, so that a fault shows before anything is trained."""
+    """Judge an answer to the first held-out question, so that a fault shows before anything is
+    trained.
+    """
     try:
         question = env.made.question(HELD_OUT, 0)
         env.rewards(question, [question.answer or ""])
@@ -79,7 +86,8 @@ def _try(env: Env) -> None:
         raise
     except Exception as error:
         raise EnvError(
-            f"The environment {env.label!r} fails at its first question ({type(error).__name__}: {error}): mend it."
+            f"The environment {env.label!r} fails at its first question ({type(error).__name__}: "
+            f"{error}): mend it."
         ) from error
 
 
@@ -111,5 +119,6 @@ def load_policy(spec: str, env: Env, seed: int) -> Policy:
         where, url = served_by(rest)
         return load_hf(where, functools.partial(Served, url=url) if url else HF)
     raise PolicyError(
-        f"There is no policy {spec!r}: choose tiny, tiny:HABIT, tiny:HABIT:STEPS, or hf: and a model's folder, file or name."
+        f"There is no policy {spec!r}: choose tiny, tiny:HABIT, tiny:HABIT:STEPS, or hf: and a "
+        "model's folder, file or name."
     )

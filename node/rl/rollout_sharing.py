@@ -1,4 +1,6 @@
-"""Reinforcement learning of a node in a swarm: the task from the settings, its rollouts on the network, and its report."""
+"""Reinforcement learning of a node in a swarm: the task from the settings, its rollouts on the
+network, and its report.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ NOTIFY_S = 10.0  # seconds between two lines for people
 
 
 def make_task(settings: Settings) -> RLTask:
-    """Make the task of the settings. Raises ConfigError, EnvError, HookError or PolicyError; the model is made later."""
+    """Make the task of the settings.
+
+    Raises ConfigError, EnvError, HookError or PolicyError; the model is made later.
+    """
     if unfit := [
         name
         for name in ("accumulate", "compile")
         if getattr(settings.train, name) not in (1, False)
     ]:
         raise ConfigError(
-            f"The task rl cannot have train.{unfit[0]}, because a policy learns from all completions of a round together, of "
+            f"The task rl cannot have train.{unfit[0]}, because a policy learns from all "
+            "completions of a round together, of "
             "whatever length: leave it out."
         )
     env = load_env(settings.rl.env, settings.task.options)
@@ -38,14 +44,18 @@ def make_task(settings: Settings) -> RLTask:
     def make_policy() -> Policy:
         policy = load_policy(rl.policy, env, seed)
         if isinstance(policy, Served) and rl.only != "share":
-            policy.push()  # so that a server whose weights cannot change is refused before anything is learnt
+            # so that a server whose weights cannot change is refused before anything is learnt
+            policy.push()
         return policy
 
     return RLTask(env, make_policy, rl, seed=seed)
 
 
 class RolloutSharing:
-    """Sharing of the rollouts of ``task``. Each round is passed to ``write(event, **fields)``, some to ``notify``."""
+    """Sharing of the rollouts of ``task``.
+
+    Each round is passed to ``write(event, **fields)``, some to ``notify``.
+    """
 
     def __init__(
         self,
@@ -66,20 +76,29 @@ class RolloutSharing:
 
     def _on_round(self, round: RLRound) -> None:
         self._write(
-            "rl", round=round.round, reward=round.reward, own=round.own, foreign=len(round.used), worth=round.worth,
-            loss=round.loss, used=round.used, shared=self._pool.counts["sent"],
-        )  # fmt: skip
+            "rl",
+            round=round.round,
+            reward=round.reward,
+            own=round.own,
+            foreign=len(round.used),
+            worth=round.worth,
+            loss=round.loss,
+            used=round.used,
+            shared=self._pool.counts["sent"],
+        )
         if time.monotonic() - self._quiet >= NOTIFY_S:
             self._quiet = time.monotonic()
             reward = "-" if round.reward is None else f"{round.reward:.3f}"
             self._notify(
-                f"round {round.round}: reward {reward}, learnt from {round.own} own and {len(round.used)} foreign groups"
+                f"round {round.round}: reward {reward}, learnt from {round.own} own and "
+                f"{len(round.used)} foreign groups"
             )
 
     def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
         """Return the report, once the last rollouts have left, or after `LEAVE_S`.
 
-        Rewards are means over completions (cumulative: summed over the rounds) or held-out questions.
+        Rewards are means over completions (cumulative: summed over the rounds) or held-out
+        questions.
         """
         self._pool.topic.flush(LEAVE_S)
         task, counts = self._task, self._pool.counts
@@ -99,9 +118,12 @@ class RolloutSharing:
             "bytes_received": self._pool.bytes_received,
             # Refused by the network, dropped by the pool, or not learnt from.
             "rejected": {
-                **counts["rejected"], "expired": counts["expired"], "displaced": counts["displaced"], **learnt.rejected,
+                **counts["rejected"],
+                "expired": counts["expired"],
+                "displaced": counts["displaced"],
+                **learnt.rejected,
             },
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         self._pool.topic.close()

@@ -1,8 +1,10 @@
-"""``hf:PATH_OR_NAME@URL``: a server beside the node draws the completions, as people serve models: vLLM, or llama.cpp's server.
+"""``hf:PATH_OR_NAME@URL``: a server beside the node draws the completions, as people serve models:
+vLLM, or llama.cpp's server.
 
-Both take tokens at OpenAI's /v1/completions and name those that they draw, with log-probabilities before the temperature. The node
-computes the same log-probabilities itself: what it learns from are its own, and a server with other weights is refused. Before
-completions are drawn by weights that have changed, the adapter goes to the server, by vLLM's /v1/load_lora_adapter.
+Both take tokens at OpenAI's /v1/completions and name those that they draw, with log-probabilities
+before the temperature. The node computes the same log-probabilities itself: what it learns from are
+its own, and a server with other weights is refused. Before completions are drawn by weights that
+have changed, the adapter goes to the server, by vLLM's /v1/load_lora_adapter.
 """
 
 from __future__ import annotations
@@ -36,9 +38,12 @@ TOKEN_BYTES, MOST_BYTES = (
     2**28,
 )  # of an answer: for each token that it may have, besides 64 KiB, and at most
 APART = 0.15
-"""Largest mean difference of log-probabilities, nats a token: with 4-bit weights llama.cpp differs by .07 from their float32."""
+"""Largest mean difference of log-probabilities, nats a token: with 4-bit weights llama.cpp differs
+by .07 from their float32.
+"""
 FIXED = (
-    "start vLLM on this machine with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; a server whose weights stay, "
+    "start vLLM on this machine with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; a "
+    "server whose weights stay, "
     "as of llama.cpp's, serves only a node that does not learn (--set rl.only=share)"
 )
 CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
@@ -46,7 +51,9 @@ _Row = tuple[list[int], list[float]]
 
 
 class Served(HF):
-    """HF whose completions the server at ``url`` draws; claims, which peers repeat draw by draw, it draws itself."""
+    """HF whose completions the server at ``url`` draws; claims, which peers repeat draw by draw, it
+    draws itself.
+    """
 
     def __init__(self, model: Any, tokenizer: Any, *, lr: float, url: str) -> None:
         require(
@@ -78,7 +85,10 @@ class Served(HF):
         seed: int,
         choose: Choose | None = None,
     ) -> list[list[Completion]]:
-        """Implement `Policy.generate`; the server draws by a seed of its own. PolicyError if it fails, or has other weights."""
+        """Implement `Policy.generate`; the server draws by a seed of its own.
+
+        PolicyError if it fails, or has other weights.
+        """
         if choose is not None:
             return super().generate(
                 prompts,
@@ -94,15 +104,26 @@ class Served(HF):
         answer = self._server.ask(
             "/v1/completions",
             {
-                **({"model": self._name} if self._name else {}), "prompt": asked, "n": count, "max_tokens": max_tokens,
-                "temperature": temperature, "logprobs": 1, "return_tokens_as_token_ids": True,
-                # Else the defaults of the server or of the model's generation_config.json; the last line is for llama.cpp.
-                "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+                **({"model": self._name} if self._name else {}),
+                "prompt": asked,
+                "n": count,
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "logprobs": 1,
+                "return_tokens_as_token_ids": True,
+                # Else the defaults of the server or of the model's generation_config.json; the last
+                # line is for llama.cpp.
+                "top_p": 1,
+                "top_k": -1,
+                "min_p": 0,
+                "repetition_penalty": 1,
+                "presence_penalty": 0,
+                "frequency_penalty": 0,
                 "stop_token_ids": sorted(self._ends),
                 "samplers": ["temperature"],
             },
             most=len(asked) * count * max_tokens * TOKEN_BYTES,
-        )  # fmt: skip
+        )
         return self._own(
             prompts,
             count,
@@ -114,7 +135,10 @@ class Served(HF):
     def _own(
         self, prompts: Sequence[str], count: int, told: list[_Row], temperature: float
     ) -> list[list[Completion]]:
-        """Return the completions with the own log-probabilities. PolicyError if the server's are others."""
+        """Return the completions with the own log-probabilities.
+
+        PolicyError if the server's are others.
+        """
         each, rows = [prompt for prompt in prompts for _ in range(count)], [ids for ids, _ in told]
         was_training = self.module.training
         self.module.eval()
@@ -125,7 +149,8 @@ class Served(HF):
         apart = float((plain[mask].cpu() - theirs).abs().mean())
         if not apart <= APART:
             raise PolicyError(
-                f"The server at {self._server.url} has other weights than this node: its log-probabilities are {apart:.3f} off for "
+                f"The server at {self._server.url} has other weights than this node: its "
+                f"log-probabilities are {apart:.3f} off for "
                 f"a token on average, where {APART} is allowed: let it serve the model of --policy."
             )
         flat = [
@@ -135,7 +160,10 @@ class Served(HF):
         return [flat[start : start + count] for start in range(0, len(flat), count)]
 
     def push(self) -> None:
-        """Give the server the adapter as it is, by a new name, since it caches by name. PolicyError if it takes none."""
+        """Give the server the adapter as it is, by a new name, since it caches by name.
+
+        PolicyError if it takes none.
+        """
         held, folder = self._digest(), tempfile.TemporaryDirectory(prefix="shoal-adapter-")
         name = Path(folder.name).name
         with calling(self, "save_pretrained()"):
@@ -166,7 +194,10 @@ class _Token(BaseModel):
 
 
 class _Logs(BaseModel):
-    """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's. All faults take 250 times its memory."""
+    """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's.
+
+    All faults take 250 times its memory.
+    """
 
     tokens: Annotated[
         tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...], FailFast()
@@ -194,7 +225,8 @@ LOOK = "look at what it prints"
 NOT_UNDERSTOOD = (404, 405, 422)
 """What servers answer that have no such path, or that take other fields."""
 UNFIT = (
-    "use vLLM or llama.cpp's own server (llama-server), for it does not understand what is asked: other servers take no "
+    "use vLLM or llama.cpp's own server (llama-server), for it does not understand what is asked: "
+    "other servers take no "
     "tokens as a prompt, or return no tokens' ids"
 )
 
@@ -230,7 +262,10 @@ class _Server:
         most: int = 0,
         otherwise: str = "",
     ) -> bytes:
-        """Post ``body``; return the answer, of at most ``most`` bytes and 64 KiB. PolicyError, with the remedy ``otherwise``."""
+        """Post ``body``; return the answer, of at most ``most`` bytes and 64 KiB.
+
+        PolicyError, with the remedy ``otherwise``.
+        """
         connection, most, began = self._connect(), min(most + 2**16, MOST_BYTES), time.monotonic()
         timer = None
         try:
@@ -249,7 +284,8 @@ class _Server:
         except (OSError, http.client.HTTPException) as error:
             if timer is None:
                 raise PolicyError(
-                    f"No server answers at {self.url} ({_line(error)}): start it, or leave @{self.url} out."
+                    f"No server answers at {self.url} ({_line(error)}): start it, or leave "
+                    f"@{self.url} out."
                 ) from error
             status, data = 0, _line(error).encode()
         finally:
@@ -258,22 +294,28 @@ class _Server:
             connection.close()
         if time.monotonic() - began >= ANSWER_S:
             raise PolicyError(
-                f"The server at {self.url} did not answer {path} within {ANSWER_S:.0f} s: ask for less at once "
+                f"The server at {self.url} did not answer {path} within {ANSWER_S:.0f} s: ask for "
+                "less at once "
                 "(rl.local, rl.group, rl.max_tokens), or give it a faster machine."
             )
         if len(data) > most:
             raise PolicyError(
-                f"The server at {self.url} answered {path} with more than {most:,} bytes: use another version of it."
+                f"The server at {self.url} answered {path} with more than {most:,} bytes: use "
+                "another version of it."
             )
         if status != 200:
             remedy = otherwise or (UNFIT if status in NOT_UNDERSTOOD else LOOK)
             raise PolicyError(
-                f"The server at {self.url} failed at {path} ({status or 'no answer'}: {_said(data)}): {remedy}."
+                f"The server at {self.url} failed at {path} ({status or 'no answer'}: "
+                f"{_said(data)}): {remedy}."
             )
         return data
 
     def read(self, answer: bytes, rows: int, most: int, vocabulary: int) -> list[_Row]:
-        """Return tokens and log-probabilities of each of ``rows`` completions, at most ``most``. PolicyError if it has others."""
+        """Return tokens and log-probabilities of each of ``rows`` completions, at most ``most``.
+
+        PolicyError if it has others.
+        """
         try:
             choices = sorted(_Answer.model_validate_json(answer).choices, key=lambda one: one.index)
         except ValidationError as error:
@@ -290,7 +332,8 @@ class _Server:
 
     def _nonsense(self, why: str) -> PolicyError:
         return PolicyError(
-            f"The server at {self.url} answered other than completions with their tokens' ids and log-probabilities ({why}): "
+            f"The server at {self.url} answered other than completions with their tokens' ids and "
+            f"log-probabilities ({why}): "
             "use vLLM or llama.cpp's server."
         )
 

@@ -1,7 +1,9 @@
-"""Reinforcement learning as a task of the trainer: one inner step is one round of SAPO (2509.08721).
+"""Reinforcement learning as a task of the trainer: one inner step is one round of SAPO
+(2509.08721).
 
-In a round the node draws questions, writes a group of completions of each, shares the groups, takes what others shared meanwhile
-(judged anew, chosen, each used once at most), and learns from all of it in one step. It never waits for the network.
+In a round the node draws questions, writes a group of completions of each, shares the groups, takes
+what others shared meanwhile (judged anew, chosen, each used once at most), and learns from all of
+it in one step. It never waits for the network.
 """
 
 from __future__ import annotations
@@ -90,7 +92,10 @@ def make_update(groups: Sequence[RolloutGroup]) -> Update | None:
 
 
 def completions_of(policy: Policy, update: Update, temperature: float) -> Completions:
-    """Convert ``update`` for the losses. The own policy before the step is "old", also for others' completions (SAPO)."""
+    """Convert ``update`` for the losses.
+
+    The own policy before the step is "old", also for others' completions (SAPO).
+    """
     new, mask = policy.log_probs(update.prompts, update.tokens, temperature)
     old, told = new.detach(), torch.full(mask.shape, torch.nan, device="cpu")  # NaN: not known
     for row, logs in zip(told, update.behaviour, strict=True):
@@ -109,7 +114,9 @@ def completions_of(policy: Policy, update: Update, temperature: float) -> Comple
 def loss_of(
     policy: Policy, update: Update, loss: TokenLoss, temperature: float
 ) -> tuple[Tensor, float | None]:
-    """Return the scalar to minimise, and the effective sample size per foreign completion (None without log-probabilities)."""
+    """Return the scalar to minimise, and the effective sample size per foreign completion (None
+    without log-probabilities).
+    """
     batch = completions_of(policy, update, temperature)
     known = [number for number, row in enumerate(update.behaviour) if row is not None]
     return policy_loss(batch, loss), float(effective_sample_size(log_weights(batch)[known])) / len(
@@ -122,13 +129,16 @@ log = logging.getLogger(__name__)
 JUDGED = (
     64,
     8,
-)  # most groups judged in a round: the larger of the first, and the second for each group to learn from
+    # most groups judged in a round: the larger of the first, and the second for each group to learn
+    # from
+)
 REMEMBERED = 16_384  # groups that are recognised again, whoever sends them
 SENDERS = 1024  # of which the newest policy is known
 LONG = 16  # characters for each allowed token, above which a completion is not judged
 AGE, BEHIND, PER_SENDER = 2, 8, 8
-"""Of other peers' groups: rounds for which one is of use once it came, versions of its sender's policy that it may be older than
-the newest seen, and how many of one peer there are to choose from in a round."""
+"""Of other peers' groups: rounds for which one is of use once it came, versions of its sender's
+policy that it may be older than the newest seen, and how many of one peer there are to choose from
+in a round."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,9 @@ class _Kept:
 
 
 def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
-    """Return at most ``room`` rollouts in order of arrival: the newest of each sender in turn, so that nobody crowds others out."""
+    """Return at most ``room`` rollouts in order of arrival: the newest of each sender in turn, so
+    that nobody crowds others out.
+    """
     of_sender: dict[str, list[int]] = {}
     for place in reversed(range(len(came))):
         of_sender.setdefault(came[place].peer, []).append(place)
@@ -153,8 +165,9 @@ def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
 class RemoteRollouts:
     """Buffer of drained rollouts until they are used or too old.
 
-    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`select`). ``behind``: how
-    many versions of its sender's policy a group may be older than the sender's newest.
+    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own
+    secret (`select`). ``behind``: how many versions of its sender's policy a group may be older
+    than the sender's newest.
     """
 
     def __init__(
@@ -176,7 +189,8 @@ class RemoteRollouts:
             behind,
         )
         self._newest = Newest[str, tuple[float, int]](SENDERS)
-        """Of each sender the rollout that it issued last: when, and by which version of its policy."""
+        """Of each sender the rollout that it issued last: when, and by which version of its policy.
+        """
         self._kept: list[_Kept] = []
         self._seen = Newest[str, None](REMEMBERED)
         self.used = 0
@@ -189,7 +203,9 @@ class RemoteRollouts:
         """Numbers of the others, by reason."""
 
     def take(self, came: list[Rollout], count: int, round: int) -> list[RolloutGroup]:
-        """Choose at most ``count`` groups for this node's ``round``, among those that arrived by now."""
+        """Choose at most ``count`` groups for this node's ``round``, among those that arrived by
+        now.
+        """
         for rollout in came:
             issued = rollout.issued, rollout.policy_version
             self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
@@ -211,8 +227,14 @@ class RemoteRollouts:
             for kept in self._kept
         ]
         picked = select(
-            candidates, count, seed=self._seed, round=round, max_age=AGE, per_sender=PER_SENDER, max_behind=self._most_behind,
-        )  # fmt: skip
+            candidates,
+            count,
+            seed=self._seed,
+            round=round,
+            max_age=AGE,
+            per_sender=PER_SENDER,
+            max_behind=self._most_behind,
+        )
         chosen = [self._kept[place].group for place in picked.places]
         senders = (self._kept[place].rollout.peer for place in picked.places)
         self.newest = tuple(
@@ -223,7 +245,9 @@ class RemoteRollouts:
         return chosen
 
     def _behind(self, rollout: Rollout) -> int:
-        """Return the versions from that which wrote ``rollout`` to its sender's newest, also where that began anew."""
+        """Return the versions from that which wrote ``rollout`` to its sender's newest, also where
+        that began anew.
+        """
         return abs(
             self._newest.get(rollout.peer, (0.0, rollout.policy_version))[1]
             - rollout.policy_version
@@ -249,7 +273,8 @@ class RemoteRollouts:
 
     def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
         """Make the question anew, and compute this node's rewards. The sender decides neither."""
-        # Of its content alone, and equal for copies, whoever signed them: a copied group must not be learnt from twice.
+        # Of its content alone, and equal for copies, whoever signed them: a copied group must not
+        # be learnt from twice.
         key = hashlib.sha256(
             json.dumps((rollout.seed, rollout.index, *rollout.completions)).encode()
         ).hexdigest()
@@ -286,7 +311,9 @@ class RemoteRollouts:
     def _behaviour(
         self, rollout: Rollout, tokens: tuple[tuple[int, ...], ...]
     ) -> tuple[tuple[float, ...] | None, ...]:
-        """Return the sender's log-probabilities, where its tokens are those of the text on this node."""
+        """Return the sender's log-probabilities, where its tokens are those of the text on this
+        node.
+        """
         told = rollout.behaviours() if rollout.tokenizer == self._policy.tokenizer else ()
         if not told:
             return (None,) * len(tokens)
@@ -302,14 +329,19 @@ TOGETHER = 256  # prompts answered at once in an evaluation
 
 @dataclass(frozen=True)
 class Claimed:
-    """Group of completions that this node has claimed; a ``planted`` one is wrong on purpose, and not to be learnt from."""
+    """Group of completions that this node has claimed; a ``planted`` one is wrong on purpose, and
+    not to be learnt from.
+    """
 
     completions: list[Completion]
     planted: bool
 
 
 Claiming = Callable[[Policy, int, int], Claimed | None]
-"""Answers question ``index`` of ``seed`` and claims the group; None if no claim is due. Only this costs training any time."""
+"""Answers question ``index`` of ``seed`` and claims the group; None if no claim is due.
+
+Only this costs training any time.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,11 +357,16 @@ class RLRound:
     loss: float = 0.0
     """Loss of the policy."""
     worth: float | None = None
-    """Effective sample size per completion with known log-probabilities of its writer (1: as good as own)."""
+    """Effective sample size per completion with known log-probabilities of its writer (1: as good
+    as own).
+    """
 
 
 class RLTask(Task):
-    """Task for the trainer. ``connect`` sets where rollouts are shared; without it the node learns from its own only."""
+    """Task for the trainer.
+
+    ``connect`` sets where rollouts are shared; without it the node learns from its own only.
+    """
 
     def __init__(
         self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int
@@ -349,14 +386,17 @@ class RLTask(Task):
         me: str,
         on_round: Callable[[RLRound], None] = lambda round: None,
     ) -> None:
-        """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
+        """Share rollouts through ``sharing``.
+
+        ``me``: this node's peer id, from which its questions follow.
+        """
         self._sharing, self._me, self._on_round = sharing, me, on_round
 
     def claim(self, claiming: Claiming) -> None:
         """Let ``claiming`` write the first groups of a round while claims are due."""
         self._claiming = claiming
 
-    # -- as a Task -------------------------------------------------------------------------------------------------------
+    # -- as a Task ---------------------------------------------------------------------------------
 
     @cached_property
     def policy(self) -> Policy:
@@ -372,12 +412,19 @@ class RLTask(Task):
         return self.batches_from(shard, 0)
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Update | None]:
-        """Yield the rounds from number ``step`` on; None for a round without anything to learn from."""
+        """Yield the rounds from number ``step`` on; None for a round without anything to learn
+        from.
+        """
         del shard  # questions are made, not assigned: all nodes may ask whatever they like
         self.foreign = RemoteRollouts(
-            self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), group=self.settings.group,
-            max_tokens=self.max_tokens, behind=BEHIND,
-        )  # fmt: skip
+            self.env,
+            self.policy,
+            self.held_out_prompts,
+            seed=self._number("choice", 0),
+            group=self.settings.group,
+            max_tokens=self.max_tokens,
+            behind=BEHIND,
+        )
         return map(self._round, itertools.count(step))
 
     def loss(self, model: torch.nn.Module, batch: Update | None) -> torch.Tensor:
@@ -427,7 +474,7 @@ class RLTask(Task):
         lr = self.policy.lr if self.settings.lr is None else self.settings.lr
         return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
 
-    # -- questions -------------------------------------------------------------------------------------------------------
+    # -- questions ---------------------------------------------------------------------------------
 
     @property
     def max_tokens(self) -> int:
@@ -447,7 +494,10 @@ class RLTask(Task):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
 
     def _questions(self, round: int) -> list[tuple[int, Question]]:
-        """Return indices and questions of this round, none held out. EnvError if there seem to be no others."""
+        """Return indices and questions of this round, none held out.
+
+        EnvError if there seem to be no others.
+        """
         found: list[tuple[int, Question]] = []
         seed, index = self._number("questions", 0), round * DRAWS
         while len(found) < self.settings.local:
@@ -457,12 +507,13 @@ class RLTask(Task):
             index += 1
             if index >= (round + 1) * DRAWS:
                 raise EnvError(
-                    f"Of {DRAWS} questions of {self.env.label!r} hardly one is not held out: make it ask more different "
+                    f"Of {DRAWS} questions of {self.env.label!r} hardly one is not held out: make "
+                    "it ask more different "
                     "questions, or set rl.held_out lower."
                 )
         return found
 
-    # -- a round ---------------------------------------------------------------------------------------------------------
+    # -- a round -----------------------------------------------------------------------------------
 
     def _round(self, number: int) -> Update | None:
         if self._sharing is not None:
@@ -491,9 +542,12 @@ class RLTask(Task):
         written = [group.completions for group in claimed]
         if rest := asked[len(claimed) :]:
             written += self.policy.generate(
-                [question.prompt for _, question in rest], settings.group, temperature=settings.temperature,
-                max_tokens=self.max_tokens, seed=self._number("completions", number),
-            )  # fmt: skip
+                [question.prompt for _, question in rest],
+                settings.group,
+                temperature=settings.temperature,
+                max_tokens=self.max_tokens,
+                seed=self._number("completions", number),
+            )
         groups = []
         for place, ((index, question), completions) in enumerate(zip(asked, written, strict=True)):
             if place >= len(claimed) or not claimed[place].planted:
@@ -541,10 +595,11 @@ class RLTask(Task):
             self._sharing.publish(rollout)
         except (ValueError, MessageError):
             log.warning(
-                "a group of completions was not shared, for no message holds it: lower rl.max_tokens or rl.group"
+                "a group of completions was not shared, for no message holds it: lower "
+                "rl.max_tokens or rl.group"
             )
 
-    # -- results ---------------------------------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     @property
     def worth(self) -> float | None:

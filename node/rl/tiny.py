@@ -1,9 +1,11 @@
-"""``tiny``: a small transformer over characters, trained from scratch, for demonstrations and tests.
+"""``tiny``: a small transformer over characters, trained from scratch, for demonstrations and
+tests.
 
-Like a language model it begins with habits: before reinforcement it is shown demonstrations of which nearly all follow a wrong
-habit (such as copying the question) and a few the right rule. Greedily it then answers wrongly, while samples are sometimes right:
-most questions have no right completion, so those that others found are of use.
-Nodes may have different habits: ``tiny:copy``, ``tiny:first`` ...
+Like a language model it begins with habits: before reinforcement it is shown demonstrations of
+which nearly all follow a wrong habit (such as copying the question) and a few the right rule.
+Greedily it then answers wrongly, while samples are sometimes right: most questions have no right
+completion, so those that others found are of use. Nodes may have different habits: ``tiny:copy``,
+``tiny:first`` ...
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ HABITS: dict[str, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Warm:
-    """Warm start: ``steps`` of ``batch`` demonstrations, of which the share ``right`` follow the rule."""
+    """Warm start: ``steps`` of ``batch`` demonstrations, of which the share ``right`` follow the
+    rule.
+    """
 
     steps: int = 400
     batch: int = 64
@@ -58,7 +62,10 @@ Cache = list[tuple[Tensor, Tensor]]
 
 
 class _Block(nn.Module):
-    """Pre-norm attention and a GELU layer. B batch, T new positions, S all positions, C width, H heads."""
+    """Pre-norm attention and a GELU layer.
+
+    B batch, T new positions, S all positions, C width, H heads.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -74,7 +81,10 @@ class _Block(nn.Module):
     def forward(
         self, x: Tensor, visible: Tensor, past: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Map (B, T, C) to the same; ``visible``: (B, 1, T, S). Also return keys and values of all S positions."""
+        """Map (B, T, C) to the same; ``visible``: (B, 1, T, S).
+
+        Also return keys and values of all S positions.
+        """
         b, t, c = x.shape
         q, k, v = (
             self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -100,7 +110,9 @@ class TinyModel(nn.Module):
     def forward(
         self, tokens: Tensor, mask: Tensor, past: Cache | None = None
     ) -> tuple[Tensor, Cache]:
-        """Return logits (B, T, V) of the T new ``tokens``; ``mask`` (B, S): False at padding, past positions first."""
+        """Return logits (B, T, V) of the T new ``tokens``; ``mask`` (B, S): False at padding, past
+        positions first.
+        """
         new, whole = tokens.shape[1], mask.shape[1]
         places = (mask.long().cumsum(1) - 1).clamp(0, CONTEXT - 1)[:, whole - new :]
         causal = torch.ones(new, whole, dtype=torch.bool, device=tokens.device).tril(whole - new)
@@ -116,19 +128,30 @@ class TinyModel(nn.Module):
 
 
 class Tiny:
-    """Small policy with a habit. ``seed``: of the weights and of the warm start; ``habit``: one of ``HABITS``."""
+    """Small policy with a habit.
+
+    ``seed``: of the weights and of the warm start; ``habit``: one of ``HABITS``.
+    """
 
     lr = 5e-4
-    # Pushing down what it would never have written makes a model this small unlearn more than it learns (docs/benchmarks.md).
+    # Pushing down what it would never have written makes a model this small unlearn more than it
+    # learns (docs/benchmarks.md).
     loss = "positive"
     max_tokens = 12
     vocabulary = VOCABULARY
     tokenizer = hashlib.sha256(f"tiny/1:{ALPHABET}".encode()).hexdigest()
 
     def __init__(
-        self, environment: Environment, habit: str = "copy", *, seed: int = 0, layers: int = 2, width: int = 64, heads: int = 4,
+        self,
+        environment: Environment,
+        habit: str = "copy",
+        *,
+        seed: int = 0,
+        layers: int = 2,
+        width: int = 64,
+        heads: int = 4,
         warm: Warm | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if habit not in HABITS:
             raise PolicyError(
                 f"The policy tiny has no habit {habit!r}: choose one of {', '.join(HABITS)}."

@@ -38,7 +38,9 @@ def per_second(tokens_per_s: float, mfu: float | None) -> str:
 
 
 def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
-    """Return a lag in inner steps for people: whether the node chose it, and whether an exchange came later than expected."""
+    """Return a lag in inner steps for people: whether the node chose it, and whether an exchange
+    came later than expected.
+    """
     return plural(lag, "step") + (" (auto)" if auto else "") + (" (late)" if late else "")
 
 
@@ -59,11 +61,15 @@ def describe(info: RoundRecord) -> str:
         "" if (known := figure(info.loss, ".4f")) == "-" else f"loss {known}, "
     )  # none where no step was between two exchanges
     moved = f"up {amount(info.bytes_sent)}, down {amount(info.bytes_received)}"
-    return f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait {duration(info.wait_s)}{lag}"
+    return (
+        f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait "
+        f"{duration(info.wait_s)}{lag}"
+    )
 
 
 class LineDisplay:
-    """A display of a run in plain lines: one for each round and message, and one on the progress every ten seconds.
+    """A display of a run in plain lines: one for each round and message, and one on the progress
+    every ten seconds.
 
     All calls return at once and may come from any thread.
     """
@@ -93,7 +99,8 @@ class LineDisplay:
             )
             loss = figure(progress.loss, ".4f")
             self.message(
-                f"step {progress.step}{of}: loss {loss}, {figure(speed.steps_per_s, '.1f')} steps/s{tokens}"
+                f"step {progress.step}{of}: loss {loss}, {figure(speed.steps_per_s, '.1f')} "
+                f"steps/s{tokens}"
             )
 
     def round(self, info: RoundRecord) -> None:
@@ -112,7 +119,9 @@ class LineDisplay:
 
 
 class _ProgressAndRound(rich.progress.Progress):
-    """A progress bar, and below it the tokens a second and the newest round, in as many lines as they need."""
+    """A progress bar, and below it the tokens a second and the newest round, in as many lines as
+    they need.
+    """
 
     tokens = ""
     newest = ""
@@ -169,7 +178,9 @@ class LiveDisplay:
         self._bar.newest = printable(text)
 
     def message(self, text: str) -> None:
-        """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""
+        """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link
+        can be copied.
+        """
         log.info("%s", printable(text))
         self._bar.console.print(
             Text(printable(text)), soft_wrap=True
@@ -183,28 +194,36 @@ Display = LineDisplay | LiveDisplay
 
 
 def make_display(stream: TextIO | None = None) -> Display:
-    """Return the display that suits ``stream`` (default: stderr): live on a terminal, else lines."""
+    """Return the display that suits ``stream`` (default: stderr): live on a terminal, else
+    lines.
+    """
     stream = stream or sys.stderr
     console = Console(file=stream)
     return LiveDisplay(console) if console.is_terminal else LineDisplay(stream)
 
 
-# What a node is doing, and whether it moves: in its metrics, on its display and in its status while nothing else is written.
+# What a node is doing, and whether it moves: in its metrics, on its display and in its status while
+# nothing else is written.
 #
-# A step, an evaluation, a compilation or a download of a large model may take minutes. Meanwhile a second thread looks at the one
-# that trains, so that nobody takes silence for death, and a node that hangs is found out.
+# A step, an evaluation, a compilation or a download of a large model may take minutes. Meanwhile a
+# second thread looks at the one that trains, so that nobody takes silence for death, and a node
+# that hangs is found out.
 
 ACTIVITY = "activity"
 """Name of the event in the metrics."""
 BEAT_S = 10.0  # seconds of silence after which a line says what the node is doing
-BUSY = 0.05  # part of the time for which a thread that computes has a processor at least, also on a loaded machine
+# part of the time for which a thread that computes has a processor at least, also on a loaded
+# machine
+BUSY = 0.05
 MOVED = (
     100_000  # bytes, between two lines, that are more than what a node sends while it only waits
 )
 
 
 def processor_time() -> Callable[[], float]:
-    """Return a clock of the seconds for which the calling thread has had a processor; of the whole process on macOS."""
+    """Return a clock of the seconds for which the calling thread has had a processor; of the whole
+    process on macOS.
+    """
     try:
         clock = time.pthread_getcpuclockid(threading.get_ident())
     except (AttributeError, OSError):
@@ -215,7 +234,8 @@ def processor_time() -> Callable[[], float]:
 class Activity:
     """The activity of the thread that makes it. While its block lasts, another thread calls `beat`.
 
-    ``metrics`` gets an event ``activity`` whenever it got no other for `BEAT_S` seconds, and ``display`` shows it.
+    ``metrics`` gets an event ``activity`` whenever it got no other for `BEAT_S` seconds, and
+    ``display`` shows it.
     """
 
     _clock = staticmethod(time.monotonic)
@@ -230,7 +250,9 @@ class Activity:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Returns the inner steps done and the bytes moved so far, once there is a trainer and a host."""
+        """Returns the inner steps done and the bytes moved so far, once there is a trainer and a
+        host.
+        """
         self.on_change: Callable[[str], None] = lambda doing: None
         """Called with the name of each new activity."""
 
@@ -238,8 +260,9 @@ class Activity:
     def doing(self, what: str, *, bounded: bool = False, told: bool = False) -> Iterator[None]:
         """Be at ``what``, such as "evaluating", in this block; then again at what it was before.
 
-        ``bounded``: it waits for a disk or the network with a deadline of its own, and so counts as alive throughout.
-        ``told``: other lines say on the display how it goes, so only the metrics get the activity.
+        ``bounded``: it waits for a disk or the network with a deadline of its own, and so counts as
+        alive throughout. ``told``: other lines say on the display how it goes, so only the metrics
+        get the activity.
         """
         before = (self._now, self._bounded, self._told)
         self._bounded, self._told = bounded, told
@@ -260,7 +283,9 @@ class Activity:
             self._phases.append({"doing": doing, "time": time.time(), "cpu_s": time.process_time()})
 
     def stepped(self) -> None:
-        """Write what the node did up to now, if this was its first step: Unix time and processor time at each beginning."""
+        """Write what the node did up to now, if this was its first step: Unix time and processor
+        time at each beginning.
+        """
         self._phase("first step done")
         if self._phases is not None:
             self._metrics.note("begun", phases=self._phases)

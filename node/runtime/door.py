@@ -1,7 +1,9 @@
-"""The one door for manifests: what a stranger signed becomes settings and a task here, or a sentence that refuses it.
+"""The one door for manifests: what a stranger signed becomes settings and a task here, or a
+sentence that refuses it.
 
-Nothing of a manifest is imported, opened or allocated before it is through. Code and paths come from this user's own settings only;
-the names in a manifest must be theirs, without the folder. The size of the model is computed before it is made.
+Nothing of a manifest is imported, opened or allocated before it is through. Code and paths come
+from this user's own settings only; the names in a manifest must be theirs, without the folder. The
+size of the model is computed before it is made.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ def enter(
 ) -> tuple[Settings, Task]:
     """Return this node's settings in the swarm of ``manifest``, and its task; no model is made yet.
 
-    ``device``: the type of the one to train on. ``log``: gets a sentence for the user. ``trains`` False: the model is all that is
-    made.
+    ``device``: the type of the one to train on. ``log``: gets a sentence for the user. ``trains``
+    False: the model is all that is made.
 
-    Raises as `swarm_settings` and `make_task`; MemoryBudgetError: there is no memory for the model; ModelDiffersError: the
-    manifest's own options make another one; DataError: its tokenizer cannot be had.
+    Raises as `swarm_settings` and `make_task`; MemoryBudgetError: there is no memory for the model;
+    ModelDiffersError: the manifest's own options make another one; DataError: its tokenizer cannot
+    be had.
     """
     agreed = swarm_settings(settings, manifest)
     task = make_task(agreed)
@@ -71,10 +74,11 @@ def check_size(
     *,
     trains: bool = True,
 ) -> None:
-    """Check the size of the model of ``task`` before it is made, if it is the built-in one; else the trainer does once it is.
+    """Check the size of the model of ``task`` before it is made, if it is the built-in one; else
+    the trainer does once it is.
 
-    Without a ``manifest`` the sizes are the user's own: too little free memory is said to ``log``, and the model is made. Raises as
-    `enter`.
+    Without a ``manifest`` the sizes are the user's own: too little free memory is said to ``log``,
+    and the model is made. Raises as `enter`.
     """
     if not isinstance(task, TextTask):
         return
@@ -88,21 +92,29 @@ def check_size(
             else "end other programs"
         )
         raise resources.MemoryBudgetError(
-            f"The swarm's model has {least:,} parameters or more, which take {4 * least / resources.GB:,.2f} GB of memory, and "
+            f"The swarm's model has {least:,} parameters or more, which take "
+            f"{4 * least / resources.GB:,.2f} GB of memory, and "
             f"this node may have {room / resources.GB:.2f}: {way_out}."
         )
     params = AveragedParameters.of(task.sized())
     if manifest is not None and model_digest(params) != manifest.model:
         raise ModelDiffersError(
-            "This node's model does not fit the swarm: names, shapes or types of its parameters differ; use the swarm's task, "
+            "This node's model does not fit the swarm: names, shapes or types of its parameters "
+            "differ; use the swarm's task, "
             "options and version."
         )
     if trains:
         node = settings.node
         resources.check(
-            node.ram, params, log, method=settings.outer.method, device=device, working=task.working_bytes(),
-            slow_here=node.slow_in_memory(device), own=manifest is None,
-        )  # fmt: skip
+            node.ram,
+            params,
+            log,
+            method=settings.outer.method,
+            device=device,
+            working=task.working_bytes(),
+            slow_here=node.slow_in_memory(device),
+            own=manifest is None,
+        )
 
 
 def make_task(settings: Settings) -> Task:
@@ -120,8 +132,10 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
 
     Raises:
         DataError: the swarm names a path as its data.
-        HookError: the swarm trains a task that this node must be given with --task, or was given another one.
-        ConfigError: this node was given other values of settings that the manifest fixes, or a node cannot have the manifest's.
+        HookError: the swarm trains a task that this node must be given with --task, or was given
+            another one.
+        ConfigError: this node was given other values of settings that the manifest fixes, or a node
+            cannot have the manifest's.
     """
     task, rl = _task_of(settings, manifest, LINK)
     check_not_fixed(settings, manifest)
@@ -162,7 +176,8 @@ def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
 
 
 def own_steps(settings: Settings, manifest: Manifest) -> int | None:
-    """Return for how many steps this node takes part, as each may decide for itself; None: for as many as the swarm has.
+    """Return for how many steps this node takes part, as each may decide for itself; None: for as
+    many as the swarm has.
 
     The number in the manifest, which the creator's own file has too, is the swarm's.
     """
@@ -173,9 +188,11 @@ def own_steps(settings: Settings, manifest: Manifest) -> int | None:
 
 
 def continued(settings: Settings, manifest: Manifest) -> Settings:
-    """Return ``settings`` of a new swarm that goes on from a checkpoint of the swarm of ``manifest``.
+    """Return ``settings`` of a new swarm that goes on from a checkpoint of the swarm of
+    ``manifest``.
 
-    It has that one's inner optimizer, task and options where the user gave none. HookError or DataError as `swarm_settings`.
+    It has that one's inner optimizer, task and options where the user gave none. HookError or
+    DataError as `swarm_settings`.
     """
     train = settings.train
     if not train.model_fields_set & {*INNER}:
@@ -194,7 +211,9 @@ def inner_settings(train: TrainSettings) -> dict[str, Any]:
 
 
 def task_label(hooks: str) -> str:
-    """Return the name of a task in the manifest: without the folder, which differs between machines."""
+    """Return the name of a task in the manifest: without the folder, which differs between
+    machines.
+    """
     where, colon, name = hooks.rpartition(":")
     return PurePath(where).name + colon + name
 
@@ -202,18 +221,23 @@ def task_label(hooks: str) -> str:
 def _task_of(
     settings: Settings, manifest: Manifest, carrier: str
 ) -> tuple[TaskSettings, RLSettings]:
-    """Return the manifest's task and environment, each by this user's own name if it is code. ``carrier`` of it: for people."""
+    """Return the manifest's task and environment, each by this user's own name if it is code.
+
+    ``carrier`` of it: for people.
+    """
     hooks, rl = settings.task.hooks, settings.rl
     if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
         hooks = manifest.task
     if manifest.task == OWN_LOOP:
         raise HookError(
-            "The members of this swarm train in loops of their own: join it with swarm.join(link, state=model)."
+            "The members of this swarm train in loops of their own: join it with swarm.join(link, "
+            "state=model)."
         )
     if task_label(hooks) != manifest.task:
         if hooks != reader.TEXT or manifest.task in BUILT_IN_TASKS:
             raise HookError(
-                f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task."
+                f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the "
+                "swarm's task."
             )
         raise HookError(f"The swarm trains {manifest.task!r}, {_no_code(carrier)} --task.")
     options = reader.taken(hooks, dict(manifest.task_options), settings.task.options)
@@ -223,14 +247,18 @@ def _task_of(
 
 
 def _own_env(own: RLSettings, label: str, carrier: str) -> str:
-    """Return the name by which this node loads the swarm's environment. A class that only the swarm names is never imported."""
+    """Return the name by which this node loads the swarm's environment.
+
+    A class that only the swarm names is never imported.
+    """
     if env_label(own.env) == label:
         return own.env
     if "env" in own.model_fields_set:
         if carrier == CHECKPOINT:  # a new swarm may learn something else
             return own.env
         raise HookError(
-            f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment."
+            f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's "
+            "environment."
         )
     if ":" in label:
         raise HookError(f"The swarm learns {label!r}, {_no_code(carrier)} --env.")
@@ -238,11 +266,16 @@ def _own_env(own: RLSettings, label: str, carrier: str) -> str:
 
 
 def _no_code(carrier: str) -> str:
-    return f"and a {carrier} carries no code: get its files from whoever runs the swarm, then name your copy with"
+    return (
+        f"and a {carrier} carries no code: get its files from whoever runs the swarm, then name "
+        "your copy with"
+    )
 
 
 def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
-    """Raise ConfigError, which names them, if the user asks for other values of settings that ``manifest`` fixes."""
+    """Raise ConfigError, which names them, if the user asks for other values of settings that
+    ``manifest`` fixes.
+    """
     outer, asked = settings.outer, settings.outer.resolved()
     differ = _differing(
         "outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed
@@ -253,7 +286,8 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     )  # each node's own affair
     differ += _differing("verify", settings.verify, manifest.verify)
     if isinstance(terms := manifest.terms, Terms):
-        # The policy's name there is without its habit or folder: `shoal.node.verify.start.check_terms` compares it.
+        # The policy's name there is without its habit or folder:
+        # `shoal.node.verify.start.check_terms` compares it.
         differ += _differing(
             "rl",
             settings.rl,
@@ -267,9 +301,12 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
             differ.append((f"task.options.{name}", wanted, fixed))
     if differ:
         raise ConfigError(
-            f"The swarm has {_listed((name, fixed) for name, _, fixed in differ)}, and this node was given "
-            f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out; the creator can change train.lr and "
-            "train.steps for all (`shoal change`), and another swarm can begin with the weights of this one (shoal up "
+            f"The swarm has {_listed((name, fixed) for name, _, fixed in differ)}, and this node "
+            "was given "
+            f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out; the creator "
+            "can change train.lr and "
+            "train.steps for all (`shoal change`), and another swarm can begin with the weights of "
+            "this one (shoal up "
             "--resume-from)."
         )
 
@@ -277,7 +314,9 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
 def _differing(
     table: str, asked: BaseModel, fixed: Any, same: Any = lambda name, fixed: False
 ) -> list[tuple[str, Any, Any]]:
-    """Return (name, asked, fixed) of each setting that was given, that ``fixed`` has too, and that is another there."""
+    """Return (name, asked, fixed) of each setting that was given, that ``fixed`` has too, and that
+    is another there.
+    """
     found = []
     for name in sorted(asked.model_fields_set & type(fixed).model_fields.keys()):
         wanted, theirs = getattr(asked, name), getattr(fixed, name)

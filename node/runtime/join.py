@@ -1,4 +1,6 @@
-"""Entering a swarm: the manifest of a new one, the wait for others, the choice of a shard, and the trainer of the settings."""
+"""Entering a swarm: the manifest of a new one, the wait for others, the choice of a shard, and the
+trainer of the settings.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,19 @@ log = logging.getLogger(__name__)
 
 
 class LinkFile:
-    """The link file of one run in ``folder``; call `refresh` often: it writes every ten seconds, and uses no network."""
+    """The link file of one run in ``folder``; call `refresh` often: it writes every ten seconds,
+    and uses no network.
+    """
 
     def __init__(self, folder: Path, membership: Membership) -> None:
         self._path, self._membership = folder.absolute() / LINK, membership
         self._next = float("-inf")
 
     def refresh(self) -> None:
-        """Write the link with the addresses that are known now, if it is time. A disk that is full costs only this file."""
+        """Write the link with the addresses that are known now, if it is time.
+
+        A disk that is full costs only this file.
+        """
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + REFRESH_S
@@ -69,11 +76,16 @@ class LinkFile:
             log.info("the link was not written to %s (%s)", self._path, error.strerror)
 
 
-AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
+# seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of
+# the directory
+AWAIT_S = 20.0
 
 
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
-    """Return the task options that all peers share. For rl that is also the environment, but neither policy nor algorithm."""
+    """Return the task options that all peers share.
+
+    For rl that is also the environment, but neither policy nor algorithm.
+    """
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
     return {**reader.shared(settings.task.hooks, settings.task.options), **own}
 
@@ -81,8 +93,8 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
 def for_new_swarm(settings: Settings) -> Settings:
     """Return the settings of a new swarm, with the defaults that depend on others.
 
-    The built-in text task has Muon, unless the user chose an optimizer or the task's rate. A public swarm has its
-    defences.
+    The built-in text task has Muon, unless the user chose an optimizer or the task's rate. A public
+    swarm has its defences.
     """
     if settings.swarm.public:
         settings = settings.model_copy(update={"outer": settings.outer.guarded()})
@@ -103,19 +115,22 @@ def new_manifest(
 ) -> bytes:
     """Return the sealed manifest of a new swarm.
 
-    ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``; ``fragments``: those that the model is cut into.
+    ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``; ``fragments``: those
+    that the model is cut into.
 
     Raises ConfigError: settings that do not go together.
     """
     if settings.swarm.bucket and settings.verify.audit_rate:
         raise ConfigError(
-            "The settings swarm.bucket and verify.audit_rate do not go together: verifiers are drawn among all members."
+            "The settings swarm.bucket and verify.audit_rate do not go together: verifiers are "
+            "drawn among all members."
         )
     outer = settings.outer.resolved()
     label = task_label(settings.task.hooks)
     if re.fullmatch(TASK_NAME, label) is None:
         raise ConfigError(
-            f"The task {label!r} cannot be a swarm's: give its file a name of ASCII letters, digits, dots, dashes and underscores, "
+            f"The task {label!r} cannot be a swarm's: give its file a name of ASCII letters, "
+            "digits, dots, dashes and underscores, "
             "and its class one of ASCII letters."
         )
     manifest = Manifest(
@@ -136,16 +151,20 @@ def new_manifest(
 def await_others(
     membership: Membership, log: Callable[[str], None], should_stop: Callable[[], bool]
 ) -> None:
-    """Wait a moment for known peers, if this node has returned to a swarm in which no peer answers, and log the outcome."""
+    """Wait a moment for known peers, if this node has returned to a swarm in which no peer answers,
+    and log the outcome.
+    """
     host, directory = membership.host, membership.directory
     if host.entry() or len(directory.members()) > 1:
         return
     log(
-        f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s"
+        f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known "
+        f"peers for {AWAIT_S:g} s"
     )
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
         log(
-            "nobody answered: going on without a partner from the checkpoint; others find this node again, or by the link "
+            "nobody answered: going on without a partner from the checkpoint; others find this "
+            "node again, or by the link "
             f"{membership.link()}"
         )
 
@@ -153,7 +172,9 @@ def await_others(
 def choose_shard(
     settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str
 ) -> Shard:
-    """Return the shard that the user asked for, else the one that the fewest others hold (each peer breaks ties differently)."""
+    """Return the shard that the user asked for, else the one that the fewest others hold (each peer
+    breaks ties differently).
+    """
     seed = manifest.train.seed
     pair = settings.node.shard_pair
     if pair is not None:
@@ -162,11 +183,14 @@ def choose_shard(
 
 
 OTHER_SEED = 7_919
-"""Added to the shard's seed, so that a trial's batches are others than those that are trained on at that time."""
+"""Added to the shard's seed, so that a trial's batches are others than those that are trained on at
+that time.
+"""
 
 
 def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], None]) -> None:
-    """Let ``screen`` try what partners send, if the swarm's settings ask for it (``outer.check_loss``) and this node can.
+    """Let ``screen`` try what partners send, if the swarm's settings ask for it
+    (``outer.check_loss``) and this node can.
 
     ``trainer`` has its shard.
     """
@@ -192,16 +216,21 @@ def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], 
 
 # torch's optimizers without torch's compiler.
 #
-# When an optimizer of torch is made, and when it steps, it imports ``torch._dynamo``, only to keep itself out of functions that
-# are being compiled: 1.2 to 1.7 s of a processor, as long as torch itself, and a quarter of what a node needed up to its first
-# step. A node that compiles nothing does without.
+# When an optimizer of torch is made, and when it steps, it imports ``torch._dynamo``, only to keep
+# itself out of functions that are being compiled: 1.2 to 1.7 s of a processor, as long as torch
+# itself, and a quarter of what a node needed up to its first step. A node that compiles nothing
+# does without.
 
 KEPT_OUT = "__dynamo_disable"
-"""Attribute in which torch keeps what it calls in place of a method that is not to be compiled, once it has made that."""
+"""Attribute in which torch keeps what it calls in place of a method that is not to be compiled,
+once it has made that.
+"""
 
 
 def without_compiler() -> None:
-    """Keep optimizers from importing the compiler, unless it is there already. What they compute does not change.
+    """Keep optimizers from importing the compiler, unless it is there already.
+
+    What they compute does not change.
 
     Where a later version of torch does it in another way they import it as ever.
     """
@@ -216,7 +245,9 @@ def without_compiler() -> None:
 
 
 def _as_torch_steps(plain: Any) -> Any:
-    """Return the method that takes a step without recording gradients, as torch's own decorator has it."""
+    """Return the method that takes a step without recording gradients, as torch's own decorator has
+    it.
+    """
 
     @functools.wraps(plain)
     def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
@@ -245,7 +276,9 @@ def with_own_lag(settings: Settings) -> Settings:
 
 
 def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
-    """Return the length of the learning-rate schedule: of this node's run, or the ``swarm``'s if this node takes part for less."""
+    """Return the length of the learning-rate schedule: of this node's run, or the ``swarm``'s if
+    this node takes part for less.
+    """
     own = settings.train.steps
     if swarm is None or not own or not swarm.steps:
         return own
@@ -260,7 +293,8 @@ def follow_schedule(
     members: Iterable[Member],
     met: Mapping[str, str],
 ) -> str | None:
-    """Let the learning-rate schedule go on to where the swarm is in ``round``, and return a sentence about it if it did.
+    """Let the learning-rate schedule go on to where the swarm is in ``round``, and return a
+    sentence about it if it did.
 
     It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
     """
@@ -270,14 +304,18 @@ def follow_schedule(
     found = steps_of_rounds(manifest.outer, round // fragments, members, met)
     if found is None:
         return (
-            f"the learning-rate schedule goes on from step {schedule.done} of {schedule.length}: how far the swarm is cannot be "
+            f"the learning-rate schedule goes on from step {schedule.done} of {schedule.length}: "
+            "how far the swarm is cannot be "
             "told, for no member has said how fast it is"
         )
     step, before = min(found, schedule.length), schedule.done
     if step <= before:
         return None
     trainer.schedule_at(step)
-    said = f"the learning-rate schedule {'goes on' if before else 'begins'} at step {step} of {schedule.length}, where the swarm is"
+    said = (
+        f"the learning-rate schedule {'goes on' if before else 'begins'} at step {step} of "
+        f"{schedule.length}, where the swarm is"
+    )
     left, steps = schedule.length - step, trainer.whole.steps
     if settings.train.steps - steps > left:
         said += f", and stays at its end from this node's step {steps + left} on"
@@ -294,7 +332,9 @@ def make_trainer(
     speeds: Callable[[], Iterable[float]],
     swarm: TrainSettings | None = None,
 ) -> Trainer:
-    """Return the trainer of ``task``. ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has
+    """Return the trainer of ``task``.
+
+    ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has
     been there before; the rest is as for ``Trainer``.
 
     Raises ShoalError: the task, its model, or this node's own lag cannot be used.

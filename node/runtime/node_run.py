@@ -1,7 +1,9 @@
-"""One node from start to end: its folder, key and metrics, the way into the swarm, and then its training.
+"""One node from start to end: its folder, key and metrics, the way into the swarm, and then its
+training.
 
-Importing torch and all that trains takes longer than anything else up to the first step, so this module loads none of it: a node
-that joins has its network started first, and imports the rest while the daemon starts and dials.
+Importing torch and all that trains takes longer than anything else up to the first step, so this
+module loads none of it: a node that joins has its network started first, and imports the rest while
+the daemon starts and dials.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ class NodeRun(RunOptions):
     """One node's run."""
 
     def run(self) -> Result:
-        """Join the swarm, train and leave. ShoalError for what the user can mend; nothing is left running."""
+        """Join the swarm, train and leave.
+
+        ShoalError for what the user can mend; nothing is left running.
+        """
         with checkpoints.lock(self.folder):
             node, link, saved = self.settings.node, self.link, None
             if node.resume or node.resume_from is not None or checkpoints.steps(self.folder):
@@ -37,7 +42,9 @@ class NodeRun(RunOptions):
 
                 saved = resume.find(node)
             identity = Identity.load_or_create(node.identity_path)
-            with identity.lock():  # the host holds it from its start on; this is to learn of another node before the model is made
+            # the host holds it from its start on; this is to learn of another node before the model
+            # is made
+            with identity.lock():
                 pass
             log, path = self.display.message, self.folder / METRICS
             with (
@@ -62,7 +69,10 @@ class NodeRun(RunOptions):
                 return TrainingNode(self, identity, saved, sinks, metrics, activity).run(membership)
 
     def _prepare(self) -> None:
-        """Import what trains, and set torch's threads. Raises ConfigError if there is no such device."""
+        """Import what trains, and set torch's threads.
+
+        Raises ConfigError if there is no such device.
+        """
         with uncollected():  # for what follows
             import shoal.node.runtime.training_node
             import shoal.swarm.p2p.hivemind_adapter  # noqa: F401
@@ -73,7 +83,8 @@ class NodeRun(RunOptions):
 
 
 def follow(ranks: NodeRanks, settings: Settings) -> int:
-    """Follow rank 0 until it ends, with no network, display or files of its own; return the exit code.
+    """Follow rank 0 until it ends, with no network, display or files of its own; return the exit
+    code.
 
     Raises RankLostError if rank 0 ends out of order.
     """

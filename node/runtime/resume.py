@@ -1,7 +1,8 @@
-"""The start of a run, from nothing, its own checkpoint or one of another swarm; and its result, as an object and as a file.
+"""The start of a run, from nothing, its own checkpoint or one of another swarm; and its result, as
+an object and as a file.
 
-In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from), which may have another method,
-codec or number of peers, it begins anew with the weights.
+In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from),
+which may have another method, codec or number of peers, it begins anew with the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ RESULT = "result.json"
 
 @dataclass
 class Result:
-    """The result of a node's run; written to ``result.json`` in its folder and printed by --json."""
+    """The result of a node's run; written to ``result.json`` in its folder and printed by
+    --json.
+    """
 
     name: str
     peer: str
@@ -54,10 +57,13 @@ class Result:
     fragments: int = 1
     """Parts of the model that are exchanged one after another, each once a round."""
     loss_first: float | None = None
-    """Held-out loss before the first step; None at a newcomer to a swarm under way, which does not wait for an evaluation."""
+    """Held-out loss before the first step; None at a newcomer to a swarm under way, which does not
+    wait for an evaluation.
+    """
     loss_last: float | None = None
     loss_local: float | None = None
-    """Held-out loss of the same steps, shard and method without partners, where it was asked for."""
+    """Held-out loss of the same steps, shard and method without partners, where it was asked for.
+    """
     tried: int = 0
     """Exchanges that ended: one for each fragment in a round."""
     exchanges: int = 0
@@ -67,18 +73,22 @@ class Result:
     failed: int = 0
     """Exchanges that an error of this node's own code ended."""
     internal_errors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Errors of this node's own code that it survived, by place: ``count``, the newest's ``first`` line and ``newest_at`` (Unix
-    seconds). Their tracebacks are in node.log."""
+    """Errors of this node's own code that it survived, by place: ``count``, the newest's ``first``
+    line and ``newest_at`` (Unix seconds). Their tracebacks are in node.log."""
     trained_alone: str = ""
     """The reason in a sentence, if nothing was ever exchanged though others were there."""
     suspicious: int = 0
-    """Contributions that this node refused for their distance (``shoal.swarm.exchange.robust.DistanceScreen``)."""
+    """Contributions that this node refused for their distance
+    (``shoal.swarm.exchange.robust.DistanceScreen``).
+    """
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_s: float = 0.0
     wall_s: float = 0.0
     lag: int = 0
-    """Inner steps for which the last exchange was to go on beside training; 0: training waited for each."""
+    """Inner steps for which the last exchange was to go on beside training; 0: training waited for
+    each.
+    """
     lag_auto: bool = False
     """True if this node chose its lag itself."""
     late: int = 0
@@ -96,10 +106,15 @@ class Result:
     refused: dict[str, int] = field(default_factory=dict)
     """Refused streams, calls and gossiped records of others, by reason (``Membership.refused``)."""
     task: dict[str, int | float] = field(default_factory=dict)
-    """The task's own results (``Task.extra_results``). Text: ``bits_per_byte``, ``loss_last`` in bits for each byte, which can be
-    compared where tokenizers differ; a stream also ``skipped``, the number of records that could not be used."""
+    """The task's own results (``Task.extra_results``).
+
+    Text: ``bits_per_byte``, ``loss_last`` in bits for each byte, which can be
+    compared where tokenizers differ; a stream also ``skipped``, the number of records that could
+    not be used."""
     ended: dict[str, Any] | None = None
-    """What the last average came to (`shoal.swarm.training.last_average.EndReport`), where the swarm ends with one."""
+    """What the last average came to (`shoal.swarm.training.last_average.EndReport`), where the
+    swarm ends with one.
+    """
     interrupted: bool = False
     not_saved: str | None = None
     """The reason if the end of the run could not be saved."""
@@ -110,12 +125,17 @@ class Result:
 
 
 def summary(result: Result, folder: Path, training_loss: float | None) -> list[str]:
-    """Return sentences about the end of a run for people: what came of it, where it is, and how to go on."""
+    """Return sentences about the end of a run for people: what came of it, where it is, and how to
+    go on.
+    """
 
     def shown(loss: float | None) -> str:
         return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else "unknown"
 
-    done = f"{result.steps} steps and {result.rounds} rounds, {result.exchanges} of {result.tried} exchanges with others"
+    done = (
+        f"{result.steps} steps and {result.rounds} rounds, {result.exchanges} of {result.tried} "
+        "exchanges with others"
+    )
     if result.interrupted:
         end = f"stopped after {done}: training loss {shown(training_loss)}"
     else:
@@ -139,16 +159,19 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
             left,
         )
     speed = [
-        f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, {result.tokens_per_s_with_waiting:,.0f} with waiting for "
+        f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, "
+        f"{result.tokens_per_s_with_waiting:,.0f} with waiting for "
         "others, evaluating and saving"
     ]
     overlapped = [
-        f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.tried} came "
+        f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; "
+        f"{result.late} of {result.tried} came "
         f"later, and training waited {duration(result.wait_s)} for the network"
     ]
     own = sum(known["count"] for known in result.internal_errors.values())
     erring = [
-        f"{own} error{'s' * (own > 1)} of this node's own code: their tracebacks are in {str(folder / LOG)!r}"
+        f"{own} error{'s' * (own > 1)} of this node's own code: their tracebacks are in "
+        f"{str(folder / LOG)!r}"
     ]
     return [
         end,
@@ -174,18 +197,23 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 ROUNDS = "rounds"
-KEPT = 4_000_000  # values of the slow weights that are kept of a round, about: enough for the distance between nodes
+# values of the slow weights that are kept of a round, about: enough for the distance between nodes
+KEPT = 4_000_000
 
 
 def digest_of(opt: OuterOptimizer, fragment: int) -> str | None:
-    """Return a short digest of a fragment's slow weights; None if a round does not leave them equal on all peers."""
+    """Return a short digest of a fragment's slow weights; None if a round does not leave them equal
+    on all peers.
+    """
     if not opt.anchored or fragment >= opt.fragments:
         return None
     return float32_digest(opt.slow_of(fragment)).hex()[:16]
 
 
 def keep(opt: OuterOptimizer, folder: Path, number: int) -> None:
-    """Write the slow weights after round ``number`` to the folder ``rounds`` in ``folder``: of a large model every so many."""
+    """Write the slow weights after round ``number`` to the folder ``rounds`` in ``folder``: of a
+    large model every so many.
+    """
     rounds = folder / ROUNDS
     rounds.mkdir(exist_ok=True)
     step = -(-sum(tensor.numel() for tensor in opt.slow) // KEPT)
@@ -233,7 +261,8 @@ class SavedRun:
 def find(node: NodeSettings) -> SavedRun | None:
     """Return the checkpoint that the settings ask for; None to begin from nothing.
 
-    Raises CheckpointError if there is none, it is damaged, or the node's folder holds those of another run.
+    Raises CheckpointError if there is none, it is damaged, or the node's folder holds those of
+    another run.
     """
     own, other = node.run_folder, node.resume_from
     if other is None:
@@ -241,14 +270,16 @@ def find(node: NodeSettings) -> SavedRun | None:
             return _read(own)
     elif node.resume:
         raise CheckpointError(
-            "--resume goes on with this node's own run and --resume-from with another checkpoint in another swarm: pass "
+            "--resume goes on with this node's own run and --resume-from with another checkpoint "
+            "in another swarm: pass "
             "one of them."
         )
     elif own.resolve() in (other.resolve(), other.resolve().parent):
         return _read(other)
     if steps(own):
         raise CheckpointError(
-            f"The folder {str(own)!r} holds checkpoints of another run: pass --resume to continue it, "
+            f"The folder {str(own)!r} holds checkpoints of another run: pass --resume to continue "
+            "it, "
             "or choose another --name or --folder."
         )
     return None if other is None else _read(other)
@@ -269,7 +300,8 @@ def _read(path: Path) -> SavedRun:
         return found
     except (KeyError, TypeError, ValueError, MessageError) as error:
         raise CheckpointError(
-            f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved."
+            f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` "
+            "saved."
         ) from error
 
 
@@ -277,24 +309,30 @@ def check_same_protocol(saved: SavedRun) -> None:
     """Raise CheckpointError if peers of the saved swarm speak another protocol than this node."""
     if saved.manifest.protocol != PROTOCOL:
         raise CheckpointError(
-            f"The swarm of the checkpoint speaks protocol {saved.manifest.protocol}, this version of shoal {PROTOCOL}: pass "
+            f"The swarm of the checkpoint speaks protocol {saved.manifest.protocol}, this version "
+            f"of shoal {PROTOCOL}: pass "
             f"--resume-from {saved.path} in place of --resume to begin a new swarm from it."
         )
 
 
 def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
-    """Raise CheckpointError if the user asks for other outer settings than the swarm has: those of a swarm never change."""
+    """Raise CheckpointError if the user asks for other outer settings than the swarm has: those of
+    a swarm never change.
+    """
     for name in sorted(asked.model_fields_set):
         wanted, fixed = getattr(asked, name), getattr(saved.manifest.outer, name)
         if wanted is not None and wanted != fixed:
             raise CheckpointError(
-                f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are fixed: leave {name} out, or "
-                f"pass --resume-from {saved.path} in place of --resume to begin a new swarm from it with outer.{name}={wanted}."
+                f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are "
+                f"fixed: leave {name} out, or "
+                f"pass --resume-from {saved.path} in place of --resume to begin a new swarm from "
+                f"it with outer.{name}={wanted}."
             )
 
 
 def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun | None:
-    """Return ``saved`` if it is of this very swarm; None if the node begins anew, or from another one as the user asked.
+    """Return ``saved`` if it is of this very swarm; None if the node begins anew, or from another
+    one as the user asked.
 
     Raises CheckpointError if it is of another swarm, and the user did not allow that.
     """
@@ -302,8 +340,10 @@ def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun 
         return saved
     if node.resume:
         raise CheckpointError(
-            f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: pass --resume-from {saved.path} in "
-            "place of --resume to go on from it in this swarm, or start without it in another folder."
+            f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: "
+            f"pass --resume-from {saved.path} in "
+            "place of --resume to go on from it in this swarm, or start without it in another "
+            "folder."
         )
     return None
 
@@ -311,31 +351,38 @@ def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun 
 def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     """Load ``saved`` into ``trainer``, and return sentences for the user.
 
-    In another swarm the weights come over too: the caller replaces them if that swarm has weights of its own. Raises TrainingError
-    or CheckpointError if the checkpoint does not fit; the trainer is of no use then.
+    In another swarm the weights come over too: the caller replaces them if that swarm has weights
+    of its own. Raises TrainingError or CheckpointError if the checkpoint does not fit; the trainer
+    is of no use then.
     """
     try:
         if saved.swarm != swarm:
             begin_from(trainer, saved.trainer)
             return [
-                f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another swarm"
+                f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another "
+                "swarm"
             ]
         trainer.inner_step.loaded_from = saved.path
         if trainer.resume(saved.trainer):
             return []
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
-            f"The checkpoint in {str(saved.path)!r} does not hold what a node saves ({type(error).__name__}): take another one."
+            f"The checkpoint in {str(saved.path)!r} does not hold what a node saves "
+            f"({type(error).__name__}): take another one."
         ) from error
     schedule = trainer.schedule
     end = f" of {schedule.length}" if schedule.length else ""
     return [
-        f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"
+        "the learning-rate schedule is another one than in the checkpoint: it goes on from step "
+        f"{schedule.done}{end}"
     ]
 
 
 def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Begin a new run with the model of another run's ``state``. TrainingError, before any change, if it is of another model."""
+    """Begin a new run with the model of another run's ``state``.
+
+    TrainingError, before any change, if it is of another model.
+    """
     trainer.check_model(state)
     try:
         load_whole_model(trainer.model, state["model"])
@@ -352,8 +399,8 @@ def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
 def is_newer(state: State, opt: OuterOptimizer) -> bool:
     """Return True if the swarm's ``state`` replaces what ``opt`` has from this node's checkpoint.
 
-    In the same round it does if all peers of this method hold the same weights and ``opt`` has others: the node had missed a
-    round when it stopped.
+    In the same round it does if all peers of this method hold the same weights and ``opt`` has
+    others: the node had missed a round when it stopped.
     """
     if state.round != opt.round or not opt.anchored:
         return state.round > opt.round

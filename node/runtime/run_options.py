@@ -1,8 +1,11 @@
-"""The settings, link and ends of one run, and the network that it is to have. Loads nothing that trains.
+"""The settings, link and ends of one run, and the network that it is to have.
 
-Of Ctrl-C, SIGTERM and the end of the terminal the first asks for an orderly end, a second one ends the process at once. A closed
-terminal sends SIGHUP, often twice, and every write to it fails from then on. So SIGHUP only ever asks, and what would be written
-there is dropped. Who started the process with ``nohup`` wants none of that, and SIGHUP stays ignored.
+Loads nothing that trains.
+
+Of Ctrl-C, SIGTERM and the end of the terminal the first asks for an orderly end, a second one ends
+the process at once. A closed terminal sends SIGHUP, often twice, and every write to it fails from
+then on. So SIGHUP only ever asks, and what would be written there is dropped. Who started the
+process with ``nohup`` wants none of that, and SIGHUP stays ignored.
 """
 
 from __future__ import annotations
@@ -31,13 +34,16 @@ from shoal.swarm.membership.membership import NetworkOptions
 if TYPE_CHECKING:
     from shoal.node.parallel.ranks import NodeRanks
 
-# The start of a node that was running a moment ago: its launcher starts it again after one of its ranks died.
+# The start of a node that was running a moment ago: its launcher starts it again after one of its
+# ranks died.
 
 
 def again(settings: Settings, link: Link | None) -> tuple[Settings, Link | None]:
-    """Return settings and link by which the node goes on in its swarm: from its checkpoint if it has saved one.
+    """Return settings and link by which the node goes on in its swarm: from its checkpoint if it
+    has saved one.
 
-    A node that created the swarm and has not saved yet joins it by its own link, since a second swarm would leave the others alone.
+    A node that created the swarm and has not saved yet joins it by its own link, since a second
+    swarm would leave the others alone.
     """
     folder, own = (
         settings.node.run_folder,
@@ -50,7 +56,9 @@ def again(settings: Settings, link: Link | None) -> tuple[Settings, Link | None]
 
 
 def _own_link(folder: Path, own: str) -> Link | None:
-    """Return the link in ``folder`` without the address of peer ``own``; None if it names nobody else."""
+    """Return the link in ``folder`` without the address of peer ``own``; None if it names nobody
+    else.
+    """
     try:
         link = read_link(
             str(json.loads((folder / LINK).read_text(encoding="utf-8"))["link"]), folder
@@ -84,7 +92,8 @@ def handle_all(handler: Callable[[int, FrameType | None], None]) -> None:
 class ShutdownSignals:
     """The handler of SIGINT, SIGTERM and SIGHUP; ``requested`` is True once one of them came.
 
-    Until ``orderly`` is called there is nothing to drain, and the first signal raises KeyboardInterrupt.
+    Until ``orderly`` is called there is nothing to drain, and the first signal raises
+    KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -96,7 +105,9 @@ class ShutdownSignals:
         handle_all(self._handle)
 
     def orderly(self, on_request: Callable[[], None]) -> None:
-        """Call ``on_request`` at the first signal from now on, in the signal handler: it must be short."""
+        """Call ``on_request`` at the first signal from now on, in the signal handler: it must be
+        short.
+        """
         self._orderly = on_request
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -112,7 +123,9 @@ class ShutdownSignals:
 
 
 def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
-    """End this process at once when ``parent`` is no longer its parent: a demo that was killed leaves no nodes."""
+    """End this process at once when ``parent`` is no longer its parent: a demo that was killed
+    leaves no nodes.
+    """
 
     def watch() -> None:
         never = threading.Event()
@@ -124,7 +137,9 @@ def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
 
 
 def network(settings: Settings) -> NetworkOptions:
-    """Return the network options of the settings; the node also tries the peers that it met in an earlier run."""
+    """Return the network options of the settings; the node also tries the peers that it met in an
+    earlier run.
+    """
     node, access = settings.node, peer_lists(settings.peers)
     return NetworkOptions(
         listen=tuple(node.listen),

@@ -1,4 +1,6 @@
-"""A node from its membership on: build its parts, take over the swarm's weights, train, and leave it in good order."""
+"""A node from its membership on: build its parts, take over the swarm's weights, train, and leave
+it in good order.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,17 @@ if TYPE_CHECKING:
 def announce_publicly(
     membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool
 ) -> None:
-    """Have this node announce its swarm, if it is public. ``params``: of the model; ``device``: its type; ``created``: by it."""
+    """Have this node announce its swarm, if it is public.
+
+    ``params``: of the model; ``device``: its type; ``created``: by it.
+    """
     manifest = membership.manifest
     if not manifest.public:
         return
     if created and not membership.network.bootstrap:
         log(
-            "this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address"
+            "this swarm is public, but no bootstrap node is named that could list it: start again "
+            "with --bootstrap and its address"
         )
     work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
     memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
@@ -107,14 +113,18 @@ def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) 
 
 
 LAST = 10
-"""Niceness of a thread that computes: the others of its session have ten times its share where they want the same processor."""
+"""Niceness of a thread that computes: the others of its session have ten times its share where they
+want the same processor.
+"""
 
 
 def compute_last() -> None:
-    """Let this thread compute after the other threads of its process, where the system can tell them apart (Linux).
+    """Let this thread compute after the other threads of its process, where the system can tell
+    them apart (Linux).
 
-    A step has no deadline, while a vote on a claim has seconds. On a machine with more to compute than processors a node that
-    verifies would miss votes, lose reputation, and in the end be banned. Threads and processes that this one starts come last too.
+    A step has no deadline, while a vote on a claim has seconds. On a machine with more to compute
+    than processors a node that verifies would miss votes, lose reputation, and in the end be
+    banned. Threads and processes that this one starts come last too.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
@@ -132,7 +142,10 @@ HURRY_S = 3.0  # seconds that a round in flight may still take once the node is 
 
 
 class TrainingNode:
-    """A node that has its folder, key and metrics: the rest of its life. ``saved``: the checkpoint that it begins from."""
+    """A node that has its folder, key and metrics: the rest of its life.
+
+    ``saved``: the checkpoint that it begins from.
+    """
 
     membership: Membership
     trainer: Trainer
@@ -160,7 +173,9 @@ class TrainingNode:
             options.ranks,
         )
         self.settings = options.settings
-        """The user's; once there is a trainer, with the swarm's in place of the outer, train and task settings."""
+        """The user's; once there is a trainer, with the swarm's in place of the outer, train and
+        task settings.
+        """
         self.folder, node, copies = (
             options.folder,
             self.settings.node,
@@ -196,10 +211,13 @@ class TrainingNode:
             0.0 if node.slow_folder else node.ram
         )  # until it is passed; pages of files would count too
 
-    # -- building ----------------------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
     def run(self, membership: Membership | None) -> Result:
-        """Create a swarm, if this node has joined none; train and leave. ShoalError for what the user can mend."""
+        """Create a swarm, if this node has joined none; train and leave.
+
+        ShoalError for what the user can mend.
+        """
         self.device = (
             resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
         )
@@ -271,9 +289,11 @@ class TrainingNode:
             )
 
     def _build(self, closing: ExitStack) -> None:
-        """Find this node's place among the members, take over weights, and make the parts; nothing is announced yet.
+        """Find this node's place among the members, take over weights, and make the parts; nothing
+        is announced yet.
 
-        ``closing`` gets what ends each part that runs beside training, also if a later part cannot be made.
+        ``closing`` gets what ends each part that runs beside training, also if a later part cannot
+        be made.
         """
         settings, membership, trainer, log = (
             self.settings,
@@ -356,7 +376,9 @@ class TrainingNode:
             yield
 
     def _own_run(self) -> SavedRun | None:
-        """Read the directory, and learn what was changed; return the checkpoint if it is of this swarm."""
+        """Read the directory, and learn what was changed; return the checkpoint if it is of this
+        swarm.
+        """
         if self.options.link is not None:
             self.membership.directory.refresh(10.0)
         own = resume.own_run(self._saved, self.membership.swarm, self.settings.node)
@@ -368,7 +390,10 @@ class TrainingNode:
         return own
 
     def _shard(self, own: SavedRun | None) -> Shard:
-        """Return the shard to train on. Others hear of it seconds later, when this node is announced."""
+        """Return the shard to train on.
+
+        Others hear of it seconds later, when this node is announced.
+        """
         directory, asked = self.membership.directory, self.settings.node.shard
         if own is not None and asked is None:
             return own.shard
@@ -382,7 +407,9 @@ class TrainingNode:
         )
 
     def _settle(self) -> None:
-        """Take another shard if a node that came at the same moment took this node's too, and goes first."""
+        """Take another shard if a node that came at the same moment took this node's too, and goes
+        first.
+        """
         member, directory = self.member, self.membership.directory
         if self._seen is None:
             return
@@ -391,14 +418,18 @@ class TrainingNode:
         shard = settled(directory.members(), member.shard, self.result.peer, self._seen)
         if shard != member.shard:
             self.display.message(
-                f"another node that came at the same moment has shard {member.shard}: this one takes {shard}"
+                f"another node that came at the same moment has shard {member.shard}: this one "
+                f"takes {shard}"
             )
             self.trainer.connect(member.exchange, self.membership.swarm, shard)
             member.shard, self.result.shard = shard, str(shard)
 
     def _swarm_state(self, model: str, *, came_from_elsewhere: bool) -> State | None:
-        """Fetch the swarm's weights; None if all begin from those of its random seed, or if this node shares no weights."""
-        # A node that shares rollouts and no weights may have another model, and starts from its own weights.
+        """Fetch the swarm's weights; None if all begin from those of its random seed, or if this
+        node shares no weights.
+        """
+        # A node that shares rollouts and no weights may have another model, and starts from its own
+        # weights.
         if self.options.link is None or (
             self.settings.task.hooks == RL and self.settings.outer.alone
         ):
@@ -406,7 +437,8 @@ class TrainingNode:
         state = catch_up(self.membership, model, self.trainer.whole)
         if state is None and came_from_elsewhere:
             raise CheckpointError(
-                "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
+                "No peer of this swarm has finished a round, and all begin from the weights of its "
+                "seed: create a swarm that "
                 "begins from the checkpoint (shoal up --resume-from), or join this one later."
             )
         return state
@@ -418,7 +450,8 @@ class TrainingNode:
         if saved is not None:
             for line in resume.restore(trainer, saved, membership.swarm):
                 self.display.message(line)
-            saved.trainer.clear()  # it maps the checkpoint's file, which would take room on the disk after it was removed
+            # it maps the checkpoint's file, which would take room on the disk after it was removed
+            saved.trainer.clear()
             if (
                 saved.swarm == membership.swarm
                 and state is not None
@@ -447,7 +480,9 @@ class TrainingNode:
 
     @cached_property
     def _swarm_train(self) -> TrainSettings:
-        """The swarm's settings of training by which this node trains now; `_follow_changes` replaces them."""
+        """The swarm's settings of training by which this node trains now; `_follow_changes`
+        replaces them.
+        """
         return self.membership.manifest.train
 
     def _follow_changes(self, round: int) -> None:
@@ -472,7 +507,7 @@ class TrainingNode:
             self.trainer.last.ends_at(steps or None)
         self.metrics.write("change", round=round, **news)
 
-    # -- running -----------------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def _train(self) -> Result:
         result, trainer, host = self.result, self.trainer, self.membership.host
@@ -513,7 +548,8 @@ class TrainingNode:
             self._tell_end()
             if self.shutdown.requested:
                 self.display.message(
-                    "stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved"
+                    "stopping: this node leaves the swarm and saves; a second signal ends it at "
+                    "once, unsaved"
                 )
         except Exception as error:
             if (
@@ -572,7 +608,9 @@ class TrainingNode:
             self.trainer.last.hurry(seconds)
 
     def _tell_end(self) -> None:
-        """Say what the last average came to, where the swarm ends with one, and keep it for the result."""
+        """Say what the last average came to, where the swarm ends with one, and keep it for the
+        result.
+        """
         report = self.trainer.ended
         if report is None:
             return
@@ -619,7 +657,8 @@ class TrainingNode:
             self.trainer.plan = None
         if self.member.after_step():
             self.display.message(
-                f"missed a round, and took over the swarm's weights at round {opt.round // opt.fragments}"
+                "missed a round, and took over the swarm's weights at round "
+                f"{opt.round // opt.fragments}"
             )
         if self.verification is not None:
             self.verification.tell(self.display.message, self._note)

@@ -1,6 +1,7 @@
 """Loading the task that a user names: ``text``, ``module:Class`` or ``path/file.py:Class``.
 
-Only the command line and this node's own settings name a task; nothing that the swarm names is imported.
+Only the command line and this node's own settings name a task; nothing that the swarm names is
+imported.
 """
 
 from __future__ import annotations
@@ -35,13 +36,16 @@ from shoal.node.user_code import (
 from shoal.optim.outer.inner import fault_of
 from shoal.swarm.errors import ShoalError
 
-# The user's task as Shoal calls it: each method behind a boundary, and each result of the type that training needs.
+# The user's task as Shoal calls it: each method behind a boundary, and each result of the type that
+# training needs.
 
 _END = object()
 
 
 class Guarded(Task):
-    """Task that calls the user's ``task``; ``name`` is that of its class. Other attributes are the task's own.
+    """Task that calls the user's ``task``; ``name`` is that of its class.
+
+    Other attributes are the task's own.
 
     Methods raise UserCodeError, or a ShoalError that the task raised itself.
     """
@@ -90,7 +94,9 @@ class Guarded(Task):
         return self._iterator(self._call("batches", shard), shard, "batches()")
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
-        """Return the user's batches after the first ``step`` ones; their iterator is guarded too."""
+        """Return the user's batches after the first ``step`` ones; their iterator is guarded
+        too.
+        """
         return self._iterator(self._call("batches_from", shard, step), shard, "batches_from()")
 
     def _iterator(self, found: Any, shard: Shard, function: str) -> Iterator[Any]:
@@ -100,7 +106,8 @@ class Guarded(Task):
             raise self._wrong(
                 function,
                 found,
-                "an iterator without end (write `while True: yield batch`), a Dataset or a DataLoader",
+                "an iterator without end (write `while True: yield batch`), a Dataset or a "
+                "DataLoader",
             )
         if isinstance(found, NumberedBatches):
             return _Numbered(self, found, function)
@@ -118,7 +125,8 @@ class Guarded(Task):
         if found.ndim != 0 or found.is_complex():
             raise self._fault(
                 "loss()",
-                f"returned a {found.dtype} tensor of shape {list(found.shape)}, and must return {needed}",
+                f"returned a {found.dtype} tensor of shape {list(found.shape)}, and must return "
+                f"{needed}",
             )
         if torch.is_grad_enabled() and not found.requires_grad:
             raise self._fault(
@@ -261,7 +269,8 @@ def _import_file(path: Path, spec_text: str, what: str) -> ModuleType:
     import_beside(path.parent)
     if hidden := _hidden(path):
         raise HookError(
-            f"The file {str(path)!r} imports {hidden!r}, and would not get the one beside it: an installed module has that name: "
+            f"The file {str(path)!r} imports {hidden!r}, and would not get the one beside it: an "
+            "installed module has that name: "
             "give yours another."
         )
     module = importlib.util.module_from_spec(spec)
@@ -279,12 +288,17 @@ def _import_hint(error: BaseException, path: Path) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"install that module, or put its file into {str(path.parent)!r}, beside {path.name}"
     if isinstance(error, ImportError) and "relative import" in str(error):
-        return f"{path.name} is in no package, so write `import helper` in place of `from . import helper`"
+        return (
+            f"{path.name} is in no package, so write `import helper` in place of `from . import "
+            "helper`"
+        )
     return "mend the file"
 
 
 def _hidden(path: Path) -> str | None:
-    """Return a module that the file imports and that lies beside it, if the import finds another, which is installed."""
+    """Return a module that the file imports and that lies beside it, if the import finds another,
+    which is installed.
+    """
     try:
         found = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
@@ -340,12 +354,15 @@ def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
 
 
 def find_class(spec_text: str, what: str = "task") -> type[Any]:
-    """Return the class that ``module:Class`` or ``path/file.py:Class`` names; messages call it a ``what``. Raises HookError."""
+    """Return the class that ``module:Class`` or ``path/file.py:Class`` names; messages call it a
+    ``what``. Raises HookError.
+    """
     where, colon, name = spec_text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise HookError(
             f"The {what} {spec_text!r} is not of the form module:Class or path/file.py:Class "
-            f"and is none of the built-in ones ({', '.join((*BUILT_IN, 'rl'))}): write it in one of these ways."
+            f"and is none of the built-in ones ({', '.join((*BUILT_IN, 'rl'))}): write it in one "
+            "of these ways."
         )
     if where.endswith(".py") or "/" in where or "\\" in where:
         module = _import_file(Path(expanded(where)), spec_text, what)
@@ -353,7 +370,8 @@ def find_class(spec_text: str, what: str = "task") -> type[Any]:
         module = _import_module(where, spec_text, what)
     else:
         raise HookError(
-            f"{where!r} in the {what} {spec_text!r} is no module name: write module:Class or file.py:Class."
+            f"{where!r} in the {what} {spec_text!r} is no module name: write module:Class or "
+            "file.py:Class."
         )
     found = getattr(module, name, None)
     if isinstance(found, type):
@@ -369,7 +387,9 @@ def find_class(spec_text: str, what: str = "task") -> type[Any]:
 
 
 def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -> None:
-    """Raise HookError for an option that the constructor of ``cls`` does not take, or one that it needs."""
+    """Raise HookError for an option that the constructor of ``cls`` does not take, or one that it
+    needs.
+    """
     try:
         parameters = list(inspect.signature(cls).parameters.values())
     except (TypeError, ValueError):
@@ -384,15 +404,17 @@ def _check_options(cls: type[Any], options: Mapping[str, Any], spec_text: str) -
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in options:
             raise HookError(
-                f"The task {spec_text!r} needs the option {parameter.name!r}: set it under [task.options]."
+                f"The task {spec_text!r} needs the option {parameter.name!r}: set it under "
+                "[task.options]."
             )
 
 
 def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     """Return the task that ``spec`` names, constructed with ``options`` as keyword arguments.
 
-    A class that does not derive from `Task` gets its defaults of the methods that it lacks. Of a class of the user's every method
-    is guarded (`Guarded`): what it raises or returns wrongly is a UserCodeError.
+    A class that does not derive from `Task` gets its defaults of the methods that it lacks. Of a
+    class of the user's every method is guarded (`Guarded`): what it raises or returns wrongly is a
+    UserCodeError.
 
     Raises HookError: the name, the file, the class or the options are wrong; the sentence says how.
     """

@@ -1,16 +1,19 @@
 """The built-in task ``text``: a language model on text, over bytes or another tokenizer's tokens.
 
-Without ``data`` the text is the sources of the Python standard library, so a demo needs no download. Plain text is held in memory:
-a document is a file (or a piece of one, if there are few files). One document in ten, chosen by the hash of its relative path, is
-held out: no node trains on it. The others are assigned to the shards in the order of their hashes, so that shards hold different
-documents, and batches are windows from random places. Records and datasets are streamed (`shoal.node.data.reader`), each document
-once in an epoch; there the hash of a document's text decides whether it is held out. Peers with the same files agree on all of
-this, whatever folder the files are in.
+Without ``data`` the text is the sources of the Python standard library, so a demo needs no
+download. Plain text is held in memory: a document is a file (or a piece of one, if there are few
+files). One document in ten, chosen by the hash of its relative path, is held out: no node trains on
+it. The others are assigned to the shards in the order of their hashes, so that shards hold
+different documents, and batches are windows from random places. Records and datasets are streamed
+(`shoal.node.data.reader`), each document once in an epoch; there the hash of a document's text
+decides whether it is held out. Peers with the same files agree on all of this, whatever folder the
+files are in.
 
-A small GPT over bytes, or other tokens, in plain PyTorch: pre-norm, learned positions, no dropout, untied head.
+A small GPT over bytes, or other tokens, in plain PyTorch: pre-norm, learned positions, no dropout,
+untied head.
 
-Legend of the shape comments: B batch, T time (positions), C width, H heads, D = C // H width of a head,
-V tokens, 256 where they are bytes.
+Legend of the shape comments: B batch, T time (positions), C width, H heads, D = C // H width of a
+head, V tokens, 256 where they are bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +79,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a GELU layer of four times the width, each on a normalised copy and added back."""
+    """Attention, then a GELU layer of four times the width, each on a normalised copy and added
+    back.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -95,7 +100,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predictor of the next token at each position; 135,808 parameters at layers=2, width=64, context=64."""
+    """Predictor of the next token at each position; 135,808 parameters at layers=2, width=64,
+    context=64.
+    """
 
     def __init__(
         self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY
@@ -106,8 +113,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        # Torch's own initialisation for the rest, and smaller embeddings than its N(0, 1): of those tried only this one
-        # tolerates a learning rate of 1.2e-2. (GPT-2's 0.02 throughout ends 0.4 nats worse there.)
+        # Torch's own initialisation for the rest, and smaller embeddings than its N(0, 1): of those
+        # tried only this one tolerates a learning rate of 1.2e-2. (GPT-2's 0.02 throughout ends 0.4
+        # nats worse there.)
         for embedding in (self.bytes, self.positions):
             nn.init.normal_(embedding.weight, std=0.3)
 
@@ -121,7 +129,9 @@ class GPT(nn.Module):
 
 
 class _Unfilled(TorchFunctionMode):
-    """What is made here is not filled: torch takes a second to load how that is done on the device meta."""
+    """What is made here is not filled: torch takes a second to load how that is done on the device
+    meta.
+    """
 
     def __torch_function__(
         self,
@@ -143,18 +153,21 @@ def sized(layers: int, width: int, heads: int, context: int, vocabulary: int = V
         return GPT(layers, width, heads, context, vocabulary)
 
 
-# Text in memory, within a limit and in an order that all machines share, or as a stream where there are records.
+# Text in memory, within a limit and in an order that all machines share, or as a stream where there
+# are records.
 
 __all__ = ["FEW_FILES", "DataError", "Document", "open_stream", "read_documents"]
 
-FEW_FILES = 100  # fewer files than this are cut into about so many pieces, so that one file can be shared out
+# fewer files than this are cut into about so many pieces, so that one file can be shared out
+FEW_FILES = 100
 EVERYTHING = Shard(0, 1, 0)
 
 
 def open_stream(
     data: str, field: str, skipped: Skipped, at: Path | None = None
 ) -> DocumentSource | None:
-    """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which at least one holds records.
+    """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which
+    at least one holds records.
 
     Returns None if all of it is plain text.
 
@@ -175,8 +188,9 @@ def read_documents(
 ) -> list[Document]:
     """Read the text that ``data`` names (see ``TextTask``), at most ``max_bytes``, sorted by name.
 
-    If there is more, the files with the lowest hashes of their names are read, a fair sample that is the same everywhere; of a
-    stream, its first documents. Files that are not text (with a zero byte near their beginning) are left out.
+    If there is more, the files with the lowest hashes of their names are read, a fair sample that
+    is the same everywhere; of a stream, its first documents. Files that are not text (with a zero
+    byte near their beginning) are left out.
 
     Raises DataError: a path is missing or unreadable, or there is no text at all.
     """
@@ -262,16 +276,20 @@ class TextTask(Task):
     """Task that trains a GPT on text.
 
     Options:
-        data: files or folders, separated by commas or the path separator, or a dataset as hf:NAME[/CONFIG][:SPLIT]; empty: the
-            Python standard library. .jsonl, .jsonl.gz and .txt.gz are streams of documents, and so are datasets.
+        data: files or folders, separated by commas or the path separator, or a dataset as
+        hf:NAME[/CONFIG][:SPLIT]; empty: the
+            Python standard library. .jsonl, .jsonl.gz and .txt.gz are streams of documents, and so
+            are datasets.
         field: name of a record's text.
-        tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~. tokenizer_digest: the same on all nodes.
-        order: random (windows from random places of what is in memory), or epochs (each document once); empty: epochs for streams.
-        shuffle: tokens of a stream that are collected and shuffled together.
-        layers, width, heads, context: the model. batch: windows a step. max_bytes: most text held in memory.
-        lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; a cosine then leads down to 10 %.
+        tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~.
+        tokenizer_digest: the same on all nodes. order: random (windows from random places of what
+        is in memory), or epochs (each document once); empty: epochs for streams. shuffle: tokens of
+        a stream that are collected and shuffled together. layers, width, heads, context: the model.
+        batch: windows a step. max_bytes: most text held in memory. lr, warmup: AdamW's peak
+        learning rate, and the steps up to it or to Muon's; a cosine then leads down to 10 %.
 
-    Raises DataError: an option is out of range, or (on first use of the data) the text is missing or too short.
+    Raises DataError: an option is out of range, or (on first use of the data) the text is missing
+    or too short.
     """
 
     def __init__(
@@ -302,7 +320,8 @@ class TextTask(Task):
         for name, value in {**sizes, "max_bytes": max_bytes, "shuffle": shuffle}.items():
             if not text_size.is_within(name, value):
                 raise DataError(
-                    f"The text option {name}={value!r} must be a whole number from 1 to {text_size.BOUNDS[name]}."
+                    f"The text option {name}={value!r} must be a whole number from 1 to "
+                    f"{text_size.BOUNDS[name]}."
                 )
         if width % heads:
             raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
@@ -312,7 +331,8 @@ class TextTask(Task):
             or warmup < 0
         ):
             raise DataError(
-                f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a whole one."
+                f"The text options lr={lr!r} and warmup={warmup!r} must be a positive number and a "
+                "whole one."
             )
         for name, text in [("field", field), ("tokenizer", tokenizer)]:
             if not isinstance(text, str) or not text:
@@ -358,7 +378,10 @@ class TextTask(Task):
         return read_documents(self.data, self.max_bytes, self.field, self._at)
 
     def held_out(self) -> list[Document]:
-        """Return the documents that no node trains on; of a stream, the first of them. Raises DataError."""
+        """Return the documents that no node trains on; of a stream, the first of them.
+
+        Raises DataError.
+        """
         if self.stream is None:
             return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN == 0]
         found, left, document = [], STREAM_EVALUATION, None
@@ -378,14 +401,18 @@ class TextTask(Task):
         return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN != 0]
 
     def shard_documents(self, shard: Shard) -> list[Document]:
-        """Return the documents in memory of one shard; those of two shards with equal ``of`` are disjoint."""
+        """Return the documents in memory of one shard; those of two shards with equal ``of`` are
+        disjoint.
+        """
         training = self._not_held_out()
         # Dealing in turn, rather than by the hash alone, leaves no shard empty.
         training.sort(key=lambda d: (number("shard " + d.name), d.name))
         return training[shard.index :: shard.of]
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
-        """Return all windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, other tokens in int32."""
+        """Return all windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, other
+        tokens in int32.
+        """
         pieces = [
             piece for document in documents for piece in self.tokenizer.encode(document.content)
         ]
@@ -404,16 +431,23 @@ class TextTask(Task):
         return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
 
     def least_parameters(self) -> int:
-        """Return the parameters of the model with the smallest vocabulary; a tokenizer's need not be known for it."""
+        """Return the parameters of the model with the smallest vocabulary; a tokenizer's need not
+        be known for it.
+        """
         vocabulary = VOCABULARY if self.tokenizer_name == BYTES else 1
         return text_size.parameters(self.layers, self.width, self.context, vocabulary)
 
     def sized(self) -> GPT:
-        """Return the model on the device meta: names, types and shapes, which take no memory. Raises DataError."""
+        """Return the model on the device meta: names, types and shapes, which take no memory.
+
+        Raises DataError.
+        """
         return sized(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
 
     def working_bytes(self) -> int:
-        """Return the bytes of a batch and its logits, of a stream's shuffled block, and of a dataset held in memory."""
+        """Return the bytes of a batch and its logits, of a stream's shuffled block, and of a
+        dataset held in memory.
+        """
         logits = 4 * self.batch * self.context * self.tokenizer.vocabulary
         held = self.max_bytes if self.order == "random" and self.data.startswith(PREFIX) else 0
         return 8 * self.batch * (self.context + 1) + 2 * logits + 4 * self.shuffle + held
@@ -422,7 +456,9 @@ class TextTask(Task):
         return {} if self.tokenizer_name == BYTES else {DIGEST: self.tokenizer.digest}
 
     def batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return batches (inputs, next tokens), each int64 (B, T): from random places of the shard's text, or in epochs."""
+        """Return batches (inputs, next tokens), each int64 (B, T): from random places of the
+        shard's text, or in epochs.
+        """
         source = self._training()
         if source is None:
             return self._random_batches(shard)
@@ -474,7 +510,9 @@ class TextTask(Task):
 
     @torch.no_grad()
     def evaluate(self, model: torch.nn.Module) -> float:
-        """Return nats per token on a fixed sample of about 32 k tokens of the held-out documents."""
+        """Return nats per token on a fixed sample of about 32 k tokens of the held-out
+        documents.
+        """
         device = next(model.parameters()).device
         was_training = model.training
         model.eval()
@@ -487,7 +525,9 @@ class TextTask(Task):
         return total / len(self._evaluation)
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
-        """Return ``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how many records were skipped."""
+        """Return ``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and
+        how many records were skipped.
+        """
         found: dict[str, int | float] = {
             "bits_per_byte": loss / math.log(2) / self._bytes_per_token
         }
@@ -516,7 +556,9 @@ class TextTask(Task):
     def lr_scheduler(
         self, optimizer: torch.optim.Optimizer, steps: int
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Return a schedule of warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
+        """Return a schedule of warm-up, then a cosine down to 10 % at ``steps``; without an end (0)
+        the peak rate is kept.
+        """
         return torch.optim.lr_scheduler.LambdaLR(
             optimizer, factor("cosine" if steps else "constant", self.warmup, steps)
         )

@@ -1,4 +1,7 @@
-"""The bounds of the options of the built-in task ``text``, and the size of its model by them. Imports no torch."""
+"""The bounds of the options of the built-in task ``text``, and the size of its model by them.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 BOUNDS = {
-    "layers": 2**10, "width": 2**16, "heads": 2**10, "context": 2**17, "batch": 2**16, "max_bytes": 2**40, "shuffle": 2**28,
-}  # fmt: skip
+    "layers": 2**10,
+    "width": 2**16,
+    "heads": 2**10,
+    "context": 2**17,
+    "batch": 2**16,
+    "max_bytes": 2**40,
+    "shuffle": 2**28,
+}
 """The largest value of each option that is a number of things, of which there is at least 1."""
 LAYERS, WIDTH, HEADS, CONTEXT = 2, 64, 4, 64  # of the model, where no option says so
 BYTES = 256  # tokens, where they are bytes
@@ -24,9 +33,11 @@ def parameters(layers: int, width: int, context: int, vocabulary: int) -> int:
 
 
 def listed_parameters(options: Mapping[str, Any], said: int) -> int:
-    """Return the parameters of the model of a manifest's ``options``, where some member has ``said`` a number.
+    """Return the parameters of the model of a manifest's ``options``, where some member has
+    ``said`` a number.
 
-    With a tokenizer the vocabulary is not known here: then it is what was said, or what the rest has if that is more.
+    With a tokenizer the vocabulary is not known here: then it is what was said, or what the rest
+    has if that is more.
     """
     layers, width, context = (
         options.get("layers", LAYERS),

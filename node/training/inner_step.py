@@ -1,4 +1,6 @@
-"""One inner step: the gradients of a batch, in parts and in mixed precision, clipped; the inner optimizer, and its schedule."""
+"""One inner step: the gradients of a batch, in parts and in mixed precision, clipped; the inner
+optimizer, and its schedule.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class TrainingError(ShoalError):
 
 
 def batch_rows(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor or array in ``batch`` that has one; None if there is none."""
+    """Return the first dimension of the first tensor or array in ``batch`` that has one; None if
+    there is none.
+    """
     return next((len(leaf) for leaf in leaves(batch) if _has_rows(leaf)), None)
 
 
@@ -49,9 +53,11 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _uneven(batch: Any, count: int) -> str | None:
-    """Return the type of an object of a library's own in ``batch`` whose tensors do not all have ``count`` rows, or None.
+    """Return the type of an object of a library's own in ``batch`` whose tensors do not all have
+    ``count`` rows, or None.
 
-    In a dict, tuple, list or dataclass a tensor of another length is the same for all rows, such as a mask.
+    In a dict, tuple, list or dataclass a tensor of another length is the same for all rows, such as
+    a mask.
     """
     inside = parts_of(batch)
     if inside is None:
@@ -67,10 +73,11 @@ def _uneven(batch: Any, count: int) -> str | None:
 
 
 def cut_batch(batch: Any, parts: int) -> list[Any]:
-    """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors (`shoal.node.task`).
+    """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors
+    (`shoal.node.task`).
 
-    Every tensor and array of which the first dimension is that of the first one (`batch_rows`) is cut along it, as a view; all
-    else is the same in each part.
+    Every tensor and array of which the first dimension is that of the first one (`batch_rows`) is
+    cut along it, as a view; all else is the same in each part.
 
     Raises TrainingError: the batch has no rows, or they do not divide.
     """
@@ -80,18 +87,22 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
     if not count:
         kind = "None" if batch is None else f"an object of type {type(batch).__name__}"
         raise TrainingError(
-            f"The task's batch, {kind}, has no tensor with rows to cut into {parts} parts: leave train.accumulate at 1, on one "
+            f"The task's batch, {kind}, has no tensor with rows to cut into {parts} parts: leave "
+            "train.accumulate at 1, on one "
             "device."
         )
     if count % parts:
         raise TrainingError(
-            f"A batch of {count} rows cannot be cut into {parts} equal parts: choose train.accumulate (times the devices) so that "
+            f"A batch of {count} rows cannot be cut into {parts} equal parts: choose "
+            "train.accumulate (times the devices) so that "
             "it divides the batch, or another batch size."
         )
     if (uneven := _uneven(batch, count)) is not None:
         raise TrainingError(
-            f"The batch holds an object of type {uneven} with tensors of other lengths than {count}, such as a graph's edges, and "
-            f"cannot be cut into {parts} parts: leave train.accumulate at 1, on one device, or yield dicts of tensors with a row "
+            f"The batch holds an object of type {uneven} with tensors of other lengths than "
+            f"{count}, such as a graph's edges, and "
+            f"cannot be cut into {parts} parts: leave train.accumulate at 1, on one device, or "
+            "yield dicts of tensors with a row "
             "for each example."
         )
     size = count // parts
@@ -105,7 +116,8 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
     return [part(number) for number in range(parts)]
 
 
-# Mixed precision: autocast for computing, and a scaled loss for float16. The weights stay as the task made them.
+# Mixed precision: autocast for computing, and a scaled loss for float16. The weights stay as the
+# task made them.
 
 DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,7 +125,9 @@ DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": t
 def check_precision(
     precision: Precision, device: torch.device, parameters: Iterable[Tensor] = ()
 ) -> None:
-    """Raise TrainingError if ``device`` cannot compute in ``precision``, or not with these ``parameters``."""
+    """Raise TrainingError if ``device`` cannot compute in ``precision``, or not with these
+    ``parameters``.
+    """
     if precision not in DTYPES:
         return
     if not _computes(DTYPES[precision], device):
@@ -122,17 +136,22 @@ def check_precision(
         )
         others = "bfloat16 or float32" if precision == "float16" else others
         raise TrainingError(
-            f"The device {str(device)!r} cannot compute in {precision}: set train.precision to {others}."
+            f"The device {str(device)!r} cannot compute in {precision}: set train.precision to "
+            f"{others}."
         )
     if precision == "float16" and any(p.dtype == torch.float16 for p in parameters):
         raise TrainingError(
-            "The model has weights of float16, whose gradients cannot be scaled back: have the task make them float32, and leave "
+            "The model has weights of float16, whose gradients cannot be scaled back: have the "
+            "task make them float32, and leave "
             "train.precision at float16."
         )
 
 
 def _computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a small layer can be trained in ``dtype``. A GPU that only imitates bfloat16 would be slower than float32."""
+    """Return whether a small layer can be trained in ``dtype``.
+
+    A GPU that only imitates bfloat16 would be slower than float32.
+    """
     if device.type == "cuda" and dtype == torch.bfloat16:
         with torch.cuda.device(device):
             if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -152,34 +171,48 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Layout:
-    """A model in one process. Those of several ranks override all of it, and every rank calls each method at the same point."""
+    """A model in one process.
+
+    Those of several ranks override all of it, and every rank calls each method at the same point.
+    """
 
     rank, ranks = 0, 1
     group: Processes | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Move ``model`` to the device, and cut it in place if need be; return what the loss is computed with."""
+        """Move ``model`` to the device, and cut it in place if need be; return what the loss is
+        computed with.
+        """
         return model.to(device)
 
     def gathered_bytes(self, model: nn.Module) -> int:
-        """Return the bytes of others' parts of ``model`` that are on this rank's device at most, while it computes."""
+        """Return the bytes of others' parts of ``model`` that are on this rank's device at most,
+        while it computes.
+        """
         return 0
 
     def backward_of(self, part: int, count: int) -> AbstractContextManager[Any]:
-        """Return the context of the backward pass of the ``part``-th of ``count`` parts of a batch."""
+        """Return the context of the backward pass of the ``part``-th of ``count`` parts of a
+        batch.
+        """
         return nullcontext()
 
     def backward_done(self, count: int) -> None:
-        """Have the gradients of ``count`` backward passes be the same on all ranks, if they are not yet."""
+        """Have the gradients of ``count`` backward passes be the same on all ranks, if they are not
+        yet.
+        """
 
     def mean(self, loss: Tensor) -> Tensor:
         return loss
 
     def evaluated(self, work: Callable[[], float]) -> float:
-        """Return what ``work`` returns on rank 0, which may take long; the value of other ranks is their own affair."""
+        """Return what ``work`` returns on rank 0, which may take long; the value of other ranks is
+        their own affair.
+        """
         return work()
 
-    # A whole state is rank 0's to get and to give; it may be the tensors of the model or optimizer itself.
+    # A whole state is rank 0's to get and to give; it may be the tensors of the model or optimizer
+    # itself.
 
     def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
         return model.state_dict()
@@ -207,7 +240,9 @@ class Layout:
 UNCOMPILED = "install a C++ compiler where it asks for one, or leave --compile out"
 UNUSABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 """Errors of torch's optimizers with a state of other names, shapes or types."""
-SKIPS = 50  # steps in a row without finite gradients: by then the scale of the loss is below 1e-10, and is not the reason
+# steps in a row without finite gradients: by then the scale of the loss is below 1e-10, and is not
+# the reason
+SKIPS = 50
 
 
 class InnerStep:
@@ -244,14 +279,16 @@ class InnerStep:
         ):  # as a module around it: the model itself keeps its names, and evaluates as it is
             try:
                 self.model = cast(nn.Module, torch.compile(model))
-            except RuntimeError as error:  # torch says so of versions of Python, and systems, that it cannot compile on
+            # torch says so of versions of Python, and systems, that it cannot compile on
+            except RuntimeError as error:
                 raise TrainingError(
                     f"Cannot compile the model ({summary(error)}): {UNCOMPILED}."
                 ) from error
         self.scaler: torch.amp.GradScaler | None = None
         if self.own.precision == "float16":
             self.scaler = torch.amp.GradScaler(device.type)
-            # The first steps are often left out until the scale fits; the schedule goes on all the same, as the other peers' do.
+            # The first steps are often left out until the scale fits; the schedule goes on all the
+            # same, as the other peers' do.
             warnings.filterwarnings(
                 "ignore",
                 message=r"Detected call of `lr_scheduler.step\(\)` before",
@@ -259,7 +296,9 @@ class InnerStep:
             )
         self._skipped, self._outer_in_memory = 0, outer_in_memory
         self.loaded_from: Path | None = None
-        """Checkpoint of the inner optimizer's state, until a step was taken with it: torch loads states that no step can use."""
+        """Checkpoint of the inner optimizer's state, until a step was taken with it: torch loads
+        states that no step can use.
+        """
 
     @property
     def dtype(self) -> torch.dtype:
@@ -267,12 +306,15 @@ class InnerStep:
         return DTYPES.get(self.own.precision, self.parameters[0].dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of computing in this node's precision; for float32 it changes nothing."""
+        """Return the context of computing in this node's precision; for float32 it changes
+        nothing.
+        """
         dtype = DTYPES.get(self.own.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def gradients(self, batch: Any) -> torch.Tensor:
-        """Add the mean of the gradients of this rank's parts of ``batch``; return the mean of their losses, on the device.
+        """Add the mean of the gradients of this rank's parts of ``batch``; return the mean of their
+        losses, on the device.
 
         TrainingError if the batch cannot be cut, or memory runs out.
         """
@@ -301,13 +343,15 @@ class InnerStep:
         )  # sums of bfloat16 stick at 256 times a loss
 
     def step(self, optimizer: torch.optim.Optimizer, through: object = None) -> bool:
-        """Clip the gradients and take a step of ``optimizer``; return whether the weights were stepped.
+        """Clip the gradients and take a step of ``optimizer``; return whether the weights were
+        stepped.
 
-        With float16 a step of which a gradient is not finite is left out, as GradScaler does, and the scale lowered. The outer part
-        of an `OuterOptimizer` is done all the same: peers count the same steps. ``through``: as for `calling`.
+        With float16 a step of which a gradient is not finite is left out, as GradScaler does, and
+        the scale lowered. The outer part of an `OuterOptimizer` is done all the same: peers count
+        the same steps. ``through``: as for `calling`.
 
-        Raises TrainingError: the gradients of many steps in a row were not finite, memory runs out, or no step can be taken with
-        the state of a checkpoint.
+        Raises TrainingError: the gradients of many steps in a row were not finite, memory runs out,
+        or no step can be taken with the state of a checkpoint.
         """
         with (
             self._explained(None),
@@ -331,7 +375,8 @@ class InnerStep:
         self._skipped = 0 if watched.stepped else self._skipped + 1
         if self._skipped >= SKIPS:
             raise TrainingError(
-                f"The gradients of {SKIPS} steps in a row were not finite: lower the learning rate, or set train.precision to "
+                f"The gradients of {SKIPS} steps in a row were not finite: lower the learning "
+                "rate, or set train.precision to "
                 "bfloat16 or float32."
             )
         return watched.stepped
@@ -360,8 +405,10 @@ class InnerStep:
             if not out_of_memory(cause):
                 if batch is None and self.loaded_from is not None and isinstance(error, UNUSABLE):
                     raise TrainingError(
-                        f"The checkpoint in {str(self.loaded_from)!r} holds a state that the inner optimizer cannot use "
-                        f"({summary(error)}): take an older one, or start without --resume in another folder."
+                        f"The checkpoint in {str(self.loaded_from)!r} holds a state that the inner "
+                        "optimizer cannot use "
+                        f"({summary(error)}): take an older one, or start without --resume in "
+                        "another folder."
                     ) from error
                 raise
             remedy = self._remedy(batch)
@@ -372,7 +419,10 @@ class InnerStep:
             ) from error
 
     def _remedy(self, batch: Any) -> str:
-        """Return what would fit, of what is not in use yet. ``batch``: that of the gradients; None: they are there already."""
+        """Return what would fit, of what is not in use yet.
+
+        ``batch``: that of the gradients; None: they are there already.
+        """
         found, count = [], self.own.accumulate
         rows = (batch_rows(batch) or 0) // self.layout.ranks
         files = (
@@ -420,7 +470,9 @@ RATES = ("lr", "initial_lr")
 
 
 def resolved(train: TrainSettings) -> TrainSettings:
-    """Return the settings with the inner optimizer's defaults written out, as a new manifest has them: versions may differ."""
+    """Return the settings with the inner optimizer's defaults written out, as a new manifest has
+    them: versions may differ.
+    """
     if train.optimizer == "task":
         return train
     if train.optimizer == "muon":
@@ -433,9 +485,11 @@ def resolved(train: TrainSettings) -> TrainSettings:
 
 
 def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of the inner steps of ``model``, over the parameters that require a gradient.
+    """Return the optimizer of the inner steps of ``model``, over the parameters that require a
+    gradient.
 
-    TrainingError if Muon finds no matrix in it, or torch has no Muon; or if the task's own optimizer trains others than those.
+    TrainingError if Muon finds no matrix in it, or torch has no Muon; or if the task's own
+    optimizer trains others than those.
     """
     train = resolved(train)
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -456,24 +510,33 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
 
 
 def _checked(averaged: AveragedParameters, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the task's optimizer. TrainingError unless it trains the parameters that are averaged, and no others."""
+    """Return the task's optimizer.
+
+    TrainingError unless it trains the parameters that are averaged, and no others.
+    """
     lacking, more = averaged.compared(all_parameters(inner))
     if lacking:
         count = len(averaged)
         raise TrainingError(
-            f"The task's inner_optimizer() trains {count - len(lacking)} of the {count} parameters that require a gradient, and "
-            f"not {lacking[0]}: let it train all that it is given, or freeze the rest in model() (requires_grad_(False))."
+            f"The task's inner_optimizer() trains {count - len(lacking)} of the {count} parameters "
+            "that require a gradient, and "
+            f"not {lacking[0]}: let it train all that it is given, or freeze the rest in model() "
+            "(requires_grad_(False))."
         )
     if trained := [parameter for parameter in more if parameter.requires_grad]:
         raise TrainingError(
-            f"The task's inner_optimizer() trains {len(trained)} parameters that are not its model's, such as one of shape "
+            f"The task's inner_optimizer() trains {len(trained)} parameters that are not its "
+            "model's, such as one of shape "
             f"{tuple(trained[0].shape)}: make them part of what model() returns."
         )
     return inner
 
 
 def parameter_split(task: Task, train: TrainSettings, model: torch.nn.Module) -> Split | None:
-    """Return which parameters of ``model`` Muon and AdamW train; None with another optimizer. TrainingError as `make_inner`."""
+    """Return which parameters of ``model`` Muon and AdamW train; None with another optimizer.
+
+    TrainingError as `make_inner`.
+    """
     if train.optimizer != "muon":
         return None
     with _explained():
@@ -499,7 +562,8 @@ def make_scheduler(
         return task.lr_scheduler(optimizer, train.steps)
     if train.schedule in ("cosine", "wsd") and not train.steps:
         raise TrainingError(
-            f"The schedule {train.schedule} leads to an end, and this node's run has none: leave --steps 0 out."
+            f"The schedule {train.schedule} leads to an end, and this node's run has none: leave "
+            "--steps 0 out."
         )
     if train.schedule == "constant" and not train.warmup:
         return None
@@ -507,9 +571,11 @@ def make_scheduler(
 
 
 def factor(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
-    """Return the learning rate as a fraction of its peak, by the number of steps done: a line up, then what ``schedule`` says.
+    """Return the learning rate as a fraction of its peak, by the number of steps done: a line up,
+    then what ``schedule`` says.
 
-    A function, and no object with a state: a resumed run has the length that its settings give it now.
+    A function, and no object with a state: a resumed run has the length that its settings give it
+    now.
     """
     rise = min(warmup, steps // 2) if steps else warmup
     decay = max(round(DECAY * steps), 1)
@@ -528,10 +594,12 @@ def factor(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
 
 
 class Schedule:
-    """The schedule of a run: its scheduler, the length that it was made for, and how far it has come.
+    """The schedule of a run: its scheduler, the length that it was made for, and how far it has
+    come.
 
-    A schedule is taken for a function of the number of its steps, as all of torch's are that `Trainer` can step. So one of another
-    length comes to the same place by as many steps. After its length the rate stays: some schedulers would rise again, or raise.
+    A schedule is taken for a function of the number of its steps, as all of torch's are that
+    `Trainer` can step. So one of another length comes to the same place by as many steps. After its
+    length the rate stays: some schedulers would rise again, or raise.
 
     Args:
         optimizer: with the parameter groups of the inner one, before any step.
@@ -551,13 +619,17 @@ class Schedule:
         self.done = 0
         """Steps of the schedule."""
         self.factor = 1.0
-        """What the rates are multiplied by after the schedule has set them, because the swarm's rate was changed."""
+        """What the rates are multiplied by after the schedule has set them, because the swarm's
+        rate was changed.
+        """
         self._unscaled: list[float] | None = None
         """The rates of the groups without the factor; None if there is none in them."""
 
     @property
     def peak(self) -> float:
-        """The highest rate of the parameter groups as the inner optimizer was made; 0: no group has a rate."""
+        """The highest rate of the parameter groups as the inner optimizer was made; 0: no group has
+        a rate.
+        """
         return max((float(group.get("lr", 0.0)) for group in self._before), default=0.0)
 
     def scale(self, factor: float) -> None:
@@ -567,7 +639,9 @@ class Schedule:
         self._with_factor()
 
     def resized(self, length: int) -> Schedule:
-        """Return the same schedule in another ``length``, at the same step and with the same factor. It replaces this one."""
+        """Return the same schedule in another ``length``, at the same step and with the same
+        factor. It replaces this one.
+        """
         self._without_factor()
         for group, first in zip(self._optimizer.param_groups, self._before, strict=True):
             group.update(
@@ -639,8 +713,8 @@ class Schedule:
     def resume(self, saved: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
         """Go on from a run's ``fields`` and ``state_dict``.
 
-        The parameter groups are the saved ones by now. Return False if this is another schedule now, which then goes on from the
-        same step. The scheduler must be new.
+        The parameter groups are the saved ones by now. Return False if this is another schedule
+        now, which then goes on from the same step. The scheduler must be new.
         """
         done = int(about["done"])
         self._unscaled = about.get("unscaled")
@@ -665,7 +739,9 @@ class Schedule:
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the learning rate of a parameter group, which has a tensor for it if the optimizer was made with one."""
+    """Set the learning rate of a parameter group, which has a tensor for it if the optimizer was
+    made with one.
+    """
     if "lr" not in group:
         return
     if isinstance(group["lr"], torch.Tensor):
@@ -686,7 +762,9 @@ def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[s
 
 
 def plain(value: Any) -> Any:
-    """Return a scheduler's state without its functions: a checkpoint cannot hold them, and the task makes them anew."""
+    """Return a scheduler's state without its functions: a checkpoint cannot hold them, and the task
+    makes them anew.
+    """
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if not callable(item)}
     if isinstance(value, list | tuple):

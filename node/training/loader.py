@@ -1,9 +1,10 @@
-"""Batches of a task through torchdata's StatefulDataLoader: drawn in the training process, or ahead of it by worker processes.
+"""Batches of a task through torchdata's StatefulDataLoader: drawn in the training process, or ahead
+of it by worker processes.
 
-The sequence is the same either way, and so is the position that a checkpoint holds: it is the task's own, without a trace of the
-workers. Of a dataset with numbered batches several workers draw at once. An iterator cannot be split: whoever wants its fourth
-batch has to draw the three before it, so several workers would each do all of the work. There one draws ahead, in place of any
-number.
+The sequence is the same either way, and so is the position that a checkpoint holds: it is the
+task's own, without a trace of the workers. Of a dataset with numbered batches several workers draw
+at once. An iterator cannot be split: whoever wants its fourth batch has to draw the three before
+it, so several workers would each do all of the work. There one draws ahead, in place of any number.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ from shoal.swarm.errors import ShoalError
 
 POSITION = "position of the task"
 WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
-IN_PROCESS = "draw batches in the training process (--set train.workers=0; num_workers=0 in a DataLoader of the task's own)"
+IN_PROCESS = (
+    "draw batches in the training process (--set train.workers=0; num_workers=0 in a "
+    "DataLoader of the task's own)"
+)
 OTHERS = f"{IN_PROCESS}, or yield dicts, lists or dataclasses of tensors"
-ROOM = f"if memory is short, in /dev/shm too, {IN_PROCESS}, make them smaller, or give a container more (docker run --shm-size 2g)"
+ROOM = (
+    f"if memory is short, in /dev/shm too, {IN_PROCESS}, make them smaller, or give a container "
+    "more (docker run --shm-size 2g)"
+)
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"
 
 
@@ -52,7 +59,8 @@ class Loader(Iterator[Any]):
 
     Args:
         batches: the task's, at the place to begin (``shoal.node.task.iterator_of``).
-        workers: processes that draw ahead; 0: the training process draws each batch when it is needed.
+        workers: processes that draw ahead; 0: the training process draws each batch when it is
+            needed.
         pin: put batches into pinned memory, from which a GPU copies them while it computes.
         seed: of the workers' global random numbers, so that they are the same in each run.
 
@@ -72,7 +80,8 @@ class Loader(Iterator[Any]):
     ) -> None:
         if workers and task.draws_with_model:
             raise LoadingError(
-                "This task draws its batches with the model, which workers do not have: set train.workers to 0."
+                "This task draws its batches with the model, which workers do not have: set "
+                "train.workers to 0."
             )
         if (
             workers and sys.platform != "linux"
@@ -80,8 +89,9 @@ class Loader(Iterator[Any]):
             raise LoadingError(
                 "Workers are forked, which is safe on Linux alone: set train.workers to 0."
             )
-        # Else torch takes SIGCHLD, also for DataLoaders in the task, and raises the error of a worker that died wherever the main
-        # thread is, as in the middle of an outer step. It finds dead workers without the signal too, when a batch is drawn.
+        # Else torch takes SIGCHLD, also for DataLoaders in the task, and raises the error of a
+        # worker that died wherever the main thread is, as in the middle of an outer step. It finds
+        # dead workers without the signal too, when a batch is drawn.
         signal_handling._SIGCHLD_handler_set = True
         self._batches, self._taken = batches, 0
         numbered = batches if isinstance(batches, NumberedBatches) else None
@@ -151,7 +161,9 @@ class Loader(Iterator[Any]):
         return batch
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the task's own position after the last batch, whatever workers have drawn since; None if it saves none."""
+        """Return the task's own position after the last batch, whatever workers have drawn since;
+        None if it saves none.
+        """
         if not isinstance(self._batches, Batches):
             return None
         if not self.workers or not self._taken:
@@ -168,7 +180,9 @@ class Loader(Iterator[Any]):
 
 
 def _sendable(error: ShoalError) -> ShoalError:
-    """Return what a worker sends in place of a batch, or of a position, that could not be had: other errors cannot be pickled."""
+    """Return what a worker sends in place of a batch, or of a position, that could not be had:
+    other errors cannot be pickled.
+    """
     return (
         UserCodeError(str(error), error.trace)
         if isinstance(error, UserCodeError)
@@ -177,7 +191,9 @@ def _sendable(error: ShoalError) -> ShoalError:
 
 
 class _Unsent(ExceptionWrapper):
-    """What takes the place of something that could not be sent; torch raises it where that is received."""
+    """What takes the place of something that could not be sent; torch raises it where that is
+    received.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -187,7 +203,8 @@ class _Unsent(ExceptionWrapper):
 
 
 class _Telling(Queue):  # type: ignore[type-arg]
-    """A queue of which the receiver hears when something cannot be sent; else it would wait without end.
+    """A queue of which the receiver hears when something cannot be sent; else it would wait without
+    end.
 
     Pickling happens in a thread of the queue's, whose errors are printed and forgotten.
     """
@@ -209,7 +226,9 @@ class _Telling(Queue):  # type: ignore[type-arg]
 
 
 def _telling(like: Any) -> Any:
-    """Return a context of processes that are started as those of ``like`` are, and of queues that tell."""
+    """Return a context of processes that are started as those of ``like`` are, and of queues that
+    tell.
+    """
     context = copy.copy(like)
     context.Queue = partial(_Telling, ctx=context)
     return context
@@ -228,7 +247,9 @@ class _Sequence(IterableDataset[Any]):
         return _sent(self._batches.__next__) if self._ahead else next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in a list, into which torchdata does not look: it sends only what has changed in dicts."""
+        """Return the position in a list, into which torchdata does not look: it sends only what has
+        changed in dicts.
+        """
         if not isinstance(self._batches, Batches):
             return {}
         try:
@@ -256,10 +277,11 @@ class _Numbered(Dataset[Any]):
 
 
 def _sent(draw: Callable[[], Any]) -> Any:
-    """Return a batch that a worker may send, or the failure: torch would wrap the error in its own words.
+    """Return a batch that a worker may send, or the failure: torch would wrap the error in its own
+    words.
 
-    Its tensors are copied, strides and all: it is sent while the next one is drawn, perhaps into the same memory; and of a view,
-    torch would send the whole storage.
+    Its tensors are copied, strides and all: it is sent while the next one is drawn, perhaps into
+    the same memory; and of a view, torch would send the whole storage.
     """
     try:
         return mapped(draw(), _copied, anew=True)
@@ -287,7 +309,9 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _in_pieces(batch: Any) -> Any:
-    """Return ``batch`` with each tensor in one piece of memory: of a view with gaps the copy to a GPU would be waited for."""
+    """Return ``batch`` with each tensor in one piece of memory: of a view with gaps the copy to a
+    GPU would be waited for.
+    """
 
     def whole(leaf: Any) -> Any:
         gaps = (
@@ -310,10 +334,12 @@ def _find(state: Any) -> Any:
 
 
 def _begin_worker(parent: int, lasting: bool, worker: int) -> None:
-    """Begin as a worker of process ``parent``; ``lasting``: the thread that made it lives as long as the process.
+    """Begin as a worker of process ``parent``; ``lasting``: the thread that made it lives as long
+    as the process.
 
-    Signals from the terminal are the node's to handle, which ends its workers, and a worker ends when the node is gone, however it
-    ended: else it would keep the lock of the node's folder. Elsewhere than on Linux torch looks after that every five seconds.
+    Signals from the terminal are the node's to handle, which ends its workers, and a worker ends
+    when the node is gone, however it ended: else it would keep the lock of the node's folder.
+    Elsewhere than on Linux torch looks after that every five seconds.
     """
     signal.set_wakeup_fd(-1)  # of the node's event loop
     for number in (signal.SIGINT, signal.SIGHUP):

@@ -1,4 +1,6 @@
-"""The memory budget of a node: the needs of training are summed before it begins, and the budget sets the size of queues."""
+"""The memory budget of a node: the needs of training are summed before it begins, and the budget
+sets the size of queues.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ POOL, BODIES = (
     128 << 20,
     64 << 20,
 )  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
-_INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
+# times the parameters that an inner optimizer keeps: as Adam, because before the first step its
+# state is empty
+_INNER = 2
 EXCESS, LIBRARIES = (
     1.2,
     128 << 20,
@@ -58,13 +62,16 @@ def check(
     working: int = 0,
     own: bool = True,
 ) -> None:
-    """Raise MemoryBudgetError, with the sum in one sentence, if training needs more main memory than ``gigabytes``.
+    """Raise MemoryBudgetError, with the sum in one sentence, if training needs more main memory
+    than ``gigabytes``.
 
-    Without such a bound (0), ``log`` is called with a sentence if it needs more than there is, if the model is the user's ``own``;
-    a stranger's is refused then. Call it before the optimizers' state is there.
+    Without such a bound (0), ``log`` is called with a sentence if it needs more than there is, if
+    the model is the user's ``own``; a stranger's is refused then. Call it before the optimizers'
+    state is there.
 
     Args:
-        parameters: those that are trained, or on the device meta those that will be, on one of the type ``device``.
+        parameters: those that are trained, or on the device meta those that will be, on one of the
+            type ``device``.
         slow_here: the slow weights are in main memory. working: bytes of batches on the way.
     """
     places = [
@@ -98,32 +105,40 @@ def check(
     }
     total = sum(parts.values())
     listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items())
-    need = f"This node will need about {total / GB:.2f} GB of memory ({listed}) for {slow // 4:,} parameters"
+    need = (
+        f"This node will need about {total / GB:.2f} GB of memory ({listed}) for {slow // 4:,} "
+        "parameters"
+    )
     if gigabytes and total > gigabytes * GB:
         raise MemoryBudgetError(
-            f"{need} and --ram allows {gigabytes:g}: allow more, pass --offload DIR, or train a smaller model."
+            f"{need} and --ram allows {gigabytes:g}: allow more, pass --offload DIR, or train a "
+            "smaller model."
         )
     there = parts["it holds"] + free_memory()[0]
     if not gigabytes and total > there:
         if not own:
             raise MemoryBudgetError(
-                f"{need} and can have {there / GB:.2f}: end other programs, pass --offload DIR, or allow it by --ram all the same."
+                f"{need} and can have {there / GB:.2f}: end other programs, pass --offload DIR, or "
+                "allow it by --ram all the same."
             )
         log(
-            f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end other programs, "
+            f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end "
+            "other programs, "
             "pass --offload DIR, or train a smaller model; with --ram it would not begin"
         )
 
 
 class DevicePlan:
-    """What training will take of a device's memory: computed before the first step, and compared with what that took.
+    """What training will take of a device's memory: computed before the first step, and compared
+    with what that took.
 
     Nobody knows the activations before the first step, so they are measured in it.
 
     Args:
         model: on the device already, of several ranks this rank's part.
         inner: the optimizer of the inner steps, which has no state yet.
-        method: of the outer optimizer, whose slow weights are there if ``slow_there``, dealt to ``ranks``.
+        method: of the outer optimizer, whose slow weights are there if ``slow_there``, dealt to
+            ``ranks``.
         tries: another copy of the model tries partners' weights.
         gathered: bytes of what a rank gathers of others' parts while it computes.
 
@@ -192,40 +207,62 @@ class DevicePlan:
     def __str__(self) -> str:
         parts = self._parts()
         listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items() if nbytes)
-        return f"Training will take about {sum(parts.values()) / GB:.2f} GB of {self._device} without activations ({listed})"
+        return (
+            f"Training will take about {sum(parts.values()) / GB:.2f} GB of {self._device} "
+            f"without activations ({listed})"
+        )
 
     def compared(self) -> str:
-        """Return a sentence after the first step: how far off the plan was, and what is taken with the activations."""
+        """Return a sentence after the first step: how far off the plan was, and what is taken with
+        the activations.
+        """
         taken, planned = (
             self._of_device.allocated(self._device) - self._before,
             sum(self.lasting.values()),
         )
         most = self._of_device.peak(self._device)
-        said = f"after its first step this node holds {taken / GB:.2f} GB of {self._device}, where {planned / GB:.2f} were planned"
+        said = (
+            f"after its first step this node holds {taken / GB:.2f} GB of {self._device}, where "
+            f"{planned / GB:.2f} were planned"
+        )
         if most is not None:
-            # The inner optimizer's state came after the backward pass, which has the most from now on too.
+            # The inner optimizer's state came after the backward pass, which has the most from now
+            # on too.
             averaging = taken + sum({**self.passing, **self._averaging}.values())
             later = max(most - self._before + self.lasting["inner optimizer"], averaging)
-            said += f"; with activations, gradients and exchange the next ones will take up to {later / GB:.2f}"
+            said += (
+                "; with activations, gradients and exchange the next ones will take up to "
+                f"{later / GB:.2f}"
+            )
             if self._room is not None and later > self._room:
-                said += f", more than the {self._room / GB:.2f} that are there, so raise train.accumulate, or set train.recompute"
+                said += (
+                    f", more than the {self._room / GB:.2f} that are there, so raise "
+                    "train.accumulate, or set train.recompute"
+                )
         if taken > EXCESS * planned + LIBRARIES:
-            said += ": other parts of the task, or another optimizer than it seems, keep the rest, so less is left for activations"
+            said += (
+                ": other parts of the task, or another optimizer than it seems, keep the rest, "
+                "so less is left for activations"
+            )
         elif EXCESS * taken < planned:
             said += ": that is less, so a larger model or batch than the plan allows may fit"
         return said
 
 
 def room(gigabytes: float) -> float:
-    """Return the bytes that may still be taken: those up to the bound, or without one those that are free."""
+    """Return the bytes that may still be taken: those up to the bound, or without one those that
+    are free.
+    """
     return max(gigabytes * GB - held(), 0.0) if gigabytes else free_memory()[0]
 
 
 def room_for_copy(gigabytes: float) -> Callable[[int], bool]:
-    """Return the function that decides whether a checkpoint may be written from a copy of so many bytes.
+    """Return the function that decides whether a checkpoint may be written from a copy of so many
+    bytes.
 
-    With a bound (``gigabytes``) it may if this process stays within it, also in the next exchange, which takes what the last ones
-    took; else if that takes a quarter of the free memory at most, for several nodes of one machine may ask at the same moment.
+    With a bound (``gigabytes``) it may if this process stays within it, also in the next exchange,
+    which takes what the last ones took; else if that takes a quarter of the free memory at most,
+    for several nodes of one machine may ask at the same moment.
     """
     if gigabytes:
         return lambda nbytes: most_held() + nbytes <= gigabytes * GB
@@ -233,17 +270,22 @@ def room_for_copy(gigabytes: float) -> Callable[[int], bool]:
 
 
 def beyond(gigabytes: float) -> str:
-    """Return a sentence if this process has had more memory than the bound, which is checked with an estimate; else nothing."""
+    """Return a sentence if this process has had more memory than the bound, which is checked with
+    an estimate; else nothing.
+    """
     if not gigabytes or most_held() <= gigabytes * GB:
         return ""
     return (
-        f"this node has held {most_held() / GB:.2f} GB of memory, where --ram allows {gigabytes:g}: what steps take is not known "
+        f"this node has held {most_held() / GB:.2f} GB of memory, where --ram allows "
+        f"{gigabytes:g}: what steps take is not known "
         "before, so raise train.accumulate, set train.recompute, or allow more"
     )
 
 
 def shares(gigabytes: float) -> tuple[int, int]:
-    """Return the bytes for others' rollouts that wait to be learnt from, and for own bodies that others fetch."""
+    """Return the bytes for others' rollouts that wait to be learnt from, and for own bodies that
+    others fetch.
+    """
     if not gigabytes:
         return POOL, BODIES
     return min(POOL, int(gigabytes * GB) // 32), min(BODIES, int(gigabytes * GB) // 64)
@@ -254,7 +296,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _kept(inner: torch.optim.Optimizer, local: Callable[[Tensor], Tensor]) -> int:
-    """Return the bytes of an optimizer's state after its first step, which its settings tell; else those of Adam."""
+    """Return the bytes of an optimizer's state after its first step, which its settings tell; else
+    those of Adam.
+    """
     total = 0
     for group in inner.param_groups:
         times = 3 if group.get("amsgrad") else _INNER

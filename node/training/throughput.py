@@ -1,8 +1,10 @@
-"""How fast training is: inner steps and tokens a second without waiting for others, and model FLOPs utilisation (MFU).
+"""How fast training is: inner steps and tokens a second without waiting for others, and model FLOPs
+utilisation (MFU).
 
-The FLOPs of a step are counted once, in the first one, by torch's own counter: matrix products, convolutions and attention, forward
-and backward. What is computed twice to save memory (train.recompute) counts once, as MFU has it. Later steps count by their tokens.
-MFU is the share of the device's published peak (`PEAKS`) that this makes of the time spent in inner steps.
+The FLOPs of a step are counted once, in the first one, by torch's own counter: matrix products,
+convolutions and attention, forward and backward. What is computed twice to save memory
+(train.recompute) counts once, as MFU has it. Later steps count by their tokens. MFU is the share of
+the device's published peak (`PEAKS`) that this makes of the time spent in inner steps.
 """
 
 from __future__ import annotations
@@ -16,15 +18,20 @@ import torch
 
 from shoal.swarm.training.factories import Rates, StepRate
 
-# Published peaks of devices, by which model FLOPs utilisation is measured. A device that is not listed has none: no guesses.
+# Published peaks of devices, by which model FLOPs utilisation is measured. A device that is not
+# listed has none: no guesses.
 #
-# Dense matrix products (half of what data sheets give "with sparsity"), TFLOPS of one device as torch lists it, from NVIDIA's
-# data sheets of each product and its architecture white papers (Ampere GA102, Ada), and AMD's data sheet of the MI300X. For
-# float16 and bfloat16 of the GeForce cards it is the figure with accumulation in float32, which torch uses.
+# Dense matrix products (half of what data sheets give "with sparsity"), TFLOPS of one device as
+# torch lists it, from NVIDIA's data sheets of each product and its architecture white papers
+# (Ampere GA102, Ada), and AMD's data sheet of the MI300X. For float16 and bfloat16 of the GeForce
+# cards it is the figure with accumulation in float32, which torch uses.
 
 
 class Peak(NamedTuple):
-    """Peaks in TFLOPS; None: not supported. ``half``: float16; ``brain``: bfloat16; ``tensor``: TF32; ``single``: float32."""
+    """Peaks in TFLOPS; None: not supported.
+
+    ``half``: float16; ``brain``: bfloat16; ``tensor``: TF32; ``single``: float32.
+    """
 
     half: float
     brain: float | None
@@ -53,7 +60,8 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Return the peak of the device ``name`` for matrix products in ``dtype``, FLOPs a second; None if it is not known.
+    """Return the peak of the device ``name`` for matrix products in ``dtype``, FLOPs a second; None
+    if it is not known.
 
     ``tf32``: products of float32 are computed in TF32, where the device has it.
     """
@@ -67,11 +75,14 @@ def peak_flops(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | 
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak of ``device``, FLOPs a second, for matrix products in ``dtype`` as torch is set now; None if not known."""
+    """Return the peak of ``device``, FLOPs a second, for matrix products in ``dtype`` as torch is
+    set now; None if not known.
+    """
     if device.type != "cuda":
         return None
     matmul = torch.backends.cuda.matmul
-    # The older question is an error in torch 2.9 and later where the format was chosen in the newer way.
+    # The older question is an error in torch 2.9 and later where the format was chosen in the newer
+    # way.
     tf32 = (
         matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     )
@@ -82,7 +93,9 @@ class FlopCount:
     """Count of the FLOPs in its blocks, without what is computed again in `repeated`."""
 
     current: FlopCount | None = None
-    """The one whose block is being run, by any thread: a GPU's backward pass has a thread of its own."""
+    """The one whose block is being run, by any thread: a GPU's backward pass has a thread of its
+    own.
+    """
 
     def __init__(self) -> None:
         from torch.utils.flop_counter import (
@@ -97,7 +110,9 @@ class FlopCount:
         )
 
     def _guarded(self, count: Callable[..., int]) -> Callable[..., int]:
-        """Return ``count``, but where it fails, as torch 2.11's does for grouped queries, training goes on and nothing is known."""
+        """Return ``count``, but where it fails, as torch 2.11's does for grouped queries, training
+        goes on and nothing is known.
+        """
 
         def guarded(*args: Any, **kwargs: Any) -> int:
             try:
@@ -135,7 +150,9 @@ def repeated() -> AbstractContextManager[None]:
 
 
 class Throughput:
-    """Measure of one run on ``device``, with matrix products in ``dtype``; FLOPs are counted where its ``peak`` is known."""
+    """Measure of one run on ``device``, with matrix products in ``dtype``; FLOPs are counted where
+    its ``peak`` is known.
+    """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, peak: Callable[..., float | None] = peak_of
@@ -144,12 +161,16 @@ class Throughput:
         self._flops_per_token: float | None = None
         self._steps, self._tokens = StepRate(), StepRate()
         self.steps, self.tokens, self.busy_s = 0, 0, 0.0
-        """Inner steps and tokens of this run, from its own first step on, and the seconds spent in them."""
+        """Inner steps and tokens of this run, from its own first step on, and the seconds spent in
+        them.
+        """
         self._reported = (0, 0)
         self._count: FlopCount | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """Return the context of computing one step's gradients; in the first one FLOPs are counted."""
+        """Return the context of computing one step's gradients; in the first one FLOPs are
+        counted.
+        """
         if self._peak is None or self._flops_per_token is not None:
             return nullcontext()
         self._count = FlopCount()
@@ -167,7 +188,9 @@ class Throughput:
             self._count = None
 
     def report(self, seconds: float) -> Rates:
-        """Note that the steps since the last report took ``seconds``, without waiting; return the usual recent rates."""
+        """Note that the steps since the last report took ``seconds``, without waiting; return the
+        usual recent rates.
+        """
         steps, tokens = self.steps - self._reported[0], self.tokens - self._reported[1]
         self._reported = (self.steps, self.tokens)
         self.busy_s += max(seconds, 0.0)

@@ -1,6 +1,8 @@
-"""The training loop of one node: inner steps on its own shard, outer steps through the exchange it is given.
+"""The training loop of one node: inner steps on its own shard, outer steps through the exchange it
+is given.
 
-It does not use the network: with ``Alone`` it is plain local training, the baseline of every comparison.
+It does not use the network: with ``Alone`` it is plain local training, the baseline of every
+comparison.
 """
 
 from __future__ import annotations
@@ -55,21 +57,24 @@ CACHES = (
 
 
 def recompute(model: nn.Module) -> None:
-    """Let the repeated blocks of ``model`` keep no activations but their inputs: the backward pass computes the others again.
+    """Let the repeated blocks of ``model`` keep no activations but their inputs: the backward pass
+    computes the others again.
 
-    The gradients stay the same, bit by bit, also with dropout. Names and classes of modules do not change. Models of transformers
-    keep no cache of keys unless a call asks for it.
+    The gradients stay the same, bit by bit, also with dropout. Names and classes of modules do not
+    change. Models of transformers keep no cache of keys unless a call asks for it.
 
     Raises TrainingError: the model has no repeated blocks.
     """
     found = repeated_blocks(model)
     if not found:
         raise TrainingError(
-            "The model has no repeated blocks to compute again (modules of one class in a ModuleList or Sequential): leave "
+            "The model has no repeated blocks to compute again (modules of one class in a "
+            "ModuleList or Sequential): leave "
             "train.recompute out, or use torch.utils.checkpoint in the model itself."
         )
     for block in found:
-        # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a bound method is copied with it.
+        # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a
+        # bound method is copied with it.
         setattr(block, "forward", partial(_recomputing, block.forward))  # noqa: B010 (mypy takes it for a method)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -100,7 +105,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to ``state``; the device's, if it is of another kind now, stays as it is: each has a form of its own."""
+    """Set the generators to ``state``; the device's, if it is of another kind now, stays as it is:
+    each has a form of its own.
+    """
     torch.set_rng_state(state["rng"])
     on_device = state["rng_device"]
     if on_device is not None and device.type == state["rng_device_kind"]:
@@ -161,16 +168,19 @@ class Trainer:
         task: model, data and loss.
         outer, train: the swarm's settings.
         own: how this node computes; by default in float32, the whole batch at once.
-        schedule_steps: length of the learning-rate schedule, if not the steps of this run; 0: it has no end.
+        schedule_steps: length of the learning-rate schedule, if not the steps of this run; 0: it
+            has no end.
         device: the model's.
         slow_on_device: keep the slow weights there too.
-        offload: folder for files that slow weights and outer state are kept in, in place of main memory.
-        on_model: called with the parameters to train before there are optimizers, which take several times their memory.
+        offload: folder for files that slow weights and outer state are kept in, in place of main
+            memory.
+        on_model: called with the parameters to train before there are optimizers, which take
+            several times their memory.
         on_round: called after each outer step with its ``RoundInfo``.
-        layout: where the model lies, if not in one process; ``step``, ``evaluate``, ``finish``, ``state`` and ``resume`` are then
-            for all ranks, at the same points.
-        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
-            (``shoal.swarm.training.factories.round_length``).
+        layout: where the model lies, if not in one process; ``step``, ``evaluate``, ``finish``,
+            ``state`` and ``resume`` are then for all ranks, at the same points.
+        clock, speeds: Unix seconds, and the members' inner steps a second, where a round is
+            measured in seconds (``shoal.swarm.training.factories.round_length``).
     """
 
     def __init__(
@@ -200,7 +210,8 @@ class Trainer:
         wrapped = self.layout.wrap(self.model, self.device)
         self.params = AveragedParameters.of(self.model)
         self._made = _shapes(self.model.state_dict())
-        """Form of the model's state before its first step, which is what a resumed run loads into."""
+        """Form of the model's state before its first step, which is what a resumed run loads into.
+        """
         on_model(self.params)
         inner = make_inner(task, train, self.model)
         self.plan: DevicePlan | None = None
@@ -212,9 +223,17 @@ class Trainer:
                 ranks=self.layout.ranks, gathered=self.layout.gathered_bytes(self.model),
             )  # fmt: skip
         self.inner_step = InnerStep(
-            task, wrapped, self.params, self.device, clip=train.clip, own=own or OwnTraining(), layout=self.layout,
-            outer_in_memory=self.device.type == "cpu" and offload is None and self.layout.ranks == 1,
-        )  # fmt: skip
+            task,
+            wrapped,
+            self.params,
+            self.device,
+            clip=train.clip,
+            own=own or OwnTraining(),
+            layout=self.layout,
+            outer_in_memory=self.device.type == "cpu"
+            and offload is None
+            and self.layout.ranks == 1,
+        )
         self.opt = make_outer(
             outer,
             inner,
@@ -225,16 +244,21 @@ class Trainer:
             on_round=on_round,
             ranks=self.layout.group,
         )
-        # Before the outer step: its exchange takes the memory of as many gradients as there are partners.
+        # Before the outer step: its exchange takes the memory of as many gradients as there are
+        # partners.
         self.opt.inner.register_step_post_hook(lambda inner, *_: inner.zero_grad())
         self.whole = self.opt
-        """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
+        """The outer optimizer as one process has it, whatever the layout: for rank 0, between two
+        steps and in ``on_round``.
+        """
         self.schedule = Schedule(
             task, train, self.opt, train.steps if schedule_steps is None else schedule_steps
         )
         self.throughput = Throughput(self.device, self.inner_step.dtype)
         self.stepping = self._drawn = False
-        """True while the weights are being stepped, and after that has failed: they are those of no whole step then."""
+        """True while the weights are being stepped, and after that has failed: they are those of no
+        whole step then.
+        """
         self.last: LastAverage | None = None
         """The exchange of the last average; of a node of several processes rank 0 has it."""
         self._last: Exchange | None = None
@@ -245,12 +269,16 @@ class Trainer:
         self._of_round = _MeanLoss()
 
     def end_with(self, last: LastAverage | None) -> None:
-        """Set the exchange of the last average; None: of another rank of this node, which rank 0 has."""
+        """Set the exchange of the last average; None: of another rank of this node, which rank 0
+        has.
+        """
         self.last = last
         self._last = Alone() if last is None else last
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
-        """Set the exchange (the method ``none`` uses none), the run's id and the part of the data."""
+        """Set the exchange (the method ``none`` uses none), the run's id and the part of the
+        data.
+        """
         if not self.outer.alone:
             self.opt.exchange = exchange
         self.opt.run, self.shard = run, shard
@@ -272,9 +300,11 @@ class Trainer:
         return float(getattr(self.opt.exchange, "waited", 0.0))
 
     def evaluate(self) -> float | None:
-        """Return the held-out loss, nats, of the model as it is, or of the slow weights with methods of ``Method.slow``.
+        """Return the held-out loss, nats, of the model as it is, or of the slow weights with
+        methods of ``Method.slow``.
 
-        None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
+        None if it is not finite, which is logged: training goes on, and ends by itself if its own
+        loss is not finite either.
         """
         return self._held_out_loss()
 
@@ -287,7 +317,8 @@ class Trainer:
         if math.isfinite(loss):
             return loss
         log.warning(
-            "The held-out loss is %s at step %d and counts as unknown: check the task's evaluate().",
+            "The held-out loss is %s at step %d and counts as unknown: check the task's "
+            "evaluate().",
             loss,
             self.opt.steps,
         )
@@ -300,7 +331,8 @@ class Trainer:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         after_step: Callable[[], None] = lambda: None,
     ) -> float:
-        """Train to the end of the settings, or until ``stop`` is true after a step; return the seconds it took.
+        """Train to the end of the settings, or until ``stop`` is true after a step; return the
+        seconds it took.
 
         Raises TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
@@ -331,7 +363,9 @@ class Trainer:
         return time.monotonic() - began
 
     def finish(self) -> None:
-        """Take what the exchanges in flight bring, and the mean at the end if the swarm wants one."""
+        """Take what the exchanges in flight bring, and the mean at the end if the swarm wants
+        one.
+        """
         if self._last is None:
             self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
             return
@@ -363,11 +397,15 @@ class Trainer:
             return to_device(next(self._batches), self.device)
         except StopIteration:
             raise TrainingError(
-                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on without end."
+                f"The task's batches ended after {self.opt.steps} steps: batches(shard) must go on "
+                "without end."
             ) from None
 
     def round_loss(self) -> float | None:
-        """Return the mean training loss since the last call, nats; None without a step. TrainingError if it is not finite."""
+        """Return the mean training loss since the last call, nats; None without a step.
+
+        TrainingError if it is not finite.
+        """
         loss = self._of_round.take()
         return None if loss is None else self._finite(loss)
 
@@ -375,14 +413,20 @@ class Trainer:
         if not math.isfinite(loss):
             remedy = "lower the task's learning rate"
             if math.isnan(loss):
-                remedy += ", or have loss() return 0 for a batch in which every label is masked, whose mean is nan"
+                remedy += (
+                    ", or have loss() return 0 for a batch in which every label is masked, "
+                    "whose mean is nan"
+                )
             raise TrainingError(
                 f"The training loss became {loss} by step {self.opt.steps}: {remedy}."
             )
         return loss
 
     def state(self) -> dict[str, Any]:
-        """Return everything that ``resume`` needs to continue bit by bit. Training goes on changing its tensors: copy them."""
+        """Return everything that ``resume`` needs to continue bit by bit.
+
+        Training goes on changing its tensors: copy them.
+        """
         random, *others = self.layout.gathered(random_state(self.device))
         return {
             "model": self.layout.whole_model(self.model),
@@ -398,14 +442,18 @@ class Trainer:
         }
 
     def _names(self) -> list[list[str]]:
-        """Return all names in the model's state of each parameter, in the order of the slow weights."""
+        """Return all names in the model's state of each parameter, in the order of the slow
+        weights.
+        """
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         return [names.get(id(parameter), []) for parameter in self.opt.parameters]
 
     def resume(self, state: dict[str, Any]) -> bool:
-        """Continue from ``state``, of any layout; only rank 0's counts. Return whether the learning-rate schedule is the same.
+        """Continue from ``state``, of any layout; only rank 0's counts.
+
+        Return whether the learning-rate schedule is the same.
 
         Another one goes on from the same step (`Schedule.resume`).
 
@@ -415,7 +463,8 @@ class Trainer:
             index, of, seed = state["shard"]
             if Shard(index, of, seed) != self.shard:
                 raise TrainingError(
-                    f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard}: "
+                    f"The checkpoint was trained on shard {index}/{of}, this node has "
+                    f"{self.shard}: "
                     f"pass --shard {index}/{of}, or start without --resume."
                 )
             self.check_model(state)
@@ -460,10 +509,11 @@ class Trainer:
         return {**outer, "inner": {**outer["inner"], "state": made}}
 
     def check_can_resume(self) -> None:
-        """Raise TrainingError if a run could not go on from the present state: for the end of the first step, without a copy.
+        """Raise TrainingError if a run could not go on from the present state: for the end of the
+        first step, without a copy.
 
-        What a run would load is tried as far as it costs no memory: the model's form, and the making of an optimizer's tensors of a
-        class of their own.
+        What a run would load is tried as far as it costs no memory: the model's form, and the
+        making of an optimizer's tensors of a class of their own.
         """
         if self.layout.ranks > 1:
             return
@@ -472,7 +522,8 @@ class Trainer:
         for name in sorted(now.keys() | self._made.keys()):
             if now.get(name, "none") != self._made.get(name, "none"):
                 raise TrainingError(
-                    f"No run could go on from a checkpoint: the model's {name!r} is of another form after the first step than "
+                    f"No run could go on from a checkpoint: the model's {name!r} is of another "
+                    "form after the first step than "
                     "when the task made it: make it so in model()."
                 )
         for name, value in _tensors_in(self.opt.inner.state_dict()["state"]):
@@ -487,9 +538,9 @@ class Trainer:
     def change(self, *, lr: float | None, steps: int, length: int) -> None:
         """Go on with other settings of the swarm, between two steps.
 
-        ``lr``: the highest rate of the inner optimizer's groups from now on, of which the others keep their proportion; the
-        schedule goes on. None: as it was made. ``steps``: at which the run ends. ``length``: of the schedule, which goes on from
-        the same step.
+        ``lr``: the highest rate of the inner optimizer's groups from now on, of which the others
+        keep their proportion; the schedule goes on. None: as it was made. ``steps``: at which the
+        run ends. ``length``: of the schedule, which goes on from the same step.
         """
         if length != self.schedule.length:
             self.schedule = self.schedule.resized(length)
@@ -498,7 +549,10 @@ class Trainer:
         self.train = self.train.model_copy(update={"steps": steps})
 
     def _find_place(self, state: dict[str, Any]) -> Batches | None:
-        """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
+        """Return the batches that follow those of ``state``, if their position is saved.
+
+        ShoalError if it is one in other data.
+        """
         batches = (
             iterator_of(self.task.batches(self.shard), self.shard)
             if state.get("data") is not None
@@ -510,7 +564,9 @@ class Trainer:
         return None
 
     def check_model(self, state: Mapping[str, Any]) -> None:
-        """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same modules with `get_extra_state`."""
+        """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same
+        modules with `get_extra_state`.
+        """
         own, saved = _shapes(self.model.state_dict()), _shapes(state["model"])
         different = sorted(
             name
@@ -519,21 +575,26 @@ class Trainer:
         )
         if different:
             raise TrainingError(
-                f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
+                f"The checkpoint is of another model (its {different[0]!r} differs): use the same "
+                "task, or start without --resume."
             )
 
 
 def _check_values(model: nn.Module) -> None:
-    """Raise TrainingError unless every parameter and buffer has values that can be trained, or changed by training."""
+    """Raise TrainingError unless every parameter and buffer has values that can be trained, or
+    changed by training.
+    """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise TrainingError(
-                f"The task's model() has no values for {name!r}, which is on the device meta: make it on the CPU, or call "
+                f"The task's model() has no values for {name!r}, which is on the device meta: make "
+                "it on the CPU, or call "
                 'to_empty(device="cpu") and set the values.'
             )
         if tensor.is_inference():
             raise TrainingError(
-                f"The task's model() made {name!r} under torch.inference_mode, so it cannot be trained: make it outside."
+                f"The task's model() made {name!r} under torch.inference_mode, so it cannot be "
+                "trained: make it outside."
             )
 
 
@@ -548,7 +609,9 @@ def _tensors_in(state: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str
 
 
 def _check_made(name: str, value: torch.Tensor, apart: InnerTensors) -> None:
-    """Raise TrainingError unless a tensor can be made again from its inner ones, which are empty here."""
+    """Raise TrainingError unless a tensor can be made again from its inner ones, which are empty
+    here.
+    """
     kind: Any = type(value)
     names, context = kind.__tensor_flatten__(value)
     try:
@@ -557,18 +620,22 @@ def _check_made(name: str, value: torch.Tensor, apart: InnerTensors) -> None:
         same = form_of(made) == form_of(value)
     except Exception as error:  # whatever a class of another library raises
         raise TrainingError(
-            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} cannot be made again from its parts "
+            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} cannot "
+            "be made again from its parts "
             f"({type(error).__name__}: {error!s:.100}): use another optimizer."
         ) from error
     if not same:
         raise TrainingError(
-            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} becomes another one when it is made "
+            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} becomes "
+            "another one when it is made "
             "again from its parts: use another optimizer."
         )
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form of each tensor in a model's state; None for what a module's ``get_extra_state`` returned, of any type."""
+    """Return the form of each tensor in a model's state; None for what a module's
+    ``get_extra_state`` returned, of any type.
+    """
     return {
         name: form_of(value)
         if isinstance(value, torch.Tensor | InnerTensors) and not name.endswith(EXTRA_STATE)

@@ -1,1 +1,3 @@
-"""Verification on a node: claims about the rollouts that it wrote, how they are proved, and how others' are checked."""
+"""Verification on a node: claims about the rollouts that it wrote, how they are proved, and how
+others' are checked.
+"""

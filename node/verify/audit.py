@@ -1,4 +1,6 @@
-"""What checks of claims are made of: errors and findings, snapshots of a policy, the swarm's network, a budget of time."""
+"""What checks of claims are made of: errors and findings, snapshots of a policy, the swarm's
+network, a budget of time.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ _REASON = 200  # characters of the reason that travel
 
 @dataclass(frozen=True)
 class Measured:
-    """Evidence of a claim, with the honest claims of ``pair`` that it is compared with. ``kernel``: as the author says."""
+    """Evidence of a claim, with the honest claims of ``pair`` that it is compared with.
+
+    ``kernel``: as the author says.
+    """
 
     pair: Pair
     honest: Honest
@@ -63,8 +68,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check. ``reason``: one sentence, also if accepted. ``statistics``: finite, by name. ``seconds`` it took.
-    ``measured``: for the odds over all claims of the author; empty where these are not computed.
+    """Result of a check.
+
+    ``reason``: one sentence, also if accepted. ``statistics``: finite, by name. ``seconds`` it
+    took. ``measured``: for the odds over all claims of the author; empty where these are not
+    computed.
     """
 
     accepted: bool
@@ -94,8 +102,9 @@ class Finding:
 
 # A policy's trained weights as bytes, so that others can compute what it computed.
 #
-# Of tiny these are all parameters, of a model with an adapter the adapter's. They travel as float32 safetensors, whatever the
-# module computes in (float32 holds bfloat16 and float16 exactly), and a policy is known by the SHA-256 of these bytes.
+# Of tiny these are all parameters, of a model with an adapter the adapter's. They travel as float32
+# safetensors, whatever the module computes in (float32 holds bfloat16 and float16 exactly), and a
+# policy is known by the SHA-256 of these bytes.
 
 MOST_BYTES = 64 * 2**20
 _HEAD, _ENTRY = (
@@ -118,8 +127,10 @@ def snapshot(policy: Policy) -> bytes:
     nbytes = sum(4 * value.numel() for value in found.values())
     if not found or nbytes > MOST_BYTES - _HEAD:
         raise VerifyError(
-            f"The policy has {nbytes:,} bytes of trained weights, and claims need 1 to {MOST_BYTES:,}: "
-            "train a small adapter (with peft installed) of a smaller model, or turn verification off."
+            f"The policy has {nbytes:,} bytes of trained weights, and claims need 1 to "
+            f"{MOST_BYTES:,}: "
+            "train a small adapter (with peft installed) of a smaller model, or turn verification "
+            "off."
         )
     tensors = {
         name: value.detach().to("cpu", torch.float32, copy=True).contiguous()
@@ -127,13 +138,16 @@ def snapshot(policy: Policy) -> bytes:
     }
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise VerifyError(
-            "The policy's weights are not all finite: its training failed, so nothing can be claimed of it."
+            "The policy's weights are not all finite: its training failed, so nothing can be "
+            "claimed of it."
         )
     return save(tensors)
 
 
 def base(module: nn.Module) -> str:
-    """Return the hex SHA-256 of the untrained state, which no snapshot holds: equal for peers that can check each other."""
+    """Return the hex SHA-256 of the untrained state, which no snapshot holds: equal for peers that
+    can check each other.
+    """
     found = hashlib.sha256(b"shoal policy base 1\0")
     own, state = trained(module), module.state_dict()
     for name in sorted(state.keys() - own.keys()):
@@ -161,13 +175,14 @@ def most_bytes(module: nn.Module) -> int:
 def load_snapshot(module: nn.Module, data: bytes) -> None:
     """Give ``module`` the weights in ``data``, cast to its dtype: whole or not at all.
 
-    Raises VerifyError unless ``data`` holds exactly its trained parameters, by name and shape, as float32, and all are finite in
-    the module's dtype. Nothing larger than the module is allocated.
+    Raises VerifyError unless ``data`` holds exactly its trained parameters, by name and shape, as
+    float32, and all are finite in the module's dtype. Nothing larger than the module is allocated.
     """
     own = trained(module)
     if len(data) > most_bytes(module):
         raise VerifyError(
-            f"The snapshot has {len(data):,} bytes where at most {most_bytes(module):,} fit this policy: refuse it."
+            f"The snapshot has {len(data):,} bytes where at most {most_bytes(module):,} fit this "
+            "policy: refuse it."
         )
     try:
         found = load(data)
@@ -186,7 +201,8 @@ def load_snapshot(module: nn.Module, data: bytes) -> None:
         if tensor.dtype != torch.float32 or tensor.shape != value.shape:
             shown = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
             raise VerifyError(
-                f"The snapshot has {name} as {shown}, not as float32 of shape {tuple(value.shape)}: refuse it."
+                f"The snapshot has {name} as {shown}, not as float32 of shape "
+                f"{tuple(value.shape)}: refuse it."
             )
         cast[name] = tensor.to(value.dtype)
         if not bool(cast[name].isfinite().all()):
@@ -201,7 +217,10 @@ LEAVE_S = 2.0  # seconds for the last records to be sent
 
 
 class SwarmNetwork:
-    """What `shoal.node.verify.service.Verification` needs of a member's swarm, for any thread. ``gossip`` carries the records."""
+    """What `shoal.node.verify.service.Verification` needs of a member's swarm, for any thread.
+
+    ``gossip`` carries the records.
+    """
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
@@ -221,8 +240,9 @@ class SwarmNetwork:
     def open(
         self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]
     ) -> None:
-        """Start, once, to give ``take`` the records of others as (author, record, signature), to serve ``log(since)``, and to leave
-        out banned peers. All three are called from other threads; ``take`` refuses by MessageError, and must not wait.
+        """Start, once, to give ``take`` the records of others as (author, record, signature), to
+        serve ``log(since)``, and to leave out banned peers. All three are called from other
+        threads; ``take`` refuses by MessageError, and must not wait.
         """
         self._records = Attestations(self._gossip, take)
         self._logs = LogServer(self._membership.host, self.swarm, log)
@@ -242,7 +262,10 @@ class SwarmNetwork:
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:
-        """Fetch the log of ``peer`` from round ``since`` on: at most 8 MiB, in 5 s. Raises NetworkError or MessageError."""
+        """Fetch the log of ``peer`` from round ``since`` on: at most 8 MiB, in 5 s.
+
+        Raises NetworkError or MessageError.
+        """
         return fetch_log(
             self._membership.host,
             peer,
@@ -281,7 +304,10 @@ MINUTE = 60.0
 
 
 class Budget:
-    """Time budget of ``seconds`` in each minute; ``clock``: seconds. A check that was begun is finished, so it may be overdrawn."""
+    """Time budget of ``seconds`` in each minute; ``clock``: seconds.
+
+    A check that was begun is finished, so it may be overdrawn.
+    """
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._rate, self._most, self._clock = seconds / MINUTE, seconds, clock

@@ -1,8 +1,9 @@
 """Checker of one claim with a policy of its own, cheapest tests first, without network.
 
-A fault of a claim is a finding, one sentence for each kind; an error means that this node cannot tell. A prover names the dtype
-that it computed in. A check in the same dtype repeats most of its rounding; across dtypes the test is as lenient as the coarser
-one's, and small changes of the weights pass.
+A fault of a claim is a finding, one sentence for each kind; an error means that this node cannot
+tell. A prover names the dtype that it computed in. A check in the same dtype repeats most of its
+rounding; across dtypes the test is as lenient as the coarser one's, and small changes of the
+weights pass.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ from shoal.verification.fingerprints.fingerprint import (
     margins,
 )
 
-# Generation of a group that can be checked, and its examination: in the same parts, so that only rounding may differ.
+# Generation of a group that can be checked, and its examination: in the same parts, so that only
+# rounding may differ.
 #
-# A group is written at most PART completions at a time, each row with the same prompt, so nothing is padded before it. Token
-# number s of completion number r is drawn by Gumbel-max with the noise of position r * STRIDE + s of the claim's seed.
+# A group is written at most PART completions at a time, each row with the same prompt, so nothing
+# is padded before it. Token number s of completion number r is drawn by Gumbel-max with the noise
+# of position r * STRIDE + s of the claim's seed.
 #
-# Autocast of the caller is off meanwhile, as it is a thread's: author and verifier compute in the dtype of the weights, unless
-# the policy itself chooses another.
+# Autocast of the caller is off meanwhile, as it is a thread's: author and verifier compute in the
+# dtype of the weights, unless the policy itself chooses another.
 
 PART = 16  # completions at a time
 AT_ONCE = (
@@ -80,7 +83,9 @@ def together(agreed: Agreed) -> int:
 
 @dataclass(frozen=True)
 class WrittenGroup:
-    """Completions of one prompt, the states (n, width) of their n tokens, row after row, and the dtype of the computation."""
+    """Completions of one prompt, the states (n, width) of their n tokens, row after row, and the
+    dtype of the computation.
+    """
 
     completions: list[Completion]
     states: Tensor
@@ -97,9 +102,13 @@ def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> WrittenGrou
         count = min(together(agreed), agreed.group - first)
         with _plain(policy), LastHidden(policy.module) as hidden:
             part = policy.generate(
-                [prompt] * count, 1, temperature=agreed.temperature, max_tokens=agreed.max_tokens, seed=0,
+                [prompt] * count,
+                1,
+                temperature=agreed.temperature,
+                max_tokens=agreed.max_tokens,
+                seed=0,
                 choose=_chooser(seed, agreed.temperature, first),
-            )  # fmt: skip
+            )
         found, dtype = hidden.states(), _name(hidden.dtype)
         written += [one for (one,) in part]
         states += [row[: len(one.tokens)] for row, (one,) in zip(found, part, strict=True)]
@@ -130,9 +139,11 @@ def _chooser(seed: int, temperature: float, first: int) -> Choose:
 def read(
     policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the own states (n, width) of the n tokens of all ``rows``, and their margins (n,) with ``seed``, by prefills.
+    """Return the own states (n, width) of the n tokens of all ``rows``, and their margins (n,) with
+    ``seed``, by prefills.
 
-    Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so many tokens.
+    Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so
+    many tokens.
     """
     states: list[Tensor] = []
     found: list[Tensor] = []
@@ -166,7 +177,8 @@ def examine(
     agreed: Agreed,
     seed: int,
 ) -> dict[str, Evidence]:
-    """Measure how far ``proof`` and the tokens are from what ``policy`` computes for them, by fingerprint.
+    """Measure how far ``proof`` and the tokens are from what ``policy`` computes for them, by
+    fingerprint.
 
     Raises ValueError as `read`; faults of the proof are in the evidence.
     """
@@ -194,12 +206,15 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Prover of completions: a group written so that others can check which policy wrote it, and its claim.
+# Prover of completions: a group written so that others can check which policy wrote it, and its
+# claim.
 
 
 @dataclass(frozen=True)
 class ProvenGroup:
-    """Group that can be claimed. ``material`` is served to those who ask for `Claim.fingerprint`."""
+    """Group that can be claimed. ``material`` is served to those who ask for
+    `Claim.fingerprint`.
+    """
 
     at: Coordinates
     agreed: Agreed
@@ -213,23 +228,35 @@ class ProvenGroup:
 
 
 def policy_label(spec: str) -> str:
-    """Return a policy's name among peers: tiny without its habit, since a snapshot holds it; a model without folder and server."""
+    """Return a policy's name among peers: tiny without its habit, since a snapshot holds it; a
+    model without folder and server.
+    """
     kind, _, rest = served_by(spec)[0].partition(":")
     name = kind if kind == "tiny" else f"{kind}:{rest.rstrip('/').rpartition('/')[2]}"
     return re.sub(r"[^A-Za-z0-9_.:+-]", "_", name)[:128]
 
 
 def prove(
-    policy: Policy, env: Env, at: Coordinates, agreed: Agreed, seed: int, *, policy_name: str, snapshot_bytes: int,
-    planted_prompt: str | None = None, allowed: Collection[str] = tuple(DTYPES),
-) -> ProvenGroup:  # fmt: skip
-    """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and prove which policy wrote it.
+    policy: Policy,
+    env: Env,
+    at: Coordinates,
+    agreed: Agreed,
+    seed: int,
+    *,
+    policy_name: str,
+    snapshot_bytes: int,
+    planted_prompt: str | None = None,
+    allowed: Collection[str] = tuple(DTYPES),
+) -> ProvenGroup:
+    """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and
+    prove which policy wrote it.
 
-    The dtype is the one that the completions were really computed in, which must be among ``allowed``. ``planted_prompt``: of
-    another question, which is answered in place of the claimed one, so that the claim is wrong but looks like others until it is
-    checked.
+    The dtype is the one that the completions were really computed in, which must be among
+    ``allowed``. ``planted_prompt``: of another question, which is answered in place of the claimed
+    one, so that the claim is wrong but looks like others until it is checked.
 
-    Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens, computes nonsense, or computes in another dtype.
+    Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens, computes nonsense,
+    or computes in another dtype.
     """
     prompt = (
         env.made.question(at.seed, at.index).prompt if planted_prompt is None else planted_prompt
@@ -239,11 +266,13 @@ def prove(
         proof = ACTIVATIONS.make(group.states)
     except ValueError as error:
         raise VerifyError(
-            f"The policy's answers cannot be proved ({error}): mend the policy, or turn verification off."
+            f"The policy's answers cannot be proved ({error}): mend the policy, or turn "
+            "verification off."
         ) from error
     if group.dtype not in allowed:
         raise VerifyError(
-            f"The policy computes in {group.dtype}, where claims of completions are in {' or '.join(allowed)}: give it weights of "
+            f"The policy computes in {group.dtype}, where claims of completions are in "
+            f"{' or '.join(allowed)}: give it weights of "
             "that dtype and no autocast of its own, or turn verification off."
         )
     completions = group.completions
@@ -254,7 +283,8 @@ def prove(
     ]
     if short:
         raise VerifyError(
-            f"The policy stops after {short[0]} tokens where {agreed.max_tokens} are agreed: set rl.max_tokens to {short[0]}."
+            f"The policy stops after {short[0]} tokens where {agreed.max_tokens} are agreed: set "
+            f"rl.max_tokens to {short[0]}."
         )
     rows = [one.tokens for one in completions]
     finish = [one.finish for one in completions]
@@ -277,9 +307,18 @@ def make_claim(
     """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot."""
     output = output_hash([one.tokens for one in proven.completions])
     return Claim(
-        peer=peer, run=run, round=round, slot=slot, model=model, prompt=proven.at.hash, sampling=proven.agreed.hash,
-        seed=proven.seed, tokens=proven.tokens, output=output, fingerprint=digest(proven.material),
-    )  # fmt: skip
+        peer=peer,
+        run=run,
+        round=round,
+        slot=slot,
+        model=model,
+        prompt=proven.at.hash,
+        sampling=proven.agreed.hash,
+        seed=proven.seed,
+        tokens=proven.tokens,
+        output=output,
+        fingerprint=digest(proven.material),
+    )
 
 
 KEPT = 4  # snapshots
@@ -294,17 +333,27 @@ class _Wrong(Exception):
 
 
 class Checker:
-    """Checker for one thread. ``make_policy`` makes its instance when first needed; ``policy_name`` as `policy_label` returns it.
+    """Checker for one thread.
 
-    ``allowed``: dtypes of provers; those in ``own`` are checked in the same dtype, the others in float32.
+    ``make_policy`` makes its instance when first needed; ``policy_name`` as `policy_label` returns
+    it.
+
+    ``allowed``: dtypes of provers; those in ``own`` are checked in the same dtype, the others in
+    float32.
     """
 
     most_material_bytes = Material.LIMIT
 
     def __init__(
-        self, make_policy: Callable[[], Policy], env: Env, agreed: Agreed, calibration: Calibration, policy_name: str,
-        allowed: Collection[str] = tuple(DTYPES), own: Collection[str] = (),
-    ) -> None:  # fmt: skip
+        self,
+        make_policy: Callable[[], Policy],
+        env: Env,
+        agreed: Agreed,
+        calibration: Calibration,
+        policy_name: str,
+        allowed: Collection[str] = tuple(DTYPES),
+        own: Collection[str] = (),
+    ) -> None:
         self._make_policy, self._env, self._agreed = make_policy, env, agreed
         self.calibration, self._name, self._allowed, self._own = (
             calibration,
@@ -325,7 +374,10 @@ class Checker:
         return self.policy_for("")
 
     def policy_for(self, prover: str) -> Policy:
-        """Return the instance that checks claims of that dtype. A prover rounds the weights of float32 in the same way."""
+        """Return the instance that checks claims of that dtype.
+
+        A prover rounds the weights of float32 in the same way.
+        """
         dtype = DTYPES[cast(Dtype, prover)] if prover in self._own else torch.float32
         if dtype not in self._policies:
             made = self._make_policy() if dtype == torch.float32 else copy.deepcopy(self.policy)
@@ -341,10 +393,11 @@ class Checker:
         return most_bytes(self.policy.module)
 
     def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
-        """Check ``claim`` with its author's ``material``; ``snapshot`` may be None if ``knows(claim.model)``.
+        """Check ``claim`` with its author's ``material``; ``snapshot`` may be None if
+        ``knows(claim.model)``.
 
-        Raises NotCheckable if this node cannot tell: a dtype that was not calibrated, no snapshot, or numbers that overflow in the
-        own dtype; and whatever making the own policy raises.
+        Raises NotCheckable if this node cannot tell: a dtype that was not calibrated, no snapshot,
+        or numbers that overflow in the own dtype; and whatever making the own policy raises.
         """
         begin = time.perf_counter()
         statistics: dict[str, float] = {"tokens": float(claim.tokens)}
@@ -368,7 +421,8 @@ class Checker:
         expected = ACTIVATIONS.proof_bytes(claim.tokens, width)
         if len(material.proof) != expected:
             raise _Wrong(
-                f"The proof has {len(material.proof)} bytes, but one of {claim.tokens} tokens has {expected}."
+                f"The proof has {len(material.proof)} bytes, but one of {claim.tokens} tokens has "
+                f"{expected}."
             )
         if not any(material.proof):
             raise _Wrong("The proof is empty: all of its bytes are zero.")
@@ -387,7 +441,7 @@ class Checker:
             ) from None
         return self._judge(found, material, dtype_of(policy), statistics)
 
-    # -- cheap tests -----------------------------------------------------------------------------------------------------
+    # -- cheap tests -------------------------------------------------------------------------------
 
     def _opened(self, claim: Claim, data: bytes) -> Material:
         if digest(data) != claim.fingerprint:
@@ -400,19 +454,23 @@ class Checker:
             raise _Wrong("The material is about another question than the claim.")
         if claim.seed != seed_of(claim.run, claim.round, claim.peer, claim.slot, claim.prompt):
             raise _Wrong(
-                "The seed is not the one that this peer had to use for this round, slot and question."
+                "The seed is not the one that this peer had to use for this round, slot and "
+                "question."
             )
         if claim.sampling != self._agreed.hash:
             raise _Wrong(
-                "The completions are claimed to be drawn with other settings than the swarm agreed on."
+                "The completions are claimed to be drawn with other settings than the swarm agreed "
+                "on."
             )
         if material.policy != self._name:
             raise _Wrong(
-                f"The claim is of the policy {material.policy!r} where the swarm agreed on {self._name!r}."
+                f"The claim is of the policy {material.policy!r} where the swarm agreed on "
+                f"{self._name!r}."
             )
         if material.dtype not in self._allowed:
             raise _Wrong(
-                f"The completions are claimed to be computed in {material.dtype}, which the swarm does not allow."
+                f"The completions are claimed to be computed in {material.dtype}, which the swarm "
+                "does not allow."
             )
         return material
 
@@ -448,13 +506,14 @@ class Checker:
                 raise _Wrong(f"{where} goes on after its end.")
             if not ended and len(row) < most:
                 raise _Wrong(
-                    f"{where} is truncated: it stops after {len(row)} of {most} tokens without an end."
+                    f"{where} is truncated: it stops after {len(row)} of {most} tokens without an "
+                    "end."
                 )
             if finish != ("stop" if ended else "length"):
                 raise _Wrong(f"{where} says that it ended otherwise than it did.")
         return rows
 
-    # -- costly tests ----------------------------------------------------------------------------------------------------
+    # -- costly tests ------------------------------------------------------------------------------
 
     def _load(self, policy: Policy, model: bytes, nbytes: int, data: bytes | None) -> None:
         """Load the snapshot of that digest into ``policy``."""
@@ -506,4 +565,7 @@ class Checker:
                 wrong = f"{WORDS[name]} ({judged.reason})."
         if wrong:
             raise _Wrong(wrong)
-        return "The claimed policy wrote these completions: activations and drawing are as honest ones are."
+        return (
+            "The claimed policy wrote these completions: activations and drawing are as honest "
+            "ones are."
+        )

@@ -1,4 +1,6 @@
-"""Claims of groups of completions: how training writes them, how a node checks them, and the work of ``shoal verify``."""
+"""Claims of groups of completions: how training writes them, how a node checks them, and the work
+of ``shoal verify``.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
 from shoal.verification.fingerprints.fingerprint import Evidence
 
-# The training thread's part in verification: writing the groups of completions that are to be claimed.
+# The training thread's part in verification: writing the groups of completions that are to be
+# claimed.
 
 MOST_WRITTEN = 64  # groups that wait to be claimed
 ASIDE = (
@@ -77,15 +80,25 @@ ASIDES = 64  # questions to try there: where there are few, the same one comes u
 
 
 class Claimer:
-    """Writer of groups for the slots that it was offered. ``offer`` and ``take`` are for one other thread.
+    """Writer of groups for the slots that it was offered.
 
-    ``round`` returns the current round of verification; a slot of an earlier one is too late. ``allowed``: dtypes of claims.
+    ``offer`` and ``take`` are for one other thread.
+
+    ``round`` returns the current round of verification; a slot of an earlier one is too late.
+    ``allowed``: dtypes of claims.
     """
 
     def __init__(
-        self, env: Env, agreed: Agreed, run: str, peer: str, *, policy_name: str, round: Callable[[], int],
+        self,
+        env: Env,
+        agreed: Agreed,
+        run: str,
+        peer: str,
+        *,
+        policy_name: str,
+        round: Callable[[], int],
         allowed: Collection[str] = tuple(DTYPES),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._env, self._agreed, self._run, self._peer = env, agreed, run, peer
         self._policy_name, self._round, self._allowed = policy_name, round, allowed
         self._lock = threading.Lock()  # guards the next three
@@ -138,17 +151,25 @@ class Claimer:
             return None
         held = snapshot(policy)
         proven = prove(
-            policy, self._env, at, self._agreed, seed_of(self._run, slot.round, self._peer, slot.slot, at.hash),
-            policy_name=self._policy_name, snapshot_bytes=len(held), planted_prompt=aside,
+            policy,
+            self._env,
+            at,
+            self._agreed,
+            seed_of(self._run, slot.round, self._peer, slot.slot, at.hash),
+            policy_name=self._policy_name,
+            snapshot_bytes=len(held),
+            planted_prompt=aside,
             allowed=self._allowed,
-        )  # fmt: skip
+        )
         with self._lock:
             self._written.append((slot, proven, held))
         self.seconds += time.perf_counter() - began
         return Claimed(proven.completions, slot.planted)
 
     def _aside(self, seed: int, index: int) -> str | None:
-        """Return the prompt of another question, or None if none was found: an answer to the same one would be a right claim."""
+        """Return the prompt of another question, or None if none was found: an answer to the same
+        one would be a right claim.
+        """
         asked = self._env.made.question(seed, index).prompt
         others = (
             self._env.made.question(seed, index + ASIDE + number).prompt for number in range(ASIDES)
@@ -156,7 +177,8 @@ class Claimer:
         return next((prompt for prompt in others if prompt != asked), None)
 
 
-# Calibration of a policy: honest claims, measured on this machine for each pair of dtypes of prover and verifier.
+# Calibration of a policy: honest claims, measured on this machine for each pair of dtypes of prover
+# and verifier.
 
 QUESTIONS = 2**61  # the seed of the questions
 Progress = Callable[[int, int], None]
@@ -164,13 +186,21 @@ Progress = Callable[[int, int], None]
 
 
 def self_calibrate(
-    policy: Policy, env: Env, agreed: Agreed, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
-    progress: Progress = lambda done, of: None, across: bool = True,
-) -> Calibration:  # fmt: skip
-    """Calibrate with ``claims`` honest claims of ``policy`` for each pair of ``dtypes``, or each of them with itself if not
-    ``across``; the policy does not change.
+    policy: Policy,
+    env: Env,
+    agreed: Agreed,
+    *,
+    policy_name: str,
+    claims: int,
+    dtypes: Sequence[Dtype] = ("float32",),
+    progress: Progress = lambda done, of: None,
+    across: bool = True,
+) -> Calibration:
+    """Calibrate with ``claims`` honest claims of ``policy`` for each pair of ``dtypes``, or each of
+    them with itself if not ``across``; the policy does not change.
 
-    Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the dtypes.
+    Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the
+    dtypes.
     """
     if claims < FEWEST:
         raise VerifyError(
@@ -213,9 +243,11 @@ def self_calibrate(
 
 
 def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
-    """Read a file of ``shoal verify calibrate``, to check claims of that policy by, each in its own dtype or in float32.
+    """Read a file of ``shoal verify calibrate``, to check claims of that policy by, each in its own
+    dtype or in float32.
 
-    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs reputation.
+    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs
+    reputation.
     """
     found = _loaded(path)
     own = own_dtypes(found, policy_name, provers)
@@ -231,12 +263,14 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
         for pair, features in wanted.items()
     ):
         raise VerifyError(
-            f"The calibration '{path}' was made by a version of shoal that measured other things: make another with "
+            f"The calibration '{path}' was made by a version of shoal that measured other things: "
+            "make another with "
             "`shoal verify calibrate`, or remove it."
         )
     if any(pair not in found.pairs for pair in wanted):
         raise VerifyError(
-            f"The calibration '{path}' says nothing about {policy_name!r} in {' and '.join(provers)}: make another with "
+            f"The calibration '{path}' says nothing about {policy_name!r} in "
+            f"{' and '.join(provers)}: make another with "
             "`shoal verify calibrate`, or remove it."
         )
     return found
@@ -264,7 +298,9 @@ PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
 
 class CompletionClaims:
-    """Claims about the completions of ``task``: how they are made, and how they are checked. ``clock``: Unix seconds.
+    """Claims about the completions of ``task``: how they are made, and how they are checked.
+
+    ``clock``: Unix seconds.
 
     All methods are for the thread of verification; each own claim is made once.
 
@@ -290,28 +326,47 @@ class CompletionClaims:
         )
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
         self.claimer = Claimer(
-            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round,
+            self._env,
+            self._agreed,
+            network.swarm,
+            network.me,
+            policy_name=self._policy_name,
+            round=self._round,
             allowed=self._dtypes,
-        )  # fmt: skip
+        )
         task.claim(self.claimer.write)
 
     def prepare(self, notify: Callable[[str], None]) -> Checker:
-        """Calibrate on honest claims, once before all that follows; ``notify`` is given sentences for people."""
+        """Calibrate on honest claims, once before all that follows; ``notify`` is given sentences
+        for people.
+        """
         self._hand_out_again()
         known = self._calibration
         if known is None:
             known = self_calibrate(
-                self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS, dtypes=self._dtypes,
+                self._policy,
+                self._env,
+                self._agreed,
+                policy_name=self._policy_name,
+                claims=SELF_CLAIMS,
+                dtypes=self._dtypes,
                 across=False,
-            )  # fmt: skip
+            )
             notify(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
         return Checker(
-            lambda: self._policy, self._env, self._agreed, known, self._policy_name, allowed=self._dtypes,
+            lambda: self._policy,
+            self._env,
+            self._agreed,
+            known,
+            self._policy_name,
+            allowed=self._dtypes,
             own=own_dtypes(known, self._policy_name, self._dtypes),
-        )  # fmt: skip
+        )
 
     def _hand_out_again(self) -> None:
-        """Serve the claims of before a restart again, or they would count as withheld; the newest last, which is kept longest."""
+        """Serve the claims of before a restart again, or they would count as withheld; the newest
+        last, which is kept longest.
+        """
         oldest = self._round() - PENDING
         for path in sorted(
             self._folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns
@@ -340,10 +395,11 @@ class CompletionClaims:
 def inspect(
     stored: Stored, model: str, env: str | None, calibration: Path | None, claims: int
 ) -> Finding:
-    """Check ``stored`` with the policy that the user names; if a ``calibration`` is needed and not given, one is made from
-    ``claims`` honest claims of the same snapshot.
+    """Check ``stored`` with the policy that the user names; if a ``calibration`` is needed and not
+    given, one is made from ``claims`` honest claims of the same snapshot.
 
-    Raises NotCheckable and other ShoalErrors if this node cannot tell. Only built-in code, or code that the user names, is loaded.
+    Raises NotCheckable and other ShoalErrors if this node cannot tell. Only built-in code, or code
+    that the user names, is loaded.
     """
     use_threads()
     if not stored.signed:
@@ -358,11 +414,13 @@ def inspect(
     name = policy_label(model)
     if stored.snapshot is None:
         raise NotCheckable(
-            f"The claimed policy's weights {stored.claim.model.hex()}.safetensors are not beside the claim's file: put them there."
+            f"The claimed policy's weights {stored.claim.model.hex()}.safetensors are not beside "
+            "the claim's file: put them there."
         )
     if material.policy != name:
         raise NotCheckable(
-            f"The claim is of the policy {material.policy!r}, not of {name!r}: name it with --model."
+            f"The claim is of the policy {material.policy!r}, not of {name!r}: name it with "
+            "--model."
         )
 
     def make() -> Policy:
@@ -443,13 +501,23 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def calibrate_spec(
-    model: str, env: str, dtypes: Sequence[str], claims: int, rate: float, out: Path, *, group: int, max_tokens: int,
-    temperature: float, progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
-    """Calibrate the policy named ``model`` into ``out``; return the object of ``shoal verify calibrate --json``.
+    model: str,
+    env: str,
+    dtypes: Sequence[str],
+    claims: int,
+    rate: float,
+    out: Path,
+    *,
+    group: int,
+    max_tokens: int,
+    temperature: float,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Calibrate the policy named ``model`` into ``out``; return the object of ``shoal verify
+    calibrate --json``.
 
-    Its ``warning`` is empty unless there are too few claims for ``rate``. Raises VerifyError as `self_calibrate`, or if the file
-    cannot be written.
+    Its ``warning`` is empty unless there are too few claims for ``rate``. Raises VerifyError as
+    `self_calibrate`, or if the file cannot be written.
     """
     use_threads()
     made = load_env(env, {})

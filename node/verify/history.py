@@ -1,10 +1,13 @@
-"""History of the claims that this node checked, as odds against each author; and when they are reason enough for a vote.
+"""History of the claims that this node checked, as odds against each author; and when they are
+reason enough for a vote.
 
-A claim counts once its round is settled, unless its author had to make it wrong. When the odds reach the alarm, this node says so:
-in the evidence of its votes, where all can read it. It votes against the author's further claims only while more than half of the
-operators whose votes on that author are on record, at least three of them, state an alarm, and its own odds do not speak for the
-author. So one verifier that invents evidence changes nothing, all honest verifiers begin to refuse at about the same time, and the
-ban follows from their votes as any other. After a ban, a peer's odds begin anew.
+A claim counts once its round is settled, unless its author had to make it wrong. When the odds
+reach the alarm, this node says so: in the evidence of its votes, where all can read it. It votes
+against the author's further claims only while more than half of the operators whose votes on that
+author are on record, at least three of them, state an alarm, and its own odds do not speak for the
+author. So one verifier that invents evidence changes nothing, all honest verifiers begin to refuse
+at about the same time, and the ban follows from their votes as any other. After a ban, a peer's
+odds begin anew.
 """
 
 from __future__ import annotations
@@ -27,28 +30,35 @@ from shoal.verification.consensus.records import Claim, Ledger, Reveal
 from shoal.verification.consensus.rulings import Electorates, Table, least_audit, operator, vote
 from shoal.verification.sequential import ALARM, LENGTH, LIFE_RATE, Reference, Series
 
-# File of the series of all peers, ``evidence.sqlite`` in a node's folder: each claim as it was counted, so that a node that
-# starts again goes on where it was, and people can see from which claims a verdict follows.
+# File of the series of all peers, ``evidence.sqlite`` in a node's folder: each claim as it was
+# counted, so that a node that starts again goes on where it was, and people can see from which
+# claims a verdict follows.
 #
-# It holds at most `PEERS` peers; the one with the least odds against it makes room. Of a series that is over, only a summary
-# stays.
+# It holds at most `PEERS` peers; the one with the least odds against it makes room. Of a series
+# that is over, only a summary stays.
 
 NAME = "evidence.sqlite"
 PEERS, SERIES = 256, 16
 """Peers that are kept, and series of each."""
 WAIT_S = 5.0  # for another process that reads
 _TABLES = """
-CREATE TABLE IF NOT EXISTS series (peer TEXT, number INTEGER, last INTEGER, log_odds REAL, row TEXT, PRIMARY KEY (peer, number));
+CREATE TABLE IF NOT EXISTS series (
+    peer TEXT, number INTEGER, last INTEGER, log_odds REAL, row TEXT,
+    PRIMARY KEY (peer, number));
 CREATE TABLE IF NOT EXISTS claims (
-    peer TEXT, number INTEGER, place INTEGER, claim TEXT, row TEXT, PRIMARY KEY (peer, number, place));
+    peer TEXT, number INTEGER, place INTEGER, claim TEXT, row TEXT,
+    PRIMARY KEY (peer, number, place));
 CREATE INDEX IF NOT EXISTS by_claim ON claims (peer, claim);
 """
 
 
 @dataclass(frozen=True)
 class SeriesRow:
-    """Series ``number`` of a peer. ``bans``: how many it had before. ``log_odds``: the highest, as a natural logarithm;
-    ``first`` and ``last``: rounds of its claims; ``calibration``: the digest of the calibrated claims.
+    """Series ``number`` of a peer.
+
+    ``bans``: how many it had before. ``log_odds``: the highest, as a natural logarithm;
+    ``first`` and ``last``: rounds of its claims; ``calibration``: the digest of the calibrated
+    claims.
     """
 
     number: int
@@ -64,7 +74,9 @@ class SeriesRow:
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """Claim in a series, by its hex id: what was measured, the odds after it, and by what its author says to have computed."""
+    """Claim in a series, by its hex id: what was measured, the odds after it, and by what its
+    author says to have computed.
+    """
 
     claim: str
     round: int
@@ -76,7 +88,10 @@ class ClaimRow:
 
 
 class EvidenceFile:
-    """File at ``path``, made with the first claim. All methods raise VerifyError if it cannot be read or written."""
+    """File at ``path``, made with the first claim.
+
+    All methods raise VerifyError if it cannot be read or written.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
@@ -127,7 +142,10 @@ class EvidenceFile:
         with self._open(create=True) as database:
             known = {known for (known,) in database.execute("SELECT DISTINCT peer FROM series")}
             if peer not in known and len(known) >= PEERS:
-                least = "SELECT peer FROM series GROUP BY peer ORDER BY MAX(log_odds), MAX(last) LIMIT 1"
+                least = (
+                    "SELECT peer FROM series GROUP BY peer ORDER BY MAX(log_odds), MAX(last) "
+                    "LIMIT 1"
+                )
                 leaving = database.execute(least).fetchone()
                 database.execute("DELETE FROM series WHERE peer = ?", leaving)
                 database.execute("DELETE FROM claims WHERE peer = ?", leaving)
@@ -167,7 +185,8 @@ class EvidenceFile:
                 yield database
         except (sqlite3.Error, OSError, ValueError, TypeError) as error:
             raise VerifyError(
-                f"The evidence in {str(self.path)!r} cannot be used ({error}): free space, or move the file away."
+                f"The evidence in {str(self.path)!r} cannot be used ({error}): free space, or move "
+                "the file away."
             ) from error
 
 
@@ -180,7 +199,8 @@ def is_open(series: SeriesRow, pair: Pair, calibration: str, bans: int) -> bool:
     ) and series.claims < LENGTH
 
 
-# Odds that verifiers state about a peer when they reveal their votes on its claims; the same for all who hold the same records.
+# Odds that verifiers state about a peer when they reveal their votes on its claims; the same for
+# all who hold the same records.
 
 FIELD = "odds"
 """Name of the odds in a reveal's evidence."""
@@ -188,9 +208,11 @@ MOST_LOG = 69.0  # odds of 1e30 say enough
 
 
 def stated(table: Table, ledger: Ledger, electorates: Electorates) -> dict[str, dict[str, float]]:
-    """Return the newest stated odds, as natural logarithms: by author, then by the verifier's operator.
+    """Return the newest stated odds, as natural logarithms: by author, then by the verifier's
+    operator.
 
-    Only votes that count are read, so nobody speaks who was not drawn, and an operator speaks once, whatever its number of peers.
+    Only votes that count are read, so nobody speaks who was not drawn, and an operator speaks once,
+    whatever its number of peers.
     """
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for ruling in sorted(
@@ -250,7 +272,9 @@ class History:
         self._table = Table(-1, {}, {})
 
     def weigh(self, claim: Claim, finding: Finding) -> Finding:
-        """Return ``finding`` with the odds against the author, refused if these are reason enough; note what it measured."""
+        """Return ``finding`` with the odds against the author, refused if these are reason enough;
+        note what it measured.
+        """
         if not finding.measured:
             return finding
         self._waiting[claim.id] = claim, finding.measured
@@ -272,13 +296,16 @@ class History:
         ):
             return finding
         reason = (
-            f"Taken together, this peer's claims are not those of an honest one: {alarmed} of {1 + len(others)} verifiers find so, "
+            f"Taken together, this peer's claims are not those of an honest one: {alarmed} of "
+            f"{1 + len(others)} verifiers find so, "
             f"this one with odds of {math.exp(min(own, MOST_LOG)):.3g} to 1."
         )
         return replace(finding, accepted=False, reason=reason)
 
     def settle(self, table: Table, ledger: Ledger, electorates: Electorates) -> list[str]:
-        """Count the claims that ``table`` has settled, read what others state; return the peers about whom that raises an alarm."""
+        """Count the claims that ``table`` has settled, read what others state; return the peers
+        about whom that raises an alarm.
+        """
         self._stated = stated(table, ledger, electorates)
         # A claim of the round that banned its author still belongs to the odds before the ban.
         self._table, newest = (table if self._table.round < 0 else self._table), table
@@ -302,7 +329,9 @@ class History:
         return alarms
 
     def log_odds(self, peer: str) -> float:
-        """Return the highest odds against ``peer`` since its last ban, as a natural logarithm; 0 if nothing was counted."""
+        """Return the highest odds against ``peer`` since its last ban, as a natural logarithm; 0 if
+        nothing was counted.
+        """
         try:
             rows = self._file.series(peer)
         except VerifyError as error:
@@ -334,9 +363,12 @@ class History:
             scores, tolerances = reference.scores(one.evidence), reference.tolerances(one.evidence)
             p, odds = series.add(scores, tolerances), series.log_odds
             row = replace(
-                row, claims=row.claims + 1, first=row.first if row.claims else claim.round, last=claim.round,
+                row,
+                claims=row.claims + 1,
+                first=row.first if row.claims else claim.round,
+                last=claim.round,
                 log_odds=max(row.log_odds, odds) if row.claims else odds,
-            )  # fmt: skip
+            )
             self._file.add(
                 claim.peer,
                 row,
@@ -367,10 +399,20 @@ MORE = (1, 3, 5, 7, 9)  # numbers of verifiers to compare with
 
 
 def odds_report(
-    verifiers: int, collude: float, lazy: float, miss: float, alarm: float, population: int | None, audit: float | None,
-    gain: float, penalty: float,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the object that the command prints with ``--json``. Raises ValueError for an impossible draw, as of an even number."""
+    verifiers: int,
+    collude: float,
+    lazy: float,
+    miss: float,
+    alarm: float,
+    population: int | None,
+    audit: float | None,
+    gain: float,
+    penalty: float,
+) -> dict[str, Any]:
+    """Return the object that the command prints with ``--json``.
+
+    Raises ValueError for an impossible draw, as of an even number.
+    """
     rows = []
     for n in sorted(
         {verifiers, *MORE}
@@ -418,7 +460,8 @@ def odds_table(report: dict[str, Any]) -> str:
         lines.append(f"with {report['n']} verifiers cheating pays however many claims are checked")
     else:
         lines.append(
-            f"with {report['n']} verifiers cheating does not pay if more than {least:.2%} of the claims are checked"
+            f"with {report['n']} verifiers cheating does not pay if more than {least:.2%} of the "
+            "claims are checked"
         )
     if "audit" in report:
         lines.append(
@@ -432,7 +475,8 @@ LEAST_LETTERS = 4
 
 
 def explain(name: str, folders: Sequence[Path]) -> dict[str, Any]:
-    """Return what the nodes in ``folders`` know of the peer whose id is, begins or ends with ``name``.
+    """Return what the nodes in ``folders`` know of the peer whose id is, begins or ends with
+    ``name``.
 
     Raises VerifyError if there is no such peer, or several.
     """
@@ -480,16 +524,25 @@ def _told(file: EvidenceFile, peer: str) -> dict[str, Any]:
 
 def _series(row: SeriesRow, claims: Sequence[ClaimRow]) -> dict[str, Any]:
     return {
-        "number": row.number, "bans": row.bans, **asdict(row.pair), "calibration": row.calibration[:16],
-        "claims": row.claims, "first_round": row.first, "last_round": row.last, "odds": _odds(row.log_odds),
+        "number": row.number,
+        "bans": row.bans,
+        **asdict(row.pair),
+        "calibration": row.calibration[:16],
+        "claims": row.claims,
+        "first_round": row.first,
+        "last_round": row.last,
+        "odds": _odds(row.log_odds),
         "counted": [
             {
-                "claim": one.claim, "round": one.round, "kernel": one.kernel,
-                "p": dict(zip(row.features, one.p, strict=True)), "odds": _odds(one.log_odds),
+                "claim": one.claim,
+                "round": one.round,
+                "kernel": one.kernel,
+                "p": dict(zip(row.features, one.p, strict=True)),
+                "odds": _odds(one.log_odds),
             }
             for one in claims
         ],
-    }  # fmt: skip
+    }
 
 
 def _odds(log_odds: float) -> float:
@@ -501,18 +554,22 @@ def summary(report: Mapping[str, Any]) -> str:
     for node in report["nodes"]:
         decided = "an alarm" if node["alarm"] else "no alarm"
         lines.append(
-            f"{node['folder']}: {decided}, odds of {node['odds']:.3g} to 1 against it (after {node['bans']} bans)"
+            f"{node['folder']}: {decided}, odds of {node['odds']:.3g} to 1 against it (after "
+            f"{node['bans']} bans)"
         )
         for series in node["series"]:
             lines.append(
-                f"  {series['number']}. {series['fingerprint']} of {series['model']}, {series['prover']} checked in "
-                f"{series['verifier']}: {series['claims']} claims of rounds {series['first_round']} to {series['last_round']}, "
+                f"  {series['number']}. {series['fingerprint']} of {series['model']}, "
+                f"{series['prover']} checked in "
+                f"{series['verifier']}: {series['claims']} claims of rounds "
+                f"{series['first_round']} to {series['last_round']}, "
                 f"odds up to {series['odds']:.3g}{'' if series['counted'] else ' (over)'}"
             )
             for one in series["counted"][-SHOWN:]:
                 feature, p = min(one["p"].items(), key=lambda item: item[1])
                 by = f"  by {one['kernel']}" if one["kernel"] else ""
                 lines.append(
-                    f"     {one['claim'][:12]}  round {one['round']}  odds {one['odds']:.3g}  p {p:.3g} of {feature}{by}"
+                    f"     {one['claim'][:12]}  round {one['round']}  odds {one['odds']:.3g}  p "
+                    f"{p:.3g} of {feature}{by}"
                 )
     return "\n".join(lines)

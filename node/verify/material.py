@@ -1,7 +1,9 @@
-"""Material of a claim about a group of completions, as its author serves it, and the hashes that the claim holds.
+"""Material of a claim about a group of completions, as its author serves it, and the hashes that
+the claim holds.
 
-The claim is a `shoal.verification.consensus.records.Claim`; its field ``prompt`` is the hash of the question's coordinates,
-``sampling`` that of the agreed settings, ``output`` that of the tokens, and ``fingerprint`` that of the whole material.
+The claim is a `shoal.verification.consensus.records.Claim`; its field ``prompt`` is the hash of the
+question's coordinates, ``sampling`` that of the agreed settings, ``output`` that of the tokens, and
+``fingerprint`` that of the whole material.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Agreed:
             and 1 <= self.group <= 64
         ):
             raise ValueError(
-                "a group has 1 to 64 completions of at most 1 to 16,384 tokens, at a temperature from 0 to 100"
+                "a group has 1 to 64 completions of at most 1 to 16,384 tokens, at a temperature "
+                "from 0 to 100"
             )
 
     @property
@@ -93,8 +96,11 @@ class Coordinates:
 
 
 class Material(Message):
-    """Material of one claim. ``policy``: name of the policy of the snapshot, such as "tiny"; ``snapshot``: its size in bytes;
-    ``proof``: of the activations of all completions, one after the other; ``dtype`` and ``kernel``: of the author's computation.
+    """Material of one claim.
+
+    ``policy``: name of the policy of the snapshot, such as "tiny"; ``snapshot``: its size in bytes;
+    ``proof``: of the activations of all completions, one after the other; ``dtype`` and ``kernel``:
+    of the author's computation.
     """
 
     KIND, LIMIT = "claim-material", 4096 * KIB
@@ -139,7 +145,10 @@ def material_of(
     at: Coordinates, rows: Sequence[Sequence[int]], finish: Sequence[Finish], *,
     proof: bytes, policy: str, dtype: str, kernel: str, snapshot: int,
 ) -> Material:  # fmt: skip
-    """Make the material of one's own completions. Raises pydantic's ValidationError, a ValueError, for what no claim can hold."""
+    """Make the material of one's own completions.
+
+    Raises pydantic's ValidationError, a ValueError, for what no claim can hold.
+    """
     fields = {
         "env": at.env,
         "env_version": at.version,
@@ -163,7 +172,9 @@ def output_hash(rows: Sequence[Sequence[int]]) -> bytes:
 
 
 def seed_of(run: str, round: int, peer: str, slot: int, prompt: bytes) -> int:
-    """Return `Claim.seed`, below 2^63: it follows from the place of the claim, so its author cannot try several."""
+    """Return `Claim.seed`, below 2^63: it follows from the place of the claim, so its author cannot
+    try several.
+    """
     return (
         int.from_bytes(
             _hash("seed", bytes(msgpack.packb([run, round, peer, slot, prompt])))[:8], "big"
@@ -176,11 +187,13 @@ def _hash(what: str, data: bytes) -> bytes:
     return hashlib.sha256(f"shoal/verification/1/{what}\0".encode() + data).digest()
 
 
-# Store of claims on disk, for later checks: ``claims/ID.claim``, and beside it the policy, ``claims/HASH.safetensors``.
+# Store of claims on disk, for later checks: ``claims/ID.claim``, and beside it the policy,
+# ``claims/HASH.safetensors``.
 #
-# A claim's file holds the signed record, its material and the agreed settings; the policy's weights are found by their hash,
-# because several claims may be of one policy. Files are written whole or not at all. A file may come from a stranger: its size is
-# bounded before it is read, and nothing in it is used as a path.
+# A claim's file holds the signed record, its material and the agreed settings; the policy's weights
+# are found by their hash, because several claims may be of one policy. Files are written whole or
+# not at all. A file may come from a stranger: its size is bounded before it is read, and nothing in
+# it is used as a path.
 
 CLAIM, WEIGHTS = ".claim", ".safetensors"
 KEEP = 64  # newest claims in a folder
@@ -219,7 +232,8 @@ def save_claim(
     snapshot: bytes | None,
     keep: int = KEEP,
 ) -> Path:
-    """Write a claim into ``folder`` and return its file; only the newest ``keep`` claims, and their policies, stay there.
+    """Write a claim into ``folder`` and return its file; only the newest ``keep`` claims, and their
+    policies, stay there.
 
     Raises VerifyError if it cannot be written, and ValueError for a record that is no claim.
     """
@@ -251,13 +265,17 @@ def save_claim(
         _prune(folder, keep, path)
     except OSError as error:
         raise VerifyError(
-            f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its permissions."
+            f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its "
+            "permissions."
         ) from error
     return path
 
 
 def load_claim(path: Path) -> Stored:
-    """Read what ``save_claim`` wrote. Raises VerifyError; a wrong signature, or weights of another policy, are left to a check."""
+    """Read what ``save_claim`` wrote.
+
+    Raises VerifyError; a wrong signature, or weights of another policy, are left to a check.
+    """
     found = _opened(path)
     try:
         claim = decode(found.record)
@@ -276,7 +294,8 @@ def load_claim(path: Path) -> Stored:
 
 
 def find_claim(name: str, folders: Sequence[Path]) -> Path:
-    """Find the file of a claim: ``name`` is its path, or the first 4 or more hex digits of its id, looked for in ``folders``.
+    """Find the file of a claim: ``name`` is its path, or the first 4 or more hex digits of its id,
+    looked for in ``folders``.
 
     Raises VerifyError if there is none, or several.
     """
@@ -284,7 +303,8 @@ def find_claim(name: str, folders: Sequence[Path]) -> Path:
         return Path(name)
     if not re.fullmatch(r"[0-9a-f]{4,64}", name):
         raise VerifyError(
-            f"There is no file {name!r}, and it is no claim's id: give a file, or 4 or more hex digits of an id."
+            f"There is no file {name!r}, and it is no claim's id: give a file, or 4 or more hex "
+            "digits of an id."
         )
     found = {
         path.name: path
@@ -297,7 +317,8 @@ def find_claim(name: str, folders: Sequence[Path]) -> Path:
     where = ", ".join(map(str, folders)) or "runs/*/claims"
     if not found:
         raise VerifyError(
-            f"There is no claim {name!r} in {where}: name its file, or a node's folder with --folder."
+            f"There is no claim {name!r} in {where}: name its file, or a node's folder with "
+            "--folder."
         )
     raise VerifyError(f"{len(found)} claims begin with {name!r}: give more digits.")
 
@@ -308,7 +329,8 @@ def _opened(path: Path) -> _File:
         return unpack(data, _File)
     except MessageError:
         raise VerifyError(
-            f"{str(path)!r} is no stored claim of this version, or damaged: take another copy of it."
+            f"{str(path)!r} is no stored claim of this version, or damaged: take another copy of "
+            "it."
         ) from None
 
 

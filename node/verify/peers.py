@@ -1,7 +1,8 @@
 """Work of ``shoal peers``: compute the reputation of a swarm's members without being one of them.
 
-Standings are computed from the signed records that several members serve. Only members know which draws counted; so where their
-logs give different tables, the commonest is shown, and how many give it.
+Standings are computed from the signed records that several members serve. Only members know which
+draws counted; so where their logs give different tables, the commonest is shown, and how many give
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def rules_of(verify: VerifySettings) -> Rules:
 
 
 def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
-    """Compute the standings at the end of ``round`` from the records in ``log`` whose signature is valid."""
+    """Compute the standings at the end of ``round`` from the records in ``log`` whose signature is
+    valid.
+    """
     records = [
         signed.record
         for signed in log.records
@@ -119,10 +122,12 @@ def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, 
 def reasons(standing: Standing) -> str:
     """Describe in a few words what cost a peer its reputation; empty if nothing did."""
     counts = {
-        "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.votes["against"],
-        "planted claims approved": standing.votes["missed"], "votes not revealed": standing.votes["withheld"],
+        "claims found invalid": standing.claims["invalid"],
+        "votes against the outcome": standing.votes["against"],
+        "planted claims approved": standing.votes["missed"],
+        "votes not revealed": standing.votes["withheld"],
         "disputes lost": standing.appeals["lost"],
-    }  # fmt: skip
+    }
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
@@ -131,7 +136,10 @@ def summary(report: Mapping[str, Any]) -> str:
         return (
             f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
         )
-    title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"
+    title = (
+        f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of "
+        f"{report['asked']} logs agree"
+    )
     columns = (
         "name",
         "peer",

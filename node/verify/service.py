@@ -1,6 +1,8 @@
-"""Verification service of a running node: a thread between the network, the claims that it makes and those that it checks.
+"""Verification service of a running node: a thread between the network, the claims that it makes
+and those that it checks.
 
-Training hands over what is claimed (`CompletionClaims`) and reads who is banned; it never waits for anything here.
+Training hands over what is claimed (`CompletionClaims`) and reads who is banned; it never waits for
+anything here.
 """
 
 from __future__ import annotations
@@ -33,17 +35,23 @@ from shoal.verification.consensus.rulings import ScoreRules, Table
 
 # Output of verification: sentences for people, events for the metrics, standings for the report.
 
-CHECKING = 0.1  # of a node's time, at least, that checking others' claims may take; half of the swarm's audit rate if that is more
+# of a node's time, at least, that checking others' claims may take; half of the swarm's audit rate
+# if that is more
+CHECKING = 0.1
 MOST_WAITING = 256  # sentences, and events, that wait to be passed on
 ABSENT = (
-    "this node is not drawn as a verifier for a while, because {} of its votes did not come; it stays a member, and its claims are "
+    "this node is not drawn as a verifier for a while, because {} of its votes did not come; it "
+    "stays a member, and its claims are "
     "checked as before. If this comes back, run less on this machine"
 )
 BACK = "this node is drawn as a verifier again"
 
 
 class Feed:
-    """Queue filled by the thread of verification and drained by another. ``name`` returns a peer's display name."""
+    """Queue filled by the thread of verification and drained by another.
+
+    ``name`` returns a peer's display name.
+    """
 
     def __init__(self, me: str, name: Callable[[str], str], round_s: float) -> None:
         self._me, self._name, self._round_s = me, name, round_s
@@ -54,7 +62,9 @@ class Feed:
         self._absent = False
 
     def drain(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
-        """Pass on what was queued since the last call: sentences to ``notify``, events to ``write``."""
+        """Pass on what was queued since the last call: sentences to ``notify``, events to
+        ``write``.
+        """
         while self._sentences:
             notify(self._sentences.popleft())
         while self._events:
@@ -64,7 +74,10 @@ class Feed:
         self._sentences.append(sentence)
 
     def settled(self, table: Table, check_s: float) -> None:
-        """Report new bans by ``table``, and whether this node is drawn. ``check_s``: seconds that checking took so far."""
+        """Report new bans by ``table``, and whether this node is drawn.
+
+        ``check_s``: seconds that checking took so far.
+        """
         banned = {
             peer: until
             for peer in table.standings
@@ -87,7 +100,9 @@ class Feed:
         )
 
     def _votes(self, table: Table) -> dict[str, Any]:
-        """Return the votes of others on claims of this node that were not returned yet, and how many it has cast itself."""
+        """Return the votes of others on claims of this node that were not returned yet, and how
+        many it has cast itself.
+        """
         mine = {
             claim: ruling
             for claim, ruling in table.rulings.items()
@@ -119,10 +134,14 @@ MOST_ASKED = 3  # peers besides the author who are asked for what it does not ha
 
 
 class Auditor:
-    """Checks claims. ``on_audit`` is given each claim with its finding, and the material and snapshot that were fetched.
+    """Checks claims.
 
-    ``fetch_s``: seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim.
-    ``weigh``: what the author's earlier claims make of a finding. ``counts``: to which those of checks are added.
+    ``on_audit`` is given each claim with its finding, and the material and snapshot that were
+    fetched.
+
+    ``fetch_s``: seconds to fetch a body from its author, and as many from others instead; three
+    times that for a whole claim. ``weigh``: what the author's earlier claims make of a finding.
+    ``counts``: to which those of checks are added.
     """
 
     def __init__(
@@ -146,14 +165,17 @@ class Auditor:
         self._fetch_s, self._timer, self._until, self.counts = fetch_s, timer, 0.0, counts
 
     def check(self, claim: Claim) -> Checked | None:
-        """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason is logged)."""
+        """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason
+        is logged).
+        """
         if not self._budget.is_open:
             self.counts["skipped"] += 1
             return None
         began = time.thread_time()
         try:
             found, material, snapshot = self._examine(claim)
-        except Exception as error:  # its author chose the question: a check that fails costs this seat, not all later ones
+        # its author chose the question: a check that fails costs this seat, not all later ones
+        except Exception as error:
             log.warning(
                 "a claim was not checked: %s", error, exc_info=not isinstance(error, NotCheckable)
             )
@@ -181,7 +203,9 @@ class Auditor:
         return self._checker.check(claim, material, snapshot), material, snapshot
 
     def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
-        """Fetch a body from the author or, if it answers only some peers, from another peer that has it."""
+        """Fetch a body from the author or, if it answers only some peers, from another peer that
+        has it.
+        """
         body = self._ask(claim.peer, sha256, most, self._fetch_s)
         until = min(self._timer() + self._fetch_s, self._until)
         for peer in [peer for peer in self._network.others() if peer != claim.peer][:MOST_ASKED]:
@@ -205,13 +229,20 @@ def _withheld(what: str) -> Finding:
 class Verification:
     """Service that makes claims of ``kind`` and checks those of others, from `start` until `close`.
 
-    ``clock``: Unix seconds; ``timer``: seconds that never go back; ``salt``: 32 fresh secret bytes with each call.
+    ``clock``: Unix seconds; ``timer``: seconds that never go back; ``salt``: 32 fresh secret bytes
+    with each call.
     """
 
     def __init__(
-        self, settings: Settings, kind: CompletionClaims, network: SwarmNetwork, *, clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        kind: CompletionClaims,
+        network: SwarmNetwork,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+        salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
+    ) -> None:
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
         self._round_s = settings.verify.round_s
         self._budget = Budget(MINUTE * max(CHECKING, settings.verify.audit_rate / 2), timer)
@@ -219,10 +250,19 @@ class Verification:
         operator = settings.node.operator or network.me
         self._history = History(settings.node.run_folder / NAME, operator)
         self._participant = Participant(
-            network.me, network.swarm, operator=operator, sign=network.sign, verify=network.verify,
-            publish=lambda signed: network.publish(signed.record.encoded, signed.signature), check=self._check, clock=clock,
-            salt=salt, rules=rules_of(settings.verify), prices=ScoreRules(), round_s=self._round_s,
-        )  # fmt: skip
+            network.me,
+            network.swarm,
+            operator=operator,
+            sign=network.sign,
+            verify=network.verify,
+            publish=lambda signed: network.publish(signed.record.encoded, signed.signature),
+            check=self._check,
+            clock=clock,
+            salt=salt,
+            rules=rules_of(settings.verify),
+            prices=ScoreRules(),
+            round_s=self._round_s,
+        )
         self._auditor: Auditor | None = None
         self._lock = (
             threading.Lock()
@@ -234,7 +274,7 @@ class Verification:
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         network.open(self._take, self._log, self.is_banned)
 
-    # -- for other threads -----------------------------------------------------------------------------------------------
+    # -- for other threads -------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -251,7 +291,9 @@ class Verification:
         return int(self._clock() // self._round_s)
 
     def tell(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
-        """Pass on what was queued since the last call: sentences for people, events for the metrics."""
+        """Pass on what was queued since the last call: sentences for people, events for the
+        metrics.
+        """
         self._feed.drain(notify, write)
 
     def counted(self) -> dict[str, int]:
@@ -293,7 +335,7 @@ class Verification:
             self._lock.release()
         self._network.close()
 
-    # -- its own thread --------------------------------------------------------------------------------------------------
+    # -- its own thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         torch.set_num_threads(1)
@@ -305,7 +347,8 @@ class Verification:
         except Exception as error:  # training must go on whatever happens here
             log.warning("verification ended", exc_info=True)
             self._feed.notify(
-                f"verification has ended ({type(error).__name__}: {error}): start the node again to take part in it"
+                f"verification has ended ({type(error).__name__}: {error}): start the node again "
+                "to take part in it"
             )
 
     def prepare(self) -> None:
@@ -318,9 +361,12 @@ class Verification:
         needed = seats * checker.most_snapshot_bytes * 8e-6 / fetch_s
         if needed > UPLINK:
             self._feed.notify(
-                f"{seats} verifiers must get the weights behind each claim ({checker.most_snapshot_bytes / 1e6:.1f} MB) within "
-                f"{fetch_s:g} s: where an uplink has less than {needed:.0f} Mbit/s, honest claims may seem withheld. In a swarm "
-                f"created with --set verify.round_s={math.ceil(self._round_s * needed / UPLINK)} they need {UPLINK}"
+                f"{seats} verifiers must get the weights behind each claim "
+                f"({checker.most_snapshot_bytes / 1e6:.1f} MB) within "
+                f"{fetch_s:g} s: where an uplink has less than {needed:.0f} Mbit/s, honest claims "
+                "may seem withheld. In a swarm "
+                f"created with --set verify.round_s={math.ceil(self._round_s * needed / UPLINK)} "
+                f"they need {UPLINK}"
             )
         self._auditor = Auditor(
             checker,
@@ -337,7 +383,8 @@ class Verification:
         """Do what is due; takes as long as one check, or as fetching a log."""
         made, participant = self._kind.claimer.take(), self._participant
         with self._lock:
-            # First: what waits may be records of a round that has begun since, or claims of one that is over, which others refuse.
+            # First: what waits may be records of a round that has begun since, or claims of one
+            # that is over, which others refuse.
             participant.tick(most=0)
             for one in made:
                 self._claim(one)
@@ -355,7 +402,8 @@ class Verification:
                     self._reported, consensus.ledger, consensus.electorates
                 ):
                     self._feed.notify(
-                        f"the claims of {self._network.name(peer)}, taken together, are not honest ones: "
+                        f"the claims of {self._network.name(peer)}, taken together, are not honest "
+                        "ones: "
                         f"`shoal verify explain {peer}` says why"
                     )
         self._pull()
@@ -385,10 +433,12 @@ class Verification:
             None if self._left else checked
         )  # of a vote that nobody would reveal nothing is to be seen
 
-    # -- the network -----------------------------------------------------------------------------------------------------
+    # -- the network -------------------------------------------------------------------------------
 
     def _take(self, author: str, data: bytes, signature: bytes) -> None:
-        """Decode and queue a record; runs on the host's loop, so the rest is left to this object's thread."""
+        """Decode and queue a record; runs on the host's loop, so the rest is left to this object's
+        thread.
+        """
         try:
             record = decode(data)
         except ValueError as error:
@@ -421,7 +471,7 @@ class Verification:
                 self._counts["pulled"] += self._participant.learn(found)
             return
 
-    # -- for people ------------------------------------------------------------------------------------------------------
+    # -- for people --------------------------------------------------------------------------------
 
     def _audited(
         self, claim: Claim, finding: Finding, material: bytes | None, snapshot: bytes | None

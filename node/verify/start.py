@@ -1,4 +1,7 @@
-"""Start of a member's verification by the terms in the swarm's manifest, and those terms. Loads what verifies only if asked to."""
+"""Start of a member's verification by the terms in the swarm's manifest, and those terms.
+
+Loads what verifies only if asked to.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,15 @@ if TYPE_CHECKING:
 
 # Terms on which a swarm's nodes claim, made from the creator's settings, and compared at joining.
 #
-# A snapshot of a policy holds only what is trained, so all nodes must have the same kind of policy, on the same untrained
-# weights.
+# A snapshot of a policy holds only what is trained, so all nodes must have the same kind of policy,
+# on the same untrained weights.
 
 
 def make_terms(settings: Settings, task: Task) -> Terms | None:
-    """Make the terms of a new swarm; None if nothing is claimed in it. ConfigError or VerifyError for a task that cannot be."""
+    """Make the terms of a new swarm; None if nothing is claimed in it.
+
+    ConfigError or VerifyError for a task that cannot be.
+    """
     if not settings.verify.audit_rate:
         return None
     from shoal.node.rl.task import RLTask
@@ -52,11 +58,13 @@ def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
     own = policy_label(settings.rl.policy)
     if own != terms.policy:
         raise ConfigError(
-            f"The swarm verifies the policy {terms.policy!r}, this node was given {own!r}: pass --policy and where that one is."
+            f"The swarm verifies the policy {terms.policy!r}, this node was given {own!r}: pass "
+            "--policy and where that one is."
         )
     if base(task.policy.module) != terms.base:
         raise ConfigError(
-            f"This node's copy of {terms.policy!r} has other weights than the swarm's: take the same version of the model."
+            f"This node's copy of {terms.policy!r} has other weights than the swarm's: take the "
+            "same version of the model."
         )
 
 
@@ -77,7 +85,8 @@ def start_verification(
 
     if not isinstance(task, RLTask):
         raise VerifyError(
-            "The swarm's manifest is about claims that its task cannot make: ask its creator for another swarm."
+            "The swarm's manifest is about claims that its task cannot make: ask its creator for "
+            "another swarm."
         )
     network = SwarmNetwork(membership, membership.gossip)
     check_terms(terms, settings, task)

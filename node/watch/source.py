@@ -1,9 +1,12 @@
-"""Sources of events: the swarm itself, or a recording. Each runs in a thread of its own until it is stopped.
+"""Sources of events: the swarm itself, or a recording.
 
-The light client of a swarm, on libp2p's daemon, subscribes to the topics of statuses and receipts, and publishes nothing. Like a
-bootstrap node it needs neither torch nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's addresses
-first, asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses it learns from their
-statuses; so it continues when the first peers are gone.
+Each runs in a thread of its own until it is stopped.
+
+The light client of a swarm, on libp2p's daemon, subscribes to the topics of statuses and receipts,
+and publishes nothing. Like a bootstrap node it needs neither torch nor hivemind's Python, only the
+daemon in hivemind's wheel. It dials the link's addresses first, asks a bootstrap node among them
+for members, and keeps connections to a few nodes, whose addresses it learns from their statuses; so
+it continues when the first peers are gone.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
 
-AGAIN_S = 6.0  # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with each failure
+# seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with
+# each failure
+AGAIN_S = 6.0
 AGAIN_MAX_S = 60.0
 MOST_FAILURES = 30  # failures that are counted
 MAX_KNOWN = 1024  # peers whose addresses are kept
@@ -96,13 +101,16 @@ class PeerAddresses:
         return sorted(found, key=lambda peer: tried[peer][0])
 
 
-# Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the last, and not too many.
+# Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the
+# last, and not too many.
 
 QUOTA = RateLimit(
     messages=300, nbytes=4 << 20, senders=4096
 )  # a minute for each publisher; nodes send 120 at most
 MAX_PEERS = 4096  # peers whose last status is known
-OLD_S = 600.0  # most seconds between a status and our clock: clocks differ, but last week's swarm must not be shown
+# most seconds between a status and our clock: clocks differ, but last week's swarm must not be
+# shown
+OLD_S = 600.0
 
 
 R = TypeVar("R", Status, Receipts)
@@ -151,7 +159,9 @@ RESTART_S = 1.0  # seconds before a daemon that ended is started again
 
 
 class LightClient:
-    """Watcher of the swarm of ``link``, which passes every event to ``send``, on the loop that runs `run`."""
+    """Watcher of the swarm of ``link``, which passes every event to ``send``, on the loop that runs
+    `run`.
+    """
 
     def __init__(self, link: Link, send: Callable[[Event], None]) -> None:
         self._link, self._send = link, send
@@ -251,7 +261,9 @@ class LightClient:
             self._send(Unreachable(time=time.time(), peer=peer, reason=why))
 
     async def _get_to_know(self, daemon: Daemon, peer: str) -> None:
-        """Ask a node for the manifest, or a bootstrap node for members; a peer that knows neither is kept as well."""
+        """Ask a node for the manifest, or a bootstrap node for members; a peer that knows neither
+        is kept as well.
+        """
         try:
             if not self._described and await self._describe(daemon, peer):
                 return
@@ -295,7 +307,10 @@ PAUSE_MAX = 10.0  # longest pause of a replay, in seconds
 
 
 class Recorder:
-    """Writer of events to a new file; each line has left the process when `take` returns. Raises WatchError."""
+    """Writer of events to a new file; each line has left the process when `take` returns.
+
+    Raises WatchError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -321,12 +336,15 @@ class Recorder:
 
     def _error(self, error: OSError) -> WatchError:
         return WatchError(
-            f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name another file."
+            f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name "
+            "another file."
         )
 
 
 def recorded(path: Path) -> Iterator[Event]:
-    """Yield the events in a recording, in order, without a last line that was cut short (by a kill). Raises WatchError."""
+    """Yield the events in a recording, in order, without a last line that was cut short (by a
+    kill). Raises WatchError.
+    """
     try:
         with path.open("r", encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 2), ""), 1):
@@ -342,7 +360,8 @@ def recorded(path: Path) -> Iterator[Event]:
 def replay(
     path: Path, send: Callable[[Event], None], wait: Callable[[float], bool], speed: float = 1.0
 ) -> None:
-    """Send the events of a recording with their pauses, ``speed`` times as fast (0: without pauses).
+    """Send the events of a recording with their pauses, ``speed`` times as fast (0: without
+    pauses).
 
     ``wait(seconds)`` returns True if the replay is to end. Raises WatchError.
     """
@@ -373,7 +392,9 @@ class Timeline:
         """Unix times of the first and the last event; two zeros if there is none."""
 
     def view_at(self, time: float) -> tuple[SwarmView, bool]:
-        """Return the view of all events up to ``time``, valid until the next call, and whether these are all."""
+        """Return the view of all events up to ``time``, valid until the next call, and whether
+        these are all.
+        """
         wanted = bisect_right(self._times, time)
         near = max(number for number in self._kept if number <= wanted)
         if not near <= self._at <= wanted:
@@ -392,7 +413,9 @@ Send = Callable[[Event], None]
 
 
 class EventSource(threading.Thread):
-    """Source of events: a thread that does ``work``, which returns soon after its argument is set."""
+    """Source of events: a thread that does ``work``, which returns soon after its argument is
+    set.
+    """
 
     def __init__(self, work: Callable[[threading.Event], None]) -> None:
         super().__init__(name="watch", daemon=True)
@@ -402,7 +425,9 @@ class EventSource(threading.Thread):
         self._error: BaseException | None = None
 
     def stop(self) -> None:
-        """End, and wait `END_S` at most for the network daemon, which ends with this process in any case."""
+        """End, and wait `END_S` at most for the network daemon, which ends with this process in any
+        case.
+        """
         self._stopped.set()
         if self.is_alive():
             self.join(END_S)
@@ -422,7 +447,9 @@ class EventSource(threading.Thread):
 
 
 def replayed(path: Path, speed: float, send: Send) -> EventSource:
-    """Return the source that replays the recording in ``path``, ``speed`` times as fast (0: at once)."""
+    """Return the source that replays the recording in ``path``, ``speed`` times as fast (0: at
+    once).
+    """
     return EventSource(lambda stopped: replay(path, send, stopped.wait, speed))
 
 
@@ -446,7 +473,9 @@ READ_S = 0.1
 def event_sink(
     inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool
 ) -> Callable[[Event], None]:
-    """Return the function that records and queues a source's events. If the queue is full the oldest event goes, or with ``drop``
+    """Return the function that records and queues a source's events.
+
+    If the queue is full the oldest event goes, or with ``drop``
     False (a replay) the source waits.
     """
 

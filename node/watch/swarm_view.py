@@ -1,7 +1,8 @@
 """Model of a swarm from the statuses of its nodes: fed with events, read by the views.
 
-It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known by its key alone. Events are
-types, and the JSON lines that ``--json`` prints and ``--record`` keeps.
+It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known
+by its key alone. Events are types, and the JSON lines that ``--json`` prints and ``--record``
+keeps.
 """
 
 from __future__ import annotations
@@ -113,10 +114,14 @@ def line_of(event: Event) -> str:
 
 
 def event_of(line: str, where: str = "the recording") -> Event:
-    """Decode the event in ``line``. Raises WatchError if it is none; ``where`` names the place for the sentence."""
+    """Decode the event in ``line``.
+
+    Raises WatchError if it is none; ``where`` names the place for the sentence.
+    """
     if len(line) > MAX_LINE:
         raise WatchError(
-            f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote."
+            f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that "
+            "--record wrote."
         )
     try:
         return _any.validate_json(line)
@@ -157,7 +162,9 @@ Points = Sequence[tuple[float, float]]
 
 
 class Curve:
-    """Points (x, y) by growing x, at most `MAX_POINTS`: when full, every other one goes, so the whole run stays in view."""
+    """Points (x, y) by growing x, at most `MAX_POINTS`: when full, every other one goes, so the
+    whole run stays in view.
+    """
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float]] = []
@@ -166,7 +173,9 @@ class Curve:
         self._skipped = 0
 
     def add(self, x: float, y: float) -> None:
-        """Append a point; one with no larger x takes the place of all from there on (a node that resumed from a checkpoint)."""
+        """Append a point; one with no larger x takes the place of all from there on (a node that
+        resumed from a checkpoint).
+        """
         self._smooth = None
         if self.points and x <= self.points[-1][0]:
             self.points = [point for point in self.points if point[0] < x]
@@ -180,7 +189,9 @@ class Curve:
             self._every *= 2
 
     def smooth(self) -> list[tuple[float, float]]:
-        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve; made anew only after `add`."""
+        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve;
+        made anew only after `add`.
+        """
         if self._smooth is None:
             share = 1 / max(len(self.points) * SMOOTHED, 1)
             found: list[tuple[float, float]] = []
@@ -195,7 +206,9 @@ def rounded(value: float) -> float:
 
 
 def grid(curves: Sequence[Points], size: int) -> list[float]:
-    """Return at most ``size`` growing x at which curves are drawn together: their own, or equal steps where there are more."""
+    """Return at most ``size`` growing x at which curves are drawn together: their own, or equal
+    steps where there are more.
+    """
     found = sorted({x for points in curves for x, _ in points})
     if len(found) <= size:
         return found
@@ -204,7 +217,8 @@ def grid(curves: Sequence[Points], size: int) -> list[float]:
 
 
 def laid(points: Points, xs: Sequence[float]) -> list[float | None]:
-    """Return the y of a curve at each of ``xs``, straight between its points; None where no point is near.
+    """Return the y of a curve at each of ``xs``, straight between its points; None where no point
+    is near.
 
     Behind its last point it stays as it was for a moment: others may have reported first.
     """
@@ -227,10 +241,11 @@ def laid(points: Points, xs: Sequence[float]) -> list[float | None]:
 
 
 def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, list[Any]]:
-    """Return what a chart of many peers shows: ``x``, ``mean``, ``low`` and ``high`` of all, and ``each`` of the first ``most``.
+    """Return what a chart of many peers shows: ``x``, ``mean``, ``low`` and ``high`` of all, and
+    ``each`` of the first ``most``.
 
-    All have one y for each x, or None where there is none. The peers' curves are laid on the same x, so a late one does not bend
-    the mean by where its points happen to be.
+    All have one y for each x, or None where there is none. The peers' curves are laid on the same
+    x, so a late one does not bend the mean by where its points happen to be.
     """
     xs = grid(curves, size)
     each = [laid(points, xs) for points in curves]
@@ -246,14 +261,16 @@ def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, list[Any]
     }
 
 
-# Consensus distance of a swarm: how far apart the peers' slow weights are, from the projections in their statuses.
+# Consensus distance of a swarm: how far apart the peers' slow weights are, from the projections in
+# their statuses.
 
 
 def consensus_distance(projections: Sequence[Sequence[float]]) -> float | None:
-    """Return the RMS distance of all pairs over the RMS norm; None below two peers, or if all weights are zero.
+    """Return the RMS distance of all pairs over the RMS norm; None below two peers, or if all
+    weights are zero.
 
-    ``projections``: of each peer the sums, and last the norm (`shoal.optim.outer.weights`). With K peers the error is about
-    1 / sqrt(32 (K - 1)) of the distance.
+    ``projections``: of each peer the sums, and last the norm (`shoal.optim.outer.weights`). With K
+    peers the error is about 1 / sqrt(32 (K - 1)) of the distance.
     """
     if len(projections) < 2:
         return None
@@ -273,7 +290,9 @@ Pair = tuple[str, str]
 
 
 class Edge(NamedTuple):
-    """Exchanges of one pair: ``times`` of them, the number of the newest ``round``, and the Unix time when it was heard of."""
+    """Exchanges of one pair: ``times`` of them, the number of the newest ``round``, and the Unix
+    time when it was heard of.
+    """
 
     times: int
     round: int
@@ -319,7 +338,9 @@ class Meetings:
         return found
 
     def newest(self) -> list[tuple[int, list[list[str]], list[str]]]:
-        """Return the newest `SHOWN` rounds, newest first: number, the groups that averaged, and who had no partner."""
+        """Return the newest `SHOWN` rounds, newest first: number, the groups that averaged, and who
+        had no partner.
+        """
         numbers = sorted({number for number, _, _ in self._pairs} | set(self._alone), reverse=True)[
             :SHOWN
         ]
@@ -361,8 +382,9 @@ class Confirmations:
     def of(self, peers: Collection[str], rounds: float) -> dict[str, dict[str, Work]]:
         """Return of each of ``peers`` what each other one confirms.
 
-        Of exchanges what both sides signed, no more of one pair than there were ``rounds``; and of tokens no more an exchange than
-        `MOST` times what is usual: two keys of one owner sign for each other what they like.
+        Of exchanges what both sides signed, no more of one pair than there were ``rounds``; and of
+        tokens no more an exchange than `MOST` times what is usual: two keys of one owner sign for
+        each other what they like.
         """
         found: dict[str, dict[str, Work]] = {peer: {} for peer in peers}
         for (signer, peer), (_, signed) in self._signed.items():
@@ -496,7 +518,7 @@ class SwarmView:
         self._projections: OrderedDict[int, dict[str, tuple[float, ...]]] = OrderedDict()
         self._sampled = float("-inf")
 
-    # -- in --------------------------------------------------------------------------------------------------------------
+    # -- in ----------------------------------------------------------------------------------------
 
     def take(self, event: Event) -> None:
         self.now = max(self.now, event.time)
@@ -573,7 +595,9 @@ class SwarmView:
             self.tick(self.now)
 
     def _compare_weights(self, status: Status, fragments: int) -> None:
-        """Take in the projection of a peer's weights; those of an exchange are compared when all have sent theirs, or it is old."""
+        """Take in the projection of a peer's weights; those of an exchange are compared when all
+        have sent theirs, or it is old.
+        """
         if status.projection is None:
             return
         number, norm, sums = status.projection
@@ -611,7 +635,8 @@ class SwarmView:
         elif status.state != before.state:
             self._note("peer", f"{status.name} is {status.state} now, in round {status.round}")
         for fault, count in status.faults:
-            # The first, and each time that the count has doubled: a fault of every round would leave no room for other news.
+            # The first, and each time that the count has doubled: a fault of every round would
+            # leave no room for other news.
             if count.bit_length() > peer.faults.get(fault, 0).bit_length():
                 self._note("fault", fault_sentence(status.name, fault, count))
             peer.faults[fault] = count
@@ -625,7 +650,8 @@ class SwarmView:
             name = self.name(banned[-TAIL:])
             self._note(
                 "verdict",
-                f"{name} is banned, as {status.name} reports: too many of its claims were found invalid",
+                f"{name} is banned, as {status.name} reports: too many of its claims were found "
+                "invalid",
             )
 
     def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
@@ -650,7 +676,7 @@ class SwarmView:
         self.logged += 1
         self.log.append(LogLine(self.now, kind, text))
 
-    # -- out -------------------------------------------------------------------------------------------------------------
+    # -- out ---------------------------------------------------------------------------------------
 
     def name(self, tail: str) -> str:
         """Return the display name of the peer whose id ends with ``tail``."""
@@ -668,7 +694,9 @@ class SwarmView:
         return [peer for peer in self.peers.values() if peer.here]
 
     def confirmed(self) -> dict[str, dict[str, Any]]:
-        """Return what others confirm of each peer's work: the numbers of `Work`, of partners, and of their address ranges."""
+        """Return what others confirm of each peer's work: the numbers of `Work`, of partners, and
+        of their address ranges.
+        """
         rounds = [peer.status.round for peer in self.peers.values()]
         fragments = 1 if self.title is None else self.title.fragments
         most = (statistics.median(rounds) + 2) * fragments if rounds else 0.0
@@ -688,7 +716,9 @@ class SwarmView:
         }
 
     def size(self) -> int:
-        """Return about how many peers take part: those heard of, or in buckets the median of their estimates, if that is more."""
+        """Return about how many peers take part: those heard of, or in buckets the median of their
+        estimates, if that is more.
+        """
         here = self.here()
         said = [
             peer.status.peers or 0 for peer in here
@@ -696,10 +726,12 @@ class SwarmView:
         return max(len(here), statistics.median_low(said) if said else 0)
 
     def totals(self) -> dict[str, Any]:
-        """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without waiting) and bytes a second.
+        """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without
+        waiting) and bytes a second.
 
-        Of a swarm of buckets not everybody is heard of at once: then it is ``sampled``, ``size`` is the estimated number of its
-        peers, and what is said a second is that of the ``peers`` heard of, times the share that they are.
+        Of a swarm of buckets not everybody is heard of at once: then it is ``sampled``, ``size`` is
+        the estimated number of its peers, and what is said a second is that of the ``peers`` heard
+        of, times the share that they are.
         """
         here, known, size = self.here(), self.peers.values(), self.size()
         scale = size / max(len(here), 1)
@@ -727,7 +759,9 @@ class SwarmView:
         }
 
     def _confirmed(self) -> dict[str, Any] | None:
-        """Sum what is confirmed, each exchange once; ``elsewhere``: rounds confirmed from another address range than the peer's."""
+        """Sum what is confirmed, each exchange once; ``elsewhere``: rounds confirmed from another
+        address range than the peer's.
+        """
         each = [one for one in self.confirmed().values() if one["partners"]]
         sums = {name: sum(one[name] for one in each) for name in (*Work._fields, "elsewhere")}
         return (

@@ -1,4 +1,6 @@
-"""Live terminal screen of ``shoal watch``. q ends it, tab and the arrow keys move the focus, p pauses it."""
+"""Live terminal screen of ``shoal watch``. q ends it, tab and the arrow keys move the focus, p
+pauses it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from shoal.node.watch.swarm_view import Event, Points, SwarmView, chart, fault_l
 from shoal.swarm.figures import amount
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
-# A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.
+# A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no
+# markup is parsed.
 
 COLOURS = (
     "cyan",
@@ -49,9 +52,11 @@ def colour(number: int) -> str:
 def plot(
     curves: Sequence[Points], width: int, height: int, mean: Points = (), *, axis: str = ""
 ) -> Text:
-    """Draw ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and the ends of x below.
+    """Draw ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and
+    the ends of x below.
 
-    ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the colour of the later one.
+    ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the
+    colour of the later one.
     """
     columns, peer_rows = max(width - LABEL - 1, 4), max(height - 1, 2)
     points = [point for curve in (*curves, mean) for point in curve]
@@ -105,9 +110,22 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
 RECENT = 32  # rounds of which the picture of exchanges is
 SHADES = " ░▒▓█"
 COLUMNS = (
-    "peer", "state", "round", "step", "loss", "with", "steps/s", "tokens/s", "lag", "reach", "up", "down", "reward", "faults",
+    "peer",
+    "state",
+    "round",
+    "step",
+    "loss",
+    "with",
+    "steps/s",
+    "tokens/s",
+    "lag",
+    "reach",
+    "up",
+    "down",
+    "reward",
+    "faults",
     "heard",
-)  # fmt: skip
+)
 
 
 def headline(view: SwarmView) -> str:
@@ -138,11 +156,13 @@ def headline(view: SwarmView) -> str:
         parts.append(f"{amount(totals['sent_per_s'])}/s sent, {amount(totals['sent'])} in all{by}")
         if totals["rollouts_own"] is not None:
             parts.append(
-                f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others"
+                f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of "
+                "others"
             )
         if totals["claims"] is not None:
             parts.append(
-                f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} invalid"
+                f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} "
+                "invalid"
             )
         parts.append(plural(totals["connected"], "connection"))
     if totals["refused"]:
@@ -224,7 +244,9 @@ STYLES = {"peer": "", "fault": "yellow", "verdict": "red"}
 
 
 class Picture(Static):  # type: ignore[misc]
-    """A chart of the view, drawn to the size that it has when it is painted, so it fits at first sight and after each change."""
+    """A chart of the view, drawn to the size that it has when it is painted, so it fits at first
+    sight and after each change.
+    """
 
     can_focus = True
 
@@ -237,7 +259,8 @@ class Picture(Static):  # type: ignore[misc]
 
 
 class WatchApp(App[None]):  # type: ignore[misc]
-    """Screen of the events in ``inbox``, until the user ends it, a live source ends, or ``seconds`` are over.
+    """Screen of the events in ``inbox``, until the user ends it, a live source ends, or ``seconds``
+    are over.
 
     If not ``live``, as in a replay, the events give the time.
     """

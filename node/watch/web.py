@@ -1,7 +1,9 @@
-"""Page of ``shoal watch --web [HOST:]PORT``, which shows the swarm live; to this machine alone, if it is not shared.
+"""Page of ``shoal watch --web [HOST:]PORT``, which shows the swarm live; to this machine alone, if
+it is not shared.
 
-The page gets a whole picture of the swarm at most once a second (at first more often), by server-sent events. It only
-reads: there is no request by which a page could change anything. Of a recording it can ask for the picture at any time in it.
+The page gets a whole picture of the swarm at most once a second (at first more often), by
+server-sent events. It only reads: there is no request by which a page could change anything. Of a
+recording it can ask for the picture at any time in it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ IN_CODE = 4  # addresses in the QR code: with 16 it would be too fine for a came
 
 
 class ShownLink:
-    """The link to the swarm of ``link``, with the members heard of lately; a new one every 30 seconds."""
+    """The link to the swarm of ``link``, with the members heard of lately; a new one every 30
+    seconds.
+    """
 
     def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock
@@ -102,7 +106,9 @@ STRANGER_S = (
 
 
 def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
-    """Return the data of the page, without addresses, for strangers may see it; ``ended``: no more events come."""
+    """Return the data of the page, without addresses, for strangers may see it; ``ended``: no more
+    events come.
+    """
     rows = view.rows()
     peers = [peer for _, peer in rows]
     edges = sorted(view.meetings.edges().items(), key=lambda item: -item[1].time)[:EDGES]
@@ -206,12 +212,14 @@ MAX_CONNECTIONS = (
 )
 MAX_OF_RANGE, MAX_OF_ADDRESS = 128, 64  # of one address range (/16 of IPv4), and of one address
 HEADERS_S = 10.0  # seconds in which the header of a request must be there
-READ_S = 20.0  # seconds in which a viewer must take a picture; SENT: bytes that may wait for it in the system
+# seconds in which a viewer must take a picture; SENT: bytes that may wait for it in the system
+READ_S = 20.0
 SENT = 64 * 1024
 LONGEST_HEADER = 64 * 1024
 MAX_ASKED = 16  # questions for a time of a recording that wait
 INDEX = "index.html"
-FIRST = '<script id="first" type="application/json">null</script>'  # in it; the newest picture takes null's place
+# in it; the newest picture takes null's place
+FIRST = '<script id="first" type="application/json">null</script>'
 KINDS = {
     INDEX: "text/html",
     "page.js": "text/javascript",
@@ -222,7 +230,8 @@ KINDS = {
     "uPlot.min.css": "text/css",
     "uPlot.LICENSE": "text/plain",
 }
-# Only what this server serves; names from the swarm can thus do no harm even if the page had a fault.
+# Only what this server serves; names from the swarm can thus do no harm even if the page had a
+# fault.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "Cache-Control": "no-store",
@@ -234,7 +243,9 @@ HEADERS = {
 async def _only_here(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Refuse requests for other host names: a web site elsewhere may let its own name point to this machine."""
+    """Refuse requests for other host names: a web site elsewhere may let its own name point to this
+    machine.
+    """
     if host_asked(request.headers.get("Host", "")) not in NAMES:
         return web.Response(
             status=403, text="Open this page under http://127.0.0.1 or http://localhost."
@@ -243,7 +254,9 @@ async def _only_here(
 
 
 class _Gate(asyncio.Protocol):
-    """A connection to the page: refused where too many are open, ended where a request does not come. ``open``: of each address."""
+    """A connection to the page: refused where too many are open, ended where a request does not
+    come. ``open``: of each address.
+    """
 
     def __init__(self, inner: asyncio.Protocol, open: Counter[str]) -> None:
         self._inner, self._open, self._host, self._unfinished = inner, open, "", b""
@@ -312,8 +325,9 @@ class _Gate(asyncio.Protocol):
 class Page:
     """Server of the picture, kept up to date on the loop, for all open pages.
 
-    ``link``: to the swarm that is watched, if the page is to show a link. ``timeline``: the recording that ``source`` replays.
-    ``shared``: to everybody, under any name (of a reverse proxy, for instance).
+    ``link``: to the swarm that is watched, if the page is to show a link. ``timeline``: the
+    recording that ``source`` replays. ``shared``: to everybody, under any name (of a reverse proxy,
+    for instance).
     """
 
     def __init__(
@@ -338,7 +352,9 @@ class Page:
         ] = {}  # stream -> the address of its viewer, the oldest first
 
     def app(self) -> web.Application:
-        """Return the application: the page's files, the stream of pictures, and the picture at a time of a recording."""
+        """Return the application: the page's files, the stream of pictures, and the picture at a
+        time of a recording.
+        """
         app = web.Application(middlewares=[] if self._shared else [_only_here])
         folder = resources.files("shoal.node.watch") / "page"
         for name, kind in KINDS.items():
@@ -354,7 +370,10 @@ class Page:
         return dumps({**page_data(view, ended=ended, link=self._link), "span": span})
 
     async def _at(self, request: web.Request) -> web.Response:
-        """Answer with the picture at ``?time=``, Unix seconds. One is made at a time, in a thread, so the stream goes on."""
+        """Answer with the picture at ``?time=``, Unix seconds.
+
+        One is made at a time, in a thread, so the stream goes on.
+        """
         try:
             time_s = float(request.query.get("time", ""))
         except ValueError:
@@ -450,7 +469,9 @@ class Page:
                 request.transport.abort()  # what waits to be taken would keep it open
 
     def _most_crowded(self) -> asyncio.Task[object]:
-        """Return the stream that gives way to a new one: the oldest of the address range, and there of the address, with most."""
+        """Return the stream that gives way to a new one: the oldest of the address range, and there
+        of the address, with most.
+        """
         hosts = self._pages.values()
         crowded = Counter(map(range_of, hosts)).most_common(1)[0][0]
         host = Counter(host for host in hosts if range_of(host) == crowded).most_common(1)[0][0]
@@ -458,7 +479,10 @@ class Page:
 
 
 def serve(page: Page, place: Address, seconds: float | None, say: Callable[[str], None]) -> None:
-    """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken."""
+    """Serve the page until a live source ends or time is up; pass its address to ``say``.
+
+    WatchError if the port is taken.
+    """
 
     async def main() -> None:
         # What is no request is no fault of this program, and so no line of its log.
@@ -478,7 +502,8 @@ def serve(page: Page, place: Address, seconds: float | None, say: Callable[[str]
             except OSError as error:
                 what = error.strerror or "unknown reason"
                 raise WatchError(
-                    f"Cannot serve the page on port {place.port} ({what}): choose another with --web."
+                    f"Cannot serve the page on port {place.port} ({what}): choose another with "
+                    "--web."
                 ) from None
             say(f"http://{place._replace(port=site.sockets[0].getsockname()[1])}/")
             end = None if seconds is None else time.monotonic() + seconds

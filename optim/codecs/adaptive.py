@@ -1,7 +1,8 @@
-"""A codec that chooses another codec for each tensor, so that a payload of a given size has the least error.
+"""A codec that chooses another codec for each tensor, so that a payload of a given size has the
+least error.
 
-After L-GreCo (2210.17357), reversed: there the error is given and the size minimised, here the size is given, since a receiver must
-know it beforehand.
+After L-GreCo (2210.17357), reversed: there the error is given and the size minimised, here the size
+is given, since a receiver must know it beforehand.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ RESOLUTION = 4096
 
 
 def allocate(errors: Table, sizes: Table, budget: float) -> list[int]:
-    """Return the index of one choice for each layer; ``errors[layer][choice]`` (in any unit that adds up), ``sizes`` alike.
+    """Return the index of one choice for each layer; ``errors[layer][choice]`` (in any unit that
+    adds up), ``sizes`` alike.
 
-    Solves the knapsack by dynamic programming over sizes in steps of the budget / ``RESOLUTION``, rounded up, and spends the
-    remainder greedily. The result is exact when the steps are single bytes, and never worse than the greedy one or the best
-    single choice for all layers that fits. Time: layers x choices x ``RESOLUTION``.
+    Solves the knapsack by dynamic programming over sizes in steps of the budget / ``RESOLUTION``,
+    rounded up, and spends the remainder greedily. The result is exact when the steps are single
+    bytes, and never worse than the greedy one or the best single choice for all layers that fits.
+    Time: layers x choices x ``RESOLUTION``.
 
     Raises:
         ValueError: not even the smallest choices fit, or an error is NaN or negative.
@@ -64,7 +67,8 @@ def total(table: Table, picks: Sequence[int]) -> float:
 
 
 def greedy(errors: Table, sizes: Table, budget: float) -> list[int]:
-    """Return the best of the choices that minimise error + price x size at one price for all layers.
+    """Return the best of the choices that minimise error + price x size at one price for all
+    layers.
 
     Optimal for the size that it happens to use, which may lie well below the budget.
     """
@@ -139,16 +143,19 @@ REFRESH = 20
 
 
 class AutoCodec:
-    """Codec that spends ``bits`` a value on average, more on the tensors whose error falls more by it.
+    """Codec that spends ``bits`` a value on average, more on the tensors whose error falls more by
+    it.
 
-    Every ``every`` rounds each candidate encodes each tensor to be sent, and ``allocate`` finds the choice with the least sum of
-    squared errors. It is that of the next round, so that the errors come from a device together with the payload; only where
-    there is none yet it is that of the same round, and the device is waited for once more. Wrapped in error feedback
-    ("auto:2+ef") it measures the sum of tensor and residual.
+    Every ``every`` rounds each candidate encodes each tensor to be sent, and ``allocate`` finds the
+    choice with the least sum of squared errors. It is that of the next round, so that the errors
+    come from a device together with the payload; only where there is none yet it is that of the
+    same round, and the device is waited for once more. Wrapped in error feedback ("auto:2+ef") it
+    measures the sum of tensor and residual.
 
-    The two ends of an exchange may choose differently, so a payload names the choice: one byte a tensor, the index of the
-    candidate; then the candidates' payloads, each beginning at a multiple of 4 bytes; then zeros up to the size that follows
-    from the shapes: the budget, or the sum of the smallest candidates if that is more. So a receiver knows the size beforehand.
+    The two ends of an exchange may choose differently, so a payload names the choice: one byte a
+    tensor, the index of the candidate; then the candidates' payloads, each beginning at a multiple
+    of 4 bytes; then zeros up to the size that follows from the shapes: the budget, or the sum of
+    the smallest candidates if that is more. So a receiver knows the size beforehand.
 
     Raises:
         ValueError: ``bits`` is not in (0, 32].
@@ -172,7 +179,9 @@ class AutoCodec:
 
     @property
     def choice(self) -> list[str]:
-        """The name of the codec chosen for each tensor of the next ``encode``, if the shapes are the same."""
+        """The name of the codec chosen for each tensor of the next ``encode``, if the shapes are
+        the same.
+        """
         return [self.candidates[index].name for index in self._choice]
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -222,7 +231,9 @@ class AutoCodec:
         return payload
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
-        """Decode by the choice that the payload names; that of the last one of ``packed`` is known without a look at it."""
+        """Decode by the choice that the payload names; that of the last one of ``packed`` is known
+        without a look at it.
+        """
         last, choice = self._last
         return self._restored(
             payload,
@@ -232,7 +243,10 @@ class AutoCodec:
         )
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Decode by the choice that the payload names. ValueError if it names none, or one that does not fit."""
+        """Decode by the choice that the payload names.
+
+        ValueError if it names none, or one that does not fit.
+        """
         payload = check_payload(payload, self.nbytes(shapes), self.name)
         choice = payload[: len(shapes)].tolist()
         if max(choice, default=0) >= len(self.candidates):
@@ -285,7 +299,9 @@ class AutoCodec:
         return max(requested, sum(map(min, self._sizes(shapes))))
 
     def _errors(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
-        """Return the squared error of each tensor by each candidate, one after the other, on the device."""
+        """Return the squared error of each tensor by each candidate, one after the other, on the
+        device.
+        """
         errors: list[Tensor] = []
         for tensor, shape in zip(tensors, shapes, strict=True):
             for codec in self.candidates:

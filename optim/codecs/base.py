@@ -1,6 +1,7 @@
 """The ``Codec`` protocol (tensors to bytes on the wire, and back), and the codecs of plain floats.
 
-A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an oversized one before it allocates.
+A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an
+oversized one before it allocates.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ SMALL = 1 << 20  # bytes; below this size what malloc keeps does not matter
 
 
 def buffer(nbytes: int) -> Tensor:
-    """Return an uninitialised uint8 tensor on the CPU of ``nbytes`` elements, in memory that nothing else uses.
+    """Return an uninitialised uint8 tensor on the CPU of ``nbytes`` elements, in memory that
+    nothing else uses.
 
-    It goes back to the system with the last tensor in it. What malloc hands out is kept for the thread that asked for it, and a
-    payload is received in one thread, verified in another, and applied in a third.
+    It goes back to the system with the last tensor in it. What malloc hands out is kept for the
+    thread that asked for it, and a payload is received in one thread, verified in another, and
+    applied in a third.
     """
     if nbytes < SMALL:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -39,7 +42,9 @@ def buffer(nbytes: int) -> Tensor:
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return uninitialised tensors of the same types, shapes and devices, contiguous; those on the CPU are in one ``buffer``."""
+    """Return uninitialised tensors of the same types, shapes and devices, contiguous; those on the
+    CPU are in one ``buffer``.
+    """
     # Each begins at a multiple of 8 bytes, which suits every type.
     sizes = [-(-tensor.nbytes // 8) * 8 if tensor.device.type == "cpu" else 0 for tensor in tensors]
     rooms = []
@@ -58,8 +63,9 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 class Codec(Protocol):
     """Conversion of a list of tensors into one flat buffer of bytes, and back.
 
-    ``decode`` depends on the payload and the shapes alone, so it may run in another thread than ``encode``, and every peer
-    gets the same values from the same bytes. ``encode`` may keep state (``fresh``).
+    ``decode`` depends on the payload and the shapes alone, so it may run in another thread than
+    ``encode``, and every peer gets the same values from the same bytes. ``encode`` may keep state
+    (``fresh``).
     """
 
     @property
@@ -69,7 +75,9 @@ class Codec(Protocol):
 
     @property
     def displacement(self) -> bool:
-        """True if the codec is too lossy for whole weights: only displacements (pseudo-gradients) may be sent."""
+        """True if the codec is too lossy for whole weights: only displacements (pseudo-gradients)
+        may be sent.
+        """
         ...
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -77,29 +85,40 @@ class Codec(Protocol):
         ...
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return a fresh uint8 tensor on the CPU of ``nbytes`` elements; it never shares memory with ``tensors``.
+        """Return a fresh uint8 tensor on the CPU of ``nbytes`` elements; it never shares memory
+        with ``tensors``.
 
-        ValueError if a value cannot be sent (NaN or infinity, except with plain floats); no state has changed then.
+        ValueError if a value cannot be sent (NaN or infinity, except with plain floats); no state
+        has changed then.
         """
         ...
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Return float32 tensors of the given shapes, on the payload's device; they may be views into ``payload``.
+        """Return float32 tensors of the given shapes, on the payload's device; they may be views
+        into ``payload``.
 
-        ValueError if the size is wrong or the bytes are not those of an ``encode``. Nothing larger than the shapes is allocated.
+        ValueError if the size is wrong or the bytes are not those of an ``encode``. Nothing larger
+        than the shapes is allocated.
         """
         ...
 
     def fresh(self) -> Codec:
-        """Return the same codec without its state, for another fragment or peer; itself if it has none."""
+        """Return the same codec without its state, for another fragment or peer; itself if it has
+        none.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which a restarted node goes on bit-identically; empty if there is none."""
+        """Return the state with which a restarted node goes on bit-identically; empty if there is
+        none.
+        """
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError for another codec's state; nothing is changed then."""
+        """Restore what ``state_dict`` returned.
+
+        ValueError for another codec's state; nothing is changed then.
+        """
         ...
 
 
@@ -125,10 +144,14 @@ def padded(size: int) -> int:
 
 
 def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
-    """Return ``payload``, aligned so that it can be viewed as wider numbers. ValueError unless it is ``expected`` bytes long."""
+    """Return ``payload``, aligned so that it can be viewed as wider numbers.
+
+    ValueError unless it is ``expected`` bytes long.
+    """
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise ValueError(
-            f"a payload is a flat tensor of bytes, this one is {payload.dtype} of shape {tuple(payload.shape)}"
+            f"a payload is a flat tensor of bytes, this one is {payload.dtype} of shape "
+            f"{tuple(payload.shape)}"
         )
     if payload.numel() != expected:
         raise ValueError(
@@ -146,7 +169,8 @@ def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether no value is NaN or infinity."""
-    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
+    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact
+    # check needed.
     return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
 
 
@@ -157,22 +181,27 @@ def check_finite(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def check_sends_weights(codec: Codec, method: str) -> None:
-    """Raise ValueError if ``codec`` is for displacements only; called for every method that sends whole weights."""
+    """Raise ValueError if ``codec`` is for displacements only; called for every method that sends
+    whole weights.
+    """
     if codec.displacement:
         raise ValueError(
-            f"{method} sends whole weights, of which the codec {codec.name} loses too much: choose float32, bfloat16, float16 "
+            f"{method} sends whole weights, of which the codec {codec.name} loses too much: choose "
+            "float32, bfloat16, float16 "
             "or int8, or a method that sends pseudo-gradients"
         )
 
 
 class Checks:
-    """Conditions on tensors of an accelerator, asked of it all at once, with the payload that they are about.
+    """Conditions on tensors of an accelerator, asked of it all at once, with the payload that they
+    are about.
 
     What is on the CPU is asked at once. ``later=False``: so is what is not.
     """
 
     ROOM = 16
-    """Bytes behind a ``payload`` for the answers: conditions of more texts than that there are not."""
+    """Bytes behind a ``payload`` for the answers: conditions of more texts than that there are not.
+    """
 
     def __init__(self, later: bool = True) -> None:
         self._later, self._conditions = later, dict[str, Tensor]()
@@ -180,7 +209,9 @@ class Checks:
         self._values: Tensor | None = None
 
     def require(self, holds: Tensor, text: str) -> None:
-        """Raise ValueError with ``text``, here or in ``read``, unless ``holds``, a bool scalar, is true."""
+        """Raise ValueError with ``text``, here or in ``read``, unless ``holds``, a bool scalar, is
+        true.
+        """
         if holds.device.type == "cpu" or not self._later:
             if not bool(holds):
                 raise ValueError(text)
@@ -194,7 +225,9 @@ class Checks:
         self._after.append(do)
 
     def values(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
-        """Call ``take`` with numbers of the device that come with the payload, before what is done `then`."""
+        """Call ``take`` with numbers of the device that come with the payload, before what is done
+        `then`.
+        """
         self._values, self._take = values, take
 
     @staticmethod
@@ -203,7 +236,10 @@ class Checks:
         return torch.zeros(nbytes + Checks.ROOM, dtype=torch.uint8, device=device)[:nbytes]
 
     def read(self, payload: Tensor) -> Tensor:
-        """Return ``payload``, made by `payload`, on the CPU. ValueError with the first text whose condition does not hold."""
+        """Return ``payload``, made by `payload`, on the CPU.
+
+        ValueError with the first text whose condition does not hold.
+        """
         host, answers, values = payload, list(self._conditions.values()), self._values
         if payload.device.type != "cpu":
             sizes = [payload.numel(), len(answers), 0 if values is None else values.nbytes]
@@ -232,7 +268,10 @@ class Packs(Protocol):
     """``Codec`` that computes on the tensors' accelerator, and makes nobody wait for it."""
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Return ``encode``'s payload by `Checks.payload`, on the device of the tensors. What it would raise is in ``checks``."""
+        """Return ``encode``'s payload by `Checks.payload`, on the device of the tensors.
+
+        What it would raise is in ``checks``.
+        """
         ...
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
@@ -247,7 +286,9 @@ def encoded(codec: Packs, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def packed(codec: Codec, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-    """Return the payload on the tensors' accelerator, if there is one and ``codec`` computes there, else on the CPU."""
+    """Return the payload on the tensors' accelerator, if there is one and ``codec`` computes there,
+    else on the CPU.
+    """
     if isinstance(codec, Packs) and accelerator_of(tensors) is not None:
         return codec.packed(tensors, checks)
     return codec.encode(tensors)
@@ -256,7 +297,9 @@ def packed(codec: Codec, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
 def unpacked(
     codec: Codec, payload: Tensor, shapes: Sequence[Shape], checks: Checks
 ) -> list[Tensor]:
-    """Return the tensors of a payload; on an accelerator what ``decode`` would ask of it is in ``checks``."""
+    """Return the tensors of a payload; on an accelerator what ``decode`` would ask of it is in
+    ``checks``.
+    """
     if isinstance(codec, Packs) and payload.device.type != "cpu":
         return codec.unpacked(payload, shapes, checks)
     return codec.decode(payload, shapes)
@@ -271,10 +314,12 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class FloatCodec(Stateless):
-    """Codec that sends each value as one little-endian float of ``dtype``, tensor after tensor in row-major order.
+    """Codec that sends each value as one little-endian float of ``dtype``, tensor after tensor in
+    row-major order.
 
-    float16 ends at 65,504 and is meant for pseudo-gradients; for whole weights bfloat16 keeps the range of float32 with 8 bits of
-    precision. A finite value that would become infinite is refused, as it is by the other codecs: the mean of all would be lost.
+    float16 ends at 65,504 and is meant for pseudo-gradients; for whole weights bfloat16 keeps the
+    range of float32 with 8 bits of precision. A finite value that would become infinite is refused,
+    as it is by the other codecs: the mean of all would be lost.
     """
 
     name: str
@@ -288,7 +333,10 @@ class FloatCodec(Stateless):
         return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy the tensors, rounded to ``dtype``, into one flat buffer. ValueError for a finite value too large for ``dtype``."""
+        """Copy the tensors, rounded to ``dtype``, into one flat buffer.
+
+        ValueError for a finite value too large for ``dtype``.
+        """
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if accelerator_of(tensors) is not None:
             try:
@@ -333,8 +381,10 @@ class FloatCodec(Stateless):
             over = tensor.isfinite() & tensor.to(self.dtype).isinf()
             if bool(over.any()):
                 raise ValueError(
-                    f"a value of {float(tensor[over][0]):.6g} is too large for {self.name}, which ends at "
-                    f"{torch.finfo(self.dtype).max:.6g}: choose float32 (or bfloat16), lower the learning rate, or clip gradients"
+                    f"a value of {float(tensor[over][0]):.6g} is too large for {self.name}, which "
+                    "ends at "
+                    f"{torch.finfo(self.dtype).max:.6g}: choose float32 (or bfloat16), lower the "
+                    "learning rate, or clip gradients"
                 )
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -356,7 +406,9 @@ BFLOAT16 = FloatCodec("bfloat16", torch.bfloat16)
 
 @runtime_checkable
 class Rejectable(Protocol):
-    """Codec with error feedback, which must be given the outcome of the contribution that it encoded last."""
+    """Codec with error feedback, which must be given the outcome of the contribution that it
+    encoded last.
+    """
 
     @property
     def pending(self) -> bool:
@@ -368,7 +420,9 @@ class Rejectable(Protocol):
         ...
 
     def rejected(self, applied: Sequence[Tensor]) -> None:
-        """Put a contribution that is in no mean, less ``applied`` (given to the rule in its place), back into the residual."""
+        """Put a contribution that is in no mean, less ``applied`` (given to the rule in its place),
+        back into the residual.
+        """
         ...
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
@@ -378,7 +432,9 @@ class Rejectable(Protocol):
 
 @runtime_checkable
 class Resendable(Rejectable, Protocol):
-    """Codec with error feedback whose contribution in flight can be saved, and sent again as it was."""
+    """Codec with error feedback whose contribution in flight can be saved, and sent again as it
+    was.
+    """
 
     @property
     def payload(self) -> Tensor | None:
@@ -388,7 +444,9 @@ class Resendable(Rejectable, Protocol):
 
 @dataclass(frozen=True)
 class BufferTailCodec:
-    """Codec that sends the last ``count`` tensors as float32, since averaged buffers stand no loss, and the rest by ``codec``."""
+    """Codec that sends the last ``count`` tensors as float32, since averaged buffers stand no loss,
+    and the rest by ``codec``.
+    """
 
     codec: Codec
     count: int
@@ -425,7 +483,8 @@ class BufferTailCodec:
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         if payload.numel() != self.nbytes(shapes):
             raise ValueError(
-                f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}"
+                f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in "
+                f"{self.name}"
             )
         return self.unpacked(payload, shapes, Checks(later=False))
 

@@ -23,23 +23,28 @@ from shoal.optim.codecs.base import (
 
 
 class ErrorFeedback:
-    """Codec with error feedback. With g the tensors to send, e the residual (0 at first) and Q the wrapped codec:
+    """Codec with error feedback.
+
+    With g the tensors to send, e the residual (0 at first) and Q the wrapped codec:
 
         a = beta e + g;   sent = Q(a);   e <- a - sent
 
-    With beta = 1 nothing is lost: the sum of all sent values plus e equals the sum of all g. With beta < 1 (SparseLoCo: 0.95) old
-    residuals fade. For displacements only: a weight must not be sent a second time.
+    With beta = 1 nothing is lost: the sum of all sent values plus e equals the sum of all g. With
+    beta < 1 (SparseLoCo: 0.95) old residuals fade. For displacements only: a weight must not be
+    sent a second time.
 
-    e belongs to one peer and one fragment: give every fragment its own instance (``fresh``). A newcomer begins with e = 0.
-    NaN and infinity never enter e: ``encode`` raises before anything has changed. Memory: one float32 copy of the tensors, on
-    their device; while encoding two more.
+    e belongs to one peer and one fragment: give every fragment its own instance (``fresh``). A
+    newcomer begins with e = 0. NaN and infinity never enter e: ``encode`` raises before anything
+    has changed. Memory: one float32 copy of the tensors, on their device; while encoding two more.
 
-    After a round that was not accepted (the exchange returned None), the sum of all applied values plus e stays correct if
+    After a round that was not accepted (the exchange returned None), the sum of all applied values
+    plus e stays correct if
 
-    * the slow weights get g, and ``rejected(g)`` is called: e is as before (faded by beta). ``OuterOptimizer`` does so, because
-      then local progress never waits for other peers;
+    * the slow weights get g, and ``rejected(g)`` is called: e is as before (faded by beta).
+      ``OuterOptimizer`` does so, because then local progress never waits for other peers;
     * or they get ``sent()``, as in a group of one, and ``accepted()`` is called;
-    * or they get nothing, and ``rejected()`` is called: the whole of a is the residual of the next round.
+    * or they get nothing, and ``rejected()`` is called: the whole of a is the residual of the next
+      round.
 
     Raises:
         ValueError: beta is not in [0, 1], or the codec has error feedback already.
@@ -56,9 +61,13 @@ class ErrorFeedback:
         self.error: list[Tensor] | None = None
         """e, of the shapes of the last ``encode``; None before the first."""
         self.payload: Tensor | None = None
-        """What awaits its outcome: with it under "payload", a loaded state goes on as if it had been encoded there."""
+        """What awaits its outcome: with it under "payload", a loaded state goes on as if it had
+        been encoded there.
+        """
         self._again = False
-        """True if the next ``encode`` is of what was encoded before the state was saved: it was in flight."""
+        """True if the next ``encode`` is of what was encoded before the state was saved: it was in
+        flight.
+        """
 
     @property
     def name(self) -> str:
@@ -69,9 +78,12 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Encode the tensors plus the residual. ValueError for NaN, infinity, or shapes other than before.
+        """Encode the tensors plus the residual.
 
-        After ``load_state_dict`` of a state with a payload the first call returns that payload, and nothing changes.
+        ValueError for NaN, infinity, or shapes other than before.
+
+        After ``load_state_dict`` of a state with a payload the first call returns that payload, and
+        nothing changes.
         """
         return encoded(self, tensors)
 
@@ -103,7 +115,8 @@ class ErrorFeedback:
         kept, given = ([tuple(tensor.shape) for tensor in some] for some in (self.error, total))
         if kept != given:
             raise ValueError(
-                f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} values, got {len(given)} of "
+                f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} "
+                f"values, got {len(given)} of "
                 f"{sum(map(math.prod, given))}: use fresh() for each fragment or model"
             )
         return [
@@ -121,7 +134,10 @@ class ErrorFeedback:
         return ErrorFeedback(self.codec.fresh(), self.beta)
 
     def sent(self) -> list[Tensor]:
-        """Return the decoded values of the last ``encode``, on the devices of its tensors. ValueError if none awaits an outcome."""
+        """Return the decoded values of the last ``encode``, on the devices of its tensors.
+
+        ValueError if none awaits an outcome.
+        """
         if self.payload is None or self.error is None:
             raise ValueError("nothing has been sent since the last outcome")
         return self._decoded(self.payload.clone(), self.error)
@@ -135,7 +151,8 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
-        """Take back the last ``encode``, which counted nowhere: e <- e + sent, less ``applied``, the values applied in its place.
+        """Take back the last ``encode``, which counted nowhere: e <- e + sent, less ``applied``,
+        the values applied in its place.
 
         ValueError if there was no ``encode`` since the last outcome.
         """
@@ -151,7 +168,9 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        """Return the codec's name, e, and the wrapped codec's state; with ``unsent``, e as ``rejected(unsent)`` would leave it."""
+        """Return the codec's name, e, and the wrapped codec's state; with ``unsent``, e as
+        ``rejected(unsent)`` would leave it.
+        """
         error = (
             self._taken_back(unsent)
             if unsent is not None
@@ -164,10 +183,14 @@ class ErrorFeedback:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError for another codec's state or one not finite; nothing is changed then."""
+        """Restore what ``state_dict`` returned.
+
+        ValueError for another codec's state or one not finite; nothing is changed then.
+        """
         if state_dict.get("codec") != self.name:
             raise ValueError(
-                f"the saved error feedback is of the codec {state_dict.get('codec')}, not of {self.name}"
+                f"the saved error feedback is of the codec {state_dict.get('codec')}, not of "
+                f"{self.name}"
             )
         error: list[Tensor] | None = state_dict["error"]
         check_finite(error or [], "the saved error feedback")

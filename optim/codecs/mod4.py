@@ -1,38 +1,49 @@
-"""The codec for pairs: weights modulo a range in 4 bits a value, which the partner completes by its own weights.
+"""The codec for pairs: weights modulo a range in 4 bits a value, which the partner completes by its
+own weights.
 
-After Moniqua (2002.11787) and SwarmSGD's lattice coding: the weights of two peers lie near each other, so the high part of a number
-need not be sent. Blocks of 64 consecutive values of one tensor, whose last may be shorter, have a range each:
+After Moniqua (2002.11787) and SwarmSGD's lattice coding: the weights of two peers lie near each
+other, so the high part of a number need not be sent. Blocks of 64 consecutive values of one tensor,
+whose last may be shorter, have a range each:
 
-    sigma = 2^(e/4), the rms distance to the partner that the sender expects;   D = 2 c sigma / 2^b,   b = 4, c = 4.5
-    z = round(w / D + u);   code = z mod 2^b;   digest = sum r_i floor(z_i / 2^b) mod 256
-    k = round((x / D + u - code) / 2^b);   w' = (code + 2^b k - u) D        with the receiver's own weights x, as it sent them
+    sigma = 2^(e/4), the rms distance to the partner that the sender expects;   D = 2 c sigma / 2^b,
+    b = 4, c = 4.5 z = round(w / D + u);   code = z mod 2^b;   digest = sum r_i floor(z_i / 2^b) mod
+    256 k = round((x / D + u - code) / 2^b);   w' = (code + 2^b k - u) D        with the receiver's
+    own weights x, as it sent them
 
-The dither u in [-1/2, 1/2) and the odd r follow from the payload's seed. Where |w - x| < c sigma (1 - 2^-b), w' has the bits of the
-sender's lattice point (z - u) D. Elsewhere the digest differs (but for 1 of 256), and the receiver refuses the block; so it does if
-w' is further away than twice its own sigma, so no partner moves a peer by more than that expects. Both leave out what one refuses:
+The dither u in [-1/2, 1/2) and the odd r follow from the payload's seed. Where |w - x| < c sigma
+(1 - 2^-b), w' has the bits of the sender's lattice point (z - u) D. Elsewhere the digest differs
+(but for 1 of 256), and the receiver refuses the block; so it does if w' is further away than twice
+its own sigma, so no partner moves a peer by more than that expects. Both leave out what one
+refuses:
 
-    mean_i = w_i + s_j (w'_j - w'_i)        s_j: the partner's share in the mean, half of it between equals
+    mean_i = w_i + s_j (w'_j - w'_i)        s_j: the partner's share in the mean, half of it between
+    equals
 
-so what one gains the other loses, to the last bit, and the own rounding never enters the own weights.
+so what one gains the other loses, to the last bit, and the own rounding never enters the own
+weights.
 
-The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is the measured distance over
-rms(w - slow) in the fragment's last exchange, 1.5 at first. It is at least half of the tensor's, in the root mean square: where one
-peer alone has learnt, as in the rows of rare tokens, the others know of no distance. D is at least 2^-20 of the largest value: z is
-exact in float32.
+The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is
+the measured distance over rms(w - slow) in the fragment's last exchange, 1.5 at first. It is at
+least half of the tensor's, in the root mean square: where one peer alone has learnt, as in the rows
+of rare tokens, the others know of no distance. D is at least 2^-20 of the largest value: z is exact
+in float32.
 
-* A refused block counts as 1.5 sigma if the partner expected no less, else as sigma: the narrower of both becomes wider, and what
-  the other cannot read does not widen the own range. One in which the partner expected more counts as 0.7 of that, up to 1.5
-  sigma. Where one peer is far from all others the word spreads; else nobody would send it what it can read, and it would stay away
-  for good.
-* A contribution of which most blocks are refused shows nothing if that of the partner before was near: that peer is far from all,
-  and would widen their ranges.
+* A refused block counts as 1.5 sigma if the partner expected no less, else as sigma: the narrower
+  of both becomes wider, and what the other cannot read does not widen the own range. One in which
+  the partner expected more counts as 0.7 of that, up to 1.5 sigma. Where one peer is far from all
+  others the word spreads; else nobody would send it what it can read, and it would stay away for
+  good.
+* A contribution of which most blocks are refused shows nothing if that of the partner before was
+  near: that peer is far from all, and would widen their ranges.
 * n rounds without a partner make rms(w - slow) count sqrt(1 + n) times, at most 4: a random walk.
 
-What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times the true distance an exchange
-rounds more than it averages, so ranges that grow by themselves drive the peers apart.
+What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times
+the true distance an exchange rounds more than it averages, so ranges that grow by themselves drive
+the peers apart.
 
-A payload is the seed (8 bytes), e of all blocks (1 byte each), the digests (1 byte each), and the codes: 32 bytes a block, of which
-byte j has value j in its lower half and value j + 32 in its higher one. Short blocks are filled up with zeros.
+A payload is the seed (8 bytes), e of all blocks (1 byte each), the digests (1 byte each), and the
+codes: 32 bytes a block, of which byte j has value j in its lower half and value j + 32 in its
+higher one. Short blocks are filled up with zeros.
 """
 
 from __future__ import annotations
@@ -68,8 +79,11 @@ LARGEST, NONE = 127, -128
 """The largest e, and what stands for a distance that is not known; the least is -127."""
 SEED = 8
 WIDE = 2.0**13
-"""z from which a digest's 64 products, of factors up to 255 and z / 2^b, could sum to more than 2^24."""
-SLAB = 512  # blocks at a time, whose intermediate results stay in the cache; also the period of the dither
+"""z from which a digest's 64 products, of factors up to 255 and z / 2^b, could sum to more than
+2^24.
+"""
+# blocks at a time, whose intermediate results stay in the cache; also the period of the dither
+SLAB = 512
 
 
 def _steps() -> Tensor:
@@ -84,9 +98,11 @@ SIGMAS = STEPS * (LEVELS / (2 * REACH))
 
 
 class Mod4Codec:
-    """Codec of whole weights between two peers; ``post`` encodes, and what it returns reads the partner's payload.
+    """Codec of whole weights between two peers; ``post`` encodes, and what it returns reads the
+    partner's payload.
 
-    State: the measured distances, as exponents, and rho, so that a resumed run goes on with the same bits.
+    State: the measured distances, as exponents, and rho, so that a resumed run goes on with the
+    same bits.
     """
 
     name, displacement = "mod4", False
@@ -105,7 +121,8 @@ class Mod4Codec:
 
     @torch.no_grad()
     def expect(self, exchange: str, moved: Sequence[Tensor]) -> None:
-        """Prepare ``post`` for an exchange, whose name gives the dither; ``moved``: w - slow, or slow - w, of each parameter.
+        """Prepare ``post`` for an exchange, whose name gives the dither; ``moved``: w - slow, or
+        slow - w, of each parameter.
 
         Without it the weights themselves are taken for it, which is a range far too wide.
         """
@@ -118,9 +135,11 @@ class Mod4Codec:
 
     @torch.no_grad()
     def post(self, tensors: Sequence[Tensor], tail: int = 0) -> PairMessage:
-        """Return the message of tensors of which the last ``tail`` travel as float32, and which must stay as they are.
+        """Return the message of tensors of which the last ``tail`` travel as float32, and which
+        must stay as they are.
 
-        Its bytes are written when they are first asked for, in any thread. ValueError for NaN, infinity, or values above 2^50.
+        Its bytes are written when they are first asked for, in any thread. ValueError for NaN,
+        infinity, or values above 2^50.
         """
         head = tensors[: len(tensors) - tail]
         shapes, own = [tuple(tensor.shape) for tensor in tensors], Rows(head)
@@ -132,14 +151,17 @@ class Mod4Codec:
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Raise ValueError: what a payload means depends on who reads it (``PairMessage.read``)."""
         raise ValueError(
-            "mod4 is for two peers, each of which reads it by its own weights: choose another codec for groups"
+            "mod4 is for two peers, each of which reads it by its own weights: choose another "
+            "codec for groups"
         )
 
     def fresh(self) -> Mod4Codec:
         return Mod4Codec()
 
     def learn(self, sent: PairMessage, read: Reading) -> None:
-        """Note the distances that the partner's contribution showed; one that is far, after one that was not, shows none."""
+        """Note the distances that the partner's contribution showed; one that is far, after one
+        that was not, shows none.
+        """
         odd, self._far = read.far and not self._far and self._measured is not None, read.far
         if odd:
             return
@@ -180,7 +202,8 @@ class Mod4Codec:
         least = own.largest * (2.0**-20 * LEVELS / (2 * REACH))
         if not bool((least <= SIGMAS[-1]).all()):
             raise ValueError(
-                "a tensor to be sent holds NaN, infinity or values too large: lower the learning rate or clip gradients"
+                "a tensor to be sent holds NaN, infinity or values too large: lower the learning "
+                "rate or clip gradients"
             )
         return _exponents(torch.maximum(expected, least)).clamp(min=-LARGEST), moved
 
@@ -188,7 +211,9 @@ class Mod4Codec:
 
     @property
     def payload(self) -> Tensor | None:
-        """None: what is in flight is encoded anew, with the same bits, from the saved state and the same tensors."""
+        """None: what is in flight is encoded anew, with the same bits, from the saved state and the
+        same tensors.
+        """
         return None
 
     def accepted(self) -> None:
@@ -199,7 +224,9 @@ class Mod4Codec:
         self.pending, self._apart = False, self._apart + 1
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        """Return the measured distances, what is needed to encode the contribution in flight again, and the codec's name."""
+        """Return the measured distances, what is needed to encode the contribution in flight again,
+        and the codec's name.
+        """
         kept = {
             "measured": self._measured,
             "moved": self._moved if self.pending and unsent is None else None,
@@ -298,7 +325,10 @@ class PairMessage:
 
     @torch.no_grad()
     def read(self, payload: Tensor) -> Reading:
-        """Read the partner's payload by the own values. ValueError unless it is one of these shapes."""
+        """Read the partner's payload by the own values.
+
+        ValueError unless it is one of these shapes.
+        """
         payload, count = check_payload(payload, self.nbytes, "mod4"), len(self.own)
         exponents, digests, codes = _parts(payload, count)
         steps = exponents.view(torch.int8).int() + 128
@@ -359,7 +389,8 @@ class PairMessage:
         return Reading(values, kept, distance, SIGMAS[steps], rest)
 
     def move(self, read: Reading, refused: bytes) -> list[Tensor]:
-        """Return w'_j - w'_i, of all tensors, and 0 where the block was refused here or, by ``refused``, there.
+        """Return w'_j - w'_i, of all tensors, and 0 where the block was refused here or, by
+        ``refused``, there.
 
         ``read`` is used up.
         """
@@ -378,13 +409,17 @@ class PairMessage:
         return [*self._cut(read.values), *read.rest]
 
     def refused(self, bits: bytes) -> Tensor:
-        """Return which blocks the partner refused, bool. ValueError unless ``bits`` are those of ``Reading.bits``."""
+        """Return which blocks the partner refused, bool.
+
+        ValueError unless ``bits`` are those of ``Reading.bits``.
+        """
         count = len(self.own)
         if not bits:
             return torch.zeros(count, dtype=torch.bool, device="cpu")
         if len(bits) != packed_bytes(count, 1):
             raise ValueError(
-                f"{len(bits)} bytes name the refused blocks, {packed_bytes(count, 1)} are needed for {count}"
+                f"{len(bits)} bytes name the refused blocks, {packed_bytes(count, 1)} are needed "
+                f"for {count}"
             )
         return unpack(torch.frombuffer(bytearray(bits), dtype=torch.uint8), 1, count).bool()
 
@@ -402,7 +437,9 @@ class PairMessage:
             yield torch.addcmul(dither[: len(own)], own, scaling, out=room[: len(own)]).round_()
 
     def _wide(self, exponents: Tensor) -> list[bool]:
-        """Return for each slab whether the sum of a digest needs its numbers modulo 256, for float32 to hold it."""
+        """Return for each slab whether the sum of a digest needs its numbers modulo 256, for
+        float32 to hold it.
+        """
         points = self.own.largest * STEPS[exponents.int() + 128].reciprocal()
         return [bool((part >= WIDE).any()) for (part,) in _together(points)]
 
@@ -439,7 +476,9 @@ class Reading:
 
     @property
     def bits(self) -> bytes:
-        """Which blocks are refused, one bit each, the first in the lowest bit of the first byte; empty if none is."""
+        """Which blocks are refused, one bit each, the first in the lowest bit of the first byte;
+        empty if none is.
+        """
         return (
             b""
             if bool(self.kept.all())
@@ -448,16 +487,21 @@ class Reading:
 
 
 def for_pairs(codec: Codec) -> tuple[Mod4Codec, int] | None:
-    """Return the codec for pairs in ``codec`` and how many tensors follow as float32, or None if it is another codec."""
+    """Return the codec for pairs in ``codec`` and how many tensors follow as float32, or None if it
+    is another codec.
+    """
     head, tail = (codec.codec, codec.count) if isinstance(codec, BufferTailCodec) else (codec, 0)
     return (head, tail) if isinstance(head, Mod4Codec) else None
 
 
 def check_no_pair(codec: Codec) -> None:
-    """Raise ValueError if ``codec`` is for pairs; called by all exchanges whose groups may be larger."""
+    """Raise ValueError if ``codec`` is for pairs; called by all exchanges whose groups may be
+    larger.
+    """
     if for_pairs(codec) is not None:
         raise ValueError(
-            f"{codec.name} is for pairs that read each other by their own weights, not for groups: choose another codec"
+            f"{codec.name} is for pairs that read each other by their own weights, not for groups: "
+            "choose another codec"
         )
 
 
@@ -470,7 +514,9 @@ def _gap(count: int, tail: int) -> int:
 
 
 class Rows:
-    """Tensors as blocks of float32 values on the CPU, which are copied only where a slab is not all of one such tensor."""
+    """Tensors as blocks of float32 values on the CPU, which are copied only where a slab is not all
+    of one such tensor.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = to_host([tensor.detach() for tensor in tensors])
@@ -504,7 +550,9 @@ class Rows:
         return largest
 
     def slabs(self) -> Iterator[Tensor]:
-        """Yield (blocks, 64) of a slab after the other, short blocks filled with zeros; some in memory that the next overwrites."""
+        """Yield (blocks, 64) of a slab after the other, short blocks filled with zeros; some in
+        memory that the next overwrites.
+        """
         room = torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
         for first in range(0, len(self), SLAB):
             size, place = (
@@ -525,7 +573,9 @@ class Rows:
 
 
 def _together(*parts: Tensor | Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield from all at once; of tensors, which have a row for each block, a slab after the other."""
+    """Yield from all at once; of tensors, which have a row for each block, a slab after the
+    other.
+    """
     slabs = (
         (torch.split(part, SLAB) if len(part) else ()) if isinstance(part, Tensor) else part
         for part in parts
@@ -562,9 +612,11 @@ def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
-    """Return the dither of a slab's blocks, in steps of 2^-16, and the odd factors of a digest, up to 255; the same everywhere.
+    """Return the dither of a slab's blocks, in steps of 2^-16, and the odd factors of a digest, up
+    to 255; the same everywhere.
 
-    Integer arithmetic alone, so all machines and all versions of torch get the same. Each slab has the same dither.
+    Integer arithmetic alone, so all machines and all versions of torch get the same. Each slab has
+    the same dither.
     """
     low, high = (int.from_bytes(seed[at : at + 4], "little") for at in (0, 4))
     x = torch.arange((min(count, SLAB) + 1) * BLOCK, dtype=torch.int64, device="cpu")
@@ -574,7 +626,9 @@ def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """Scramble 32-bit numbers (held in int64) by a bijection: two rounds of xorshift and multiply."""
+    """Scramble 32-bit numbers (held in int64) by a bijection: two rounds of xorshift and
+    multiply.
+    """
     for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
         numbers = ((numbers ^ (numbers >> 16)) * factor) & 0xFFFFFFFF
     return numbers ^ (numbers >> 15)

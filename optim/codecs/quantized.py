@@ -1,11 +1,14 @@
-"""Codecs that send every value, in 8, 4 or 1 bits, with one scale for each block of consecutive values of a tensor.
+"""Codecs that send every value, in 8, 4 or 1 bits, with one scale for each block of consecutive
+values of a tensor.
 
-For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8 and 1/8 + 1/256 with sign.
+For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8 and 1/8 + 1/256
+with sign.
 
-Packing of small integers without gaps: 1, 2 or 4 bits each, and pairs of 12 bits. Vectorised, on any device.
+Packing of small integers without gaps: 1, 2 or 4 bits each, and pairs of 12 bits. Vectorised, on
+any device.
 
-The first code is in the lowest bits of the first byte. Bytes of several codes are combined in one machine word, which requires a
-little-endian machine; PyTorch supports no other.
+The first code is in the lowest bits of the first byte. Bytes of several codes are combined in one
+machine word, which requires a little-endian machine; PyTorch supports no other.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ def packed_bytes(count: int, width: int) -> int:
 
 
 def pack(codes: Tensor, width: int) -> Tensor:
-    """Pack flat uint8 ``codes`` below 2**width, with ``width`` 1, 2 or 4, into a flat uint8 tensor of ``packed_bytes``."""
+    """Pack flat uint8 ``codes`` below 2**width, with ``width`` 1, 2 or 4, into a flat uint8 tensor
+    of ``packed_bytes``.
+    """
     per_byte = 8 // width
     short = -codes.numel() % per_byte
     words = (functional.pad(codes, (0, short)) if short else codes.contiguous()).view(_WORDS[width])
     if width == 1:
-        # Bit i of the highest byte of the product is the lowest bit of byte i: the partial products do not overlap.
+        # Bit i of the highest byte of the product is the lowest bit of byte i: the partial products
+        # do not overlap.
         return ((words * 0x0102040810204080) >> 56).to(torch.uint8)
     packed = words.clone()
     for place in range(1, per_byte):
@@ -44,7 +50,8 @@ def pack(codes: Tensor, width: int) -> Tensor:
 
 
 def byte_table(levels: Tensor) -> Tensor:
-    """Return the values that each of the 256 bytes encodes when its codes of width 1, 2 or 4 index the 2, 4 or 16 ``levels``.
+    """Return the values that each of the 256 bytes encodes when its codes of width 1, 2 or 4 index
+    the 2, 4 or 16 ``levels``.
 
     The shape is (256, codes per byte), dtype and device are those of ``levels``.
     """
@@ -68,7 +75,9 @@ def unpack(packed: Tensor, width: int, count: int) -> Tensor:
 
 
 def pack12(codes: Tensor) -> Tensor:
-    """Pack integers below 4,096 row by row: shape (rows, n) becomes uint8 of shape (rows, ``packed_bytes(n, 12)``)."""
+    """Pack integers below 4,096 row by row: shape (rows, n) becomes uint8 of shape (rows,
+    ``packed_bytes(n, 12)``).
+    """
     rows, count = codes.shape
     low, high = functional.pad(codes, (0, count % 2)).view(rows, -1, 2).unbind(2)
     packed = torch.stack((low & 0xFF, (low >> 8) | ((high & 0xF) << 4), high >> 4), dim=2)
@@ -84,11 +93,16 @@ def unpack12(packed: Tensor, count: int) -> Tensor:
 
 
 CPU_SLAB, GPU_SLAB = 2**18, 2**26
-"""Values processed at once: on a CPU the intermediate results stay in the cache, on a GPU the launches are few."""
+"""Values processed at once: on a CPU the intermediate results stay in the cache, on a GPU the
+launches are few.
+"""
 
 
 class SectionCodec(Stateless, ABC):
-    """Stateless codec that encodes each tensor separately, in slabs. Sections begin at multiples of 4 bytes; gaps are zero."""
+    """Stateless codec that encodes each tensor separately, in slabs.
+
+    Sections begin at multiples of 4 bytes; gaps are zero.
+    """
 
     name: str
     displacement = True
@@ -99,7 +113,10 @@ class SectionCodec(Stateless, ABC):
 
     @abstractmethod
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
-        """Encode one float32 tensor into ``section``, a zeroed uint8 tensor on the same device. ``checks``: as for ``encode``."""
+        """Encode one float32 tensor into ``section``, a zeroed uint8 tensor on the same device.
+
+        ``checks``: as for ``encode``.
+        """
 
     @abstractmethod
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
@@ -141,12 +158,16 @@ class SectionCodec(Stateless, ABC):
 
 
 def blocks(count: int, size: int) -> int:
-    """Return the number of blocks of ``size`` values that hold ``count`` values; the last may be shorter."""
+    """Return the number of blocks of ``size`` values that hold ``count`` values; the last may be
+    shorter.
+    """
     return (count + size - 1) // size
 
 
 def slabs(flat: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield views of a flat tensor as matrices of whole blocks, with the number of their first block; a short last block alone."""
+    """Yield views of a flat tensor as matrices of whole blocks, with the number of their first
+    block; a short last block alone.
+    """
     whole = flat.numel() // size
     step = max((CPU_SLAB if flat.device.type == "cpu" else GPU_SLAB) // size, 1)
     for first in range(0, whole, step):
@@ -157,7 +178,10 @@ def slabs(flat: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def check_sent(scales: Tensor, checks: Checks) -> None:
-    text = "a tensor to be sent holds NaN, infinity or values too large: lower the learning rate or clip gradients"
+    text = (
+        "a tensor to be sent holds NaN, infinity or values too large: lower the learning rate "
+        "or clip gradients"
+    )
     checks.require(scales.isfinite().all(), text)
 
 
@@ -169,7 +193,9 @@ def check_received(scales: Tensor, checks: Checks) -> None:
 
 
 class DenseCodec(SectionCodec):
-    """Codec whose sections hold one float32 scale a block, then the codes of all values, row-major, ``width`` bits each."""
+    """Codec whose sections hold one float32 scale a block, then the codes of all values, row-major,
+    ``width`` bits each.
+    """
 
     width: int
     block: int
@@ -177,7 +203,9 @@ class DenseCodec(SectionCodec):
 
     @abstractmethod
     def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Write the scales of the rows of ``values`` (blocks x values) into ``scales``; return the packed codes as flat bytes."""
+        """Write the scales of the rows of ``values`` (blocks x values) into ``scales``; return the
+        packed codes as flat bytes.
+        """
 
     @abstractmethod
     def restore(self, codes: Tensor, values: Tensor) -> None:
@@ -210,18 +238,23 @@ class DenseCodec(SectionCodec):
 
 
 def _largest(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Write each row's largest magnitude into ``scales``; return the magnitudes and the scales as divisors (1 in place of 0)."""
+    """Write each row's largest magnitude into ``scales``; return the magnitudes and the scales as
+    divisors (1 in place of 0).
+    """
     magnitudes = values.abs()
     torch.amax(magnitudes, dim=1, out=scales)
     return magnitudes, torch.where(scales > 0, scales, 1).unsqueeze(1)
 
 
 class Int8Codec(DenseCodec):
-    """Codec of 127 equal steps to either side of zero up to the block's largest magnitude s; error at most s/254 + s/2^22.
+    """Codec of 127 equal steps to either side of zero up to the block's largest magnitude s; error
+    at most s/254 + s/2^22.
 
-    Half a step is s/254; the second term bounds the four float32 roundings, two of the quotient and two of the product.
+    Half a step is s/254; the second term bounds the four float32 roundings, two of the quotient and
+    two of the product.
 
-    Precise enough for whole weights too, if the pseudo-gradients of a round are not small compared with s/254.
+    Precise enough for whole weights too, if the pseudo-gradients of a round are not small compared
+    with s/254.
     """
 
     name, displacement, width, block = "int8", False, 8, 256
@@ -232,19 +265,25 @@ class Int8Codec(DenseCodec):
         return steps.to(torch.int8).view(torch.uint8).view(-1)
 
     def restore(self, codes: Tensor, values: Tensor) -> None:
-        """Divide by 127 before scaling, so that the largest value is exact. The code -128, which is never sent, counts as -127."""
-        # By a tensor: CUDA divides by a number as it multiplies by its reciprocal, and the last bit is another than a CPU's.
+        """Divide by 127 before scaling, so that the largest value is exact.
+
+        The code -128, which is never sent, counts as -127.
+        """
+        # By a tensor: CUDA divides by a number as it multiplies by its reciprocal, and the last bit
+        # is another than a CPU's.
         values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(
             values.new_full((1,), 127.0)
         )
 
 
 class SignCodec(DenseCodec):
-    """Codec of 1 bit a value, as in 1-bit Adam (2102.02888): each value becomes its sign times the block's mean magnitude.
+    """Codec of 1 bit a value, as in 1-bit Adam (2102.02888): each value becomes its sign times the
+    block's mean magnitude.
 
-    Zero counts as positive. Use it with error feedback ("sign+ef"): without it small values are lost for good. The paper
-    compresses twice, each time with feedback: the peers' contributions and the mean that a reducer sends back. A reducer needs a
-    codec of its own (``fresh``); between pairs nothing is sent back.
+    Zero counts as positive. Use it with error feedback ("sign+ef"): without it small values are
+    lost for good. The paper compresses twice, each time with feedback: the peers' contributions and
+    the mean that a reducer sends back. A reducer needs a codec of its own (``fresh``); between
+    pairs nothing is sent back.
     """
 
     name, width, block = "sign", 1, 1024
@@ -270,14 +309,17 @@ DIGITS, QUARTER = 15, 15**4
 class E3M0Codec(SectionCodec):
     """Codec of Streaming DiLoCo (2501.18512): a sign and 3 bits of exponent, no mantissa.
 
-    The paper does not give the scaling, so this is ours: with s the block's largest magnitude rounded to bfloat16, a value is 0 or
-    one of +-s 2^-k, k = 0..6, the nearest. Error at most |x|/3 where |x| >= s/64, and at most s/128 below. A common factor that is
-    a power of two is preserved exactly.
+    The paper does not give the scaling, so this is ours: with s the block's largest magnitude
+    rounded to bfloat16, a value is 0 or one of +-s 2^-k, k = 0..6, the nearest. Error at most |x|/3
+    where |x| >= s/64, and at most s/128 below. A common factor that is a power of two is preserved
+    exactly.
 
-    Those are 15 levels and not 16. So 16 values, as the digits of a number to the base of 15, fit into 63 bits of a word, and the
-    remaining bits of a block's 16 words hold its scale: 4 bits a value in all, where a separate scale would need more.
-    The digits are 0 for zero, 8 - k - 1 for positive and 15 - k - 1 for negative levels, the first value the lowest digit; bit j
-    of the scale is the sign of word j. The rest of a tensor after whole blocks: its scale in 2 bytes, then 4 bits a value.
+    Those are 15 levels and not 16. So 16 values, as the digits of a number to the base of 15, fit
+    into 63 bits of a word, and the remaining bits of a block's 16 words hold its scale: 4 bits a
+    value in all, where a separate scale would need more. The digits are 0 for zero, 8 - k - 1 for
+    positive and 15 - k - 1 for negative levels, the first value the lowest digit; bit j of the
+    scale is the sign of word j. The rest of a tensor after whole blocks: its scale in 2 bytes, then
+    4 bits a value.
     """
 
     name = "e3m0"
@@ -320,11 +362,14 @@ class E3M0Codec(SectionCodec):
 
 
 def _digits(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the nearest level of each value, uint8 (blocks, values), exactly: by integer arithmetic on the bits of the floats."""
+    """Return the nearest level of each value, uint8 (blocks, values), exactly: by integer
+    arithmetic on the bits of the floats.
+    """
     magnitudes = values.abs()
     ratios = magnitudes.div_(torch.where(scales > 0, scales, 1)[:, None])
     above = ratios >= 2.0**-7  # half of the least level: not zero
-    # Adding half of the mantissa's range carries into the exponent from 1.5 times a power of two on: rounds to the nearer one.
+    # Adding half of the mantissa's range carries into the exponent from 1.5 times a power of two
+    # on: rounds to the nearer one.
     digits = ratios.view(torch.int32).add_(1 << 22).bitwise_right_shift_(23).sub_(120)
     digits = torch.maximum(digits, above.int()).clamp_(0, 7)
     digits += (values < 0).int().mul_(7).mul_(digits > 0)
@@ -346,7 +391,10 @@ def _to_words(digits: Tensor, scales: Tensor) -> Tensor:
 
 
 def _from_words(words: Tensor, values: Tensor, checks: Checks) -> Tensor:
-    """Fill ``values`` (blocks, 256) with the levels; return the scales. ``checks``: no word is too large for its digits."""
+    """Fill ``values`` (blocks, 256) with the levels; return the scales.
+
+    ``checks``: no word is too large for its digits.
+    """
     places = torch.arange(WORD, device=words.device)
     bits = ((words < 0).int() << places).sum(1, dtype=torch.int32)
     scales = bits.to(torch.int16).view(torch.bfloat16)

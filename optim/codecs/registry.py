@@ -1,11 +1,13 @@
 """Codecs by their names.
 
-    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2[:PART],
+    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0,
+    topk2[:PART],
                             topk2-senders[:PART], sign, auto:BITS, mod4 (without +ef)
 
-``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
-``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2 bits a value, more on some tensors than on
-others. The ``name`` of a codec is its one canonical spelling.
+``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual
+fades by 0.95 a round; ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2``
+spends 2 bits a value, more on some tensors than on others. The ``name`` of a codec is its one
+canonical spelling.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from shoal.optim.codecs.topk import TopK2Codec
 
 
 class TopK2SendersCodec(TopK2Codec):
-    """``TopK2Codec``, with the mean of SparseLoCo's authors' code in place of their paper's (``exchange.averaging``)."""
+    """``TopK2Codec``, with the mean of SparseLoCo's authors' code in place of their paper's
+    (``exchange.averaging``).
+    """
 
     base = "topk2-senders"
 
 
 def beyond_senders(codec: Codec) -> int | None:
-    """Return how many tensors, the last ones, are not averaged at each index over the peers that sent it; None if none is."""
+    """Return how many tensors, the last ones, are not averaged at each index over the peers that
+    sent it; None if none is.
+    """
     if isinstance(codec, BufferTailCodec):
         inner = beyond_senders(codec.codec)
         return None if inner is None else inner + codec.count
@@ -51,13 +57,17 @@ _NAME = re.compile(
 
 
 def codec_named(name: str) -> Codec:
-    """Return the codec of that name, a new instance if it has state. ValueError for an unknown name lists the known ones."""
+    """Return the codec of that name, a new instance if it has state.
+
+    ValueError for an unknown name lists the known ones.
+    """
     match = _NAME.fullmatch(name) if len(name) <= 64 else None
     codec = _base(match["base"], match["number"]) if match else None
     if match is None or codec is None or (match["ef"] and isinstance(codec, Mod4Codec)):
         names = ", ".join(_CODECS)
         raise ValueError(
-            f"unknown codec {name[:64]!r}: choose one of {names}, topk2:PART or auto:BITS, each with +ef or +ef:BETA for error "
+            f"unknown codec {name[:64]!r}: choose one of {names}, topk2:PART or auto:BITS, each "
+            "with +ef or +ef:BETA for error "
             "feedback, or mod4"
         )
     return ErrorFeedback(codec, float(match["beta"] or 1)) if match["ef"] else codec

@@ -1,4 +1,6 @@
-"""SparseLoCo's codec (2508.15706): the largest of each chunk of 4,096 values, 64 or as many as one asks, with two bits each."""
+"""SparseLoCo's codec (2508.15706): the largest of each chunk of 4,096 values, 64 or as many as one
+asks, with two bits each.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,33 @@ from shoal.optim.codecs.quantized import (
 CHUNK, SIDE = 4096, 64
 PART, MOST = 1 / 64, 0.25
 EVEN = 16
-"""A whole chunk keeps a multiple of so many values: its indices and signs fill whole bytes, and its levels lie at even bytes."""
+"""A whole chunk keeps a multiple of so many values: its indices and signs fill whole bytes, and its
+levels lie at even bytes.
+"""
 
 
 class TopK2Codec(SectionCodec):
-    """Codec that keeps ``part`` of the values as one of +-lo, +-hi; all others become 0. By default 1 in 64: 108 bytes for 16,384.
+    """Codec that keeps ``part`` of the values as one of +-lo, +-hi; all others become 0.
 
-    A chunk is a square of 64 x 64 of a matrix both of whose sides are multiples of 64, else a run of 4,096 values in row-major
-    order, the last run perhaps shorter. A whole chunk keeps its part rounded up to a multiple of 16 values (64 by default, 416
-    for a tenth), a short one of n values n times ``part``, rounded up. A kept value takes 13 bits.
+    By default 1 in 64: 108 bytes for 16,384.
 
-    Of the kept values, ordered by magnitude, the larger half become hi and the others lo, which are the means of their magnitudes
-    (one step of Lloyd's algorithm; the text of the paper that was available to us does not give its levels). lo and hi are sent as
-    bfloat16, which has float32's range.
+    A chunk is a square of 64 x 64 of a matrix both of whose sides are multiples of 64, else a run
+    of 4,096 values in row-major order, the last run perhaps shorter. A whole chunk keeps its part
+    rounded up to a multiple of 16 values (64 by default, 416 for a tenth), a short one of n values
+    n times ``part``, rounded up. A kept value takes 13 bits.
 
-    A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all signs (1 bit each, 1 for
-    negative). Indices and signs of the larger half come first, so the bit that tells hi from lo need not be sent. A chunk with
-    fewer nonzero values than it may keep repeats its first index, which has no effect: zero stays zero.
+    Of the kept values, ordered by magnitude, the larger half become hi and the others lo, which are
+    the means of their magnitudes (one step of Lloyd's algorithm; the text of the paper that was
+    available to us does not give its levels). lo and hi are sent as bfloat16, which has float32's
+    range.
 
-    Meant for error feedback ("topk2+ef:0.95"): without it a value that is never among the largest is never sent.
+    A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all
+    signs (1 bit each, 1 for negative). Indices and signs of the larger half come first, so the bit
+    that tells hi from lo need not be sent. A chunk with fewer nonzero values than it may keep
+    repeats its first index, which has no effect: zero stays zero.
+
+    Meant for error feedback ("topk2+ef:0.95"): without it a value that is never among the largest
+    is never sent.
 
     Raises:
         ValueError: ``part`` is not in [1/4096, 1/4].
@@ -55,7 +65,8 @@ class TopK2Codec(SectionCodec):
     def __init__(self, part: float = PART) -> None:
         if not 1 / CHUNK <= part <= MOST:
             raise ValueError(
-                f"{self.base} keeps a part of the values from 1/{CHUNK} to {MOST:g}, got {part:g}: to send more, choose auto:BITS"
+                f"{self.base} keeps a part of the values from 1/{CHUNK} to {MOST:g}, got {part:g}: "
+                "to send more, choose auto:BITS"
             )
         self.part = float(
             f"{part:g}"
@@ -132,7 +143,9 @@ def _chunk_bytes(keep: int) -> int:
 
 
 def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of a section of ``chunks`` chunks that keep so many values each: levels, packed indices, signs, row by row."""
+    """Return views of a section of ``chunks`` chunks that keep so many values each: levels, packed
+    indices, signs, row by row.
+    """
     sizes = [chunks * 4, chunks * packed_bytes(keep, 12), chunks * packed_bytes(keep, 1)]
     levels, indices, signs = torch.split(section, sizes)
     return (
@@ -164,7 +177,10 @@ def _select(
 def _restore(
     section: Tensor, chunks: int, size: int, keep: int, checks: Checks
 ) -> tuple[Tensor, Tensor]:
-    """Return places within the chunks and values, both (chunks, kept). ``checks``: the bytes are such as ``_select`` writes."""
+    """Return places within the chunks and values, both (chunks, kept).
+
+    ``checks``: the bytes are such as ``_select`` writes.
+    """
     levels, indices, signs = _parts(section, chunks, keep)
     check_received(levels, checks)
     places = unpack12(indices, keep)

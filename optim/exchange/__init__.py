@@ -1,1 +1,3 @@
-"""The Exchange protocol, and the exchanges that need no swarm: alone, simulated, and over torch.distributed."""
+"""The Exchange protocol, and the exchanges that need no swarm: alone, simulated, and over
+torch.distributed.
+"""

@@ -1,16 +1,19 @@
-"""The mean of the contributions that a round counts: the update screen's, or that which the codec wants.
+"""The mean of the contributions that a round counts: the update screen's, or that which the codec
+wants.
 
 Robust aggregation: which contributions are refused before the commit, and the mean of the others.
 
-An exchange calls its ``UpdateScreen`` twice. Before the commit, ``problem``: a contribution with a problem is refused, so a pair
-parts and a group goes on without it, and none of it is ever used. After the commit, ``mean``. A node's screens are in
-`shoal.swarm.exchange.robust`; without one an exchange accepts all finite contributions.
+An exchange calls its ``UpdateScreen`` twice. Before the commit, ``problem``: a contribution with a
+problem is refused, so a pair parts and a group goes on without it, and none of it is ever used.
+After the commit, ``mean``. A node's screens are in `shoal.swarm.exchange.robust`; without one an
+exchange accepts all finite contributions.
 
-A clipped step x + f (y - x) lies between x and y, so the results of ClippedGossip and CenteredClip are weighted means of the
-contributions whose weights (shares: not negative, in all 1) follow from the distances between them alone. The mean itself is then
-summed as a plain mean is, in the same order: where nothing is clipped the result is bit-identical to the plain mean. Members that
-hold the same contributions get the same shares. Shares are whole multiples of 2^-20, so that machines that sum distances in
-another order agree on them too, unless a share lies on the border between two.
+A clipped step x + f (y - x) lies between x and y, so the results of ClippedGossip and CenteredClip
+are weighted means of the contributions whose weights (shares: not negative, in all 1) follow from
+the distances between them alone. The mean itself is then summed as a plain mean is, in the same
+order: where nothing is clipped the result is bit-identical to the plain mean. Members that hold the
+same contributions get the same shares. Shares are whole multiples of 2^-20, so that machines that
+sum distances in another order agree on them too, unless a share lies on the border between two.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from shoal.optim.exchange.base import Mean, RoundKey, counted_weights, held_at_o
 GRID = 2**20  # shares are whole multiples of 1 / GRID
 SLAB = 2**18  # values of a contribution that are in float64 at a time
 ITERATIONS = 30
-CUTOFF = 1e4  # in usual distances: a contribution beyond it has no share, because its square would drown the others'
+# in usual distances: a contribution beyond it has no share, because its square would drown the
+# others'
+CUTOFF = 1e4
 
 Tensors = Sequence[Tensor]
 Contributions = Sequence[tuple[str, float, Iterable[Tensor]]]
@@ -39,7 +44,10 @@ Contributions = Sequence[tuple[str, float, Iterable[Tensor]]]
 
 
 class UpdateScreen:
-    """One node's check of others' contributions; this one accepts all. ``problem`` may be called from several threads at once."""
+    """One node's check of others' contributions; this one accepts all.
+
+    ``problem`` may be called from several threads at once.
+    """
 
     gathers = False
     """True if every contribution is needed separately, so that an all-reduce will not do."""
@@ -51,14 +59,18 @@ class UpdateScreen:
         peer: str,
         theirs: Sequence[Tensor],
     ) -> str | None:
-        """Return in a few words why the contribution of ``peer`` must not count, or None if it may. ``own`` returns this node's.
+        """Return in a few words why the contribution of ``peer`` must not count, or None if it may.
+
+        ``own`` returns this node's.
 
         Neither is changed. Both are decoded, and ``theirs`` has the shapes of ``own``.
         """
         return None
 
     def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
-        """Return the mean to use for a committed exchange of ``me`` and others (`weighted_mean`); may be computed in place."""
+        """Return the mean to use for a committed exchange of ``me`` and others (`weighted_mean`);
+        may be computed in place.
+        """
         return weighted_mean(contributions, even)
 
 
@@ -66,7 +78,9 @@ TRUSTING = UpdateScreen()
 
 
 def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
-    """Return the Euclidean norms of the difference of all tensors together and of ``own``. float32 input cannot overflow."""
+    """Return the Euclidean norms of the difference of all tensors together and of ``own``. float32
+    input cannot overflow.
+    """
     far = near = 0.0
     for mine, theirs in zip(own, other, strict=True):
         for a, b in zip(
@@ -79,7 +93,9 @@ def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
 
 
 def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
-    """Return the squared distance between each two contributions, n x n, never negative and 0 on the diagonal."""
+    """Return the squared distance between each two contributions, n x n, never negative and 0 on
+    the diagonal.
+    """
     first, count = contributions[0], len(contributions)
     gram = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for place, like in enumerate(first):
@@ -96,9 +112,11 @@ def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
 
 
 def clipped_gossip(distance: float, radius: float) -> int:
-    """Return the share of y in x + clip(y - x, radius) / 2, of ``GRID``: half of it within the radius, less beyond.
+    """Return the share of y in x + clip(y - x, radius) / 2, of ``GRID``: half of it within the
+    radius, less beyond.
 
-    The result is at most ``radius / 2`` away from x (share rounded down). ValueError for a radius below 0.
+    The result is at most ``radius / 2`` away from x (share rounded down). ValueError for a radius
+    below 0.
     """
     if not radius >= 0:
         raise ValueError(f"a radius must not be negative, got {radius}")
@@ -106,12 +124,15 @@ def clipped_gossip(distance: float, radius: float) -> int:
 
 
 def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]:
-    """Return the shares, in all about ``GRID``, in the limit v of v <- v + (1/n) sum_j clip(x_j - v, radius).
+    """Return the shares, in all about ``GRID``, in the limit v of v <- v + (1/n) sum_j clip(x_j -
+    v, radius).
 
-    The paper continues from the previous aggregate with a given radius. Ours starts at the contribution with the least median
-    distance to the others, with a radius of ``times`` the median distance from v, computed anew in each iteration. So it needs no
-    memory and no setting in the unit of the model. With a quarter hostile it stays within twice the largest distance of an honest
-    contribution from the honest mean (tested). The shares are equal (1 each) if nothing is clipped in the end.
+    The paper continues from the previous aggregate with a given radius. Ours starts at the
+    contribution with the least median distance to the others, with a radius of ``times`` the median
+    distance from v, computed anew in each iteration. So it needs no memory and no setting in the
+    unit of the model. With a quarter hostile it stays within twice the largest distance of an
+    honest contribution from the honest mean (tested). The shares are equal (1 each) if nothing is
+    clipped in the end.
 
     Args:
         squares: squared distances between each two of n contributions.
@@ -159,9 +180,11 @@ def mean_of(
     contributions: Contributions,
     even: int = 0,
 ) -> Mean:
-    """Return the mean of a committed exchange, of the same bits for all members without a screen; may be computed in place.
+    """Return the mean of a committed exchange, of the same bits for all members without a screen;
+    may be computed in place.
 
-    A codec that averages by sender takes the place of the screen's mean, and needs all decoded contributions at once.
+    A codec that averages by sender takes the place of the screen's mean, and needs all decoded
+    contributions at once.
     """
     tail = beyond_senders(codec)
     if tail is None:
@@ -191,11 +214,13 @@ def pair_mean(
     refused: bytes,
     even: int = 0,
 ) -> Mean:
-    """Return the mean of a committed exchange whose sides read each other by their own weights (`shoal.optim.codecs.mod4`).
+    """Return the mean of a committed exchange whose sides read each other by their own weights
+    (`shoal.optim.codecs.mod4`).
 
-    The mean is taken of what the partner sent less what this peer sent, and of nothing, and added to the own tensors: so the two
-    sides move by opposite amounts. ``mine`` and ``theirs`` are peer id, weight and contribution; theirs is used up. ``refused``:
-    the blocks that the partner refused (`Reading.bits`).
+    The mean is taken of what the partner sent less what this peer sent, and of nothing, and added
+    to the own tensors: so the two sides move by opposite amounts. ``mine`` and ``theirs`` are peer
+    id, weight and contribution; theirs is used up. ``refused``: the blocks that the partner refused
+    (`Reading.bits`).
     """
     me, weight, message = mine
     peer, their_weight, read = theirs
@@ -209,12 +234,15 @@ def pair_mean(
 
 
 def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
-    """Return the mean that the production code of SparseLoCo's authors takes (tplr-ai/templar, compress.py), of one tensor.
+    """Return the mean that the production code of SparseLoCo's authors takes (tplr-ai/templar,
+    compress.py), of one tensor.
 
-        f_k = min(1, median of all norms / ||x_k||);   mean[i] = sum_k w_k f_k x_k[i] / sum of w_k over the k that sent index i
+        f_k = min(1, median of all norms / ||x_k||);   mean[i] = sum_k w_k f_k x_k[i] / sum of w_k
+        over the k that sent index i
 
-    The median is torch's (the lower of two). Sent is what is not 0; what nobody sent is 0. Their code has no weights (w = 1). The
-    paper (2508.15706) divides by the number of peers in place of that of the senders, so a step is up to that many times smaller.
+    The median is torch's (the lower of two). Sent is what is not 0; what nobody sent is 0. Their
+    code has no weights (w = 1). The paper (2508.15706) divides by the number of peers in place of
+    that of the senders, so a step is up to that many times smaller.
     """
     norms = torch.stack(
         [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]

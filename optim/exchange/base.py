@@ -1,14 +1,16 @@
 """``Exchange``: hand in tensors for a round, get their weighted mean with some peers, or None.
 
-The implementations pass one test suite (tests/exchanges): ``Simulation`` (in one process), ``Distributed`` (torch.distributed), and
-``PairExchange`` and ``GroupExchange`` in ``shoal.swarm.exchange`` (libp2p); ``Alone`` is here. An exchange never raises because
-of a peer, never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member could not commit, the
-result is ``None`` and the rule goes on with the own contribution alone.
+The implementations pass one test suite (tests/exchanges): ``Simulation`` (in one process),
+``Distributed`` (torch.distributed), and ``PairExchange`` and ``GroupExchange`` in
+``shoal.swarm.exchange`` (libp2p); ``Alone`` is here. An exchange never raises because of a peer,
+never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member
+could not commit, the result is ``None`` and the rule goes on with the own contribution alone.
 
 Pairing without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
 
-Peers that see the same membership compute the same groups without a message. Peers that see different memberships disagree about
-some pairs only; ``candidates`` is the order in which such a peer tries the others.
+Peers that see the same membership compute the same groups without a message. Peers that see
+different memberships disagree about some pairs only; ``candidates`` is the order in which such a
+peer tries the others.
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ Item = Tensor | tuple[Tensor, Tensor]
 
 
 class OnDemand(Sequence[Tensor]):
-    """Sequence of tensors that nobody may change: some are those handed in, others the difference of two, computed when taken.
+    """Sequence of tensors that nobody may change: some are those handed in, others the difference
+    of two, computed when taken.
 
-    So a contribution need not be held in memory. The tensors handed in must stay as they are while this is in use.
+    So a contribution need not be held in memory. The tensors handed in must stay as they are while
+    this is in use.
 
     Args:
         items: what it is made of.
-        through: dtype to which they are rounded, as if they had travelled in it, and then float32; None: they are as they are.
+        through: dtype to which they are rounded, as if they had travelled in it, and then float32;
+            None: they are as they are.
     """
 
     def __init__(self, items: Sequence[Item], through: torch.dtype | None = None) -> None:
@@ -86,7 +91,9 @@ class OnDemand(Sequence[Tensor]):
 
     @torch.no_grad()
     def values(self, place: int, start: int, stop: int) -> Tensor:
-        """Return the values from ``start`` to ``stop`` of one tensor, flat, float32, on the CPU; maybe a view of it."""
+        """Return the values from ``start`` to ``stop`` of one tensor, flat, float32, on the CPU;
+        maybe a view of it.
+        """
         item = self._items[place]
         if isinstance(item, Tensor):
             part = item.detach().reshape(-1)[start:stop].to("cpu", torch.float32)
@@ -102,7 +109,9 @@ def differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> OnDemand:
 
 
 def slabs(tensors: OnDemand) -> Iterator[tuple[int, int, int]]:
-    """Return (place, start, stop) of pieces of at most ``SLAB`` values that together are all tensors, in order."""
+    """Return (place, start, stop) of pieces of at most ``SLAB`` values that together are all
+    tensors, in order.
+    """
     for place, shape in enumerate(tensors.shapes):
         size = torch.Size(shape).numel()
         for start in range(0, size, SLAB):
@@ -115,12 +124,17 @@ def held_at_once(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
 
 
 MOST = 4.0
-"""Largest weight in a mean, in median weights of its members: a stated weight is a claim that nobody checks."""
+"""Largest weight in a mean, in median weights of its members: a stated weight is a claim that
+nobody checks.
+"""
 
 
 @dataclass(frozen=True, order=True)
 class RoundKey:
-    """Name of one exchange. Peers average only contributions with equal keys, so nothing depends on arrival order."""
+    """Name of one exchange.
+
+    Peers average only contributions with equal keys, so nothing depends on arrival order.
+    """
 
     run: str
     round: int
@@ -140,7 +154,9 @@ class Mean:
     counted: int | None = None
     """Number of members with a weight above 0, which the mean is over; None: all."""
     states: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """The members' ``state``, by peer id, the own one included; empty if there is nothing to compare."""
+    """The members' ``state``, by peer id, the own one included; empty if there is nothing to
+    compare.
+    """
     limit: float = math.inf
     """What a larger stated weight counted as."""
 
@@ -151,18 +167,25 @@ class Contribution:
 
     key: RoundKey
     tensors: Sequence[Tensor]
-    """Those of an ``OnDemand`` must stay as they are until the outcome is there: should they change, the contribution counts
-    nowhere, for what is sent no longer has the digest that was announced. Others are copied before ``start`` returns.
+    """Those of an ``OnDemand`` must stay as they are until the outcome is there: should they
+    change, the contribution counts nowhere, for what is sent no longer has the digest that was
+    announced. Others are copied before ``start`` returns.
     """
     weight: float = 1.0
     """0: take the mean of the others."""
     codec: Codec = FLOAT32
     even: int = 0
-    """How many of the first tensors get a plain mean over the members that count, whatever their weights."""
+    """How many of the first tensors get a plain mean over the members that count, whatever their
+    weights.
+    """
     state: Sequence[float] = ()
-    """A few numbers that are equal if what the peers should hold alike is, where the exchange ``compares``."""
+    """A few numbers that are equal if what the peers should hold alike is, where the exchange
+    ``compares``.
+    """
     members: Sequence[str] = ()
-    """Of the round ``key``: they, and all of them, begin a second exchange in it, as float32; empty: the exchange's first one."""
+    """Of the round ``key``: they, and all of them, begin a second exchange in it, as float32;
+    empty: the exchange's first one.
+    """
 
 
 class Handle:
@@ -173,14 +196,21 @@ class Handle:
         raise NotImplementedError
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds (None: the exchange's limit). A result of None ends the exchange without a partner."""
+        """Wait at most ``deadline`` seconds (None: the exchange's limit).
+
+        A result of None ends the exchange without a partner.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give the exchange up, without waiting: if it is not committed yet, it is over without a partner on both sides."""
+        """Give the exchange up, without waiting: if it is not committed yet, it is over without a
+        partner on both sides.
+        """
 
     def leave_out(self) -> bool:
-        """Leave the fragment out of its next round if a partner was found and bytes are on their way; return whether it is."""
+        """Leave the fragment out of its next round if a partner was found and bytes are on their
+        way; return whether it is.
+        """
         return False
 
 
@@ -190,39 +220,53 @@ class Exchange:
     peer: str = ""
     """The id of this peer."""
     shards: int = 1
-    """Processes of this peer, each with an optimizer and an exchange of its own. They poll at different times, so none may act on
+    """Processes of this peer, each with an optimizer and an exchange of its own.
+
+    They poll at different times, so none may act on
     what it alone sees.
     """
     compares: bool = False
-    """True if a ``Mean`` has the members' ``states``, and a second exchange between ``members`` may follow: what all should hold
-    alike, and do not after one has missed a round, can be made equal.
+    """True if a ``Mean`` has the members' ``states``, and a second exchange between ``members`` may
+    follow: what all should hold alike, and do not after one has missed a round, can be made equal.
     """
     codec: Codec | None = None
     """That of an optimizer that names none."""
     fragments: Sequence[Sequence[Tensor]] = ()
-    """The parameters of each fragment, as which an optimizer with that number of them takes its own."""
+    """The parameters of each fragment, as which an optimizer with that number of them takes its
+    own.
+    """
 
     def start(self, contribution: Contribution) -> Handle:
         """Begin an exchange; return at once."""
         raise NotImplementedError
 
     def absent(self, key: RoundKey) -> None:
-        """Announce that this peer stays out of the round, where others would wait for it; return at once."""
+        """Announce that this peer stays out of the round, where others would wait for it; return at
+        once.
+        """
 
     def attach(self, optimizer: Any) -> None:
-        """Take note of the ``OuterOptimizer``. Called once, when that is made; an exception prevents its construction."""
+        """Take note of the ``OuterOptimizer``.
+
+        Called once, when that is made; an exception prevents its construction.
+        """
 
     def ordered(self, parameters: AveragedParameters) -> AveragedParameters:
-        """Return the averaged parameters in the order on which peers agree. An exception prevents the optimizer's construction."""
+        """Return the averaged parameters in the order on which peers agree.
+
+        An exception prevents the optimizer's construction.
+        """
         return parameters
 
 
 def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:
-    """Return the weights that count in a mean of members that stated these, and the largest that any of them can have.
+    """Return the weights that count in a mean of members that stated these, and the largest that
+    any of them can have.
 
-    That is ``MOST`` times the median of those above 0, the lower of two, so in a pair ``MOST`` times the smaller one. A minority
-    can therefore state what it likes, and no pair is one peer's alone. It depends on what all members know, so they agree on it.
-    If all are 0, all count as 1. ValueError unless every weight is finite and not negative.
+    That is ``MOST`` times the median of those above 0, the lower of two, so in a pair ``MOST``
+    times the smaller one. A minority can therefore state what it likes, and no pair is one peer's
+    alone. It depends on what all members know, so they agree on it. If all are 0, all count as 1.
+    ValueError unless every weight is finite and not negative.
     """
     if not stated or any(not 0 <= weight < math.inf for weight in stated):
         raise ValueError(f"weights must be finite and not negative, got {list(stated)}")
@@ -236,11 +280,13 @@ def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:
 def weighted_mean(
     contributions: Sequence[tuple[str, float, Iterable[Tensor]]], even: int = 0
 ) -> Mean:
-    """Return the mean of (peer id, stated weight, tensors) by ``counted_weights``, and a plain one of the first ``even`` tensors.
+    """Return the mean of (peer id, stated weight, tensors) by ``counted_weights``, and a plain one
+    of the first ``even`` tensors.
 
-    It is computed in the tensors of the peer whose id sorts first. The order of additions depends only on the peer ids, so every
-    member gets the same bits. With two equal weights each product is exact, and the result is the correctly rounded mean. A peer
-    with weight 0 takes part but is not counted. ValueError as of ``counted_weights``.
+    It is computed in the tensors of the peer whose id sorts first. The order of additions depends
+    only on the peer ids, so every member gets the same bits. With two equal weights each product is
+    exact, and the result is the correctly rounded mean. A peer with weight 0 takes part but is not
+    counted. ValueError as of ``counted_weights``.
     """
     ordered = sorted(contributions, key=lambda item: item[0])
     weights, limit = counted_weights([weight for _, weight, _ in ordered])
@@ -266,9 +312,11 @@ def combined(
     even: int = 0,
     spare: Iterable[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Return the sum of the tensors, each times its positive weight's share of all, or the same share in the first ``even``.
+    """Return the sum of the tensors, each times its positive weight's share of all, or the same
+    share in the first ``even``.
 
-    It is computed in the tensors of one of them, or in ``spare``, other than ``OnDemand`` ones, which are only read.
+    It is computed in the tensors of one of them, or in ``spare``, other than ``OnDemand`` ones,
+    which are only read.
     """
     ordered = sorted(contributions, key=lambda item: item[0])
     total = sum(weight for _, weight, _ in ordered)
@@ -299,7 +347,9 @@ def _into_another(
     even: int,
     spare: Iterable[Tensor] | None,
 ) -> list[Tensor]:
-    """Return the sum that begins with ``first``, in the same order of additions, piece by piece in the tensors of another."""
+    """Return the sum that begins with ``first``, in the same order of additions, piece by piece in
+    the tensors of another.
+    """
     rest = [tensors if isinstance(tensors, OnDemand) else list(tensors) for tensors in others]
     room = next(
         (
@@ -357,7 +407,9 @@ def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
 
 
 def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[tuple[str, ...]]:
-    """Return consecutive groups of ``size``; the last may be smaller (with pairs: one peer has no partner if the number is odd)."""
+    """Return consecutive groups of ``size``; the last may be smaller (with pairs: one peer has no
+    partner if the number is odd).
+    """
     if size < 1:
         raise ValueError(f"a group needs at least one peer, got size {size}")
     ordered = order(seed, round, peers)
@@ -371,7 +423,9 @@ def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | No
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
-    """Return the partner of ``me``, then every other peer in the order of the round, starting after ``me`` and wrapping around."""
+    """Return the partner of ``me``, then every other peer in the order of the round, starting after
+    ``me`` and wrapping around.
+    """
     partner, ordered = partner_of(seed, round, me, peers), order(seed, round, {*peers, me})
     here = ordered.index(me)
     behind = ordered[here + 1 :] + ordered[:here]
@@ -379,14 +433,17 @@ def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str
 
 
 def common(held: Mapping[int, int]) -> tuple[int, int]:
-    """Return the members whose contributions make the mean and those that take it, as bit sets of places; both 0 if there is none.
+    """Return the members whose contributions make the mean and those that take it, as bit sets of
+    places; both 0 if there is none.
 
-    ``held``: for each survivor's place, the places whose complete contributions it holds, as bits, its own among them.
+    ``held``: for each survivor's place, the places whose complete contributions it holds, as bits,
+    its own among them.
 
-    The mean is over the contributions that every taker holds, including those of members that died meanwhile, and each taker's
-    own is in it. Survivors that prevent this are left out one by one: first the one with the most others whose contribution it
-    lacks or who lack its own (its links are broken, its contribution is unusable, or it claims that of the others: a member that
-    claims it of many excludes itself, not them); among equals the one whose contribution the fewest hold.
+    The mean is over the contributions that every taker holds, including those of members that died
+    meanwhile, and each taker's own is in it. Survivors that prevent this are left out one by one:
+    first the one with the most others whose contribution it lacks or who lack its own (its links
+    are broken, its contribution is unusable, or it claims that of the others: a member that claims
+    it of many excludes itself, not them); among equals the one whose contribution the fewest hold.
     """
     takers = dict(held)
     while len(takers) >= 2:

@@ -1,27 +1,33 @@
 """The exchange over torch.distributed, for processes started by torchrun; it needs no swarm.
 
-    dist.init_process_group("gloo")                                    # or "nccl", for the training's own collectives
-    opt = DiLoCo(inner, Distributed(), every=50)                       # the mean over all ranks
-    opt = NoLoCo(inner, Distributed(size=2), every=50)                 # with one other rank, drawn anew each round
+    dist.init_process_group("gloo")                                    # or "nccl", for the
+    training's own collectives opt = DiLoCo(inner, Distributed(), every=50)                       #
+    the mean over all ranks opt = NoLoCo(inner, Distributed(size=2), every=50)                 #
+    with one other rank, drawn anew each round
 
     mesh = init_device_mesh("cuda", (peers, gpus), mesh_dim_names=("peer", "shard"))
-    fully_shard(model, mesh=mesh["shard"])                             # before the inner optimizer is made
-    opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of a peer with shard r of the others
+    fully_shard(model, mesh=mesh["shard"])                             # before the inner optimizer
+    is made opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of
+    a peer with shard r of the others
 
-A round has three steps, as in the swarm: find the members, move the bytes, count them only if all members have them. The first and
-the last use the job's store (``StoreConsensus``), so a late peer is waited for without a collective in flight. The bytes go through
-separate gloo groups in main memory, whatever the training uses: they do not mix with the training's collectives, which may run
-meanwhile, and unlike with nccl a failure leaves the process alive. One background thread does all of it.
+A round has three steps, as in the swarm: find the members, move the bytes, count them only if all
+members have them. The first and the last use the job's store (``StoreConsensus``), so a late peer
+is waited for without a collective in flight. The bytes go through separate gloo groups in main
+memory, whatever the training uses: they do not mix with the training's collectives, which may run
+meanwhile, and unlike with nccl a failure leaves the process alive. One background thread does all
+of it.
 
-When a rank dies, gloo notices if bytes were moving; otherwise the others wait up to 10 s for its vote. The round is ``None`` for
-all. Later rounds wait for the dead rank once at most (``wait``) and then go on among the others. It comes back only with the whole
-job (``torchrun --max-restarts``); processes that come and go on their own belong in a swarm. When the store dies (it is in
-torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. A rank whose contribution holds NaN is left out of that
-round. Each case is logged in one warning. A rank that missed a round is made equal to the others in the next.
+When a rank dies, gloo notices if bytes were moving; otherwise the others wait up to 10 s for its
+vote. The round is ``None`` for all. Later rounds wait for the dead rank once at most (``wait``) and
+then go on among the others. It comes back only with the whole job (``torchrun --max-restarts``);
+processes that come and go on their own belong in a swarm. When the store dies (it is in torchrun's
+agent, or else in rank 0) all later rounds are ``None`` at once. A rank whose contribution holds NaN
+is left out of that round. Each case is logged in one warning. A rank that missed a round is made
+equal to the others in the next.
 
-Rules and codecs see a shard as if it were the model. That changes nothing where every value is treated separately, as float codecs
-and most rules do. Exceptions: CO2's penalty, Decoupled DiLoCo's merge and topk2-senders use norms of a shard, and block-wise codecs
-its blocks.
+Rules and codecs see a shard as if it were the model. That changes nothing where every value is
+treated separately, as float codecs and most rules do. Exceptions: CO2's penalty, Decoupled DiLoCo's
+merge and topk2-senders use norms of a shard, and block-wise codecs its blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +78,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
 CONFIRM_S = 10.0
-KEEP = 64  # rounds after which a round's offers are deleted from the store; its decisions after twice as many
+# rounds after which a round's offers are deleted from the store; its decisions after twice as many
+KEEP = 64
 _instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -88,14 +95,18 @@ class _Round(Handle):
     finished: threading.Event = field(default_factory=threading.Event)
     mean: Mean | None = None
     learn: Callable[[], None] | None = None
-    """What the codec does with a mean that counts: in the thread that asks for it, which may save the codec's state before."""
+    """What the codec does with a mean that counts: in the thread that asks for it, which may save
+    the codec's state before.
+    """
     error: BaseException | None = None
 
     def done(self) -> bool:
         return self.finished.is_set()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds, then cancel the round, for all its members (and shards) or for none."""
+        """Wait at most ``deadline`` seconds, then cancel the round, for all its members (and
+        shards) or for none.
+        """
         if not self.finished.wait(self.limit if deadline is None else min(deadline, self.limit)):
             self.ticket.closed.set()
             self.finished.wait(CLOSE_S)
@@ -112,17 +123,22 @@ class _Round(Handle):
 
 
 class Distributed(Exchange):
-    """``Exchange`` between the processes of a torch.distributed job. Peer ids are "0", "1", ... in the order of ranks.
+    """``Exchange`` between the processes of a torch.distributed job.
 
-    All ranks of ``group`` must construct it, several of them in the same order, and start the same rounds in the same order.
+    Peer ids are "0", "1", ... in the order of ranks.
+
+    All ranks of ``group`` must construct it, several of them in the same order, and start the same
+    rounds in the same order.
 
     Args:
         group: the ranks; None: all.
         size: peers that average in a round, grouped anew each time (``groups``); 2: pairs. 0: all.
         seed: of the pairing; the same for all.
-        shards: processes of one peer, consecutive ranks. Each exchanges its own part of the model (FSDP2) or its copy (DDP) with
-            those at the same place in the other peers; a round counts for all of a peer's shards or for none.
-        wait: seconds that a round waits for a rank. Later rounds do not wait for it until it comes to one again.
+        shards: processes of one peer, consecutive ranks. Each exchanges its own part of the model
+            (FSDP2) or its copy (DDP) with those at the same place in the other peers; a round
+            counts for all of a peer's shards or for none.
+        wait: seconds that a round waits for a rank. Later rounds do not wait for it until it comes
+            to one again.
         exchange_timeout: seconds that moving the bytes of one round may take.
 
     Raises:
@@ -141,12 +157,14 @@ class Distributed(Exchange):
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
-                "torch.distributed is not initialised: call init_process_group first, under torchrun"
+                "torch.distributed is not initialised: call init_process_group first, under "
+                "torchrun"
             )
         ranks = tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
         if shards < 1 or len(ranks) % shards or size < 0:
             raise ValueError(
-                f"{len(ranks)} ranks cannot be cut into peers of {shards} shards in groups of {size}"
+                f"{len(ranks)} ranks cannot be cut into peers of {shards} shards in groups of "
+                f"{size}"
             )
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):
@@ -185,17 +203,22 @@ class Distributed(Exchange):
         wait: float = 60.0,
         exchange_timeout: float = 600.0,
     ) -> Distributed:
-        """Construct it for a mesh of (peers, shards) over all ranks, as ``init_device_mesh`` makes it. ValueError for another."""
+        """Construct it for a mesh of (peers, shards) over all ranks, as ``init_device_mesh`` makes
+        it. ValueError for another.
+        """
         if mesh.ndim != 2 or mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
             raise ValueError(
-                f"the mesh must have two dimensions, peers and shards, over all ranks in order: {mesh.mesh.tolist()}"
+                "the mesh must have two dimensions, peers and shards, over all ranks in order: "
+                f"{mesh.mesh.tolist()}"
             )
         return cls(
             size=size, seed=seed, shards=mesh.size(1), wait=wait, exchange_timeout=exchange_timeout
         )
 
     def start(self, contribution: Contribution) -> Handle:
-        """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive.
+        """Copy the tensors and begin an exchange in the background.
+
+        ValueError from the codec, or unless the weight is positive.
 
         A contribution with NaN or infinity stays at home.
         """
@@ -214,7 +237,8 @@ class Distributed(Exchange):
             check_no_pair(codec)
         if not 0 < weight < float("inf"):
             raise ValueError(
-                f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)"
+                f"weights must be positive and finite, got {weight}: a peer without weight calls "
+                "absent(key)"
             )
         try:
             payload = _encoded(tensors, codec)
@@ -223,9 +247,12 @@ class Distributed(Exchange):
             raise
         if not all_finite(tensors):
             logger.warning(
-                "round %d, fragment %d: the own contribution holds NaN or infinity, so the others go on without it: "
-                "lower the learning rate or clip gradients.", key.round, key.fragment,
-            )  # fmt: skip
+                "round %d, fragment %d: the own contribution holds NaN or infinity, so the others "
+                "go on without it: "
+                "lower the learning rate or clip gradients.",
+                key.round,
+                key.fragment,
+            )
             self.absent(key)
             return NoPartner()
         state = tuple(contribution.state) if self.compares else ()
@@ -238,7 +265,9 @@ class Distributed(Exchange):
         self._begin(key, None, None)
 
     def close(self) -> None:
-        """End the exchanges in flight without a mean, and inform the others that they need not wait any more."""
+        """End the exchanges in flight without a mean, and inform the others that they need not wait
+        any more.
+        """
         self._closing()
 
     def _begin(
@@ -279,9 +308,11 @@ class Distributed(Exchange):
             except RuntimeError as error:  # what the store raises
                 self._broken = True
                 logger.warning(
-                    "the store of torch.distributed is gone (%s): later rounds have no partner. Restart the job, best under "
-                    "torchrun --max-restarts.", str(error).split("\n")[0],
-                )  # fmt: skip
+                    "the store of torch.distributed is gone (%s): later rounds have no partner. "
+                    "Restart the job, best under "
+                    "torchrun --max-restarts.",
+                    str(error).split("\n")[0],
+                )
             except BaseException as error:
                 round.error = error
             round.payload = None  # the handle may be kept for long
@@ -318,7 +349,8 @@ class Distributed(Exchange):
                 if isinstance(mean, Mean) and round.offer.state:
                     mean = replace(mean, states=consensus.states(ticket, members))
         finally:
-            # The bytes arrive at about the same time everywhere, so a member that votes much later is dead.
+            # The bytes arrive at about the same time everywhere, so a member that votes much later
+            # is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
             counts = consensus.agree(ticket, members, isinstance(mean, Mean), limit)
             if not counts or 2 < self._size < len(
@@ -361,7 +393,10 @@ def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:
 
 def _offer(payload: Payload, weight: float, state: tuple[float, ...] = ()) -> StoreOffer:
     digest = hashlib.sha256(repr(payload.shapes).encode()).hexdigest()[:16]
-    what = f"{len(payload.shapes)} tensors of shapes {digest}, {payload.data.numel()} bytes of {payload.codec.name}"
+    what = (
+        f"{len(payload.shapes)} tensors of shapes {digest}, {payload.data.numel()} bytes of "
+        f"{payload.codec.name}"
+    )
     return StoreOffer(what, float(weight), state)
 
 

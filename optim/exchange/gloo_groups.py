@@ -1,11 +1,13 @@
 """Transfer of a round's payloads between the processes of one job, by gloo.
 
-Agreement between the processes of one job about a round's members and outcome, over the key-value store of torch.distributed.
+Agreement between the processes of one job about a round's members and outcome, over the key-value
+store of torch.distributed.
 
-Two values of a round are written once, with compare-and-set, so all processes read the same: its members, and whether their mean
-counts. No process can be left undecided: one that gives up proposes members without itself, or, later, that the mean does not
-count, and reads the decision. A peer may be several processes, its shards: it takes part if all of them do, and all of them have
-the same outcome.
+Two values of a round are written once, with compare-and-set, so all processes read the same: its
+members, and whether their mean counts. No process can be left undecided: one that gives up proposes
+members without itself, or, later, that the mean does not count, and reads the decision. A peer may
+be several processes, its shards: it takes part if all of them do, and all of them have the same
+outcome.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class ProcessCoordinates:
 
 @dataclass(frozen=True)
 class StoreOffer:
-    """Contribution that a process announces for a round. ``what`` must be equal among all members."""
+    """Contribution that a process announces for a round. ``what`` must be equal among all
+    members.
+    """
 
     what: str
     """Shapes, codec and size, in words."""
@@ -89,7 +93,8 @@ class StoreConsensus:
     Args:
         store: the job's; nothing here blocks inside it.
         process: this process.
-        wait: seconds that all rounds together wait for a missing peer until it comes to a round again. A dead one costs that once.
+        wait: seconds that all rounds together wait for a missing peer until it comes to a round
+            again. A dead one costs that once.
     """
 
     def __init__(self, store: Store, process: ProcessCoordinates, wait: float) -> None:
@@ -99,7 +104,9 @@ class StoreConsensus:
         ] = {}  # peer: (rounds it had come to, seconds waited for it since)
 
     def arrive(self, ticket: RoundTicket, offer: StoreOffer | None) -> None:
-        """Announce this process's offer; None: that it takes no part, so that nobody waits for it."""
+        """Announce this process's offer; None: that it takes no part, so that nobody waits for
+        it.
+        """
         text = ABSENT if offer is None else json.dumps([offer.what, offer.weight, offer.state])
         self.store.set(self._offer(ticket, self.process.peer, self.process.shard), text)
         self.store.add(f"come/{self.process.peer}", 1)
@@ -110,7 +117,10 @@ class StoreConsensus:
         self.store.set(f"gone/{self.process.peer}", ABSENT)
 
     def members(self, ticket: RoundTicket) -> tuple[int, ...]:
-        """Wait for the expected peers, then return the round's members. Fewer than two, or without this peer: no exchange."""
+        """Wait for the expected peers, then return the round's members.
+
+        Fewer than two, or without this peer: no exchange.
+        """
         if self.process.peer not in ticket.expected or len(ticket.expected) < 2:
             return ()
         began = checked = time.monotonic()
@@ -148,11 +158,15 @@ class StoreConsensus:
         )
 
     def over(self, ticket: RoundTicket) -> bool:
-        """Return True if the outcome is decided or this process gives up; before its vote that means no mean."""
+        """Return True if the outcome is decided or this process gives up; before its vote that
+        means no mean.
+        """
         return ticket.closed.is_set() or self.store.check([f"{ticket.name}/outcome"])
 
     def agree(self, ticket: RoundTicket, members: Sequence[int], whole: bool, limit: float) -> bool:
-        """Vote, and return True if the mean counts: all members' processes had it ``whole`` and voted within ``limit`` seconds."""
+        """Vote, and return True if the mean counts: all members' processes had it ``whole`` and
+        voted within ``limit`` seconds.
+        """
         with ticket.lock:
             ticket.voted = whole and not ticket.closed.is_set()
         if not ticket.voted:
@@ -188,7 +202,9 @@ class StoreConsensus:
         )
 
     def _patience(self, ticket: RoundTicket, waited: float) -> float:
-        """Return the seconds left to wait for the missing peers, to whose account ``waited`` is added."""
+        """Return the seconds left to wait for the missing peers, to whose account ``waited`` is
+        added.
+        """
         left = 0.0
         for peer in ticket.expected:
             if self._has_arrived(ticket, peer):
@@ -199,9 +215,12 @@ class StoreConsensus:
             if waited:
                 if used - waited < self.wait - 1e-3 <= used:
                     logger.warning(
-                        "peer %d did not come to %s within %g s: rounds go on without it until it comes again.",
-                        peer, ticket.label, self.wait,
-                    )  # fmt: skip
+                        "peer %d did not come to %s within %g s: rounds go on without it until it "
+                        "comes again.",
+                        peer,
+                        ticket.label,
+                        self.wait,
+                    )
                 self._silent[peer] = came, used
             if not self.store.check([f"gone/{peer}"]):
                 left = max(left, self.wait - used)
@@ -272,8 +291,9 @@ class Payload:
 class GlooGroups:
     """Gloo groups between processes of the same shard, one for each set of peers that has met.
 
-    Groups are made here and not by ``dist.new_group``, which all ranks of the job would have to call, dead ones too.
-    All members keep a group or all make a new one: each member calls ``drop`` when a round did not count.
+    Groups are made here and not by ``dist.new_group``, which all ranks of the job would have to
+    call, dead ones too. All members keep a group or all make a new one: each member calls ``drop``
+    when a round did not count.
     """
 
     def __init__(self, store: Store, process: ProcessCoordinates, timeout: float) -> None:
@@ -291,17 +311,20 @@ class GlooGroups:
     ) -> Mean | str:
         """Return the weighted mean of the members' contributions; or the reason why there is none.
 
-        It has the same bits on all members; with a codec for pairs each side's is its own. ``weights`` are in the order of
-        ``members``. ``over`` is polled and ends the waiting. The payload is overwritten.
+        It has the same bits on all members; with a codec for pairs each side's is its own.
+        ``weights`` are in the order of ``members``. ``over`` is polled and ends the waiting. The
+        payload is overwritten.
         """
-        # A group with an operation in it cannot be closed, and deleting it would block: keep it until gloo is done.
+        # A group with an operation in it cannot be closed, and deleting it would block: keep it
+        # until gloo is done.
         self._abandoned = [
             (work, group) for work, group in self._abandoned if not work.is_completed()
         ]
         peers = [str(peer) for peer in members]
         try:
             group = self._group(ticket, members)
-            # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and simulation use.
+            # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and
+            # simulation use.
             plain = own.plain and any(weights) and not (own.even and len(set(weights)) > 1)
             if plain and (len(members) > 2 or weights[0] == weights[1]):
                 counted, limit = counted_weights(weights)
@@ -347,7 +370,8 @@ class GlooGroups:
         except RuntimeError as error:
             first = str(error).split("\n")[0][:200]
             return (
-                f"a connection between ranks failed ({first}): if a rank died, the others go on without it; to have it back "
+                f"a connection between ranks failed ({first}): if a rank died, the others go on "
+                "without it; to have it back "
                 "restart the job, best under torchrun --max-restarts"
             )
         return mean
@@ -382,7 +406,9 @@ class GlooGroups:
         yield from own.codec.decode(payload, own.shapes)
 
     def _sum(self, group: Gloo, payload: Tensor, share: float, over: Callable[[], bool]) -> bool:
-        """Replace the payload by the sum over the members, each times its share. False if the round is over.
+        """Replace the payload by the sum over the members, each times its share.
+
+        False if the round is over.
 
         Each process sends and receives the bytes of two payloads, whatever the number of members.
         """

@@ -1,12 +1,13 @@
-"""Simulation of many peers in one process with a virtual clock: deterministic, instant, with faults on demand.
+"""Simulation of many peers in one process with a virtual clock: deterministic, instant, with faults
+on demand.
 
-Each peer is a thread running an ordinary training loop, but only one runs at a time: the one whose virtual time is least.
-The same seed therefore gives the same bits on any machine under any load.
+Each peer is a thread running an ordinary training loop, but only one runs at a time: the one whose
+virtual time is least. The same seed therefore gives the same bits on any machine under any load.
 
     def peer(exchange):
         opt = NoLoCo(inner(model), exchange, every=25)
-        for batch in batches: ...; opt.step(); exchange.sleep(0.1)      # a step takes 0.1 virtual seconds
-        return model
+        for batch in batches: ...; opt.step(); exchange.sleep(0.1)      # a step takes 0.1 virtual
+        seconds return model
     models = Simulation(["a", "b", "c", "d"], seed=0).run(peer)         # {peer: what it returned}
 """
 
@@ -41,7 +42,9 @@ class Faults:
 
 
 class _Killed(BaseException):
-    """Exception that unwinds a killed peer's thread; no ``Exception``, so that a training loop does not catch it."""
+    """Exception that unwinds a killed peer's thread; no ``Exception``, so that a training loop does
+    not catch it.
+    """
 
 
 @dataclass
@@ -63,10 +66,13 @@ class Simulation(Generic[T]):
         peers: their ids; all are members from the start.
         seed: of the pairing.
         size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
-        redrawn: rounds after which the groups are drawn anew; buckets of a swarm keep theirs for an epoch.
-        wait: virtual seconds that a peer waits for its group in a round before it goes on without a partner.
-        screens: the update screens of some peers; the others accept all. As over the network, a pair parts if one refuses the
-            other's contribution, and a group goes on without a contribution that not all of the others accept.
+        redrawn: rounds after which the groups are drawn anew; buckets of a swarm keep theirs for an
+            epoch.
+        wait: virtual seconds that a peer waits for its group in a round before it goes on without a
+            partner.
+        screens: the update screens of some peers; the others accept all. As over the network, a
+            pair parts if one refuses the other's contribution, and a group goes on without a
+            contribution that not all of the others accept.
     """
 
     def __init__(
@@ -97,7 +103,9 @@ class Simulation(Generic[T]):
         self._messages: dict[tuple[RoundKey, str], PairMessage] = {}
         """What each peer sent by a codec for pairs, while it is needed."""
         self._readings: dict[tuple[RoundKey, str], tuple[Reading, bytes]] = {}
-        """The partner's contribution as such a peer reads it, and the blocks that the partner refuses."""
+        """The partner's contribution as such a peer reads it, and the blocks that the partner
+        refuses.
+        """
         self._among: dict[RoundKey, tuple[str, ...]] = {}
         """The only peers of a key, in place of all."""
         self._first: dict[RoundKey, tuple[str, str, list[Shape]]] = {}
@@ -114,7 +122,9 @@ class Simulation(Generic[T]):
         self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
 
     def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
-        """Run ``peer(exchange)`` for every peer and return the results; killed peers have no entry. Raises a peer's exception.
+        """Run ``peer(exchange)`` for every peer and return the results; killed peers have no entry.
+
+        Raises a peer's exception.
 
         A simulation runs once only (RuntimeError), since its clock and its rounds are used up then.
         """
@@ -179,7 +189,9 @@ class Simulation(Generic[T]):
         peer.ready = None
 
     def _group(self, name: str, key: RoundKey) -> tuple[str, ...]:
-        """Return the peer's group of the round among those available: a dead partner is replaced if another peer is left over."""
+        """Return the peer's group of the round among those available: a dead partner is replaced if
+        another peer is left over.
+        """
         if (key, name) in self._decided:
             return self._decided[key, name]
         if (key, name) in self._unpartnered:
@@ -209,7 +221,11 @@ class Simulation(Generic[T]):
         )
 
     def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
-        """Fix the group's mean. The first member to see the group complete decides; every other then gets this mean, or dies."""
+        """Fix the group's mean.
+
+        The first member to see the group complete decides; every other then gets this mean, or
+        dies.
+        """
         if (key, group[0]) in self._messages:
             self._read(group, key)
         held = {place: self._held(place, group, key) for place in range(len(group))}
@@ -252,7 +268,9 @@ class Simulation(Generic[T]):
         return states if all(states.values()) else {}
 
     def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
-        """Delete a round's tensors once the whole group has them: a long run would keep them all."""
+        """Delete a round's tensors once the whole group has them: a long run would keep them
+        all.
+        """
         self._fetched.add((key, name))
         if all((key, peer) in self._fetched for peer in group):
             for peer in group:
@@ -290,11 +308,13 @@ class SimulatedExchange(Exchange):
         other, name, theirs = simulation._first.setdefault(key, (self.peer, codec.name, shapes))
         if name != codec.name:
             raise ValueError(
-                f"peer {self.peer} sends {codec.name} in fragment {key.fragment} where peer {other} sends {name}"
+                f"peer {self.peer} sends {codec.name} in fragment {key.fragment} where peer "
+                f"{other} sends {name}"
             )
         if theirs != shapes:
             raise ValueError(
-                f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where peer {other} sends {len(theirs)} "
+                f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where "
+                f"peer {other} sends {len(theirs)} "
                 "or other shapes: all must have the same model, fragments, buffers and method"
             )
         if simulation.size > 2:
@@ -367,7 +387,9 @@ class _SimulatedHandle(Handle):
         return self._mean
 
     def _pair_mean(self, read: Reading, refused: bytes) -> Mean | None:
-        """Return the mean of two peers that read each other by their own weights, and let the codec learn from it."""
+        """Return the mean of two peers that read each other by their own weights, and let the codec
+        learn from it.
+        """
         simulation, key, me = self.simulation, self.key, self.peer
         pair, mine = simulation._means[key, me], simulation._messages[key, me]
         pairs = for_pairs(simulation._codecs[key, me])

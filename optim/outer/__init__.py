@@ -1,1 +1,3 @@
-"""The outer optimizer: it wraps the inner one, keeps the slow weights, and saves and restores both."""
+"""The outer optimizer: it wraps the inner one, keeps the slow weights, and saves and restores
+both.
+"""

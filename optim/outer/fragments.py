@@ -1,13 +1,15 @@
 """Division of a model into fragments that are exchanged one after another.
 
-Weights of contributions in the mean, as functions of the tokens and inner steps since a peer last sent the fragment.
+Weights of contributions in the mean, as functions of the tokens and inner steps since a peer last
+sent the fragment.
 
     opt = DiLoCo(inner, exchange, weight=by_tokens)
     ... opt.count(batch.numel()); opt.step()
 
-By default every peer counts the same, even if tokens were counted: the weighting decides what some methods send (NoLoCo), so it
-must not depend on the calls of a training loop. A node of a swarm weighs by tokens if rounds are seconds. All peers must use the
-same function. A weight of 0 keeps a peer out of the mean for that round, as if it were absent: nobody waits for it, and it receives
+By default every peer counts the same, even if tokens were counted: the weighting decides what some
+methods send (NoLoCo), so it must not depend on the calls of a training loop. A node of a swarm
+weighs by tokens if rounds are seconds. All peers must use the same function. A weight of 0 keeps a
+peer out of the mean for that round, as if it were absent: nobody waits for it, and it receives
 nothing. ``OuterOptimizer.listen`` takes part without counting.
 """
 
@@ -41,7 +43,10 @@ def by_tokens(tokens: int, steps: int) -> float:
 
 
 def by_rate(tokens: int, steps: int) -> float:
-    """Weigh by tokens^2 / steps, so tokens times batch size (Decoupled DiLoCo, 2604.21428). ValueError if none were counted."""
+    """Weigh by tokens^2 / steps, so tokens times batch size (Decoupled DiLoCo, 2604.21428).
+
+    ValueError if none were counted.
+    """
     _check_counted(tokens, steps)
     return tokens * tokens / steps if steps else 0.0
 
@@ -49,7 +54,8 @@ def by_rate(tokens: int, steps: int) -> float:
 def _check_counted(tokens: int, steps: int) -> None:
     if steps > 0 and tokens == 0:
         raise ValueError(
-            "no tokens were counted: call opt.count(tokens) before each opt.step(), or weigh by steps"
+            "no tokens were counted: call opt.count(tokens) before each opt.step(), or weigh by "
+            "steps"
         )
 
 
@@ -62,11 +68,13 @@ _Named = tuple[list[str], int, Tensor]
 def layers(
     model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None = None
 ) -> list[list[Tensor]]:
-    """Return the model's parameters that require a gradient (only those ``among``, if given) by layer, in the order of the model.
+    """Return the model's parameters that require a gradient (only those ``among``, if given) by
+    layer, in the order of the model.
 
-    A layer is what has the same name up to its first number ("blocks.3"), or without one the same first part ("embedding"). One
-    that is more than a fragment's even share, and a container of numbered modules itself, counts as those. Modules that only wrap
-    another do not count, so that a compiled model, or one in DistributedDataParallel, has the layers of the plain one.
+    A layer is what has the same name up to its first number ("blocks.3"), or without one the same
+    first part ("embedding"). One that is more than a fragment's even share, and a container of
+    numbered modules itself, counts as those. Modules that only wrap another do not count, so that a
+    compiled model, or one in DistributedDataParallel, has the layers of the plain one.
     """
     by_layer: dict[tuple[str, ...], list[_Named]] = {}
     wanted = None if among is None else set(map(id, among))
@@ -88,7 +96,9 @@ def _values(layer: Sequence[_Named]) -> int:
 
 
 def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
-    """Return a layer of more than ``most`` values as the numbered modules in it, if it consists of such, again and again."""
+    """Return a layer of more than ``most`` values as the numbered modules in it, if it consists of
+    such, again and again.
+    """
     if _values(layer) <= most or not any(
         part.isdigit() for path, end, _ in layer for part in path[end : end + 1]
     ):
@@ -103,7 +113,8 @@ def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
 def strided(
     model: nn.Module, fragments: int, among: Iterable[Tensor] | None = None
 ) -> list[list[Tensor]]:
-    """Return the model's parameters in ``fragments`` lists: layer l, in the order of ``layers``, goes into list l mod fragments.
+    """Return the model's parameters in ``fragments`` lists: layer l, in the order of ``layers``,
+    goes into list l mod fragments.
 
     ``among``: of these parameters only.
 
@@ -112,7 +123,8 @@ def strided(
     of_model = layers(model, max(fragments, 1), among)
     if not 1 <= fragments <= len(of_model):
         raise ValueError(
-            f"fragments must be between 1 and the number of layers, {len(of_model)}, got {fragments}"
+            f"fragments must be between 1 and the number of layers, {len(of_model)}, got "
+            f"{fragments}"
         )
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
     for number, parameters in enumerate(of_model):
@@ -121,7 +133,9 @@ def strided(
 
 
 def possible(fragments: int, model: nn.Module | None, parameters: Sequence[Tensor]) -> int:
-    """Return ``fragments``, or as many as there are layers of ``model`` among ``parameters``, or parameters without a model."""
+    """Return ``fragments``, or as many as there are layers of ``model`` among ``parameters``, or
+    parameters without a model.
+    """
     if fragments <= 1:
         return 1
     return min(
@@ -130,7 +144,9 @@ def possible(fragments: int, model: nn.Module | None, parameters: Sequence[Tenso
 
 
 def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
-    """Return the parameters in ``fragments`` lists of about equally many values: the largest first, each into the least full."""
+    """Return the parameters in ``fragments`` lists of about equally many values: the largest first,
+    each into the least full.
+    """
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
     for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
         min(parts, key=lambda part: (sum(other.numel() for other in part), len(part))).append(
@@ -142,11 +158,12 @@ def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
 def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> list[list[int]]:
     """Return each fragment as ascending positions in ``parameters``.
 
-    Parameters that are not in ``parameters`` (frozen ones) are left out. One that modules of several fragments share (a tied one)
-    belongs to the first.
+    Parameters that are not in ``parameters`` (frozen ones) are left out. One that modules of
+    several fragments share (a tied one) belongs to the first.
 
     Raises:
-        ValueError: a parameter is in no fragment or in several, a module is in several, or a fragment is empty or of another type.
+        ValueError: a parameter is in no fragment or in several, a module is in several, or a
+            fragment is empty or of another type.
     """
     place = {id(parameter): position for position, parameter in enumerate(parameters)}
     parts: list[list[int]] = []
@@ -162,14 +179,16 @@ def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> li
         for item in items:
             if not isinstance(item, nn.Module | Tensor):
                 raise ValueError(
-                    f"fragments[{number}] must be a module, or a list of modules and parameters, got {_kind(item)}"
+                    f"fragments[{number}] must be a module, or a list of modules and parameters, "
+                    f"got {_kind(item)}"
                 )
             inside = list(item.modules()) if isinstance(item, nn.Module) else []
             if (
                 other := next((owner[module] for module in inside if module in owner), number)
             ) != number:
                 raise ValueError(
-                    f"fragments[{number}] has a module of fragments[{other}]: put every module into exactly one"
+                    f"fragments[{number}] has a module of fragments[{other}]: put every module "
+                    "into exactly one"
                 )
             owner |= dict.fromkeys(inside, number)
             own = {id(p) for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
@@ -183,7 +202,8 @@ def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> li
         if count != 1:
             shape = tuple(parameters[position].shape)
             raise ValueError(
-                f"parameter {position} of shape {shape} is in {count} fragments: put every parameter into exactly one"
+                f"parameter {position} of shape {shape} is in {count} fragments: put every "
+                "parameter into exactly one"
             )
     for number, part in enumerate(parts):
         if not part:

@@ -1,4 +1,6 @@
-"""Contributions between their sending and the application of their means; checks of saved outer state before it is loaded."""
+"""Contributions between their sending and the application of their means; checks of saved outer
+state before it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ Given = Mapping[str, Sequence[Tensor]]
 
 
 def check_rank(saved: Sequence[int] | None, own: Sequence[int] | None) -> None:
-    """Raise ValueError unless the state is of the same part of a peer: rank and number of ranks, None if it is one process."""
+    """Raise ValueError unless the state is of the same part of a peer: rank and number of ranks,
+    None if it is one process.
+    """
     if saved == own:
         return
     was, now = (
         "one process" if rank is None else f"rank {rank[0]} of {rank[1]}" for rank in (saved, own)
     )
     raise ValueError(
-        f"the saved outer state is of {was}, and this is {now}: each rank loads its own, and shoal.optim.ranks.orders saves and "
+        f"the saved outer state is of {was}, and this is {now}: each rank loads its own, and "
+        "shoal.optim.ranks.orders saves and "
         "loads what goes with any number of ranks"
     )
 
@@ -37,7 +42,8 @@ def check_keys(state: dict[str, Any]) -> dict[str, Any]:
     for name in ("inner", "slow", "rule", "steps", "round"):
         if name not in state:
             raise ValueError(
-                f"the saved state has no {name!r}, so it is not an outer optimizer's: load it into the inner one"
+                f"the saved state has no {name!r}, so it is not an outer optimizer's: load it into "
+                "the inner one"
             )
     return state
 
@@ -49,12 +55,16 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
     for index, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their.shape != own.shape:
             raise ValueError(
-                f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}"
+                f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has "
+                f"{tuple(own.shape)}"
             )
 
 
 def check_record(record: Mapping[str, Any], parts: int, steps: int, position: int) -> None:
-    """Raise ValueError unless the numbers of a saved exchange in flight are possible. Its tensors are checked elsewhere."""
+    """Raise ValueError unless the numbers of a saved exchange in flight are possible.
+
+    Its tensors are checked elsewhere.
+    """
     facts = record["facts"]
     bounds = {
         "round": 2**63,
@@ -67,16 +77,19 @@ def check_record(record: Mapping[str, Any], parts: int, steps: int, position: in
     for name, most in bounds.items():
         if not isinstance(facts[name], int) or not 0 <= facts[name] <= most:
             raise ValueError(
-                f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between 0 and {most}"
+                f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between "
+                f"0 and {most}"
             )
     for name in ("weight", "counts"):
         if not 0 <= float(facts[name]) < math.inf:
             raise ValueError(
-                f"the saved exchange in flight has {name} {facts[name]!r}: it must be finite and not negative"
+                f"the saved exchange in flight has {name} {facts[name]!r}: it must be finite and "
+                "not negative"
             )
     if facts["arrived"] is not None and not 0 < int(facts["arrived"]) <= position:
         raise ValueError(
-            f"the saved exchange in flight has arrived {facts['arrived']!r}, before it was sent or after now"
+            f"the saved exchange in flight has arrived {facts['arrived']!r}, before it was sent or "
+            "after now"
         )
 
 
@@ -123,7 +136,9 @@ def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 def settings_changed(
     state: Mapping[str, Any], rule: Rule, schedule: Schedule, restored: Collection[str] = ()
 ) -> str | None:
-    """Return a clause on the settings, but for those ``restored``, that were others when ``state`` was saved, or None."""
+    """Return a clause on the settings, but for those ``restored``, that were others when ``state``
+    was saved, or None.
+    """
     was, now = state["settings"], settings_of(rule)
     names = [
         name for name in now if name in was and was[name] != now[name] and name not in restored
@@ -139,7 +154,8 @@ def settings_changed(
 
 
 Record = dict[str, Any]
-"""A pending exchange as it is saved: "facts", which JSON can hold, and lists of "tensors" by name."""
+"""A pending exchange as it is saved: "facts", which JSON can hold, and lists of "tensors" by name.
+"""
 
 
 @dataclass(frozen=True)
@@ -150,7 +166,10 @@ class Sent:
     tail: Sequence[Tensor]
     """Averaged buffers, which follow the contribution."""
     weight: float
-    """0: the peer listens. None was handed in if it is out of the round (``PendingExchange.absent``)."""
+    """0: the peer listens.
+
+    None was handed in if it is out of the round (``PendingExchange.absent``).
+    """
     even: int = 0
     state: tuple[float, ...] = ()
     """The sketch of the slow weights, if the exchange ``compares``."""
@@ -171,7 +190,9 @@ class PendingExchange:
     position: int
     """Position in the schedule at which it was sent."""
     lag: int
-    """Positions after which it is applied under a fixed schedule; with lag "auto" those that were expected when it was sent."""
+    """Positions after which it is applied under a fixed schedule; with lag "auto" those that were
+    expected when it was sent.
+    """
     absent: bool = False
     """True if this peer stayed out of the round."""
     fast: Sequence[Tensor] = ()
@@ -204,14 +225,19 @@ class PendingExchange:
                 codec.accepted()
 
     def cancel(self, codec: Codec) -> None:
-        """Abandon the exchange. The difference of slow and fast weights still holds its contribution, so it is sent again."""
+        """Abandon the exchange.
+
+        The difference of slow and fast weights still holds its contribution, so it is sent again.
+        """
         if not self.finished and self.handle is not None:
             self.handle.close()
         if not self.finished and self._awaited(codec):
             self._reject(codec)
 
     def state_of(self, codec: Codec) -> dict[str, Any]:
-        """Return the codec's state as if the contribution had been refused, so that it is sent again with the next one."""
+        """Return the codec's state as if the contribution had been refused, so that it is sent
+        again with the next one.
+        """
         if self.finished or not self._awaited(codec):
             return codec.state_dict()
         unsent = self.weights.whole(self.part, self.sent.contribution)
@@ -222,7 +248,9 @@ class PendingExchange:
         )
 
     def record(self, codec: Codec, start: Sequence[Tensor], *, copy: bool) -> Record:
-        """Return what is needed to begin the exchange anew: with it nothing need be taken back. ``start``: the rule's START.
+        """Return what is needed to begin the exchange anew: with it nothing need be taken back.
+
+        ``start``: the rule's START.
 
         ``copy=False``: with the tensors themselves, for a caller that writes them at once.
         """
@@ -268,7 +296,9 @@ class PendingExchange:
         }
 
     def _awaited(self, codec: Codec) -> bool:
-        """Return True if the codec awaits the outcome; an exchange without a partner in view need not have encoded."""
+        """Return True if the codec awaits the outcome; an exchange without a partner in view need
+        not have encoded.
+        """
         return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:
@@ -280,7 +310,9 @@ class PendingExchange:
 
 
 class InFlight:
-    """The exchanges whose means are not applied yet: by fragment, and of a fragment the oldest first."""
+    """The exchanges whose means are not applied yet: by fragment, and of a fragment the oldest
+    first.
+    """
 
     def __init__(self, fragments: int) -> None:
         self._of: list[list[PendingExchange]] = [[] for _ in range(fragments)]
@@ -298,7 +330,9 @@ class InFlight:
         self._of[pending.fragment].remove(pending)
 
     def due(self, fragment: int, position: int | None) -> PendingExchange | None:
-        """Return the fragment's that was sent at ``position``, or its oldest; None if there is none."""
+        """Return the fragment's that was sent at ``position``, or its oldest; None if there is
+        none.
+        """
         return next(
             (p for p in self._of[fragment] if position is None or p.position == position), None
         )

@@ -1,8 +1,11 @@
-"""The inner optimizers that an outer one wraps: one, several side by side (Muon for matrices, AdamW for the rest), a stand-in.
+"""The inner optimizers that an outer one wraps: one, several side by side (Muon for matrices, AdamW
+for the rest), a stand-in.
 
-The parameters of inner optimizers: all, those that are averaged, and those that stay a peer's own; averaged buffers.
+The parameters of inner optimizers: all, those that are averaged, and those that stay a peer's own;
+averaged buffers.
 
-The outer rate and momentum in parameter groups, as torch has them, and rules with the groups' present values.
+The outer rate and momentum in parameter groups, as torch has them, and rules with the groups'
+present values.
 """
 
 from __future__ import annotations
@@ -37,11 +40,15 @@ Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """An optimizer, or several of different parameters."""
 
 Exclude = Sequence[str | Tensor]
-"""Parameters, their names, names of modules, or patterns of names, in which "*" stands for any characters."""
+"""Parameters, their names, names of modules, or patterns of names, in which "*" stands for any
+characters.
+"""
 
 
 def all_parameters(inner: Inner) -> list[Tensor]:
-    """Return the parameters of an optimizer, or of several, in the order of their groups: frozen ones too."""
+    """Return the parameters of an optimizer, or of several, in the order of their groups: frozen
+    ones too.
+    """
     several = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
     return [
         parameter for one in several for group in one.param_groups for parameter in group["params"]
@@ -49,17 +56,28 @@ def all_parameters(inner: Inner) -> list[Tensor]:
 
 
 def fault_of(parameter: Tensor) -> str:
-    """Return why a parameter cannot be trained and averaged, with the remedy, to follow its name; nothing if it can."""
+    """Return why a parameter cannot be trained and averaged, with the remedy, to follow its name;
+    nothing if it can.
+    """
     if nn.parameter.is_lazy(parameter):
         return "has no shape yet (a lazy layer): call the model once with an example before"
     if parameter.is_complex():
-        return "is complex, and real numbers are averaged: keep torch.view_as_real of it as the parameter"
+        return (
+            "is complex, and real numbers are averaged: keep torch.view_as_real of it as the "
+            "parameter"
+        )
     if not parameter.is_floating_point():
         return f"is of {parameter.dtype}, which is not averaged: freeze it (requires_grad = False)"
     if parameter.is_meta:
-        return "is on the meta device, without values: make the model on a real one, or fill it (to_empty) before"
+        return (
+            "is on the meta device, without values: make the model on a real one, or fill it "
+            "(to_empty) before"
+        )
     if parameter.is_inference():
-        return "was made under torch.inference_mode(), where nothing can be trained: make the model outside it"
+        return (
+            "was made under torch.inference_mode(), where nothing can be trained: make the "
+            "model outside it"
+        )
     return ""
 
 
@@ -68,8 +86,8 @@ def trained(
 ) -> AveragedParameters:
     """Return the parameters that require a gradient, ``but`` for some: those that are averaged.
 
-    They are in the order of ``model``, without one in that of ``all_parameters``; an exchange may have an order of its own, that of
-    a session's model.
+    They are in the order of ``model``, without one in that of ``all_parameters``; an exchange may
+    have an order of its own, that of a session's model.
 
     ValueError names one that cannot be trained.
     """
@@ -90,18 +108,21 @@ def trained(
 def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:
     """Return the parameters of ``inner`` that ``exclude`` means.
 
-    ValueError if a parameter is not in ``inner``, a name fits none of ``model`` (buffers included), or there is no model.
+    ValueError if a parameter is not in ``inner``, a name fits none of ``model`` (buffers included),
+    or there is no model.
     """
     if isinstance(exclude, str):
         raise ValueError(
-            f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it into brackets"
+            f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it "
+            "into brackets"
         )
     every, meant = set(all_parameters(inner)), set()
     for item in exclude:
         if isinstance(item, Tensor):
             if item not in every:
                 raise ValueError(
-                    f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner optimizer"
+                    f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner "
+                    "optimizer"
                 )
             meant.add(item)
             continue
@@ -121,7 +142,9 @@ def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Ten
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Return True if a parameter's or buffer's name is the pattern, lies in the module of that name, or matches it."""
+    """Return True if a parameter's or buffer's name is the pattern, lies in the module of that
+    name, or matches it.
+    """
     name = plain_name(name)
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
@@ -130,7 +153,8 @@ class Unfrozen:
     """Notices a parameter that is trained and was frozen, or was not there, when this was made.
 
     Args:
-        model: whose parameters are looked through by name, for wrappers may put others in their place; None: none.
+        model: whose parameters are looked through by name, for wrappers may put others in their
+            place; None: none.
         others: parameters besides, of an inner optimizer.
         exclude: what stays a peer's own, as an outer optimizer has it.
     """
@@ -164,7 +188,9 @@ class Unfrozen:
                 yield plain_name(name), parameter
 
     def found(self, round: int) -> str | None:
-        """Return the first such parameter, as a message names it; the model is looked through once in each ``round``."""
+        """Return the first such parameter, as a message names it; the model is looked through once
+        in each ``round``.
+        """
         for parameter, what in self._frozen.items():
             if parameter.requires_grad:
                 return what
@@ -180,8 +206,9 @@ class Unfrozen:
 def power_iteration_buffers(model: nn.Module) -> set[str]:
     """Return the names of buffers that hold the singular vectors of torch's spectral norms.
 
-    A mean of two of them is none: the vectors of two peers may point in opposite directions, and the norm then comes out near 0.
-    Each peer finds those of the averaged weight by its own iteration.
+    A mean of two of them is none: the vectors of two peers may point in opposite directions, and
+    the norm then comes out near 0. Each peer finds those of the averaged weight by its own
+    iteration.
     """
     found: set[str] = set()
     for place, module in model.named_modules():
@@ -195,14 +222,18 @@ def power_iteration_buffers(model: nn.Module) -> set[str]:
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the model's floating-point buffers that are in its state_dict, each once; so no counters and masks."""
+    """Return the model's floating-point buffers that are in its state_dict, each once; so no
+    counters and masks.
+    """
     return AveragedBuffers(model).now()
 
 
 class AveragedBuffers:
-    """The buffers of ``float_buffers`` by name: ``model.to`` and modules that assign to a buffer put another tensor in its place.
+    """The buffers of ``float_buffers`` by name: ``model.to`` and modules that assign to a buffer
+    put another tensor in its place.
 
-    Without a model there are none. Those whose names are in ``exclude`` are left out, and those of ``power_iteration_buffers``.
+    Without a model there are none. Those whose names are in ``exclude`` are left out, and those of
+    ``power_iteration_buffers``.
     """
 
     def __init__(self, model: nn.Module | None, exclude: Exclude = ()) -> None:
@@ -223,12 +254,16 @@ class AveragedBuffers:
         return len(self._shapes)
 
     def now(self) -> list[Tensor]:
-        """Return the model's present tensors. ValueError if one is gone or has another shape than at first."""
+        """Return the model's present tensors.
+
+        ValueError if one is gone or has another shape than at first.
+        """
         buffers = dict(self._model.named_buffers(remove_duplicate=False)) if self._shapes else {}
         for name, shape in self._shapes.items():
             if name not in buffers or buffers[name].shape != shape:
                 raise ValueError(
-                    f"the averaged buffer {name!r} is not of shape {tuple(shape)} any more: keep it so, or ignore buffers"
+                    f"the averaged buffer {name!r} is not of shape {tuple(shape)} any more: keep "
+                    "it so, or ignore buffers"
                 )
         return [buffers[name] for name in self._shapes]
 
@@ -244,21 +279,25 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
 
 
 def check_inner(inner: Inner) -> None:
-    """Raise ValueError for an optimizer that keeps weights in its state, which would undo a round's move (``probe``).
+    """Raise ValueError for an optimizer that keeps weights in its state, which would undo a round's
+    move (``probe``).
 
-    So do Lookahead, MADGRAD and schedule-free ones. LBFGS compares gradients at weights between which a round may lie.
+    So do Lookahead, MADGRAD and schedule-free ones. LBFGS compares gradients at weights between
+    which a round may lie.
     """
     for one in [inner] if isinstance(inner, torch.optim.Optimizer) else inner:
         if any("outer" in group for group in one.param_groups):  # of `shoal.optim.outer.torch_form`
             raise ValueError(
-                "the inner optimizer holds the saved state of an outer one: load that into the outer optimizer, once it is made"
+                "the inner optimizer holds the saved state of an outer one: load that into the "
+                "outer optimizer, once it is made"
             )
         # Some keep a counter of their own beside the parameters' states.
         states = [state for state in one.state.values() if isinstance(state, Mapping)]
         kept = [value for state in states for value in state.values()]
         if any(isinstance(value, Tensor) and value.is_inference() for value in kept):
             raise ValueError(
-                "the inner optimizer's state was made under torch.inference_mode(), where nothing can be trained: make the "
+                "the inner optimizer's state was made under torch.inference_mode(), where nothing "
+                "can be trained: make the "
                 "optimizer outside it"
             )
         for part in one.parts if isinstance(one, Combined) else [one]:
@@ -276,7 +315,8 @@ def _check_keeps_moves(optimizer: torch.optim.Optimizer) -> None:
     remedy = "use an inner optimizer whose state holds gradients only, such as AdamW"
     if needs_closure(optimizer):
         raise ValueError(
-            f"{name} compares gradients at weights between which a round may have moved the model, in steps that need a "
+            f"{name} compares gradients at weights between which a round may have moved the model, "
+            "in steps that need a "
             f"closure: {remedy}"
         )
     share = share_left(optimizer)
@@ -284,7 +324,8 @@ def _check_keeps_moves(optimizer: torch.optim.Optimizer) -> None:
         _say_untried(name)
     elif share < LEAST_LEFT:
         raise ValueError(
-            f"{name} remembers earlier weights, to which it would go back after a round has moved the model (of a move "
+            f"{name} remembers earlier weights, to which it would go back after a round has moved "
+            "the model (of a move "
             f"{max(share, 0):.0%} was left after {STEPS_AFTER} steps): {remedy}"
         )
 
@@ -293,16 +334,19 @@ def _check_keeps_moves(optimizer: torch.optim.Optimizer) -> None:
 def _say_untried(name: str) -> None:
     """Say it once in a process."""
     log.warning(
-        "whether %s remembers earlier weights could not be tried, for a small copy of it takes no step: if its state holds "
+        "whether %s remembers earlier weights could not be tried, for a small copy of it takes no "
+        "step: if its state holds "
         "weights, a round's move is lost",
         name,
     )
 
 
 def watch_steps(inner: torch.optim.Optimizer, stepped: Callable[[], None]) -> None:
-    """Call the bound method ``stepped`` after each step of ``inner``, of the first of several; an earlier caller's watch ends.
+    """Call the bound method ``stepped`` after each step of ``inner``, of the first of several; an
+    earlier caller's watch ends.
 
-    Not for a `Stepped`, nor for an optimizer without torch's hooks. The method's object is not kept alive.
+    Not for a `Stepped`, nor for an optimizer without torch's hooks. The method's object is not kept
+    alive.
     """
     one = inner.parts[0] if isinstance(inner, Combined) else inner
     if isinstance(one, Stepped) or not hasattr(one, "_optimizer_step_post_hooks"):
@@ -320,7 +364,9 @@ def watch_steps(inner: torch.optim.Optimizer, stepped: Callable[[], None]) -> No
 
 
 def accumulates(inner: torch.optim.Optimizer) -> bool:
-    """Return True if ``inner`` was prepared by accelerate, which has it take no step in the middle of an accumulation."""
+    """Return True if ``inner`` was prepared by accelerate, which has it take no step in the middle
+    of an accumulation.
+    """
     several = inner.parts if isinstance(inner, Combined) else [inner]
     return any(
         not one.gradient_state.sync_gradients for one in several if hasattr(one, "gradient_state")
@@ -328,9 +374,11 @@ def accumulates(inner: torch.optim.Optimizer) -> bool:
 
 
 def initialises(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a step now would only make the optimizer's state: there is none, and all rates and gradients are 0.
+    """Return True if a step now would only make the optimizer's state: there is none, and all rates
+    and gradients are 0.
 
-    So torch.distributed.checkpoint's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` prepare a new optimizer.
+    So torch.distributed.checkpoint's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``
+    prepare a new optimizer.
     """
     if optimizer.state or any(bool(group.get("lr", 1.0) != 0) for group in optimizer.param_groups):
         return False
@@ -343,10 +391,12 @@ def initialises(optimizer: torch.optim.Optimizer) -> bool:
 def step_unless_overflow(
     inner: torch.optim.Optimizer, scale: Tensor | None, overflow: Tensor
 ) -> None:
-    """Do to ``inner`` what ``GradScaler`` does: divide gradients by ``scale`` (None: that is done), and step if they are finite.
+    """Do to ``inner`` what ``GradScaler`` does: divide gradients by ``scale`` (None: that is done),
+    and step if they are finite.
 
-    ``overflow``: above 0 if one is not. Optimizers that do both in their own kernels (torch's fused ones) get both tensors, without
-    a wait for the device. ValueError for gradients in float16, which hold no master weights' gradients.
+    ``overflow``: above 0 if one is not. Optimizers that do both in their own kernels (torch's fused
+    ones) get both tensors, without a wait for the device. ValueError for gradients in float16,
+    which hold no master weights' gradients.
     """
     parts = inner.parts if isinstance(inner, Combined) else [inner]
     fused = [one for one in parts if getattr(one, "_step_supports_amp_scaling", False)]
@@ -385,7 +435,8 @@ def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
         if param.grad is not None:
             if param.grad.dtype == torch.float16:
                 raise ValueError(
-                    "Attempting to unscale FP16 gradients: keep the parameters in float32, and compute in autocast."
+                    "Attempting to unscale FP16 gradients: keep the parameters in float32, and "
+                    "compute in autocast."
                 )
             gradient = local(param.grad)
             found[gradient.device].append(gradient._values() if gradient.is_sparse else gradient)
@@ -394,7 +445,9 @@ def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Base of optimizers whose parameter groups and state are those of others: always the present ones, also after these loaded."""
+    """Base of optimizers whose parameter groups and state are those of others: always the present
+    ones, also after these loaded.
+    """
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
         """Return the wrapped optimizers; none while this is being made."""
@@ -455,7 +508,8 @@ class Combined(Wrapper):
         self.parts: list[torch.optim.Optimizer] = []
         if not optimizers:
             raise ValueError("there is no inner optimizer: hand in at least one")
-        # torch gives each group the settings that it lacks, for schedulers look for the same ones in all (OneCycleLR: betas).
+        # torch gives each group the settings that it lacks, for schedulers look for the same ones
+        # in all (OneCycleLR: betas).
         groups = [group for one in optimizers for group in one.param_groups]
         super().__init__(groups, dict(ChainMap(*(one.defaults for one in optimizers))))
         self.parts = list(optimizers)
@@ -498,14 +552,18 @@ class Combined(Wrapper):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError if the groups are others; nothing is changed then."""
+        """Restore what ``state_dict`` returned.
+
+        ValueError if the groups are others; nothing is changed then.
+        """
         groups = state_dict["param_groups"]
         own, saved = (
             [len(group["params"]) for group in some] for some in (self.param_groups, groups)
         )
         if own != saved:
             raise ValueError(
-                f"the saved inner optimizers have parameter groups of {saved} parameters, these of {own}"
+                f"the saved inner optimizers have parameter groups of {saved} parameters, these of "
+                f"{own}"
             )
         first = 0
         for one in self.parts:
@@ -517,11 +575,13 @@ class Combined(Wrapper):
 
 
 class Stepped(torch.optim.Optimizer):
-    """Optimizer whose ``step`` does nothing: wrapped in an outer optimizer, whose ``step`` then does the outer part alone.
+    """Optimizer whose ``step`` does nothing: wrapped in an outer optimizer, whose ``step`` then
+    does the outer part alone.
 
-    For training loops in which a library steps the inner optimizer. Call the outer optimizer's ``step`` after each inner one.
-    ``defaults``: settings of the parameter groups, if there are any. ``stands_for``: what takes the inner steps, to be checked as
-    an inner optimizer is. ValueError without parameters.
+    For training loops in which a library steps the inner optimizer. Call the outer optimizer's
+    ``step`` after each inner one. ``defaults``: settings of the parameter groups, if there are any.
+    ``stands_for``: what takes the inner steps, to be checked as an inner optimizer is. ValueError
+    without parameters.
     """
 
     def __init__(
@@ -547,13 +607,15 @@ Parts = list[tuple[Rule, list[int]]]
 
 
 class OuterGroups(Stepped):
-    """The slow weights as a torch optimizer, whose groups hold the outer ``lr`` and ``momentum``: ``OuterOptimizer.outer``.
+    """The slow weights as a torch optimizer, whose groups hold the outer ``lr`` and ``momentum``:
+    ``OuterOptimizer.outer``.
 
         schedule = CosineAnnealingLR(opt.outer, T_max=100)      # step() it once a round
 
-    There is one group for each of the inner optimizer's. A rule that has no outer rate (local SGD, SPARTA), or was made without
-    momentum, has no such key. ``step`` does nothing; it is called whenever a mean was applied, so that hooks and schedulers see it.
-    A change counts from the next contribution on. All peers must follow the same schedule.
+    There is one group for each of the inner optimizer's. A rule that has no outer rate (local SGD,
+    SPARTA), or was made without momentum, has no such key. ``step`` does nothing; it is called
+    whenever a mean was applied, so that hooks and schedulers see it. A change counts from the next
+    contribution on. All peers must follow the same schedule.
     """
 
     def __init__(self, rule: Rule, slow: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
@@ -575,7 +637,10 @@ class OuterGroups(Stepped):
         return {name: float(group[name]) for name in self._made_with}
 
     def rules(self, part: Sequence[int]) -> Parts:
-        """Return the rules for the parameters ``part``: one, unless groups differ. ValueError for values that no rule takes."""
+        """Return the rules for the parameters ``part``: one, unless groups differ.
+
+        ValueError for values that no rule takes.
+        """
         places: dict[tuple[float, ...], list[int]] = {}
         groups = [
             tuple(float(group[name]) for name in self._made_with) for group in self.param_groups
@@ -593,7 +658,10 @@ class OuterGroups(Stepped):
         return self._latest
 
     def again(self, saved: Sequence[tuple[dict[str, float], list[int]]]) -> Parts:
-        """Return the rules of saved settings and places. KeyError or ValueError for settings that no rule takes."""
+        """Return the rules of saved settings and places.
+
+        KeyError or ValueError for settings that no rule takes.
+        """
         return [
             (self._with(tuple(float(values[name]) for name in self._made_with)), list(places))
             for values, places in saved
@@ -632,7 +700,8 @@ def contribution_of(
     times = {len(tensors) // len(places) for tensors, (_, places) in zip(sent, parts, strict=True)}
     if len(times) != 1:
         raise ValueError(
-            "the outer settings of the parameter groups send unequally many tensors: leave out pull, or make lr equal"
+            "the outer settings of the parameter groups send unequally many tensors: leave out "
+            "pull, or make lr equal"
         )
     by_place = {
         number * len(slow) + place: tensors[number * len(places) + at]

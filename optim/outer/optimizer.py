@@ -1,14 +1,16 @@
 """The outer optimizer: a real ``torch.optim.Optimizer`` that wraps the user's inner one.
 
-It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate schedulers and ``GradScaler`` act on it as on
-any optimizer. When the schedule says so, it hands a contribution to the exchange, applies the outer rule to the slow weights
-(float32, or float64 if a parameter is; on the CPU by default) and copies the fast weights back into the model. If no peer answers,
-the rule is applied to the own contribution alone: local progress is never lost.
+It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate schedulers and
+``GradScaler`` act on it as on any optimizer. When the schedule says so, it hands a contribution to
+the exchange, applies the outer rule to the slow weights (float32, or float64 if a parameter is; on
+the CPU by default) and copies the fast weights back into the model. If no peer answers, the rule is
+applied to the own contribution alone: local progress is never lost.
 
-Rules that send displacements (`Anchored`) rely on equal slow weights, of which nothing is sent. So each contribution goes with a
-``sketch`` of them. If the sketches of a round's members differ, as after a round that some missed, its members average once more,
-before they apply the mean: the slow weights and the shared state of those that are right, with weight 1; the others take the result
-with weight 0.
+Rules that send displacements (`Anchored`) rely on equal slow weights, of which nothing is sent. So
+each contribution goes with a ``sketch`` of them. If the sketches of a round's members differ, as
+after a round that some missed, its members average once more, before they apply the mean: the slow
+weights and the shared state of those that are right, with weight 1; the others take the result with
+weight 0.
 """
 
 from __future__ import annotations
@@ -66,16 +68,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAME = 1e-6
-"""Distance of two sketches, in parts of their largest number, up to which they differ by rounding alone."""
+"""Distance of two sketches, in parts of their largest number, up to which they differ by rounding
+alone.
+"""
 
 
 def sources(states: Mapping[str, Sequence[float]], *, first: bool = False) -> list[str]:
-    """Return the peers whose slow weights all others should take the mean of; none if all hold the same.
+    """Return the peers whose slow weights all others should take the mean of; none if all hold the
+    same.
 
-    Of those that hold the same, the largest part is right: one of it stands for it. Among several parts of that size none is
-    nearer to the truth. After a round that failed for everyone each peer has gone on alone, and the mean of their slow weights is
-    what that round would have given (exactly so under a linear rule). ``first``: nothing was averaged yet, so there is nothing in
-    common; then the first part is right, since a mean of independent initial weights is worse than any.
+    Of those that hold the same, the largest part is right: one of it stands for it. Among several
+    parts of that size none is nearer to the truth. After a round that failed for everyone each peer
+    has gone on alone, and the mean of their slow weights is what that round would have given
+    (exactly so under a linear rule). ``first``: nothing was averaged yet, so there is nothing in
+    common; then the first part is right, since a mean of independent initial weights is worse than
+    any.
     """
     parts: list[list[str]] = []
     for peer in sorted(states):
@@ -117,40 +124,54 @@ class Options(TypedDict, total=False):
 class OuterOptimizer(OuterState):
     """Outer optimizer around ``inner``, to be used in its place in the training loop.
 
-    The parameters that require a gradient when it is made are averaged (with LoRA the adapters). A frozen one is neither kept nor
-    sent; one that is frozen later stays in, because all peers must send the same tensors.
+    The parameters that require a gradient when it is made are averaged (with LoRA the adapters). A
+    frozen one is neither kept nor sent; one that is frozen later stays in, because all peers must
+    send the same tensors.
 
     Args:
-        inner: an optimizer, or several of different parameters (``Combined``); their state is local, never exchanged or reset.
+        inner: an optimizer, or several of different parameters (``Combined``); their state is
+            local, never exchanged or reset.
         exchange: averages contributions with other peers.
         rule: the outer mathematics.
         schedule: when to send and apply.
-        codec: how contributions become bytes; by default that of a swarm's exchange, else float32. One with state (error feedback)
-            is copied for each fragment.
+        codec: how contributions become bytes; by default that of a swarm's exchange, else float32.
+            One with state (error feedback) is copied for each fragment.
         run: name of the run; peers of different runs never average.
-        slow_device: where the slow weights and the rule's state live: a device, or as a path a folder for files that are mapped
-            into memory and have no name, so that they are gone with the process. OSError if it has no room.
+        slow_device: where the slow weights and the rule's state live: a device, or as a path a
+            folder for files that are mapped into memory and have no name, so that they are gone
+            with the process. OSError if it has no room.
         on_round: called with a ``RoundInfo`` after each applied exchange.
-        fragments: of each the module, or a list of modules and parameters; None: one fragment with all parameters.
-        weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps since the fragment was last
-            sent (`shoal.optim.outer.fragments`). 0: stay out of this round's mean, as if absent.
-        length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers must not share one.
-        buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
-            is applied; they are sent as float32. The vectors of torch's spectral norms stay each peer's own.
-            "ignore" leaves every peer its own. All peers must choose the same.
-        model: the module, needed for its buffers and for sharded parameters (FSDP2); each process then has its part of all state.
-        exclude: parameters that stay this peer's own (a head for its task): parameters, names, names of modules, or patterns
-            such as "*.bias" (names need ``model``). They are trained, but neither kept nor sent, nor are buffers of these names.
-            All peers must exclude the same.
-        ranks: the processes of this peer, if it is several that act as one (``shoal.optim.Ranks``); ``exchange`` is rank 0's.
+        fragments: of each the module, or a list of modules and parameters; None: one fragment with
+            all parameters.
+        weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps
+            since the fragment was last sent (`shoal.optim.outer.fragments`). 0: stay out of this
+            round's mean, as if absent.
+        length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers
+            must not share one.
+        buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by
+            their mean whenever fragment 0 is applied; they are sent as float32. The vectors of
+            torch's spectral norms stay each peer's own. "ignore" leaves every peer its own. All
+            peers must choose the same.
+        model: the module, needed for its buffers and for sharded parameters (FSDP2); each process
+            then has its part of all state.
+        exclude: parameters that stay this peer's own (a head for its task): parameters, names,
+            names of modules, or patterns such as "*.bias" (names need ``model``). They are trained,
+            but neither kept nor sent, nor are buffers of these names. All peers must exclude the
+            same.
+        ranks: the processes of this peer, if it is several that act as one (``shoal.optim.Ranks``);
+            ``exchange`` is rank 0's.
 
     Raises:
-        ValueError: no parameter that requires a gradient, not floating point, not in exactly one fragment, buffers or shards
-            without a model, an exclusion that fits nothing, an inner optimizer that remembers earlier weights.
+        ValueError: no parameter that requires a gradient, not floating point, not in exactly one
+            fragment, buffers or shards without a model, an exclusion that fits nothing, an inner
+            optimizer that remembers earlier weights.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Check the arguments of whichever method is made, before it looks into them. TypeError names the one that is wrong."""
+        """Check the arguments of whichever method is made, before it looks into them.
+
+        TypeError names the one that is wrong.
+        """
         constructors = [vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind)]
         arguments = {
             name
@@ -170,7 +191,8 @@ class OuterOptimizer(OuterState):
         )
         if wrong := [one for one in several if not isinstance(one, torch.optim.Optimizer)]:
             raise TypeError(
-                f"inner must be an optimizer of torch, or a list of them, got {type(wrong[0]).__name__}"
+                "inner must be an optimizer of torch, or a list of them, got "
+                f"{type(wrong[0]).__name__}"
             )
         if not isinstance(exchange, Exchange):
             remedy = (
@@ -189,13 +211,18 @@ class OuterOptimizer(OuterState):
         return self._params
 
     _step_supports_amp_scaling = True
-    """``GradScaler`` calls ``step`` after an overflow too, and leaves it to ``step`` to unscale the gradients."""
+    """``GradScaler`` calls ``step`` after an overflow too, and leaves it to ``step`` to unscale the
+    gradients.
+    """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError once the optimizer is made: the slow weights of the new parameters would be missing."""
+        """Raise ValueError once the optimizer is made: the slow weights of the new parameters would
+        be missing.
+        """
         if hasattr(self, "slow"):
             raise ValueError(
-                "add parameter groups to the inner optimizer before wrapping it: later ones would never be averaged"
+                "add parameter groups to the inner optimizer before wrapping it: later ones would "
+                "never be averaged"
             )
         super().add_param_group(param_group)
 
@@ -204,11 +231,13 @@ class OuterOptimizer(OuterState):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one inner step, then do what the schedule asks for (it may wait for a partner, within the exchange's limits).
+        """Take one inner step, then do what the schedule asks for (it may wait for a partner,
+        within the exchange's limits).
 
-        ValueError if a parameter that was frozen when this was made requires a gradient now, or the inner optimizer has more than
-        it had; RuntimeError within ``averaged``. No step is taken then. A step by which torch.distributed.checkpoint makes the
-        inner optimizer's state counts as none. Called by ``GradScaler.step`` it leaves the inner step out if a gradient is not
+        ValueError if a parameter that was frozen when this was made requires a gradient now, or the
+        inner optimizer has more than it had; RuntimeError within ``averaged``. No step is taken
+        then. A step by which torch.distributed.checkpoint makes the inner optimizer's state counts
+        as none. Called by ``GradScaler.step`` it leaves the inner step out if a gradient is not
         finite, and does the outer part all the same: peers count the same steps.
         """
         scale, overflow = (
@@ -233,7 +262,8 @@ class OuterOptimizer(OuterState):
                 step_unless_overflow(self.inner, scale, overflow)
             else:
                 raise RuntimeError(
-                    "GradScaler takes no closure: compute the gradients before, and call scaler.step(optimizer) alone"
+                    "GradScaler takes no closure: compute the gradients before, and call "
+                    "scaler.step(optimizer) alone"
                 )
             if accumulates(self.inner):
                 return loss
@@ -251,9 +281,12 @@ class OuterOptimizer(OuterState):
             pass  # the next iteration waits for the exchange
 
     def after_inner(self) -> Iterator[Handle]:
-        """Do the outer part of ``step``. Yields each exchange whose outcome is needed next; iterate to the end.
+        """Do the outer part of ``step``.
 
-        For callers that cannot block, such as a simulator with one thread for all peers: it lets the exchange end, then goes on.
+        Yields each exchange whose outcome is needed next; iterate to the end.
+
+        For callers that cannot block, such as a simulator with one thread for all peers: it lets
+        the exchange end, then goes on.
         """
         self._check_not_averaged("step")
         self._begins_from_slow, self._stepped_behind = False, 0
@@ -268,24 +301,29 @@ class OuterOptimizer(OuterState):
         self.inner.zero_grad(set_to_none)
 
     def count(self, tokens: int) -> None:
-        """Count the tokens (or samples) of the coming step, for weights and round lengths that depend on them."""
+        """Count the tokens (or samples) of the coming step, for weights and round lengths that
+        depend on them.
+        """
         self.tokens += int(
             tokens
         )  # a sum over a mask is a tensor, which would be added to in place
 
     def listen(self) -> None:
-        """Take part in the next round (of every fragment) with weight 0: for a late joiner that has hardly trained yet.
+        """Take part in the next round (of every fragment) with weight 0: for a late joiner that has
+        hardly trained yet.
 
-        The mean is then that of the others, and they go on as if this peer were absent. The exchange must accept weights of 0;
-        ``Distributed`` does not.
+        The mean is then that of the others, and they go on as if this peer were absent. The
+        exchange must accept weights of 0; ``Distributed`` does not.
         """
         self._listening = set(range(len(self._parts)))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the slow weights into the model within the block; afterwards the fast ones are restored bit by bit.
+        """Put the slow weights into the model within the block; afterwards the fast ones are
+        restored bit by bit.
 
-        Steps, ``finish`` and ``adopt`` within it raise RuntimeError: what they did to the model would be lost.
+        Steps, ``finish`` and ``adopt`` within it raise RuntimeError: what they did to the model
+        would be lost.
         """
         outside = self._averaged
         if not outside:
@@ -304,10 +342,13 @@ class OuterOptimizer(OuterState):
 
     @torch.no_grad()
     def finish(self, *, average: bool = False) -> None:
-        """Apply the exchanges in flight (waiting within the exchange's limits). Call it once after the last step.
+        """Apply the exchanges in flight (waiting within the exchange's limits).
 
-        ``average``: then send the steps since each fragment's last round in one more, and take the plain mean of the slow weights
-        (and the averaged buffers) over the group, as float32, also into the model. All peers must do it, after as many steps.
+        Call it once after the last step.
+
+        ``average``: then send the steps since each fragment's last round in one more, and take the
+        plain mean of the slow weights (and the averaged buffers) over the group, as float32, also
+        into the model. All peers must do it, after as many steps.
         """
         self.settle(rest=average)
         if not average:
@@ -321,7 +362,9 @@ class OuterOptimizer(OuterState):
 
     @torch.no_grad()
     def settle(self, *, rest: bool = True) -> None:
-        """Apply the exchanges in flight, and send the ``rest``, the steps since each fragment's last round, in one more."""
+        """Apply the exchanges in flight, and send the ``rest``, the steps since each fragment's
+        last round, in one more.
+        """
         self._check_not_averaged("finish")
         self._check_weights()
         self._apply_in_flight()
@@ -340,14 +383,17 @@ class OuterOptimizer(OuterState):
         enough: Callable[[tuple[str, ...]], bool] = bool,
         accept: Callable[[], bool] | None = None,
     ) -> tuple[str, ...]:
-        """Take the plain mean of the slow weights (and the averaged buffers) over ``exchange``, as float32, into the model too.
+        """Take the plain mean of the slow weights (and the averaged buffers) over ``exchange``, as
+        float32, into the model too.
 
-        Call `settle` before. The rounds of ``exchange`` are its own. The members of one mean bring it to the next try, so that all
-        have equal shares in the end.
+        Call `settle` before. The rounds of ``exchange`` are its own. The members of one mean bring
+        it to the next try, so that all have equal shares in the end.
 
         Args:
-            tries: exchanges at most; another one follows unless ``enough(members)`` of the mean so far.
-            accept: called with the mean in the model; False puts everything back as it was, of which there is a copy until then.
+            tries: exchanges at most; another one follows unless ``enough(members)`` of the mean so
+                far.
+            accept: called with the mean in the model; False puts everything back as it was, of
+                which there is a copy until then.
 
         Returns the members of the last mean that was taken and accepted; none if there was none.
         """
@@ -371,7 +417,9 @@ class OuterOptimizer(OuterState):
         return members
 
     def _take_mean(self, exchange: Exchange, key: RoundKey) -> Mean | None:
-        """Return the mean of all that is averaged, which the slow weights and buffers are then; None without a partner."""
+        """Return the mean of all that is averaged, which the slow weights and buffers are then;
+        None without a partner.
+        """
         everything = [*(t.float() for t in self.slow), *self._buffers.now()]
         mean = exchange.start(Contribution(key, OnDemand(everything))).result()
         if mean is not None:
@@ -379,7 +427,8 @@ class OuterOptimizer(OuterState):
         return mean
 
     def quiet(self, most: int) -> int:
-        """Return the positions up to the next at which anything is sent, applied or asked for, from 1 to ``most``.
+        """Return the positions up to the next at which anything is sent, applied or asked for, from
+        1 to ``most``.
 
         For simulations, which may take the steps up to there at once.
         """
@@ -395,7 +444,9 @@ class OuterOptimizer(OuterState):
         )
 
     def _act(self, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
-        """Do what the schedule asks for at the present position; yield each exchange before its outcome is needed."""
+        """Do what the schedule asks for at the present position; yield each exchange before its
+        outcome is needed.
+        """
         if self._auto is not None:
             self._in_flight.poll(self.position)
         for action in actions:
@@ -431,7 +482,9 @@ class OuterOptimizer(OuterState):
                 self._apply(pending)
 
     def _asked(self, pending: PendingExchange) -> bool:
-        """Return True if the exchange was sent at least as long ago as the quickest of the last ones took: asking has a price."""
+        """Return True if the exchange was sent at least as long ago as the quickest of the last
+        ones took: asking has a price.
+        """
         return self._auto is not None and self.position - pending.position >= self._auto.least
 
     def _there(self, pending: PendingExchange) -> bool:
@@ -440,7 +493,9 @@ class OuterOptimizer(OuterState):
         return pending.arrived is not None
 
     def _lasts(self, pending: PendingExchange) -> bool:
-        """Return True if training goes on although the fragment is due: over a slow link the mean comes later. Rank 0 decides."""
+        """Return True if training goes on although the fragment is due: over a slow link the mean
+        comes later. Rank 0 decides.
+        """
         if (
             self._auto is None
             or self.position - pending.position >= LASTS * self._auto.every
@@ -450,9 +505,11 @@ class OuterOptimizer(OuterState):
         return self._weights.agreed(pending.handle is not None and pending.handle.leave_out())
 
     def _deferred(self, pending: PendingExchange) -> bool:
-        """Return True if the members' slow weights differ, so that all begin a second exchange when this one is applied.
+        """Return True if the members' slow weights differ, so that all begin a second exchange when
+        this one is applied.
 
-        They do so just before the fragment is sent again: an exchange between processes needs the same order of rounds in all.
+        They do so just before the fragment is sent again: an exchange between processes needs the
+        same order of rounds in all.
         """
         if not (self.anchored and self.exchange.compares):
             return False
@@ -496,7 +553,8 @@ class OuterOptimizer(OuterState):
         """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
         if fragment >= len(self._parts):
             raise ValueError(
-                f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments="
+                f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: "
+                "hand in fragments="
             )
         weight = self._weigh(fragment)
         tail = self._buffers.now() if fragment == 0 else []
@@ -547,8 +605,9 @@ class OuterOptimizer(OuterState):
     def _begin_anew(self) -> None:
         """Begin the exchanges that were in flight when the state was saved.
 
-        With lags of their own not all peers have the same ones in flight. A job starts again with all of them, from the same step,
-        so what one has applied already is announced as its absence: the others would wait for it.
+        With lags of their own not all peers have the same ones in flight. A job starts again with
+        all of them, from the same step, so what one has applied already is announced as its
+        absence: the others would wait for it.
         """
         begun = {
             pending.context.key.round: pending
@@ -605,7 +664,9 @@ class OuterOptimizer(OuterState):
             self._weights.restart(self._parts[fragment])
 
     def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors, those that share memory with staging or slow weights as copies, for these will change."""
+        """Return the tensors, those that share memory with staging or slow weights as copies, for
+        these will change.
+        """
         ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
         return [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in tensors]
 
@@ -663,10 +724,12 @@ class OuterOptimizer(OuterState):
         self._report(context.key, mean, lag, late)
 
     def _equalise(self, key: RoundKey, mean: Mean) -> None:
-        """Equalise the slow weights and the shared state of the fragment ``key.fragment`` among those that take the mean.
+        """Equalise the slow weights and the shared state of the fragment ``key.fragment`` among
+        those that take the mean.
 
-        The fast weights move with the slow ones, so that progress since the last send is kept. What a peer of a smaller part learnt
-        while it was apart is lost. If this exchange has no partner either, nothing changes, and the next round tries again.
+        The fast weights move with the slow ones, so that progress since the last send is kept. What
+        a peer of a smaller part learnt while it was apart is lost. If this exchange has no partner
+        either, nothing changes, and the next round tries again.
         """
         part = self._parts[key.fragment]
         right = sources(mean.states, first=self.applied[key.fragment] < 0)
@@ -706,16 +769,19 @@ class OuterOptimizer(OuterState):
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raise TypeError: a copy would share the exchange, and so this peer's place in the run."""
         raise TypeError(
-            "an outer optimizer cannot be copied or pickled: make another around the copied model's inner optimizer, with an "
+            "an outer optimizer cannot be copied or pickled: make another around the copied "
+            "model's inner optimizer, with an "
             "exchange of its own, and load this one's state_dict()"
         )
 
 
 def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
-    """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20 and not 50"), or None.
+    """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20
+    and not 50"), or None.
 
-    Compares rule, present outer rate and momentum of each parameter, schedule but for the lag (each peer may have its own), codec,
-    weight, length of a round, number of buffers, and fragments. Tensors are not read, so ``other`` may be on the device "meta".
+    Compares rule, present outer rate and momentum of each parameter, schedule but for the lag (each
+    peer may have its own), codec, weight, length of a round, number of buffers, and fragments.
+    Tensors are not read, so ``other`` may be on the device "meta".
     """
     for index in (
         range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ()
@@ -769,7 +835,9 @@ def _shown(weight: Any) -> str:
 
 
 def _length(opt: OuterOptimizer) -> str:
-    """Return the kind of the length, and its number if it is one; a function of seconds gives all peers the same."""
+    """Return the kind of the length, and its number if it is one; a function of seconds gives all
+    peers the same.
+    """
     public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
     return " ".join(
         [kind_of(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))]
@@ -785,7 +853,9 @@ def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> A
 def cut(
     fragments: Fragments, inner: Inner, exchange: Exchange, options: Options
 ) -> Sequence[Fragment] | None:
-    """Return the parameters of each fragment, None for one: as the exchange has them, if it states that number of them."""
+    """Return the parameters of each fragment, None for one: as the exchange has them, if it states
+    that number of them.
+    """
     if not isinstance(fragments, int):
         parameters = averaged_parameters(inner, exchange, options)
         return [[parameters[at] for at in part] for part in positions(fragments, parameters)]

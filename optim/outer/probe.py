@@ -1,9 +1,10 @@
 """Whether an inner optimizer goes on from where a round has moved the model.
 
-A round moves the parameters between two inner steps. AdamW adds its next step to wherever they are. Lookahead, MADGRAD or a
-schedule-free optimizer keeps weights of its own in its state, and its next steps undo the move in part or whole. No list of names
-knows all of these, so the optimizer is tried: a small copy of it takes the same steps with the same gradients twice, once with its
-weights displaced on the way, and the displacement must still be there at the end.
+A round moves the parameters between two inner steps. AdamW adds its next step to wherever they are.
+Lookahead, MADGRAD or a schedule-free optimizer keeps weights of its own in its state, and its next
+steps undo the move in part or whole. No list of names knows all of these, so the optimizer is
+tried: a small copy of it takes the same steps with the same gradients twice, once with its weights
+displaced on the way, and the displacement must still be there at the end.
 """
 
 from __future__ import annotations
@@ -25,19 +26,28 @@ from torch import Tensor
 from shoal.optim.outer.weights import local
 
 STEPS_BEFORE = 10
-"""Steps before the displacement: the first ones make the state. The next one's number is a prime: no k of Lookahead's hits it."""
+"""Steps before the displacement: the first ones make the state.
+
+The next one's number is a prime: no k of Lookahead's hits it.
+"""
 STEPS_AFTER = 56
 """Steps after it: Lookahead and Ranger go back every 5 or 6 steps, others a little in each."""
 LONGEST_SIDE = 8
 """Sides of a tried parameter at most."""
 RATE = 1e-4
-"""Of the optimizer's learning rate: what weights rightly do to a step (weight decay, trust ratios) is then too small to count."""
+"""Of the optimizer's learning rate: what weights rightly do to a step (weight decay, trust ratios)
+is then too small to count.
+"""
 LEAST_LEFT = 0.9
 """Share of the displacement that must be left. Those seen keep .99 and more, or .8 and less."""
 LEAST_AT_ONCE = 0.7
-"""Share that one step may take for good: Nero projects the rows of its weights, which is a constraint, and no memory."""
+"""Share that one step may take for good: Nero projects the rows of its weights, which is a
+constraint, and no memory.
+"""
 FORMS = ("plain", "closure", "graph")
-"""Ways to hand in gradients, tried in turn: as they are, by a closure, and with a graph for those that differentiate twice."""
+"""Ways to hand in gradients, tried in turn: as they are, by a closure, and with a graph for those
+that differentiate twice.
+"""
 CURVATURE = 1e-4
 """Of the loss whose gradients have a graph."""
 MOST_REMEMBERED = 64
@@ -47,9 +57,11 @@ _verdicts: OrderedDict[object, float | None] = OrderedDict()
 
 
 def share_left(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the share of a move of the weights that is left after further steps of ``optimizer``: 1 if it remembers none.
+    """Return the share of a move of the weights that is left after further steps of ``optimizer``:
+    1 if it remembers none.
 
-    None if it cannot be tried: a copy of it does not step. Nothing of it, nor of the random numbers, is changed.
+    None if it cannot be tried: a copy of it does not step. Nothing of it, nor of the random
+    numbers, is changed.
     """
     kind = _kind(optimizer)
     if kind not in _verdicts:
@@ -60,13 +72,17 @@ def share_left(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``step`` has to be given a closure, which it calls at weights of its own choice, as LBFGS does."""
+    """Return True if ``step`` has to be given a closure, which it calls at weights of its own
+    choice, as LBFGS does.
+    """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Return the context in which compiled optimizers run as they are; setting it would load the compiler."""
+    """Return the context in which compiled optimizers run as they are; setting it would load the
+    compiler.
+    """
     if "torch._dynamo" in sys.modules:
         eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
         return eager
@@ -125,9 +141,11 @@ def _share(left: Tensor, whole: Tensor) -> float:
 
 
 class SmallCopy:
-    """A copy of an optimizer with one small parameter for each number of dimensions in each of its groups.
+    """A copy of an optimizer with one small parameter for each number of dimensions in each of its
+    groups.
 
-    ``keep_state``: cut its state to the small parameters' shapes; otherwise there is none, as at the first step.
+    ``keep_state``: cut its state to the small parameters' shapes; otherwise there is none, as at
+    the first step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, keep_state: bool) -> None:
@@ -256,7 +274,9 @@ def nested(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> object:
-    """Return what the verdict depends on: the classes, and the settings of the groups but for their rates."""
+    """Return what the verdict depends on: the classes, and the settings of the groups but for their
+    rates.
+    """
     parts: list[object] = []
     for one in nested(optimizer):
         parts.append(type(one))

@@ -1,6 +1,8 @@
-"""The ``Rule`` protocol: the contribution to an exchange, and the update of the slow weights by the mean.
+"""The ``Rule`` protocol: the contribution to an exchange, and the update of the slow weights by the
+mean.
 
-Sign convention: the pseudo-gradient is g = slow - fast, so that slow <- slow - lr * g moves towards fast.
+Sign convention: the pseudo-gradient is g = slow - fast, so that slow <- slow - lr * g moves towards
+fast.
 """
 
 from __future__ import annotations
@@ -15,15 +17,20 @@ from torch import Tensor
 from shoal.optim.exchange.base import RoundKey
 
 State = dict[str, list[Tensor]]
-"""State of a rule: under each name one tensor per parameter, of its shape or a scalar; changed in place only."""
+"""State of a rule: under each name one tensor per parameter, of its shape or a scalar; changed in
+place only.
+"""
 
 START = "start"
-"""Name in the state of the weights from which the next contribution is measured, if these are not ``slow``.
+"""Name in the state of the weights from which the next contribution is measured, if these are not
+``slow``.
 
-``OuterOptimizer`` uses it: a contribution that is in flight when the state is saved is added back to it, and so sent again with
-the next one."""
+``OuterOptimizer`` uses it: a contribution that is in flight when the state is saved is added back
+to it, and so sent again with the next one."""
 AHEAD = "ahead"
-"""Name in the state of what this peer has applied of its own, which the next mean takes back; not in weights of the swarm's."""
+"""Name in the state of what this peer has applied of its own, which the next mean takes back; not
+in weights of the swarm's.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,15 @@ class RoundContext:
     key: RoundKey
     """The same for all peers of the group, so values derived from it need not be sent."""
     weight: float = 1.0
-    """Weight of the own contribution; 0 only if the mean does not count this peer (``OuterOptimizer.listen``)."""
+    """Weight of the own contribution; 0 only if the mean does not count this peer
+    (``OuterOptimizer.listen``).
+    """
     total: float = 1.0
     """Sum of the weights of the members; the own weight if no peer answered."""
     members: int = 1
-    """Peers in the mean, this one included if it counts. 0: there is no mean yet (the first round of a delayed schedule)."""
+    """Peers in the mean, this one included if it counts. 0: there is no mean yet (the first round
+    of a delayed schedule).
+    """
     lag: int = 0
     """Inner steps between sending and applying."""
     sent: Sequence[Tensor] = field(default_factory=list)
@@ -47,26 +58,35 @@ class RoundContext:
     places: Sequence[int] = ()
     """Places of the given parameters in the fragment, if the rule has only a part of it."""
     sizes: Sequence[int] = ()
-    """Numbers of values of the fragment's parameters, if ranks share them, so that a tensor of another rank is empty."""
+    """Numbers of values of the fragment's parameters, if ranks share them, so that a tensor of
+    another rank is empty.
+    """
     owners: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]] = lambda places, scalars: (
         list(scalars)
     )
-    """Returns scalars of the parameters at ``places`` as the ranks have them that own the parameters."""
+    """Returns scalars of the parameters at ``places`` as the ranks have them that own the
+    parameters.
+    """
 
     @property
     def share(self) -> float:
         return self.weight / self.total
 
     def of_owners(self, scalars: Sequence[Tensor]) -> list[Tensor]:
-        """Return scalars of the given parameters, one each, as their owners have them: for formulas that join parameters."""
+        """Return scalars of the given parameters, one each, as their owners have them: for formulas
+        that join parameters.
+        """
         return self.owners(self.places, scalars)
 
 
 class Rule(Protocol):
-    """Mathematics of one method, for the parameters of one fragment. All tensors are float32, or all float64, on one device.
+    """Mathematics of one method, for the parameters of one fragment.
 
-    In a peer of several ranks each rank runs it, and a tensor that another rank owns is empty. What it computes for one parameter
-    must therefore depend on that one alone, or on ``RoundContext.of_owners``.
+    All tensors are float32, or all float64, on one device.
+
+    In a peer of several ranks each rank runs it, and a tensor that another rank owns is empty. What
+    it computes for one parameter must therefore depend on that one alone, or on
+    ``RoundContext.of_owners``.
     """
 
     def initial(self, slow: Sequence[Tensor]) -> State:
@@ -76,9 +96,11 @@ class Rule(Protocol):
     def contribution(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
     ) -> Sequence[Tensor]:
-        """Return the tensors whose mean the rule needs: some of the arguments, fresh ones, or ``OnDemand`` ones made of arguments.
+        """Return the tensors whose mean the rule needs: some of the arguments, fresh ones, or
+        ``OnDemand`` ones made of arguments.
 
-        Tensor i belongs to parameter i % n of n, and has its shape or is a scalar (``SendsValues`` are an exception).
+        Tensor i belongs to parameter i % n of n, and has its shape or is a scalar (``SendsValues``
+        are an exception).
         """
         ...
 
@@ -90,7 +112,8 @@ class Rule(Protocol):
         state: State,
         context: RoundContext,
     ) -> None:
-        """Advance ``slow`` and ``state``, and set ``fast`` to the weights with which training goes on.
+        """Advance ``slow`` and ``state``, and set ``fast`` to the weights with which training goes
+        on.
 
         Under a delayed schedule ``mean`` is empty and ``context.members`` 0 before the first mean.
         """
@@ -108,18 +131,24 @@ class AveragesEvenly(Protocol):
 
 @runtime_checkable
 class SendsValues(Protocol):
-    """Rule whose contribution is one flat tensor of some values of each parameter, in their order."""
+    """Rule whose contribution is one flat tensor of some values of each parameter, in their
+    order.
+    """
 
     def counts(self, sizes: Sequence[int], key: RoundKey) -> list[int]:
-        """Return how many values of each parameter of a fragment it sends, given their numbers of values."""
+        """Return how many values of each parameter of a fragment it sends, given their numbers of
+        values.
+        """
         ...
 
 
 @runtime_checkable
 class Anchored(Protocol):
-    """Rule under which all peers of a group have the same slow weights, though only displacements are sent.
+    """Rule under which all peers of a group have the same slow weights, though only displacements
+    are sent.
 
-    A peer that misses a round diverges for good, so it should adopt the others' slow weights and ``shared`` state.
+    A peer that misses a round diverges for good, so it should adopt the others' slow weights and
+    ``shared`` state.
     """
 
     shared: ClassVar[tuple[str, ...]]
@@ -128,14 +157,18 @@ class Anchored(Protocol):
 
 @runtime_checkable
 class KeepsFast(Protocol):
-    """Rule that, under a lag, must know the fast weights as they were sent (``RoundContext.fast``) and does not send them."""
+    """Rule that, under a lag, must know the fast weights as they were sent (``RoundContext.fast``)
+    and does not send them.
+    """
 
     keeps_fast: ClassVar[bool]
     """True. They take the memory of one more copy of the fragment while it is in flight."""
 
 
 OUTER_STEP = ("DiLoCo", "Decoupled", "Eager")
-"""Kinds of rules whose momentum is torch's SGD buffer over mean pseudo-gradients: each can continue another's."""
+"""Kinds of rules whose momentum is torch's SGD buffer over mean pseudo-gradients: each can continue
+another's.
+"""
 
 
 def kind_of(rule: object) -> str:
@@ -158,9 +191,11 @@ def pseudo_gradient(slow: Sequence[Tensor], fast: Sequence[Tensor]) -> list[Tens
 def move_on(
     fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor], lag: int
 ) -> None:
-    """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow - sent). Without a lag that is slow.
+    """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow -
+    sent). Without a lag that is slow.
 
-    What was learnt since then is kept. It is taken first, so that a weight that did not change since ends as exactly the slow one.
+    What was learnt since then is kept. It is taken first, so that a weight that did not change
+    since ends as exactly the slow one.
     """
     if lag == 0:
         assign(fast, slow)

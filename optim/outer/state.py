@@ -68,12 +68,16 @@ STEPPED_BEHIND = (
 
 
 class OuterState(Wrapper):
-    """Base of ``OuterOptimizer``: what it is made of, and the state that outlives a step, with what is in flight."""
+    """Base of ``OuterOptimizer``: what it is made of, and the state that outlives a step, with what
+    is in flight.
+    """
 
     _warned = False
     """True once a change of the model's weights outside a step was said."""
     _versions: list[int] | None
-    """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any change is right."""
+    """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any
+    change is right.
+    """
     restarts = 0
     """Times that ``restart_from_model`` was called."""
     _begins_from_slow = False
@@ -115,11 +119,13 @@ class OuterState(Wrapper):
         self._count = len(every)
         if torch.is_inference_mode_enabled():
             raise ValueError(
-                "the outer optimizer is made under torch.inference_mode(), where nothing can be trained: make it outside"
+                "the outer optimizer is made under torch.inference_mode(), where nothing can be "
+                "trained: make it outside"
             )
         if not self._params:
             raise ValueError(
-                "the outer optimizer averages floating-point parameters that require a gradient, got none"
+                "the outer optimizer averages floating-point parameters that require a gradient, "
+                "got none"
             )
         everything = list(range(len(self._params)))
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
@@ -127,7 +133,8 @@ class OuterState(Wrapper):
             schedule, "fragments", 1
         ):
             raise ValueError(
-                f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would never be averaged"
+                f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would "
+                "never be averaged"
             )
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
@@ -143,13 +150,17 @@ class OuterState(Wrapper):
         place = {parameter: index for index, parameter in enumerate(self._params)}
         groups = [[place[p] for p in group["params"] if p in place] for group in self.param_groups]
         self.outer = OuterGroups(rule, self.slow, groups)
-        """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``, for schedulers of torch."""
+        """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``,
+        for schedulers of torch.
+        """
         self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
         self.steps = 0
         self.position = 0
         """In the schedule: ``steps``, unless rounds are of another ``length``."""
         self.round = 0
-        """Number of the next exchange; a peer that fell behind may set it forward to average with the others again."""
+        """Number of the next exchange; a peer that fell behind may set it forward to average with
+        the others again.
+        """
         self.tokens = 0
         """Tokens counted in all."""
         self._sent_at = [(0, 0) for _ in self._parts]
@@ -177,7 +188,8 @@ class OuterState(Wrapper):
             return
         self._versions, self._warned = None, True
         warnings.warn(
-            "the inner optimizer is stepped and not the outer one, so nothing is averaged: call step() of the outer optimizer (of "
+            "the inner optimizer is stepped and not the outer one, so nothing is averaged: call "
+            "step() of the outer optimizer (of "
             "what session.optimizer returned), which steps the inner one",
             stacklevel=5,
         )
@@ -190,7 +202,10 @@ class OuterState(Wrapper):
         self._versions = None if steps_elsewhere or self._warned else self._weights.versions()
 
     def _check_weights(self) -> None:
-        """Warn, once in all, if the model's weights were changed since they were noted. Values are looked at only then."""
+        """Warn, once in all, if the model's weights were changed since they were noted.
+
+        Values are looked at only then.
+        """
         if self._versions is None:
             return
         now, then = self._weights.versions(), self._versions
@@ -205,8 +220,10 @@ class OuterState(Wrapper):
         self._versions, self._warned = None, True
         changed = sum(a != b for a, b in zip(now, then, strict=True))
         warnings.warn(
-            f"the model's weights changed outside step() ({changed} of {len(now)} tensors), while the slow weights stay those of "
-            "before: if others were loaded on purpose, call opt.restart_from_model() after it, on all peers; a loop that clamps "
+            f"the model's weights changed outside step() ({changed} of {len(now)} tensors), while "
+            "the slow weights stay those of "
+            "before: if others were loaded on purpose, call opt.restart_from_model() after it, on "
+            "all peers; a loop that clamps "
             "weights itself, or swaps an average in and out, needs nothing",
             stacklevel=4,
         )
@@ -214,23 +231,27 @@ class OuterState(Wrapper):
     def _check_not_averaged(self, what: str) -> None:
         if self._averaged:
             raise RuntimeError(
-                f"{what}() within averaged() would be lost: the block ends with the weights that it began with"
+                f"{what}() within averaged() would be lost: the block ends with the weights that "
+                "it began with"
             )
 
     def _check_parameters(self) -> None:
-        """Raise ValueError if a parameter is trained that was not there, or frozen, when this was made.
+        """Raise ValueError if a parameter is trained that was not there, or frozen, when this was
+        made.
 
         Once a round, after each sending, the whole model is looked through.
         """
         if sum(len(group["params"]) for group in self.param_groups) != self._count:
             raise ValueError(
-                "the inner optimizer has other parameters than when the outer one was made, and they would never be averaged: on "
+                "the inner optimizer has other parameters than when the outer one was made, and "
+                "they would never be averaged: on "
                 "all peers, finish() and make a new one after adding parameter groups"
             )
         found = self._unfrozen.found(self.round)
         if found is not None:
             raise ValueError(
-                f"{found} is trained now, and would never be averaged: on all peers, finish() and make a new outer optimizer after "
+                f"{found} is trained now, and would never be averaged: on all peers, finish() and "
+                "make a new outer optimizer after "
                 "unfreezing or adding it, or freeze it again"
             )
 
@@ -245,16 +266,17 @@ class OuterState(Wrapper):
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """Return everything needed to go on, in torch's form (`shoal.optim.outer.torch_form`).
 
-        Exchanges in flight are begun anew by a resumed run, with the same key, contribution and weight, so that it goes on bit by
-        bit as if it had not been interrupted, if the others do so too or had no part in them. Of sharded parameters, whose parts no
-        rank has together, they are taken back instead: what was sent is sent again with the next contribution. So it is where a
-        state is loaded without their entries (torch.distributed.checkpoint, which reads what a new optimizer has too). The outer
-        tensors of sharded parameters are DTensors, so
-        torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them, also into another layout.
-        In a peer of several ranks it is this rank's part in lists, which the same rank of as many loads again;
-        ``shoal.optim.ranks.orders.whole_state`` gathers what one process would have.
-        ``copy=False``: slow weights, the rule's state and what is in flight are the optimizer's own tensors, for callers that copy
-        or write them at once.
+        Exchanges in flight are begun anew by a resumed run, with the same key, contribution and
+        weight, so that it goes on bit by bit as if it had not been interrupted, if the others do so
+        too or had no part in them. Of sharded parameters, whose parts no rank has together, they
+        are taken back instead: what was sent is sent again with the next contribution. So it is
+        where a state is loaded without their entries (torch.distributed.checkpoint, which reads
+        what a new optimizer has too). The outer tensors of sharded parameters are DTensors, so
+        torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them,
+        also into another layout. In a peer of several ranks it is this rank's part in lists, which
+        the same rank of as many loads again; ``shoal.optim.ranks.orders.whole_state`` gathers what
+        one process would have. ``copy=False``: slow weights, the rule's state and what is in flight
+        are the optimizer's own tensors, for callers that copy or write them at once.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -265,7 +287,8 @@ class OuterState(Wrapper):
         return state
 
     def whole_state(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the same state in lists, in the order of ``parameters``: the form of nodes' checkpoints.
+        """Return the same state in lists, in the order of ``parameters``: the form of nodes'
+        checkpoints.
 
         Of sharded parameters, and in a peer of several ranks, this process's part only.
         """
@@ -276,7 +299,8 @@ class OuterState(Wrapper):
             name: [_copied(tensor, own[name]) for tensor in tensors]
             for name, tensors in self.rule_state.items()
         }
-        # All else is as if what is in flight were taken back, for loaders that cannot begin it anew.
+        # All else is as if what is in flight were taken back, for loaders that cannot begin it
+        # anew.
         begun = self._records(copy)
         for pending in self._in_flight if START in rule else ():
             for index, motion in zip(pending.part, pending.sent.contribution, strict=True):
@@ -307,15 +331,17 @@ class OuterState(Wrapper):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` or ``whole_state`` returned (restoring the model's own weights is up to the caller).
+        """Restore what ``state_dict`` or ``whole_state`` returned (restoring the model's own
+        weights is up to the caller).
 
-        All that is in parameter groups is restored, as torch does: the inner optimizer's settings, the outer ``lr`` and
-        ``momentum``. The others (rule, schedule) stay those of the constructor, because all peers must have the same; a warning
-        names those that were others when the state was saved.
+        All that is in parameter groups is restored, as torch does: the inner optimizer's settings,
+        the outer ``lr`` and ``momentum``. The others (rule, schedule) stay those of the
+        constructor, because all peers must have the same; a warning names those that were others
+        when the state was saved.
 
         Raises:
-            ValueError: shapes differ from this model's, or another method, codec or number of fragments saved it; nothing is
-                changed then.
+            ValueError: shapes differ from this model's, or another method, codec or number of
+                fragments saved it; nothing is changed then.
         """
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -345,7 +371,8 @@ class OuterState(Wrapper):
         self._weights.rounding = {
             int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()
         }
-        self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
+        # a checkpoint from before the first round may lack state, which is then the initial one
+        self.rule_state = rule_state
         for name, tensors in state["rule"].items():
             assign(rule_state[name], tensors)
         for fragment in range(len(self._parts)):
@@ -379,11 +406,15 @@ class OuterState(Wrapper):
             after(self)
 
     def whole_form(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a saved state of either form in that of ``whole_state``. ValueError if it is not an outer optimizer's."""
+        """Return a saved state of either form in that of ``whole_state``.
+
+        ValueError if it is not an outer optimizer's.
+        """
         return check_keys(self._whole(state))
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole state of a saved one of either form, in this optimizer's order of parameters.
+        """Return the whole state of a saved one of either form, in this optimizer's order of
+        parameters.
 
         ValueError if it has other parameters, or is one rank's part of another order.
         """
@@ -397,19 +428,24 @@ class OuterState(Wrapper):
             return whole
         if sorted(order) != sorted(form.order) or whole.get("rank") is not None:
             raise ValueError(
-                "the saved outer state is of other parameters, or of another order of them: train the same ones of the model, by "
+                "the saved outer state is of other parameters, or of another order of them: train "
+                "the same ones of the model, by "
                 "an inner optimizer of the same groups"
             )
         return in_order(whole, form.order, self._parts)
 
     def _checked_rule(self, state: Mapping[str, Any], slow: Sequence[Tensor]) -> State:
-        """Return the rule's initial state for these slow weights. ValueError unless what was saved fits it, and the fragments."""
+        """Return the rule's initial state for these slow weights.
+
+        ValueError unless what was saved fits it, and the fragments.
+        """
         rule_state = self.rule.initial(slow)
         check_shapes("the saved outer state 'slow'", state["slow"], slow)
         for name, tensors in state["rule"].items():
             if name not in rule_state:
                 raise ValueError(
-                    f"the saved outer state has {name!r}, which this method does not use: resume with the same method"
+                    f"the saved outer state has {name!r}, which this method does not use: resume "
+                    "with the same method"
                 )
             check_shapes(f"the saved outer state {name!r}", tensors, rule_state[name])
         for index, tensor in state.get("rounding", {}).items():
@@ -424,12 +460,16 @@ class OuterState(Wrapper):
         for name in ("sent_at", "applied", "codecs"):
             if state.get(name) and len(state[name]) != len(self._parts):
                 raise ValueError(
-                    f"the saved outer state has {len(state[name])} fragments, this optimizer {len(self._parts)}"
+                    f"the saved outer state has {len(state[name])} fragments, this optimizer "
+                    f"{len(self._parts)}"
                 )
         return rule_state
 
     def _loaded_codecs(self, state: Mapping[str, Any]) -> list[Codec]:
-        """Return the fragments' codecs with the saved memory. ValueError for another codec's, or one of other tensors."""
+        """Return the fragments' codecs with the saved memory.
+
+        ValueError for another codec's, or one of other tensors.
+        """
         codecs: list[Codec] = []
         for fragment, memory in enumerate(state.get("codecs") or ()):
             codecs.append(codec := self._codecs[fragment].fresh())
@@ -439,7 +479,8 @@ class OuterState(Wrapper):
                 fragment
             ):
                 raise ValueError(
-                    f"the saved memory of the codec {codec.name} is of other tensors than are sent now"
+                    f"the saved memory of the codec {codec.name} is of other tensors than are sent "
+                    "now"
                 )
         return codecs or self._codecs
 
@@ -469,9 +510,11 @@ class OuterState(Wrapper):
         return self._weights.sketch(self._parts[fragment])
 
     def projection_of(self, fragment: int) -> tuple[float, ...]:
-        """Return the ``projection`` of the slow weights of a fragment; empty in a peer of several ranks.
+        """Return the ``projection`` of the slow weights of a fragment; empty in a peer of several
+        ranks.
 
-        Empty too for the number after the last fragment's, which the mean at the end has (`finish`).
+        Empty too for the number after the last fragment's, which the mean at the end has
+        (`finish`).
         """
         return (
             self._weights.projection(self._parts[fragment]) if fragment < len(self._parts) else ()
@@ -479,7 +522,9 @@ class OuterState(Wrapper):
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """The shapes of the averaged parameters; in a peer of several ranks a tensor of ``slow`` that another rank has is empty."""
+        """The shapes of the averaged parameters; in a peer of several ranks a tensor of ``slow``
+        that another rank has is empty.
+        """
         return self._weights.shapes
 
     def in_flight(self, fragment: int) -> list[int]:
@@ -488,12 +533,16 @@ class OuterState(Wrapper):
 
     @property
     def anchored(self) -> bool:
-        """True if all peers of a group have the same slow weights, so that a peer that missed a round must adopt them."""
+        """True if all peers of a group have the same slow weights, so that a peer that missed a
+        round must adopt them.
+        """
         return isinstance(self.rule, Anchored)
 
     @property
     def shared(self) -> State:
-        """The part of the rule's state that is the same on all peers of a group, which a newcomer adopts with the slow weights."""
+        """The part of the rule's state that is the same on all peers of a group, which a newcomer
+        adopts with the slow weights.
+        """
         names = self.rule.shared if isinstance(self.rule, Anchored) else ()
         return {name: self.rule_state[name] for name in names if name in self.rule_state}
 
@@ -509,12 +558,15 @@ class OuterState(Wrapper):
 
     @torch.no_grad()
     def restart_from_model(self) -> None:
-        """Begin anew from the weights that the model holds now: call it after loading others on purpose.
+        """Begin anew from the weights that the model holds now: call it after loading others on
+        purpose.
 
-        The slow weights become the model's; the rule's state (momentum, start) and the codecs' memory what they are at first.
-        Exchanges in flight are dropped: what they sent was learnt from the weights before. Steps, round, tokens, the outer
-        settings and the inner optimizers' state go on. All peers should do so between the same rounds, with the same weights:
-        where all hold equal ones the larger part's count, and in gossip one alone is mixed with the others.
+        The slow weights become the model's; the rule's state (momentum, start) and the codecs'
+        memory what they are at first. Exchanges in flight are dropped: what they sent was learnt
+        from the weights before. Steps, round, tokens, the outer settings and the inner optimizers'
+        state go on. All peers should do so between the same rounds, with the same weights: where
+        all hold equal ones the larger part's count, and in gossip one alone is mixed with the
+        others.
 
         Raises:
             RuntimeError: within ``averaged``.
@@ -543,16 +595,20 @@ class OuterState(Wrapper):
         applied: Sequence[int] | None = None,
         rebase: Collection[int] = (),
     ) -> list[int]:
-        """Adopt slow weights, round number and ``shared`` state of a running swarm; return the adopted fragments.
+        """Adopt slow weights, round number and ``shared`` state of a running swarm; return the
+        adopted fragments.
 
-        ``into_model`` also starts the fast weights there, as for a joiner. With ``applied`` (of the source peer) only those
-        fragments are adopted whose last round there is not older than here, and exchanges of later rounds stay in flight: else a
-        round's outcome would be missing or applied twice. Other exchanges in flight are cancelled.
+        ``into_model`` also starts the fast weights there, as for a joiner. With ``applied`` (of the
+        source peer) only those fragments are adopted whose last round there is not older than here,
+        and exchanges of later rounds stay in flight: else a round's outcome would be missing or
+        applied twice. Other exchanges in flight are cancelled.
 
-        The fast weights stay as they are, so the next contribution is this peer's whole difference to the swarm: right after one
-        missed round, whose progress is so contributed late. In the fragments ``rebase`` they move with the slow ones, so that the
-        next contribution is only what was learnt since the last one: right after several rounds apart. Otherwise the swarm would be
-        pulled back, and, if all contributions were refused, each outer step without a partner would be repeated and grow.
+        The fast weights stay as they are, so the next contribution is this peer's whole difference
+        to the swarm: right after one missed round, whose progress is so contributed late. In the
+        fragments ``rebase`` they move with the slow ones, so that the next contribution is only
+        what was learnt since the last one: right after several rounds apart. Otherwise the swarm
+        would be pulled back, and, if all contributions were refused, each outer step without a
+        partner would be repeated and grow.
 
         Raises:
             ValueError: names or shapes do not fit; nothing is changed then.
@@ -582,7 +638,8 @@ class OuterState(Wrapper):
                     self.rule_state[name][i].copy_(tensors[i])
             if moves:
                 self._weights.restart(self._parts[fragment])
-            # Unless all hold the same, what was sent before is of another model than the one that goes on from here.
+            # Unless all hold the same, what was sent before is of another model than the one that
+            # goes on from here.
             stays = applied is not None and (self.anchored or not into_model)
             self._in_flight.drop(
                 fragment,
@@ -611,23 +668,29 @@ class OuterState(Wrapper):
 
     @torch.no_grad()
     def begin_from_slow(self) -> None:
-        """Put the slow weights into the model, and again if others are loaded into it before the next step.
+        """Put the slow weights into the model, and again if others are loaded into it before the
+        next step.
 
-        For a state that was loaded while the swarm's weights count, whichever of model and optimizer the caller loads first. Where
-        other code takes the inner steps, only what was loaded before this is replaced.
+        For a state that was loaded while the swarm's weights count, whichever of model and
+        optimizer the caller loads first. Where other code takes the inner steps, only what was
+        loaded before this is replaced.
         """
         self._start_from_slow()
         self._note_weights()
         self._begins_from_slow = True
 
     def go_back(self, round: int) -> None:
-        """Go on in an earlier ``round``, where the other peers are; what is in flight ends in its own."""
+        """Go on in an earlier ``round``, where the other peers are; what is in flight ends in its
+        own.
+        """
         self.round = round
         self.applied = [min(applied, round - 1) for applied in self.applied]
 
     @torch.no_grad()
     def move(self, index: int, slow: Tensor) -> None:
-        """Replace the slow weights of one parameter; its staged fast weights and its start move by as much."""
+        """Replace the slow weights of one parameter; its staged fast weights and its start move by
+        as much.
+        """
         by = slow.to(self.slow[index].device) - self.slow[index]
         for follows in (self._weights.fast, self.rule_state.get(START, ())):
             if follows:
@@ -635,7 +698,9 @@ class OuterState(Wrapper):
         self.slow[index].copy_(slow)
 
     def _codec_state(self, fragment: int) -> dict[str, Any]:
-        """Return the state of a fragment's codec as if the contribution whose outcome is not known yet had been refused."""
+        """Return the state of a fragment's codec as if the contribution whose outcome is not known
+        yet had been refused.
+        """
         unsent = next(
             (pending for pending in self._in_flight.of(fragment) if not pending.finished), None
         )
@@ -644,7 +709,9 @@ class OuterState(Wrapper):
 
     @property
     def lag(self) -> int:
-        """Positions between sending and applying the next exchange: 0 if it is waited for at once, ``every`` if a whole round."""
+        """Positions between sending and applying the next exchange: 0 if it is waited for at once,
+        ``every`` if a whole round.
+        """
         if self._auto is not None:
             return self._auto.lag
         return (
@@ -658,7 +725,9 @@ class OuterState(Wrapper):
         return self._auto is not None
 
     def _records(self, copy: bool) -> list[Record]:
-        """Return the exchanges in flight to be saved; those that a codec could not send again as they were are taken back."""
+        """Return the exchanges in flight to be saved; those that a codec could not send again as
+        they were are taken back.
+        """
         if isinstance(self._codecs[0], Rejectable) and not isinstance(self._codecs[0], Resendable):
             return []
         return [
@@ -669,7 +738,10 @@ class OuterState(Wrapper):
     def _loaded_in_flight(
         self, state: Mapping[str, Any], steps: int, position: int
     ) -> list[tuple[PendingExchange, Record]]:
-        """Return the saved exchanges in flight that this schedule would apply. ValueError if one does not fit."""
+        """Return the saved exchanges in flight that this schedule would apply.
+
+        ValueError if one does not fit.
+        """
         exchanges: dict[int, tuple[PendingExchange, Record]] = {}
         for record in state.get("in_flight", ()):
             check_record(record, len(self._parts), steps, position)
@@ -699,14 +771,28 @@ class OuterState(Wrapper):
                 facts["even"],
                 tuple(facts["state"]),
             )
-            exchanges[fragment] = PendingExchange(
-                self._weights, part, context, sent, self.outer.again(facts["settings"]), facts["step"], facts["position"], lag,
-                absent=bool(facts["absent"]), fast=moved["fast"], arrived=facts["arrived"],
-            ), record  # fmt: skip
+            exchanges[fragment] = (
+                PendingExchange(
+                    self._weights,
+                    part,
+                    context,
+                    sent,
+                    self.outer.again(facts["settings"]),
+                    facts["step"],
+                    facts["position"],
+                    lag,
+                    absent=bool(facts["absent"]),
+                    fast=moved["fast"],
+                    arrived=facts["arrived"],
+                ),
+                record,
+            )
         return [exchanges[fragment] for fragment in sorted(exchanges)]
 
     def _check_record_tensors(self, record: Record, shapes: Sequence[Shape]) -> None:
-        """Raise ValueError unless the tensors of a saved exchange fit parameters of these shapes."""
+        """Raise ValueError unless the tensors of a saved exchange fit parameters of these
+        shapes.
+        """
         tensors, fragment = record["tensors"], record["facts"]["fragment"]
         own = [torch.Size(shapes[index]) for index in self._parts[fragment]]
         wanted = {
@@ -718,11 +804,13 @@ class OuterState(Wrapper):
         for name, expected in wanted.items():
             if [tensor.shape for tensor in tensors[name]] != expected:
                 raise ValueError(
-                    f"the saved exchange in flight of fragment {fragment} has {name!r} of other tensors than this model"
+                    f"the saved exchange in flight of fragment {fragment} has {name!r} of other "
+                    "tensors than this model"
                 )
         if tensors["error"] and [tensor.shape for tensor in tensors["error"]] != wanted["sent"]:
             raise ValueError(
-                f"the saved exchange in flight of fragment {fragment} has an error of other tensors than are sent"
+                f"the saved exchange in flight of fragment {fragment} has an error of other "
+                "tensors than are sent"
             )
         self._load_memory(self._codecs[fragment].fresh(), record)
 
@@ -737,7 +825,9 @@ class OuterState(Wrapper):
         return [self.rule_state[START][index] for index in part] if START in self.rule_state else []
 
     def _sent_shapes(self, fragment: int) -> list[torch.Size]:
-        """Return the shapes of the rule's contribution for a fragment, by a trial call, which needs memory if it reads values."""
+        """Return the shapes of the rule's contribution for a fragment, by a trial call, which needs
+        memory if it reads values.
+        """
         try:
             return self._trial(fragment, torch.device("meta"))
         except RuntimeError:

@@ -1,12 +1,15 @@
-"""The state of an outer optimizer in the form of torch's optimizers, which torch.distributed.checkpoint knows.
+"""The state of an outer optimizer in the form of torch's optimizers, which
+torch.distributed.checkpoint knows.
 
     {"state": {i: {"exp_avg": ..., "outer": {"slow": ..., "momentum": ..., ...}}, ...},
-     "param_groups": [{"lr": ..., "params": [...], "outer": {"lr": ..., "momentum": ..., "progress": "..."}}, ...]}
+     "param_groups": [{"lr": ..., "params": [...], "outer": {"lr": ..., "momentum": ..., "progress":
+     "..."}}, ...]}
 
-i is the parameter's number among all of the inner optimizer; its slow weights, the rule's tensors, its rounding error and a codec's
-residuals are in "outer", which frozen and excluded parameters lack. "progress" is a text (JSON) with all that is no tensor, the
-same in each group, because torch keeps nothing beside "state" and "param_groups". Every entry is there from the start, so that a
-new optimizer's state is a template into which a checkpoint can be loaded.
+i is the parameter's number among all of the inner optimizer; its slow weights, the rule's tensors,
+its rounding error and a codec's residuals are in "outer", which frozen and excluded parameters
+lack. "progress" is a text (JSON) with all that is no tensor, the same in each group, because torch
+keeps nothing beside "state" and "param_groups". Every entry is there from the start, so that a new
+optimizer's state is a template into which a checkpoint can be loaded.
 """
 
 from __future__ import annotations
@@ -27,13 +30,25 @@ OUTER, PROGRESS = "outer", "progress"
 TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 FLATTEN = "flatten_optimizer_state_dict"
 _PLAIN = (
-    "steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule", "order",
+    "steps",
+    "position",
+    "length",
+    "round",
+    "tokens",
+    "sent_at",
+    "applied",
+    "arrivals",
+    "kind",
+    "settings",
+    "schedule",
+    "order",
     "names",
-)  # fmt: skip
+)
 
 
 class TorchForm:
-    """Conversion of one optimizer's whole state (``OuterOptimizer.whole_state``) into torch's form, and back.
+    """Conversion of one optimizer's whole state (``OuterOptimizer.whole_state``) into torch's form,
+    and back.
 
     Args:
         every: all parameters of the inner optimizer.
@@ -65,16 +80,22 @@ class TorchForm:
                 (self._place[p], n) for n, p in enumerate(every) if p in self._place
             )
         ]
-        """The number among all parameters of each averaged one; a session has them in the order of its model."""
+        """The number among all parameters of each averaged one; a session has them in the order of
+        its model.
+        """
 
     def pack(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in torch's form. Tensors of sharded parameters are DTensors with the parameter's placements.
+        """Return the state in torch's form.
 
-        ValueError if torch asks for it to flatten it: a flattened state is read back without the outer part.
+        Tensors of sharded parameters are DTensors with the parameter's placements.
+
+        ValueError if torch asks for it to flatten it: a flattened state is read back without the
+        outer part.
         """
         if _is_flattened():
             raise ValueError(
-                "a state of flatten_optimizer_state_dict=True loses the slow weights, outer momentum and round when it is loaded: "
+                "a state of flatten_optimizer_state_dict=True loses the slow weights, outer "
+                "momentum and round when it is loaded: "
                 "leave that option out, here and where it is loaded"
             )
         state = dict(whole["inner"]["state"])
@@ -113,7 +134,9 @@ class TorchForm:
         }
 
     def _holder(self, fragment: int) -> int:
-        """Return the number of the parameter with which the tensors of a fragment's exchange in flight are kept."""
+        """Return the number of the parameter with which the tensors of a fragment's exchange in
+        flight are kept.
+        """
         return next(
             at
             for at, parameter in enumerate(self._every)
@@ -121,7 +144,9 @@ class TorchForm:
         )
 
     def _pack_record(self, record: Record, state: dict[Any, Any]) -> Record:
-        """Put the tensors of an exchange in flight into ``state``; return the record with their numbers in their place."""
+        """Put the tensors of an exchange in flight into ``state``; return the record with their
+        numbers in their place.
+        """
         fragment = record["facts"]["fragment"]
         own = state[self._holder(fragment)][OUTER]
         for name, tensors in record["tensors"].items():
@@ -175,20 +200,22 @@ class TorchForm:
     ) -> dict[str, Any]:
         """Return the whole state of ``pack``'s, in which parameters may have names for numbers.
 
-        ``rule``: the rule's present state, for its shapes. ValueError if groups or parameters are others, or the outer part is
-        missing.
+        ``rule``: the rule's present state, for its shapes. ValueError if groups or parameters are
+        others, or the outer part is missing.
         """
         groups = state["param_groups"]
         keys = [key for group in groups for key in group["params"]]
         text = next((group[OUTER][PROGRESS] for group in groups if OUTER in group), None)
         if text is None:
             raise ValueError(
-                "the saved state has no outer part, so it is not an outer optimizer's (load it into the inner one), or it was read "
+                "the saved state has no outer part, so it is not an outer optimizer's (load it "
+                "into the inner one), or it was read "
                 "with flatten_optimizer_state_dict, which does not keep it"
             )
         if len(keys) != len(self._every):
             raise ValueError(
-                f"the saved parameter groups have {len(keys)} parameters, this optimizer {len(self._every)}"
+                f"the saved parameter groups have {len(keys)} parameters, this optimizer "
+                f"{len(self._every)}"
             )
         progress = json.loads(text)
         was = progress.get("order", self.order)
@@ -280,7 +307,8 @@ class TorchForm:
     ) -> Tensor:
         if name not in outer[index]:
             raise ValueError(
-                f"the saved outer state has no {name!r} of parameter {index}: load it whole, and by the same method"
+                f"the saved outer state has no {name!r} of parameter {index}: load it whole, and "
+                "by the same method"
             )
         tensor = outer[index][name]
         part = local(tensor)
@@ -294,17 +322,19 @@ class TorchForm:
 def check_names(
     was: Sequence[int], saved: Sequence[str], now: Sequence[int], own: Sequence[str]
 ) -> None:
-    """Raise ValueError if a parameter of the inner optimizer had another name when the state was saved.
+    """Raise ValueError if a parameter of the inner optimizer had another name when the state was
+    saved.
 
-    ``was``, ``now``: the numbers of the averaged parameters among those of the inner optimizer; ``saved``, ``own``: their names,
-    each empty where there was no model.
+    ``was``, ``now``: the numbers of the averaged parameters among those of the inner optimizer;
+    ``saved``, ``own``: their names, each empty where there was no model.
     """
     before = dict(zip(was, saved, strict=False))
     for number, name in zip(now, own, strict=True):
         then = before.get(number, "")
         if name and then and name != then:
             raise ValueError(
-                f"number {number} of the inner optimizer's parameters was {then!r} when the state was saved, and is {name!r} now: "
+                f"number {number} of the inner optimizer's parameters was {then!r} when the state "
+                f"was saved, and is {name!r} now: "
                 "make the inner optimizer, and the model, as they were then"
             )
 
@@ -312,9 +342,11 @@ def check_names(
 def in_order(
     whole: Mapping[str, Any], order: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return a whole state with its parameters in another ``order``, which has the same numbers as that of the state.
+    """Return a whole state with its parameters in another ``order``, which has the same numbers as
+    that of the state.
 
-    What is in flight is taken back: it was sent in the old order. ``parts``: positions of each fragment in the new order.
+    What is in flight is taken back: it was sent in the old order. ``parts``: positions of each
+    fragment in the new order.
     """
     place = {number: at for at, number in enumerate(whole["order"])}
     source = [place[number] for number in order]
@@ -341,7 +373,9 @@ def in_order(
 
 
 def _memory_in_order(memory: Mapping[str, Any], source: Sequence[int]) -> dict[str, Any]:
-    """Return a codec's memory of a fragment whose parameters had the positions ``source``, which were ascending."""
+    """Return a codec's memory of a fragment whose parameters had the positions ``source``, which
+    were ascending.
+    """
     error = memory.get("error")
     if error is None or len(error) % len(source):
         return dict(memory)
@@ -353,16 +387,20 @@ def _memory_in_order(memory: Mapping[str, Any], source: Sequence[int]) -> dict[s
 
 
 def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
-    """Return for each of the ``count`` tensors of a contribution its parameter's position and its name."""
+    """Return for each of the ``count`` tensors of a contribution its parameter's position and its
+    name.
+    """
     return [
         (part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)
     ]
 
 
 def _is_flattened() -> bool:
-    """Return True if ``get_optimizer_state_dict`` of torch calls, with the option that flattens what it gets.
+    """Return True if ``get_optimizer_state_dict`` of torch calls, with the option that flattens
+    what it gets.
 
-    It tells no optimizer of its options, so they are read where it keeps them; unread ones are refused when the state is loaded.
+    It tells no optimizer of its options, so they are read where it keeps them; unread ones are
+    refused when the state is loaded.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != TORCH_CHECKPOINT:

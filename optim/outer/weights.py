@@ -1,11 +1,13 @@
-"""The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and those in the model itself.
+"""The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and
+those in the model itself.
 
 Of sharded parameters (FSDP2, tensor parallel) that is the local part only.
 
 Sketches: a few numbers by which two peers compare their weights without sending them.
 
-``sketch`` is made to find any difference at all; its sums are far from the norm where values have a mean, as the gains of a norm
-layer do. In ``projection`` random signs take the mean out, so that norms and distances are right on average.
+``sketch`` is made to find any difference at all; its sums are far from the norm where values have a
+mean, as the gains of a norm layer do. In ``projection`` random signs take the mean out, so that
+norms and distances are right on average.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from shoal.optim.schedule import RoundLength
 
 
 def local(param: Tensor) -> Tensor:
-    """Return the part of ``param`` in this process, sharing its memory; ``param`` itself if it is not sharded.
+    """Return the part of ``param`` in this process, sharing its memory; ``param`` itself if it is
+    not sharded.
 
-    Call it each time: FSDP2 may move the part. (A DTensor is recognised by its method: its module takes seconds to import.)
+    Call it each time: FSDP2 may move the part. (A DTensor is recognised by its method: its module
+    takes seconds to import.)
     """
     if not hasattr(param, "to_local"):
         return param
@@ -43,7 +47,9 @@ def local(param: Tensor) -> Tensor:
 
 
 def reshard(model: nn.Module | None) -> None:
-    """Make FSDP2 gather the weights again in the next forward pass; it may hold whole copies from the last one."""
+    """Make FSDP2 gather the weights again in the next forward pass; it may hold whole copies from
+    the last one.
+    """
     for module in model.modules() if model is not None else ():
         again = getattr(module, "reshard", None)
         if callable(again):
@@ -52,10 +58,12 @@ def reshard(model: nn.Module | None) -> None:
 
 @torch.no_grad()
 def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return this process's ``tensor`` as a part of a DTensor on the mesh of ``parameter``; ``tensor`` itself if that is whole.
+    """Return this process's ``tensor`` as a part of a DTensor on the mesh of ``parameter``;
+    ``tensor`` itself if that is whole.
 
-    With the shape of the local part of ``parameter`` it has its placements. Another one, such as a scalar, is this process's own:
-    then the DTensor has the mesh's shape in front, one entry a process. The memory is shared, on whatever device.
+    With the shape of the local part of ``parameter`` it has its placements. Another one, such as a
+    scalar, is this process's own: then the DTensor has the mesh's shape in front, one entry a
+    process. The memory is shared, on whatever device.
     """
     if not hasattr(parameter, "to_local"):
         return tensor
@@ -74,7 +82,8 @@ def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
         stride = torch.empty(shape, device="meta").stride()
         placements = tuple(Shard(dimension) for dimension in range(mesh.ndim))
         tensor = tensor.reshape([1] * mesh.ndim + list(tensor.shape))
-    # Not by from_local, which moves the tensor to the mesh's device: the slow weights are in main memory.
+    # Not by from_local, which moves the tensor to the mesh's device: the slow weights are in main
+    # memory.
     meta = TensorMeta(shape, stride, tensor.dtype)
     sharded: Tensor = DTensor(
         tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False
@@ -86,17 +95,21 @@ NUMBERS = 4
 PROJECTED = 16  # the relative error of a distance of two peers is about 1 / sqrt(2 PROJECTED), 18 %
 BLOCK = (
     1 << 16
-)  # values for which there are signs; the blocks after it have the same ones, some of the sums turned
+    # values for which there are signs; the blocks after it have the same ones, some of the sums
+    # turned
+)
 WIDTH, CHUNK = 1024, 1 << 20
 """Values in a row and in a chunk. A chunk has few enough rows to sum them in float32."""
 
 
 def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Return the sums over every fourth value of each tensor, one for each of the four starting positions, in float64.
+    """Return the sums over every fourth value of each tensor, one for each of the four starting
+    positions, in float64.
 
-    It is linear, so the distance of two sketches is the norm of the sketch of the difference, which is about the norm of the
-    difference if its values are independent. Two machines that round differently differ by about 1e-7 of the weights; two swarms
-    that learnt from different data, by as much as they have moved.
+    It is linear, so the distance of two sketches is the norm of the sketch of the difference, which
+    is about the norm of the difference if its values are independent. Two machines that round
+    differently differ by about 1e-7 of the weights; two swarms that learnt from different data, by
+    as much as they have moved.
     """
     return total(sketches(tensors))
 
@@ -110,7 +123,10 @@ def total(rows: Iterable[Tensor]) -> tuple[float, ...]:
 
 
 def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the sums of each tensor, (4,) float64 on the CPU. A device is waited for once; it need not have float64."""
+    """Return the sums of each tensor, (4,) float64 on the CPU.
+
+    A device is waited for once; it need not have float64.
+    """
     chunks: list[list[Tensor]] = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -131,12 +147,15 @@ def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Return `PROJECTED` sums of the values of ``tensors``, each value with a random sign, alike on every peer; and then the norm.
+    """Return `PROJECTED` sums of the values of ``tensors``, each value with a random sign, alike on
+    every peer; and then the norm.
 
-    The sums are linear, so the norm of the difference of two peers' sums estimates that of the difference of their weights.
+    The sums are linear, so the norm of the difference of two peers' sums estimates that of the
+    difference of their weights.
     """
     found: list[Tensor] = []
-    # One for all blocks: small results between fresh pieces would keep malloc from joining them, and it would take more each time.
+    # One for all blocks: small results between fresh pieces would keep malloc from joining them,
+    # and it would take more each time.
     rooms: dict[torch.device, Tensor] = {}
     for tensor in tensors:
         for block in torch.split(tensor.detach().reshape(-1), BLOCK):
@@ -170,7 +189,9 @@ def _signs(device: torch.device) -> Tensor:
 
 
 def _turns(number: int) -> Tensor:
-    """Return for the block of this number a sign for each sum, so that two blocks do not have the same signs."""
+    """Return for the block of this number a sign for each sum, so that two blocks do not have the
+    same signs.
+    """
     drawn = random.Random(number).getrandbits(PROJECTED)
     return torch.tensor(
         [1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)],
@@ -183,10 +204,11 @@ ALIGNED = 64  # bytes
 
 
 def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros of the same types and shapes in a file of their own in ``folder``, which is made if it is missing.
+    """Return zeros of the same types and shapes in a file of their own in ``folder``, which is made
+    if it is missing.
 
-    It is mapped into memory, and the system keeps there what there is room for. It has no name, so nothing is left of it when the
-    tensors are gone, however the process ends.
+    It is mapped into memory, and the system keeps there what there is room for. It has no name, so
+    nothing is left of it when the tensors are gone, however the process ends.
 
     Raises:
         OSError: the folder cannot be written, or has no room for all of them.
@@ -216,15 +238,19 @@ T = TypeVar("T")
 
 
 class ModelWeights:
-    """Slow weights of a model's averaged parameters, and staging through which fast weights are read from it and written to it.
+    """Slow weights of a model's averaged parameters, and staging through which fast weights are
+    read from it and written to it.
 
-    Weights are float32 (float64 if a parameter is), on ``device``. ``part`` is always a sequence of positions in ``params``. A
-    parameter of that dtype and on that device is its own staging, which takes no memory: reading and writing it copies nothing.
+    Weights are float32 (float64 if a parameter is), on ``device``. ``part`` is always a sequence of
+    positions in ``params``. A parameter of that dtype and on that device is its own staging, which
+    takes no memory: reading and writing it copies nothing.
 
     Args:
         params: the averaged parameters, of any floating-point dtype and on any device.
-        model: the module, whose copies of weights FSDP2 must drop when they change; needed if a parameter is sharded.
-        place: where slow weights and staging live: a device, or a folder for files that are mapped into memory.
+        model: the module, whose copies of weights FSDP2 must drop when they change; needed if a
+            parameter is sharded.
+        place: where slow weights and staging live: a device, or a folder for files that are mapped
+            into memory.
 
     Raises:
         ValueError: a parameter is sharded and there is no model.
@@ -236,7 +262,8 @@ class ModelWeights:
     ) -> None:
         if model is None and any(hasattr(param, "to_local") for param in params):
             raise ValueError(
-                "the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed"
+                "the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies "
+                "of weights that changed"
             )
         self.params, self.model = list(params), model
         self._place = place
@@ -250,10 +277,14 @@ class ModelWeights:
         self.fast = [self._staged(index) for index in self.everything]
         """Staging: the fast weights as last read, or to be written next."""
         self.rounding: dict[int, Tensor] = {}
-        """Rounding error of a weight when it was copied into the model, if that weight was not the slow one."""
+        """Rounding error of a weight when it was copied into the model, if that weight was not the
+        slow one.
+        """
 
     def _staged(self, index: int) -> Tensor:
-        """Return the parameter itself if it can be its own staging now, else a buffer that is reused each round."""
+        """Return the parameter itself if it can be its own staging now, else a buffer that is
+        reused each round.
+        """
         slow, param = self.slow[index], local(self.params[index]).detach()
         if param.dtype == slow.dtype and param.device == slow.device and param.is_contiguous():
             return param
@@ -281,11 +312,15 @@ class ModelWeights:
         return self._staging[index]
 
     def _comes_beside(self, index: int) -> bool:
-        """Return whether the weights come from an accelerator to main memory by way of pinned memory."""
+        """Return whether the weights come from an accelerator to main memory by way of pinned
+        memory.
+        """
         return self.slow[index].device.type == "cpu" and copies_beside(self.params[index].device)
 
     def stage(self, part: Sequence[int]) -> list[Tensor]:
-        """Return the staging of ``part`` as it is now: a model may have been moved, or cut otherwise, since it was used last."""
+        """Return the staging of ``part`` as it is now: a model may have been moved, or cut
+        otherwise, since it was used last.
+        """
         for index in part:
             self.fast[index] = self._staged(index)
         return [self.fast[index] for index in part]
@@ -309,7 +344,8 @@ class ModelWeights:
     def everything(self) -> range:
         return range(len(self.params))
 
-    # What follows is for peers of several processes, in which each has a part of the weights: here one process has all.
+    # What follows is for peers of several processes, in which each has a part of the weights: here
+    # one process has all.
 
     dealt = False
     """True if each of several processes has whole tensors of some parameters."""
@@ -318,7 +354,9 @@ class ModelWeights:
     rank: list[int] | None = None
     """The rank of this process and the number of ranks, in a peer of several."""
     shapes: Sequence[Shape] = ()
-    """The shapes of all parameters as the outer optimizer sees them; a tensor that another process has is empty in ``slow``."""
+    """The shapes of all parameters as the outer optimizer sees them; a tensor that another process
+    has is empty in ``slow``.
+    """
 
     def held(self, index: int) -> Tensor:
         """Return what this process keeps of a parameter, as it is in the model now."""
@@ -332,11 +370,15 @@ class ModelWeights:
         return value
 
     def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
-        """Return one scalar for each parameter of ``part`` as the process has it that owns the parameter."""
+        """Return one scalar for each parameter of ``part`` as the process has it that owns the
+        parameter.
+        """
         return list(scalars)
 
     def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors like those of a ``Rule`` with the parts of all processes, in the first one; those here are not copied."""
+        """Return tensors like those of a ``Rule`` with the parts of all processes, in the first
+        one; those here are not copied.
+        """
         return tensors
 
     def projection(self, part: Sequence[int]) -> tuple[float, ...]:
@@ -349,8 +391,9 @@ class ModelWeights:
     def read(self, part: Sequence[int]) -> None:
         """Copy the model's weights and their rounding errors into staging.
 
-        A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the rounding error the slow weights
-        would drift back to the model's coarse grid even when nothing is learnt.
+        A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the
+        rounding error the slow weights would drift back to the model's coarse grid even when
+        nothing is learnt.
         """
         for index, fast in zip(part, self.stage(part), strict=True):
             param = self.held(index)
@@ -390,11 +433,15 @@ class ModelWeights:
         reshard(self.model)
 
     def versions(self) -> list[int]:
-        """Return how often each parameter was changed in place, by torch's own count: without a look at a value."""
+        """Return how often each parameter was changed in place, by torch's own count: without a
+        look at a value.
+        """
         return [param._version for param in self.params]
 
     def holds_slow(self) -> bool:
-        """Return True if the model holds the slow weights, as far as this process can tell without the others."""
+        """Return True if the model holds the slow weights, as far as this process can tell without
+        the others.
+        """
         return self.dealt or all(
             torch.equal(part := local(param).detach(), slow.to(part))
             for param, slow in zip(self.params, self.slow, strict=True)
@@ -402,7 +449,9 @@ class ModelWeights:
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Copy the model into the slow weights; with several processes the owner's weights count, in all of them."""
+        """Copy the model into the slow weights; with several processes the owner's weights count,
+        in all of them.
+        """
         for index in self.everything:
             self.slow[index].copy_(self.held(index))
             self.stage([index])[0].copy_(self.slow[index])
@@ -412,7 +461,9 @@ class ModelWeights:
         return self.params[index].dtype.itemsize < self.slow[index].dtype.itemsize
 
     def rounding_error(self, index: int) -> Tensor:
-        """Return the rounding error of the model's starting point, which is the slow weight unless noted."""
+        """Return the rounding error of the model's starting point, which is the slow weight unless
+        noted.
+        """
         slow = self.slow[index]
         return (
             self.rounding[index]
@@ -421,13 +472,17 @@ class ModelWeights:
         )
 
     def keep_rounding(self, index: int) -> None:
-        """Note the present rounding error, before the slow weight changes and the model does not."""
+        """Note the present rounding error, before the slow weight changes and the model does
+        not.
+        """
         if self.coarse(index):
             self.rounding[index] = self.rounding_error(index)
 
     @contextmanager
     def showing_slow(self) -> Iterator[None]:
-        """Put the slow weights into the model within the block; afterwards the model's own are restored bit by bit."""
+        """Put the slow weights into the model within the block; afterwards the model's own are
+        restored bit by bit.
+        """
         with torch.no_grad():
             parts = [local(param).detach() for param in self.params]
             kept = [own.copy_(part) for own, part in zip(alike(parts), parts, strict=True)]
@@ -460,7 +515,9 @@ class ModelWeights:
 
 
 class Processes(Protocol):
-    """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer; all do the same in the same order."""
+    """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer; all do the
+    same in the same order.
+    """
 
     def weights(
         self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path

@@ -1,9 +1,12 @@
-"""The ranks of one peer as a group, and what they say to each other: over gloo, in main memory, whatever the training uses.
+"""The ranks of one peer as a group, and what they say to each other: over gloo, in main memory,
+whatever the training uses.
 
-The weights of a model in a peer of several ranks: each rank has the slow weights and the outer state of whole parameters.
+The weights of a model in a peer of several ranks: each rank has the slow weights and the outer
+state of whole parameters.
 
-A rank owns the parameters that ``deal`` gives it. Of the others it keeps empty tensors of shape (0,), on which every rule is a
-no-op, so any rule works on whole tensors, whatever the training does with the model inside the peer (DDP, FSDP2, or both).
+A rank owns the parameters that ``deal`` gives it. Of the others it keeps empty tensors of shape
+(0,), on which every rule is a no-op, so any rule works on whole tensors, whatever the training does
+with the model inside the peer (DDP, FSDP2, or both).
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ _LOST = (
 
 
 class RankLost(RuntimeError):
-    """Error of a rank whose peer cannot go on: another rank died, failed or did not answer in time. The launcher restarts all."""
+    """Error of a rank whose peer cannot go on: another rank died, failed or did not answer in time.
+
+    The launcher restarts all.
+    """
 
 
 class RankFailed(RuntimeError):
@@ -44,7 +50,8 @@ class RankFailed(RuntimeError):
 
 
 def lost(error: BaseException) -> str | None:
-    """Return the first line of what a collective raised because another rank is gone; None for another error.
+    """Return the first line of what a collective raised because another rank is gone; None for
+    another error.
 
     The error's causes count: what a collective raised in the user's loss() is not the user's error.
     """
@@ -81,8 +88,10 @@ class RankGroup:
     Tensors cross it in main memory, one at a time; a tensor on a GPU is copied there and back.
 
     Args:
-        group: a gloo group of the ranks, best one that nothing else uses; None: all processes of the job, in a group of their own.
-        timeout: seconds that a rank waits for another in each call, as in ``group`` if that is given.
+        group: a gloo group of the ranks, best one that nothing else uses; None: all processes of
+            the job, in a group of their own.
+        timeout: seconds that a rank waits for another in each call, as in ``group`` if that is
+            given.
 
     Raises:
         ValueError: torch.distributed is not initialised, or the group is not gloo's.
@@ -92,11 +101,13 @@ class RankGroup:
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
-                "torch.distributed is not initialised: call init_process_group first, under torchrun"
+                "torch.distributed is not initialised: call init_process_group first, under "
+                "torchrun"
             )
         if group is not None and dist.get_backend(group) != "gloo":
             raise ValueError(
-                f"the group of a peer's ranks must be gloo's, this one is {dist.get_backend(group)}'s"
+                "the group of a peer's ranks must be gloo's, this one is "
+                f"{dist.get_backend(group)}'s"
             )
         self.timeout = timeout
         self.rank = dist.get_rank() if group is None else dist.get_rank(group)
@@ -104,7 +115,9 @@ class RankGroup:
         self.size = dist.get_world_size(self._group)
 
     def joined(self, timeout: float) -> dist.ProcessGroup:
-        """Return another gloo group of the ranks, in which a call takes at most ``timeout`` seconds."""
+        """Return another gloo group of the ranks, in which a call takes at most ``timeout``
+        seconds.
+        """
         group = getattr(self, "_group", None)
         ranks = None if group is None else dist.get_process_group_ranks(group)
         limit = timedelta(seconds=timeout)
@@ -120,14 +133,19 @@ class RankGroup:
         return self.rank == 0
 
     def agreed(self, value: T) -> T:
-        """Return rank 0's value, on all ranks. It is pickled by torch: ranks of one peer are one program and trust each other."""
+        """Return rank 0's value, on all ranks.
+
+        It is pickled by torch: ranks of one peer are one program and trust each other.
+        """
         box: list[Any] = [value]
         self._all(lambda: dist.broadcast_object_list(box, group_src=0, group=self._group))
         value_of_first: T = box[0]
         return value_of_first
 
     def alike(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` does on this rank, once it is done on all. RankFailed if it raised on another one.
+        """Return what ``work`` does on this rank, once it is done on all.
+
+        RankFailed if it raised on another one.
 
         ``work`` calls no collective, unless it can raise nothing before its last one.
         """
@@ -150,7 +168,10 @@ class RankGroup:
         return cast(T, found)
 
     def tried(self, work: Callable[[], T]) -> T | None:
-        """Return what ``work`` does on rank 0, and None on the others. All raise its ValueError, or RuntimeError for another."""
+        """Return what ``work`` does on rank 0, and None on the others.
+
+        All raise its ValueError, or RuntimeError for another.
+        """
         found, problem = None, None
         if self.first:
             try:
@@ -177,7 +198,9 @@ class RankGroup:
         return into
 
     def spread(self, tensor: Tensor, owner: int) -> Tensor:
-        """Return the owner's tensor on all ranks, on the CPU; that of the others is overwritten if it is contiguous and there."""
+        """Return the owner's tensor on all ranks, on the CPU; that of the others is overwritten if
+        it is contiguous and there.
+        """
         plain = _plain(tensor)
         self._all(lambda: dist.broadcast(plain, group_src=owner, group=self._group))
         return plain
@@ -191,7 +214,9 @@ class RankGroup:
         self.sum(torch.zeros(1, device="cpu"))
 
     def _all(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` does, in which all ranks take part; what gloo raises becomes one sentence."""
+        """Return what ``work`` does, in which all ranks take part; what gloo raises becomes one
+        sentence.
+        """
         try:
             # Signals act meanwhile, though it waits in C++, where Python handles none.
             return (
@@ -203,13 +228,16 @@ class RankGroup:
             raise self._lost(str(error).split("\n")[0][:200]) from error
 
     def explain(self, error: BaseException) -> None:
-        """Raise RankLost if ``error`` is what a collective of the training raised because another rank is gone."""
+        """Raise RankLost if ``error`` is what a collective of the training raised because another
+        rank is gone.
+        """
         if not isinstance(error, (RankLost, RankFailed)) and (first := lost(error)) is not None:
             raise self._lost(first) from error
 
     def _lost(self, first: str) -> RankLost:
         return RankLost(
-            f"a rank of this peer is gone, or did not answer for {self.timeout:g} s, so all of its ranks have to start again "
+            f"a rank of this peer is gone, or did not answer for {self.timeout:g} s, so all of its "
+            "ranks have to start again "
             f"from the last checkpoint (rank {self.rank} saw: {first})"
         )
 
@@ -219,9 +247,11 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank that owns each parameter, given their numbers of values: the largest first, each to the least loaded rank.
+    """Return the rank that owns each parameter, given their numbers of values: the largest first,
+    each to the least loaded rank.
 
-    It depends on the arguments alone, so all ranks agree. A rank has at most the mean load plus the largest parameter.
+    It depends on the arguments alone, so all ranks agree. A rank has at most the mean load plus the
+    largest parameter.
     """
     loads = [0] * ranks
     owners = [0] * len(sizes)
@@ -233,9 +263,12 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class RankWeights(ModelWeights):
-    """One rank's part of a model's slow weights. All ranks make it, and call each method in the same order.
+    """One rank's part of a model's slow weights.
 
-    A sharded parameter is gathered, one at a time, and kept by its owner alone. If all ranks have it (DDP), the owner's counts.
+    All ranks make it, and call each method in the same order.
+
+    A sharded parameter is gathered, one at a time, and kept by its owner alone. If all ranks have
+    it (DDP), the owner's counts.
     """
 
     dealt = True
@@ -292,7 +325,9 @@ class RankWeights(ModelWeights):
         return self.group.agreed(value)
 
     def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
-        """Return one scalar for each parameter of ``part`` (or several rows of them) as its owner has it, on all ranks."""
+        """Return one scalar for each parameter of ``part`` (or several rows of them) as its owner
+        has it, on all ranks.
+        """
         own = [
             s if self.owns(part[place % len(part)]) else s.new_zeros(())
             for place, s in enumerate(scalars)
@@ -303,12 +338,16 @@ class RankWeights(ModelWeights):
         return list(self.group.sum(torch.stack(own)).to(own[0].device))
 
     def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return whole tensors like those of a ``Rule`` on rank 0, its own ones not copied; an empty list on the others."""
+        """Return whole tensors like those of a ``Rule`` on rank 0, its own ones not copied; an
+        empty list on the others.
+        """
         tensors = list(tensors)  # those computed on demand, once
         return self.gather(part, tensors, self.shapes_of(part, tensors))
 
     def projection(self, part: Sequence[int]) -> tuple[float, ...]:
-        """Return nothing: it is for who watches, and not worth a collective of all ranks in every round."""
+        """Return nothing: it is for who watches, and not worth a collective of all ranks in every
+        round.
+        """
         return ()
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
@@ -319,7 +358,9 @@ class RankWeights(ModelWeights):
         return total(self.group.sum(torch.stack(rows)))
 
     def shapes_of(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Shape]:
-        """Return the whole shapes of tensors like those of a ``Rule``: tensor i has that of parameter i % n of ``part``, or ()."""
+        """Return the whole shapes of tensors like those of a ``Rule``: tensor i has that of
+        parameter i % n of ``part``, or ().
+        """
         wholes = (self.shapes[part[place % len(part)]] for place in range(len(tensors)))
         return [
             () if tensor.dim() == 0 else whole
@@ -329,7 +370,9 @@ class RankWeights(ModelWeights):
     def gather(
         self, part: Sequence[int], tensors: Sequence[Tensor], shapes: Sequence[Shape]
     ) -> list[Tensor]:
-        """Return on rank 0 the owners' tensors of these whole shapes, taken one at a time; an empty list on the others."""
+        """Return on rank 0 the owners' tensors of these whole shapes, taken one at a time; an empty
+        list on the others.
+        """
         numbers = [
             t if t.dim() == 0 else t.new_zeros(())
             for t, shape in zip(tensors, shapes, strict=True)
@@ -364,9 +407,11 @@ class RankWeights(ModelWeights):
         mine: Sequence[Shape],
         dtype: torch.dtype,
     ) -> list[Tensor]:
-        """Return each owner's tensors of those that rank 0 has, on the CPU, and empty ones for the rest.
+        """Return each owner's tensors of those that rank 0 has, on the CPU, and empty ones for the
+        rest.
 
-        ``shapes`` are those of ``whole``, ``mine`` those that this rank gave in their place: a scalar goes to all that gave one.
+        ``shapes`` are those of ``whole``, ``mine`` those that this rank gave in their place: a
+        scalar goes to all that gave one.
         """
         numbers = [place for place, shape in enumerate(shapes) if shape == ()]
         packed = torch.empty(len(numbers), dtype=dtype, device="cpu")
@@ -395,7 +440,9 @@ class RankWeights(ModelWeights):
 
 
 def cut_like(whole: Tensor, param: Any) -> Tensor:
-    """Return ``whole`` as this rank has ``param``: a copy, or cut in the same way, without a message."""
+    """Return ``whole`` as this rank has ``param``: a copy, or cut in the same way, without a
+    message.
+    """
     if not hasattr(param, "device_mesh"):
         return whole.clone()
     from torch.distributed.tensor import distribute_tensor

@@ -1,13 +1,14 @@
 """What rank 0 of a peer has the other ranks do: one small message after another.
 
-What a node or a session does between two steps (to answer peers, to take over weights, to save) only rank 0 can know, and it needs
-all ranks where it needs whole weights. So rank 0 does it with a ``LeadOptimizer``, whose calls are orders to the others, which
-``obey`` meanwhile: each makes the same call of `shoal.optim.ranks.orders`.
+What a node or a session does between two steps (to answer peers, to take over weights, to save)
+only rank 0 can know, and it needs all ranks where it needs whole weights. So rank 0 does it with a
+``LeadOptimizer``, whose calls are orders to the others, which ``obey`` meanwhile: each makes the
+same call of `shoal.optim.ranks.orders`.
 
 The whole of a peer of several ranks, which rank 0 gets and gives in the forms that one process has.
 
-Each function is called by all ranks at the same place. What rank 0 passes counts; the others pass nothing and get nothing. With an
-optimizer of one process they do the same.
+Each function is called by all ranks at the same place. What rank 0 passes counts; the others pass
+nothing and get nothing. With an optimizer of one process they do the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ DEALT = ("sent", "fast", "start")
 def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Tensor]:
     """Return copies of the slow weights on rank 0, taken one tensor at a time; [] on the others.
 
-    ``into``: contiguous tensors on the CPU, of ``opt.shapes`` and the dtype of ``opt.slow``, that are filled instead of fresh ones.
+    ``into``: contiguous tensors on the CPU, of ``opt.shapes`` and the dtype of ``opt.slow``, that
+    are filled instead of fresh ones.
     """
     weights = opt._weights
     if not isinstance(weights, RankWeights) or weights.first:
@@ -60,7 +62,9 @@ def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Te
 
 
 def whole_slow_of(opt: OuterState, fragment: int) -> list[Tensor]:
-    """Return the slow weights of a fragment on rank 0, not copied where they are its own; [] on the others."""
+    """Return the slow weights of a fragment on rank 0, not copied where they are its own; [] on the
+    others.
+    """
     return list(opt._weights.whole(opt.positions(fragment), opt.slow_of(fragment)))
 
 
@@ -87,7 +91,8 @@ def adopt(
     applied: Sequence[int] | None = None,
     rebase: Collection[int] = (),
 ) -> list[int]:
-    """Adopt what rank 0 gives, as ``OuterState.adopt`` does; return the adopted fragments, on all ranks.
+    """Adopt what rank 0 gives, as ``OuterState.adopt`` does; return the adopted fragments, on all
+    ranks.
 
     Raises:
         ValueError: it does not fit; all ranks raise it, and nothing has changed in any.
@@ -116,7 +121,9 @@ def adopt(
 
 
 def whole_state(opt: OuterState) -> dict[str, Any]:
-    """Return the ``state_dict`` that one process would have, on rank 0, in tensors of its own; {} on the others."""
+    """Return the ``state_dict`` that one process would have, on rank 0, in tensors of its own; {}
+    on the others.
+    """
     weights, state = opt._weights, opt.whole_state()
     if not isinstance(weights, RankWeights):
         return state
@@ -135,7 +142,8 @@ def whole_state(opt: OuterState) -> dict[str, Any]:
 
 
 def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
-    """Load the ``state_dict`` of one process, or a ``whole_state``, that rank 0 gives (the model's weights are up to the caller).
+    """Load the ``state_dict`` of one process, or a ``whole_state``, that rank 0 gives (the model's
+    weights are up to the caller).
 
     Raises:
         ValueError: it does not fit; all ranks raise it, and nothing has changed in any.
@@ -195,7 +203,9 @@ def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
 def _given_in_flight(
     opt: OuterState, weights: RankWeights, records: Sequence[Record]
 ) -> list[Record]:
-    """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays with rank 0."""
+    """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays
+    with rank 0.
+    """
     plan = [
         (r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()})
         for r in records
@@ -232,7 +242,9 @@ def _cut(
     own: Sequence[Tensor],
     part: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Return this rank's part of what rank 0 gives, shaped as ``own``, of the parameters ``part`` (None: all)."""
+    """Return this rank's part of what rank 0 gives, shaped as ``own``, of the parameters ``part``
+    (None: all).
+    """
     part = weights.everything if part is None else part
     return weights.scatter(
         part,
@@ -256,9 +268,11 @@ def _whole_rounding(weights: RankWeights, own: Mapping[int, Tensor]) -> dict[int
 
 @torch.no_grad()
 def _whole_inner(group: RankGroup, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return ``inner.state_dict()`` of one process, on the CPU, on rank 0; the others take part and get {}.
+    """Return ``inner.state_dict()`` of one process, on the CPU, on rank 0; the others take part and
+    get {}.
 
-    Sharded tensors are gathered one at a time; of those that all ranks have, rank 0's count. No tensor is the optimizer's own.
+    Sharded tensors are gathered one at a time; of those that all ranks have, rank 0's count. No
+    tensor is the optimizer's own.
     """
     own = inner.state_dict()
     state: dict[Any, Any] = {}
@@ -275,9 +289,11 @@ def _whole_inner(group: RankGroup, inner: torch.optim.Optimizer) -> dict[str, An
 def _given_inner(
     group: RankGroup, inner: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return, to be loaded into each rank's inner optimizer, what rank 0 gives as ``_whole_inner`` returned it.
+    """Return, to be loaded into each rank's inner optimizer, what rank 0 gives as ``_whole_inner``
+    returned it.
 
-    Each tensor of a parameter's shape is cut as the parameter is. ``state`` of the other ranks is not used.
+    Each tensor of a parameter's shape is cut as the parameter is. ``state`` of the other ranks is
+    not used.
     """
     params = [parameter for part in inner.param_groups for parameter in part["params"]]
     given = state["state"] if group.first else {}
@@ -311,10 +327,13 @@ LAST, FAILED = "return", "failed"
 
 
 class Channel(RankGroup):
-    """Messages from rank 0 to all others, in order. Every rank of ``group`` makes it at the same point.
+    """Messages from rank 0 to all others, in order.
 
-    A rank that waits here is idle: it has nothing to do while rank 0 waits for peers, downloads weights or evaluates. So a wait may
-    be as long as ``IDLE_S``, but not for a rank that died: its connections close, and the wait ends with RankLost.
+    Every rank of ``group`` makes it at the same point.
+
+    A rank that waits here is idle: it has nothing to do while rank 0 waits for peers, downloads
+    weights or evaluates. So a wait may be as long as ``IDLE_S``, but not for a rank that died: its
+    connections close, and the wait ends with RankLost.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -331,7 +350,9 @@ class Channel(RankGroup):
             self.spread(torch.frombuffer(bytearray(body[FRAME - 8 :]), dtype=torch.uint8), 0)
 
     def receive(self) -> tuple[str, dict[str, Any]]:
-        """Return the next command; for the other ranks. RankFailed if it is that rank 0 has failed."""
+        """Return the next command; for the other ranks. RankFailed if it is that rank 0 has
+        failed.
+        """
         frame = torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
         data = self.spread(frame, 0).numpy().tobytes()
         length = int.from_bytes(data[:8], "big")
@@ -346,7 +367,9 @@ class Channel(RankGroup):
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Release the others, which ``follow``, at the end of the block, or tell them what it raised; for rank 0."""
+        """Release the others, which ``follow``, at the end of the block, or tell them what it
+        raised; for rank 0.
+        """
         try:
             yield
         except BaseException as error:
@@ -366,12 +389,16 @@ class Channel(RankGroup):
 
 
 class LeadOptimizer:
-    """Rank 0's ``opt`` as the swarm and checkpoints see it, with whole weights; what is not here is that optimizer's own."""
+    """Rank 0's ``opt`` as the swarm and checkpoints see it, with whole weights; what is not here is
+    that optimizer's own.
+    """
 
     def __init__(self, opt: OuterOptimizer, channel: Channel) -> None:
         self._opt, self._channel = opt, channel
         self.gathers = 0
-        """How often whole weights were gathered: those of one time are other tensors than those of another."""
+        """How often whole weights were gathered: those of one time are other tensors than those of
+        another.
+        """
 
     def __getattr__(self, name: str) -> Any:
         """Return what all ranks have in common: numbers, shapes, rule and schedule."""

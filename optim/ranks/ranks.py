@@ -1,20 +1,22 @@
 """Several processes of a torch.distributed job as one peer of a swarm.
 
-    dist.init_process_group()                                          # under torchrun, one process for each GPU
-    model = DistributedDataParallel(model)                             # or fully_shard(model)
-    inner = torch.optim.AdamW(model.parameters())
+    dist.init_process_group()                                          # under torchrun, one process
+    for each GPU model = DistributedDataParallel(model)                             # or
+    fully_shard(model) inner = torch.optim.AdamW(model.parameters())
     ranks = Ranks()
     opt = NoLoCo(inner, exchange if ranks.first else Alone(), every=50, model=model, ranks=ranks)
 
-Every rank trains with its part of the batch and calls the same methods of its optimizer in the same order. Rank 0 speaks to the
-other peers. Slow weights and outer state are distributed to the ranks by whole parameters, so what the ranks have together is what
-one process would have, bit by bit, and peers of any layout average with each other.
+Every rank trains with its part of the batch and calls the same methods of its optimizer in the same
+order. Rank 0 speaks to the other peers. Slow weights and outer state are distributed to the ranks
+by whole parameters, so what the ranks have together is what one process would have, bit by bit, and
+peers of any layout average with each other.
 
 The exchange of a peer of several ranks: rank 0 averages with other peers for all of them.
 
-Rank 0 takes the others' tensors of a contribution one at a time, hands all of them to the real exchange, and gives each owner its
-tensors of the mean. In its own right it holds one contribution until the real exchange has copied it, and one mean until it is
-given away: so two fragments at most beyond its own part. All ranks take the same outcome, or all raise ``RankLost``.
+Rank 0 takes the others' tensors of a contribution one at a time, hands all of them to the real
+exchange, and gives each owner its tensors of the mean. In its own right it holds one contribution
+until the real exchange has copied it, and one mean until it is given away: so two fragments at most
+beyond its own part. All ranks take the same outcome, or all raise ``RankLost``.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from shoal.optim.schedule import RoundLength, Schedule, Steps
 
 
 class RankExchange(Exchange):
-    """Exchange of one rank, for the outer optimizer of that rank; all ranks start and await the same rounds in the same order.
+    """Exchange of one rank, for the outer optimizer of that rank; all ranks start and await the
+    same rounds in the same order.
 
     Args:
         group: the ranks.
-        real: the exchange with other peers; only rank 0's is used, but each rank's gets its optimizer if it is to know it.
+        real: the exchange with other peers; only rank 0's is used, but each rank's gets its
+            optimizer if it is to know it.
     """
 
     def __init__(self, group: RankGroup, real: Exchange) -> None:
@@ -56,7 +60,11 @@ class RankExchange(Exchange):
         self._real.attach(optimizer)
 
     def start(self, contribution: Contribution) -> Handle:
-        """Begin an exchange. ValueError, on all ranks, if the real exchange raises it, or RuntimeError if it raises another."""
+        """Begin an exchange.
+
+        ValueError, on all ranks, if the real exchange raises it, or RuntimeError if it raises
+        another.
+        """
         assert self._opt is not None
         tail = contribution.codec.count if isinstance(contribution.codec, BufferTailCodec) else 0
         tensors = list(contribution.tensors)
@@ -70,7 +78,10 @@ class RankExchange(Exchange):
 
 
 class RankHandle(Handle):
-    """Handle of an exchange of all ranks. ``result`` is for all of them; ``done`` asks nobody, so that it differs between them."""
+    """Handle of an exchange of all ranks.
+
+    ``result`` is for all of them; ``done`` asks nobody, so that it differs between them.
+    """
 
     def __init__(self, group: RankGroup, parcel: _Parcel, real: Handle | None) -> None:
         self._group, self._parcel, self._real = group, parcel, real
@@ -82,11 +93,16 @@ class RankHandle(Handle):
         return self._over or (self._real is not None and self._real.done())
 
     def leave_out(self) -> bool:
-        """Leave the fragment out of its next round if bytes of the real exchange move; False but on rank 0."""
+        """Leave the fragment out of its next round if bytes of the real exchange move; False but on
+        rank 0.
+        """
         return self._real is not None and self._real.leave_out()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""
+        """Wait for rank 0's outcome and return this rank's part of it.
+
+        RuntimeError, on all ranks, if the real exchange raises.
+        """
         if self._over:
             return self._mean
         real = (
@@ -117,7 +133,9 @@ class RankHandle(Handle):
 
 
 class _Parcel:
-    """How the tensors of one contribution, and of its mean, are shared out to ranks; each has the ``tail`` ones, the buffers."""
+    """How the tensors of one contribution, and of its mean, are shared out to ranks; each has the
+    ``tail`` ones, the buffers.
+    """
 
     def __init__(
         self, group: RankGroup, opt: OuterState, key: RoundKey, tensors: Sequence[Tensor], tail: int
@@ -143,7 +161,9 @@ class _Parcel:
             self._shapes = [(count,) for count in self._values]
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's flat tensor of values as one tensor for each parameter; others as they are."""
+        """Return this rank's flat tensor of values as one tensor for each parameter; others as they
+        are.
+        """
         if self._values is None:
             return list(tensors)
         held = zip(self._values, self._part, strict=True)
@@ -152,7 +172,10 @@ class _Parcel:
         )
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the whole contribution on rank 0, and an empty list on the others. Of each rank's tensors the mean counts."""
+        """Return the whole contribution on rank 0, and an empty list on the others.
+
+        Of each rank's tensors the mean counts.
+        """
         whole = self._weights.gather(self._part, self._cut(tensors[: self._count]), self._shapes)
         if self._values is not None and self._group.first:
             whole = [torch.cat(whole)]
@@ -178,7 +201,9 @@ class _Parcel:
 
 
 class Ranks(RankGroup):
-    """The ranks of one peer, for ``OuterOptimizer(ranks=)``. All ranks make it, in the same order."""
+    """The ranks of one peer, for ``OuterOptimizer(ranks=)``. All ranks make it, in the same
+    order.
+    """
 
     def weights(
         self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path
@@ -193,7 +218,9 @@ class Ranks(RankGroup):
 
 
 class RankLength:
-    """``RoundLength`` by which every rank reaches the positions that rank 0 reaches with the ``real`` one."""
+    """``RoundLength`` by which every rank reaches the positions that rank 0 reaches with the
+    ``real`` one.
+    """
 
     def __init__(self, group: RankGroup, real: RoundLength) -> None:
         self._group, self._real = group, real

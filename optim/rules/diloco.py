@@ -1,21 +1,24 @@
-"""DiLoCo and the rules built on it: SGD with momentum on the slow weights, along the mean pseudo-gradient.
+"""DiLoCo and the rules built on it: SGD with momentum on the slow weights, along the mean
+pseudo-gradient.
 
 Convergence of the outer step: the eigenvalues of the outer recursion on a quadratic, for warnings.
 
-Where the inner steps of a round contract a direction by 1 - c (0 < c <= 1; c near 1 for long rounds), its pseudo-gradient is c
-times the slow weight. A mean that is applied L rounds late then gives, with x = lr c and momentum m, a linear recursion whose roots
-are those of
+Where the inner steps of a round contract a direction by 1 - c (0 < c <= 1; c near 1 for long
+rounds), its pseudo-gradient is c times the slow weight. A mean that is applied L rounds late then
+gives, with x = lr c and momentum m, a linear recursion whose roots are those of
 
     nesterov    z^(L+2) - (1+m) z^(L+1) + m z^L + x ((1+m) z - m) f(z)
     heavy ball  z^(L+2) - (1+m) z^(L+1) + m z^L + x z f(z)
 
-with f(z) = 1, or f(z) = 1 - s + s z^L if a part s of the displacement is applied at once (eager updates). It is stable while all
-roots lie inside the unit circle. AdamW's steps are not linear, so this is a guide, not a proof.
+with f(z) = 1, or f(z) = 1 - s + s z^L if a part s of the displacement is applied at once (eager
+updates). It is stable while all roots lie inside the unit circle. AdamW's steps are not linear, so
+this is a guide, not a proof.
 
-Under ``Delayed`` (CO2-style and eager updates) a mean arrives a whole round late: each round ends with: wait for the mean of the
-round before, send the own displacement of this round, then apply.
+Under ``Delayed`` (CO2-style and eager updates) a mean arrives a whole round late: each round ends
+with: wait for the mean of the round before, send the own displacement of this round, then apply.
 
-Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the arguments that all methods share.
+Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the
+arguments that all methods share.
 """
 
 from __future__ import annotations
@@ -57,17 +60,21 @@ if TYPE_CHECKING:
 class DiLoCoRule:
     """DiLoCo's rule (2311.08105): with momentum m, outer lr b and G = mean(g),
 
-        v <- m v + G;   slow <- slow - b (G + m v)   (nesterov)   or   slow <- slow - b v   (heavy ball);   fast <- slow
+        v <- m v + G;   slow <- slow - b (G + m v)   (nesterov)   or   slow <- slow - b v   (heavy
+        ball);   fast <- slow
 
-    The Nesterov form is that of torch.optim.SGD(nesterov=True), which the paper's and most public code uses. It equals the form
-    with lr inside the buffer (MuLoCo's code) only while lr is constant. The "DiLoCo" of NoLoCo's authors is the heavy ball.
+    The Nesterov form is that of torch.optim.SGD(nesterov=True), which the paper's and most public
+    code uses. It equals the form with lr inside the buffer (MuLoCo's code) only while lr is
+    constant. The "DiLoCo" of NoLoCo's authors is the heavy ball.
 
-    With one peer it is SNOO (2510.15830), and Lookahead without momentum. Without momentum over everyone: SparseLoCo's outer step.
+    With one peer it is SNOO (2510.15830), and Lookahead without momentum. Without momentum over
+    everyone: SparseLoCo's outer step.
 
-    ``mix`` (Streaming DiLoCo, 2501.18512; torchft and MaxText do the same): fast <- mix fast + (1 - mix) slow. 0 discards the
-    progress made while the exchange was in flight, 1 ignores the others. "keep" (ours) discards nothing: fast <- fast + (slow -
-    fast when it was sent), so all that was learnt meanwhile is in the next pseudo-gradient, once. That is measured from the new
-    slow weights, not from the mix. The inner optimizer's state is neither sent nor reset.
+    ``mix`` (Streaming DiLoCo, 2501.18512; torchft and MaxText do the same): fast <- mix fast + (1 -
+    mix) slow. 0 discards the progress made while the exchange was in flight, 1 ignores the others.
+    "keep" (ours) discards nothing: fast <- fast + (slow - fast when it was sent), so all that was
+    learnt meanwhile is in the next pseudo-gradient, once. That is measured from the new slow
+    weights, not from the mix. The inner optimizer's state is neither sent nor reset.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -80,7 +87,8 @@ class DiLoCoRule:
         check_rate_and_momentum(self.lr, self.momentum)
         if self.mix != "keep" and (isinstance(self.mix, str) or not 0 <= self.mix <= 1):
             raise ValueError(
-                f"mix must be keep or lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones"
+                f"mix must be keep or lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 "
+                "keeps the fast ones"
             )
 
     def initial(self, slow: Sequence[Tensor]) -> State:
@@ -122,7 +130,9 @@ def outer_step(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Take a step of SGD with momentum in torch's form on ``slow``, in place; ``gradients`` are not changed."""
+    """Take a step of SGD with momentum in torch's form on ``slow``, in place; ``gradients`` are not
+    changed.
+    """
     if momentum == 0:
         for s, g in zip(slow, gradients, strict=True):
             s.sub_(g, alpha=lr)
@@ -136,11 +146,13 @@ def outer_step(
 
 
 def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tensor]:
-    """Return Decoupled DiLoCo's merge (2604.21428): mean length times direction of the mean direction, tensor by tensor.
+    """Return Decoupled DiLoCo's merge (2604.21428): mean length times direction of the mean
+    direction, tensor by tensor.
 
     Args:
         mean_units: weighted means of g / ||g||, of the parameters' shapes.
-        mean_norms: weighted means of ||g||, scalars. The paper prints this radial factor as a vector, which is an erratum.
+        mean_norms: weighted means of ||g||, scalars. The paper prints this radial factor as a
+            vector, which is an erratum.
     """
     merged = []
     for unit, norm in zip(mean_units, mean_norms, strict=True):
@@ -154,20 +166,24 @@ def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tens
 
 @dataclass(frozen=True)
 class DecoupledRule:
-    """Decoupled DiLoCo's rule (2604.21428): DiLoCo's Nesterov form on the ``rda`` merge of the pseudo-gradients.
+    """Decoupled DiLoCo's rule (2604.21428): DiLoCo's Nesterov form on the ``rda`` merge of the
+    pseudo-gradients.
 
-    Directions and lengths are both sent, so that the merge needs means only and any exchange can provide them. The merge restores
-    the full length even if a codec distorts the direction, so use codecs that preserve it (one toy run with top-k and error
-    feedback ended far worse than in float32; the cause is not isolated). The quorum, the grace window and the merging server
-    belong to the exchange; tokens^2 / steps is ``by_rate``. A peer that receives a fragment goes on from the slow weights (the
-    paper's choice).
+    Directions and lengths are both sent, so that the merge needs means only and any exchange can
+    provide them. The merge restores the full length even if a codec distorts the direction, so use
+    codecs that preserve it (one toy run with top-k and error feedback ended far worse than in
+    float32; the cause is not isolated). The quorum, the grace window and the merging server belong
+    to the exchange; tokens^2 / steps is ``by_rate``. A peer that receives a fragment goes on from
+    the slow weights (the paper's choice).
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum",)
     lr: float = 0.7
     momentum: float = 0.6
     plain: frozenset[tuple[int, int]] = frozenset()
-    """(fragment, position in it) of the parameters that get a plain mean, as the paper has it for embeddings."""
+    """(fragment, position in it) of the parameters that get a plain mean, as the paper has it for
+    embeddings.
+    """
 
     def __post_init__(self) -> None:
         check_rate_and_momentum(self.lr, self.momentum)
@@ -178,7 +194,9 @@ class DecoupledRule:
     def contribution(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
     ) -> list[Tensor]:
-        """Return unit vectors (the pseudo-gradient itself where plain), then one scalar length for each."""
+        """Return unit vectors (the pseudo-gradient itself where plain), then one scalar length for
+        each.
+        """
         gradients = pseudo_gradient(slow, fast)
         lengths = [torch.linalg.vector_norm(g) for g in gradients]
         for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
@@ -210,7 +228,9 @@ class DecoupledRule:
 def largest_root(
     rate: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0
 ) -> float:
-    """Return the largest absolute value of the roots for x = ``rate`` and a delay of ``lag`` rounds."""
+    """Return the largest absolute value of the roots for x = ``rate`` and a delay of ``lag``
+    rounds.
+    """
     coefficients = torch.zeros(lag + 3, dtype=torch.float64, device="cpu")  # of z^0, z^1, ...
     coefficients[lag : lag + 3] = torch.tensor([momentum, -(1 + momentum), 1.0], device="cpu")
     direct = {0: -momentum, 1: 1 + momentum} if nesterov else {1: 1.0}
@@ -225,7 +245,9 @@ def largest_root(
 
 @functools.lru_cache(maxsize=256)
 def limit(momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> float:
-    """Return the largest stable lr for c = 1 (four digits); above it the recursion diverges. 0 if momentum is 1."""
+    """Return the largest stable lr for c = 1 (four digits); above it the recursion diverges. 0 if
+    momentum is 1.
+    """
     if momentum >= 1 and (lag > 0 or nesterov):
         return 0.0
     if lag == 0:
@@ -258,7 +280,8 @@ def warn_if_unstable(
             else "lower the momentum"
         )
         warnings.warn(
-            f"outer lr {lr:g} with momentum {momentum:g}{late} may diverge where the inner steps have converged: {mend}",
+            f"outer lr {lr:g} with momentum {momentum:g}{late} may diverge where the inner steps "
+            f"have converged: {mend}",
             stacklevel=stacklevel,
         )
 
@@ -269,23 +292,27 @@ DECAY = 0.9
 
 @dataclass(frozen=True)
 class CO2Rule:
-    """CO2-style rule (2401.16265): heavy ball on the mean of the round before, with a penalty for its staleness and a clip.
+    """CO2-style rule (2401.16265): heavy ball on the mean of the round before, with a penalty for
+    its staleness and a clip.
 
         g = start - fast is sent;  G = mean(g of the round before)
         m <- clip(momentum m + G / L, +-clip);   slow <- slow - lr m;   fast <- slow
 
-    "CO2-style": only the paper's abstract, reviews and code were available to us. Ours, not necessarily the paper's, is the
-    gap-aware penalty L = 1 + ||slow's last move|| / C, C = running mean of ||G|| (first G, then 0.9 C + 0.1 ||G||), both over the
-    fragment. A number for ``penalty`` is that constant L, as in the official code (whose default 1 is no penalty).
-    Not followed: the official code clips a copy (so never), and averages the live parameters while they are trained.
-    The paper sends the weights, we send their displacement from where the round started, which suits any codec. Where all peers
-    start a round from the same weights, that is the same. In the second round they do not: no mean has come, so each goes on from
-    its own weights, which hold the first round's displacement, and a mean of weights would count that twice. So the two agree in
-    what the first two rounds apply, and not from the third on (with ``keep`` starts differ in every round but the first).
+    "CO2-style": only the paper's abstract, reviews and code were available to us. Ours, not
+    necessarily the paper's, is the gap-aware penalty L = 1 + ||slow's last move|| / C, C = running
+    mean of ||G|| (first G, then 0.9 C + 0.1 ||G||), both over the fragment. A number for
+    ``penalty`` is that constant L, as in the official code (whose default 1 is no penalty). Not
+    followed: the official code clips a copy (so never), and averages the live parameters while they
+    are trained. The paper sends the weights, we send their displacement from where the round
+    started, which suits any codec. Where all peers start a round from the same weights, that is the
+    same. In the second round they do not: no mean has come, so each goes on from its own weights,
+    which hold the first round's displacement, and a mean of weights would count that twice. So the
+    two agree in what the first two rounds apply, and not from the third on (with ``keep`` starts
+    differ in every round but the first).
 
-    The displacement since the last send is in no mean yet. By default it is discarded from ``fast`` and comes back with its mean
-    one round later. ``keep=True`` leaves it there: fast moves by (slow's move + own g of the round before), so that the own
-    displacement is never applied twice.
+    The displacement since the last send is in no mean yet. By default it is discarded from ``fast``
+    and comes back with its mean one round later. ``keep=True`` leaves it there: fast moves by
+    (slow's move + own g of the round before), so that the own displacement is never applied twice.
 
     The first round has no mean: fast stays as it is.
     """
@@ -307,7 +334,9 @@ class CO2Rule:
             raise ValueError(f"clip must be positive, got {self.clip}: None is no clip")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return momentum 0, start = slow, ``moved`` (squared length of each tensor's last move) and ``usual`` (C)."""
+        """Return momentum 0, start = slow, ``moved`` (squared length of each tensor's last move)
+        and ``usual`` (C).
+        """
         state = {"momentum": zeros(slow), START: [tensor.clone() for tensor in slow]}
         if self.penalty is None:
             state["moved"] = [tensor.new_zeros(()) for tensor in slow]
@@ -371,20 +400,23 @@ class CO2Rule:
 
 @dataclass(frozen=True)
 class EagerRule:
-    """Rule of eager updates (2502.12996): the others' displacement of the round before, the own one of this round.
+    """Rule of eager updates (2502.12996): the others' displacement of the round before, the own one
+    of this round.
 
         e = (1/K) g of this round;   G = mean(g of the round before) - e of the round before + e
         DiLoCo's outer step with G;   fast <- slow
 
-    1/K is the own share in the last mean: 1 before the first answer (the paper does not define the first round), so without a
-    partner this is DiLoCo up to rounding. The eagerly applied part is saved, so that exactly this is taken back when the mean
-    arrives, even if the share has changed or an exchange was cancelled.
+    1/K is the own share in the last mean: 1 before the first answer (the paper does not define the
+    first round), so without a partner this is DiLoCo up to rounding. The eagerly applied part is
+    saved, so that exactly this is taken back when the mean arrives, even if the share has changed
+    or an exchange was cancelled.
 
-    The more peers, the larger the late part of the mean: at momentum 0.9 lr must stay below 0.77 for 2 peers, 0.41 for 4, 0.32 for
-    8 (``stability.limit``); a warning says so once the share is known.
+    The more peers, the larger the late part of the mean: at momentum 0.9 lr must stay below 0.77
+    for 2 peers, 0.41 for 4, 0.32 for 8 (``stability.limit``); a warning says so once the share is
+    known.
 
-    The slow weights differ between the peers by their own eager parts. The paper does not say whether to equalise them from time to
-    time; ``finish(average=True)`` does so at the end.
+    The slow weights differ between the peers by their own eager parts. The paper does not say
+    whether to equalise them from time to time; ``finish(average=True)`` does so at the end.
     """
 
     lr: float = 0.4
@@ -413,7 +445,10 @@ class EagerRule:
         state: State,
         context: RoundContext,
     ) -> None:
-        """Take one outer step. If the mean is not late, it holds the whole displacement and nothing is applied eagerly."""
+        """Take one outer step.
+
+        If the mean is not late, it holds the whole displacement and nothing is applied eagerly.
+        """
         if context.members > 0:
             for share in state["share"]:
                 share.fill_(context.share)
@@ -438,9 +473,10 @@ class EagerRule:
 class DiLoCo(OuterOptimizer):
     """DiLoCo (2311.08105); ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
 
-    The paper's outer momentum is 0.9; the default ended lower in what was measured, in 10 to 300 rounds (docs/methods.md). For
-    one peer it is SNOO, without momentum Lookahead. The best lr rises with the number of peers (2503.09799: 0.4 for 1, 0.6 for
-    2 to 4, 0.8 for 8); a short ``every`` requires less momentum.
+    The paper's outer momentum is 0.9; the default ended lower in what was measured, in 10 to 300
+    rounds (docs/methods.md). For one peer it is SNOO, without momentum Lookahead. The best lr rises
+    with the number of peers (2503.09799: 0.4 for 1, 0.6 for 2 to 4, 0.8 for 8); a short ``every``
+    requires less momentum.
     """
 
     def __init__(
@@ -465,16 +501,19 @@ class DiLoCo(OuterOptimizer):
 
 
 class StreamingDiLoCo(OuterOptimizer):
-    """Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
+    """Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it
+    was sent (``Streaming``).
 
-    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
-    or a list of modules (or of lists of modules and parameters), the same on all peers. Without ``model`` (on all peers) that
-    number of lists of about equally many values, whatever the layer. Each fragment has its own momentum.
-    Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
-    ``lag``: by default as found by ``AutoLag``, at least 1. ``mix``: "keep" is ours, and all that was learnt while the mean was on
-    its way stays, of which 0.5, the paper's, loses half, and 0, that of public code (torchft, MaxText), all. The paper's lr is 0.4,
-    its momentum 0.9 and its lag 1 (from memory); the defaults here differ by what was measured: docs/methods.md.
-    After a failed exchange the fast weights are kept (torchft discards the round).
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each;
+    at most one fragment a layer), or a list of modules (or of lists of modules and parameters), the
+    same on all peers. Without ``model`` (on all peers) that number of lists of about equally many
+    values, whatever the layer. Each fragment has its own momentum. Evaluate within ``averaged()``:
+    the slow weights are better than any peer's fast ones. ``lag``: by default as found by
+    ``AutoLag``, at least 1. ``mix``: "keep" is ours, and all that was learnt while the mean was on
+    its way stays, of which 0.5, the paper's, loses half, and 0, that of public code (torchft,
+    MaxText), all. The paper's lr is 0.4, its momentum 0.9 and its lag 1 (from memory); the defaults
+    here differ by what was measured: docs/methods.md. After a failed exchange the fast weights are
+    kept (torchft discards the round).
     """
 
     def __init__(
@@ -504,11 +543,12 @@ class StreamingDiLoCo(OuterOptimizer):
 
 
 class DecoupledDiLoCo(OuterOptimizer):
-    """Decoupled DiLoCo (2604.21428): fragments, the RDA merge, weights tokens^2 / steps (``DecoupledRule``).
+    """Decoupled DiLoCo (2604.21428): fragments, the RDA merge, weights tokens^2 / steps
+    (``DecoupledRule``).
 
-    Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``: parameters merged by a plain mean
-    (embeddings). lr is that of reimplementations, whose momentum is 0.9 (docs/methods.md has what was measured);
-    the paper's outer lr was not available to us.
+    Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``:
+    parameters merged by a plain mean (embeddings). lr is that of reimplementations, whose momentum
+    is 0.9 (docs/methods.md has what was measured); the paper's outer lr was not available to us.
     """
 
     def __init__(
@@ -547,9 +587,11 @@ class DecoupledDiLoCo(OuterOptimizer):
 
 
 class Eager(OuterOptimizer):
-    """Eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied at once (``EagerRule``).
+    """Eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied
+    at once (``EagerRule``).
 
-    The paper's outer settings were not available to us. These are stable for any number of peers; momentum 0.9 is not.
+    The paper's outer settings were not available to us. These are stable for any number of peers;
+    momentum 0.9 is not.
     """
 
     def __init__(
@@ -573,10 +615,11 @@ class Eager(OuterOptimizer):
 
 
 class CO2(OuterOptimizer):
-    """The CO2-style method (2401.16265): an exchange takes a whole round; heavy ball with staleness penalty (``CO2Rule``).
+    """The CO2-style method (2401.16265): an exchange takes a whole round; heavy ball with staleness
+    penalty (``CO2Rule``).
 
-    Defaults from the official code: 48 steps and lr 1 (fairscale), momentum 0.2 and clip 1 (its language-model script; fairscale
-    has 0.5 and none). Its penalty is 1; ours is gap-aware.
+    Defaults from the official code: 48 steps and lr 1 (fairscale), momentum 0.2 and clip 1 (its
+    language-model script; fairscale has 0.5 and none). Its penalty is 1; ours is gap-aware.
     """
 
     def __init__(
@@ -592,7 +635,8 @@ class CO2(OuterOptimizer):
         keep: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its least damping of a lasting motion.
+        # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its least
+        # damping of a lasting motion.
         damping = (
             penalty
             if penalty is not None
@@ -604,12 +648,14 @@ class CO2(OuterOptimizer):
 
 
 class SparseLoCo(DiLoCo):
-    """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds back errors.
+    """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects,
+    quantises and feeds back errors.
 
-    There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's authors has both.)
-    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round. Its mean divides by the
-    number of peers; that of the authors' production code, ``codec_named("topk2-senders+ef:0.95")``, by those that sent an index.
-    That code also sends tensors of one dimension whole; here top-k cuts them too.
+    There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's
+    authors has both.) ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose
+    residual fades by 0.95 a round. Its mean divides by the number of peers; that of the authors'
+    production code, ``codec_named("topk2-senders+ef:0.95")``, by those that sent an index. That
+    code also sends tensors of one dimension whole; here top-k cuts them too.
     """
 
     def __init__(

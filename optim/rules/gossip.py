@@ -1,13 +1,16 @@
-"""Rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo, GASLoC.
+"""Rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo,
+GASLoC.
 
-Each may be applied some steps after its contribution was sent (ours: the papers wait for the mean). The slow weights then follow
-the same formula, with the contribution as it was sent, and the fast weights keep what was learnt since:
+Each may be applied some steps after its contribution was sent (ours: the papers wait for the mean).
+The slow weights then follow the same formula, with the contribution as it was sent, and the fast
+weights keep what was learnt since:
 
     fast <- fast + (slow - fast as sent)        which without a lag is        fast <- slow
 
 SPARTA (openreview stFPf3gzq1): averaging of a small random part of the parameters every few steps.
 
-Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the arguments that all methods share.
+Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the
+arguments that all methods share.
 """
 
 from __future__ import annotations
@@ -48,21 +51,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoLoCoRule:
-    """NoLoCo's rule (2506.10911v1, Eq. 1-3) in the form of the authors' code, whose sign of the second term is the descending one.
+    """NoLoCo's rule (2506.10911v1, Eq. 1-3) in the form of the authors' code, whose sign of the
+    second term is the descending one.
 
     With g = slow - fast, momentum a, outer lr b and pull c, means taken over the group:
 
         v <- a v + b mean(g) + c (slow - mean(slow));   slow <- slow - v;   fast <- slow
 
-    This is heavy ball, not Nesterov. When c = b (as in the authors' runs; the paper gives no value) the two terms collapse to
-    b (slow - mean(fast)): only the fast weights are sent, half the bytes. Otherwise g and slow are both sent.
+    This is heavy ball, not Nesterov. When c = b (as in the authors' runs; the paper gives no value)
+    the two terms collapse to b (slow - mean(fast)): only the fast weights are sent, half the bytes.
+    Otherwise g and slow are both sent.
 
-    ``weighted``: peers contribute with different weights. Only mean(g) is weighted then; mean(slow) stays a plain mean, so that
-    the pull moves the members by opposite amounts and the mean over all peers is conserved (ours: the paper has no weights).
-    That needs both tensors, whatever the pull. All peers must agree on it.
+    ``weighted``: peers contribute with different weights. Only mean(g) is weighted then; mean(slow)
+    stays a plain mean, so that the pull moves the members by opposite amounts and the mean over all
+    peers is conserved (ours: the paper has no weights). That needs both tensors, whatever the pull.
+    All peers must agree on it.
 
-    The replicas' consensus distance contracts for 0 < c < 2 (1 - a^2) with pairs (our derivation; the paper's Eq. 74 recommends
-    values that diverge for a = 0.9); other values cause a warning.
+    The replicas' consensus distance contracts for 0 < c < 2 (1 - a^2) with pairs (our derivation;
+    the paper's Eq. 74 recommends values that diverge for a = 0.9); other values cause a warning.
     """
 
     lr: float = 1.0
@@ -78,7 +84,8 @@ class NoLoCoRule:
         limit = 2 * (1 - self.momentum**2)
         if self.gamma >= limit and self.gamma != 0:
             warnings.warn(
-                f"pull {self.gamma:g} with momentum {self.momentum:g} lets the peers drift apart: keep pull below {limit:g} "
+                f"pull {self.gamma:g} with momentum {self.momentum:g} lets the peers drift apart: "
+                f"keep pull below {limit:g} "
                 "or lower the momentum",
                 stacklevel=3,
             )
@@ -138,7 +145,10 @@ class NoLoCoRule:
 
 @dataclass(frozen=True)
 class LocalSGDRule:
-    """Rule of local SGD / FedAvg: slow weights become the mean of the fast weights. With pairs: epidemic averaging."""
+    """Rule of local SGD / FedAvg: slow weights become the mean of the fast weights.
+
+    With pairs: epidemic averaging.
+    """
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         return {}
@@ -164,16 +174,20 @@ class LocalSGDRule:
 class GASLoCRule:
     """GASLoC's rule (2606.11081): gossip on the outer iterate, with momentum on it.
 
-    With h = fast - slow, outer lr b, mix a and momentum c, and a plain mean over the group (never weighted, so that the mean over
-    all peers is conserved; peers that made more steps count more by their larger h):
+    With h = fast - slow, outer lr b, mix a and momentum c, and a plain mean over the group (never
+    weighted, so that the mean over all peers is conserved; peers that made more steps count more by
+    their larger h):
 
-        u <- slow + b h;   slow <- u - a (u - mean(u)) + c (u - u of the round before);   fast <- slow
+        u <- slow + b h;   slow <- u - a (u - mean(u)) + c (u - u of the round before);   fast <-
+        slow
 
-    The paper writes a graph Laplacian; for a group of n that averages completely it is n (u - mean(u)), so its step size is a/n
-    (a/2 for pairs). The u before the first round is the first slow weights, as in Nesterov's own form: for one peer this is
-    DiLoCo's torch form with the same lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
+    The paper writes a graph Laplacian; for a group of n that averages completely it is n (u -
+    mean(u)), so its step size is a/n (a/2 for pairs). The u before the first round is the first
+    slow weights, as in Nesterov's own form: for one peer this is DiLoCo's torch form with the same
+    lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
 
-    The fast weights as sent are kept under a lag: from u they could be had by dividing by lr only, which a schedule may bring to 0.
+    The fast weights as sent are kept under a lag: from u they could be had by dividing by lr only,
+    which a schedule may bring to 0.
     """
 
     keeps_fast: ClassVar[bool] = True
@@ -221,9 +235,10 @@ class GASLoCRule:
 def chosen(key: RoundKey, count: int, part: float) -> Tensor:
     """Return round(part * count) different positions below ``count``, ascending, int64 on the CPU.
 
-    They follow from the key alone, in integer arithmetic, so that every peer computes the same on any machine and with any version
-    of torch, and no mask is sent. The positions are cut into as many runs as are wanted, of lengths that differ by at most one, and
-    one is drawn in each: so their number is fixed, and each position is drawn with probability ``part`` (up to that one).
+    They follow from the key alone, in integer arithmetic, so that every peer computes the same on
+    any machine and with any version of torch, and no mask is sent. The positions are cut into as
+    many runs as are wanted, of lengths that differ by at most one, and one is drawn in each: so
+    their number is fixed, and each position is drawn with probability ``part`` (up to that one).
     """
     wanted = min(round(part * count), count)
     if wanted == 0:
@@ -242,11 +257,13 @@ def chosen(key: RoundKey, count: int, part: float) -> Tensor:
 
 @dataclass(frozen=True)
 class SpartaRule:
-    """SPARTA's rule: the chosen values of ``fast`` become their mean over the group; all others stay the peer's own.
+    """SPARTA's rule: the chosen values of ``fast`` become their mean over the group; all others
+    stay the peer's own.
 
-    The mask follows from (run, round, fragment): the public code sends it, which costs more than the values. It has a fixed number
-    of values over the whole fragment, so that small tensors are reached too. There is no outer optimizer: slow equals fast.
-    With a late mean the values move by (mean - contribution), so that the progress since then stays.
+    The mask follows from (run, round, fragment): the public code sends it, which costs more than
+    the values. It has a fixed number of values over the whole fragment, so that small tensors are
+    reached too. There is no outer optimizer: slow equals fast. With a late mean the values move by
+    (mean - contribution), so that the progress since then stays.
     """
 
     part: float = 0.005
@@ -255,7 +272,8 @@ class SpartaRule:
     def __post_init__(self) -> None:
         if not 0 <= self.part <= 1:
             raise ValueError(
-                f"part must lie in [0, 1], got {self.part}: it is the part of all values that is averaged"
+                f"part must lie in [0, 1], got {self.part}: it is the part of all values that is "
+                "averaged"
             )
 
     def initial(self, slow: Sequence[Tensor]) -> State:
@@ -290,7 +308,9 @@ class SpartaRule:
         return [high - low for low, high in itertools.pairwise(self._chosen(sizes, key)[1])]
 
     def _chosen(self, sizes: Sequence[int], key: RoundKey) -> tuple[Tensor, list[int]]:
-        """Return the chosen positions in the concatenation of all tensors, and where those of each tensor begin among them."""
+        """Return the chosen positions in the concatenation of all tensors, and where those of each
+        tensor begin among them.
+        """
         ends = torch.tensor(sizes, device="cpu").cumsum(0)
         flat = chosen(key, int(ends[-1]), self.part)
         return flat, [0, *torch.searchsorted(flat, ends).tolist()]
@@ -338,15 +358,18 @@ class _Gossip(OuterOptimizer):
 
 
 class NoLoCo(_Gossip):
-    """NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps (``NoLoCoRule``).
+    """NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps
+    (``NoLoCoRule``).
 
-    With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after another and each to a partner of its
-    own, and a mean is applied ``lag`` inner steps after it was sent; the fast weights keep what was learnt since. "auto": as soon
-    as it is there (``AutoLag``), which may differ between peers. lag 0: the whole model (unless in ``fragments``), waited for.
+    With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after
+    another and each to a partner of its own, and a mean is applied ``lag`` inner steps after it was
+    sent; the fast weights keep what was learnt since. "auto": as soon as it is there (``AutoLag``),
+    which may differ between peers. lag 0: the whole model (unless in ``fragments``), waited for.
 
-    The paper's rate and momentum are 0.7 and 0.5; the defaults ended lower in what was measured (docs/methods.md). ``pull=None``
-    means equal to ``lr``: then one tensor per parameter is sent, unless peers have different weights (``weight`` given), which
-    takes two: the pseudo-gradients are weighted, the pull is not.
+    The paper's rate and momentum are 0.7 and 0.5; the defaults ended lower in what was measured
+    (docs/methods.md). ``pull=None`` means equal to ``lr``: then one tensor per parameter is sent,
+    unless peers have different weights (``weight`` given), which takes two: the pseudo-gradients
+    are weighted, the pull is not.
     """
 
     def __init__(
@@ -368,12 +391,14 @@ class NoLoCo(_Gossip):
 
 
 class LocalSGD(_Gossip):
-    """Local SGD / FedAvg, which replaces the weights by their mean over the group every ``every`` inner steps.
+    """Local SGD / FedAvg, which replaces the weights by their mean over the group every ``every``
+    inner steps.
 
-    With different weights (``weight`` given) the pseudo-gradients are weighted and the slow weights are not, so that the mean
-    over all peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two
-    tensors. If the group is everyone, all start equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor.
-    ``fragments`` and ``lag`` as in ``NoLoCo``.
+    With different weights (``weight`` given) the pseudo-gradients are weighted and the slow weights
+    are not, so that the mean over all peers is conserved when they average in pairs. That is NoLoCo
+    with lr 1, pull 1 and no momentum, and takes two tensors. If the group is everyone, all start
+    equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor. ``fragments`` and ``lag``
+    as in ``NoLoCo``.
     """
 
     def __init__(
@@ -394,7 +419,8 @@ class LocalSGD(_Gossip):
 class GASLoC(_Gossip):
     """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
 
-    The defaults are those of NoLoCo's paper; its own paper's were not available to us. ``fragments`` and ``lag`` as in ``NoLoCo``.
+    The defaults are those of NoLoCo's paper; its own paper's were not available to us.
+    ``fragments`` and ``lag`` as in ``NoLoCo``.
     """
 
     def __init__(
@@ -416,7 +442,9 @@ class GASLoC(_Gossip):
 
 
 class SPARTA(OuterOptimizer):
-    """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps (``SpartaRule``)."""
+    """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps
+    (``SpartaRule``).
+    """
 
     def __init__(
         self,

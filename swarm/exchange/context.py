@@ -1,49 +1,62 @@
-"""What every part of an exchange is given: the node in its swarm, the time limits, and what it has seen of others.
+"""What every part of an exchange is given: the node in its swarm, the time limits, and what it has
+seen of others.
 
-What an exchange may hold of a node's training (`TrainingTime`) follows from what exchanges usually hold there: the median of the
-newest exchanges, one of each partner, also if it was given up: slow links are usual where all have them, and one slow peer does not
-make the usual. An exchange that holds training for longer than `SEVERAL` times that, and than half a round, is given up; a fragment
-larger than the usual one has as much more. Before there is a measure it has the time of its bytes over a link of half 1 Mbit/s.
+What an exchange may hold of a node's training (`TrainingTime`) follows from what exchanges usually
+hold there: the median of the newest exchanges, one of each partner, also if it was given up: slow
+links are usual where all have them, and one slow peer does not make the usual. An exchange that
+holds training for longer than `SEVERAL` times that, and than half a round, is given up; a fragment
+larger than the usual one has as much more. Before there is a measure it has the time of its bytes
+over a link of half 1 Mbit/s.
 
-While a mean is on its way a round waits for a partner that has not come yet as long, or `SEVERAL` times what partners usually let
-it wait, or what is left of `SPARE_S`, to which `GIVES` of all time comes back. Most partners are there. But who waits for none that
-is late for once is ahead of all from then on: sixteen nodes on two processors met in half of their rounds.
+While a mean is on its way a round waits for a partner that has not come yet as long, or `SEVERAL`
+times what partners usually let it wait, or what is left of `SPARE_S`, to which `GIVES` of all time
+comes back. Most partners are there. But who waits for none that is late for once is ahead of all
+from then on: sixteen nodes on two processors met in half of their rounds.
 
-What an exchange holds beyond `OFTEN` times the usual is its peer's cost, however well it ends, and each round gives `GIVES` of its
-time back. Who has cost `COSTLY` of a round more than that is passed over for as many rounds as it takes to give it.
+What an exchange holds beyond `OFTEN` times the usual is its peer's cost, however well it ends, and
+each round gives `GIVES` of its time back. Who has cost `COSTLY` of a round more than that is passed
+over for as many rounds as it takes to give it.
 
-**Rounds** (`RoundEvidence`). Others' words move a node's round no further than peers that it has met, and its own clock, make
-plausible. A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many
-count, but the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. Its clock is a
+**Rounds** (`RoundEvidence`). Others' words move a node's round no further than peers that it has
+met, and its own clock, make plausible. A round is a number that any stranger can state, and keys
+are free. So neither one peer's answer nor the records of many count, but the rounds of peers with
+the same model with which this node has exchanged, whose lower median it follows. Its clock is a
 limit too: what peers `QUICKER` times as quick as itself could have done since it began.
 
-While it has met fewer than two of those present, a single peer's word would decide. Then what members said to it themselves counts,
-met or not, if they are two at least. If they are not, it moves at most `ALONE` rounds beyond where its own pace brings it, until it
-has exchanged: a peer that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
+While it has met fewer than two of those present, a single peer's word would decide. Then what
+members said to it themselves counts, met or not, if they are two at least. If they are not, it
+moves at most `ALONE` rounds beyond where its own pace brings it, until it has exchanged: a peer
+that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
 
-That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it
-has met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every
-word that effect, a liar would drive two honest nodes before it, one round each time, for each follows the other. A peer that is met
-in an earlier round than it has stated has lied, and its word has this effect no more.
+That median is late, for records are seconds old, and with it alone peers of unlike speed seldom
+meet. So whatever a peer that it has met says to this node counts as its round at once, and one word
+after each exchange moves it up to two rounds further. Had every word that effect, a liar would
+drive two honest nodes before it, one round each time, for each follows the other. A peer that is
+met in an earlier round than it has stated has lied, and its word has this effect no more.
 
-A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
-`ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind, but not
-to before its last exchange with them, nor on a stranger's word while one that it has met is there. After twice as many it goes back
+A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and
+they do not believe it. After `ALONE` rounds without an exchange it goes back to where those are
+that call it, if that is more than as many rounds behind, but not to before its last exchange with
+them, nor on a stranger's word while one that it has met is there. After twice as many it goes back
 wherever they are. Of two peers that are all there are one goes back at once.
 
-`PairRounds` are the rounds that a node's meetings are in, when several are under way at once, one for each fragment. Round numbers
-grow by one with every fragment sent, so those of one fragment are ``fragments`` apart; a contribution that moves to another round
-keeps its remainder. All of a node's rounds move together: if the swarm is eight rounds further with one fragment, it is with all.
-So a node numbers what it sends itself, and adds one ``shift`` to get the swarm's round. The optimizer, in whose thread
-contributions are handed in, learns of a shift only when it applies an exchange; until then its numbers are lower. In a group a node
-is in the round that the optimizer counts (`RoundTracker`).
+`PairRounds` are the rounds that a node's meetings are in, when several are under way at once, one
+for each fragment. Round numbers grow by one with every fragment sent, so those of one fragment are
+``fragments`` apart; a contribution that moves to another round keeps its remainder. All of a node's
+rounds move together: if the swarm is eight rounds further with one fragment, it is with all. So a
+node numbers what it sends itself, and adds one ``shift`` to get the swarm's round. The optimizer,
+in whose thread contributions are handed in, learns of a shift only when it applies an exchange;
+until then its numbers are lower. In a group a node is in the round that the optimizer counts
+(`RoundTracker`).
 
-**Peers that are passed over** (`PassedOver`), for a while, as if they were dead: those that wasted this node's rounds. A peer that
-breaks off again and again, or is never free, is passed over up to the next multiple of 8 rounds, and of 32 after each further
-failure in a row; one that costs training time (`TrainingTime`) for ever longer terms (`TERMS`). An honest peer on a bad link comes
-back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same rounds at all nodes.
-Else two that pass each other over would come back by turns, each turned away by the other and so passing it over anew: four peers
-stayed two pairs for good. What breaks off while this node meets nobody at all may be its own line: it counts once.
+**Peers that are passed over** (`PassedOver`), for a while, as if they were dead: those that wasted
+this node's rounds. A peer that breaks off again and again, or is never free, is passed over up to
+the next multiple of 8 rounds, and of 32 after each further failure in a row; one that costs
+training time (`TrainingTime`) for ever longer terms (`TERMS`). An honest peer on a bad link comes
+back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in
+the same rounds at all nodes. Else two that pass each other over would come back by turns, each
+turned away by the other and so passing it over anew: four peers stayed two pairs for good. What
+breaks off while this node meets nobody at all may be its own line: it counts once.
 """
 
 from __future__ import annotations
@@ -67,7 +80,9 @@ from shoal.swarm.wire.messages import Member
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-LEAST_RATE = 1e6  # bytes a second: time for so many is given in any case, and more to what moves (`shoal.swarm.pacing`)
+# bytes a second: time for so many is given in any case, and more to what moves
+# (`shoal.swarm.pacing`)
+LEAST_RATE = 1e6
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 SHARE, LONGEST_S = (
     0.2,
@@ -97,7 +112,9 @@ class PeerContext:
     is_barred: Callable[[str], bool] = lambda peer: False
     """Tells the peers with which this node exchanges nothing (``Directory.is_barred``)."""
     known: Callable[[], Mapping[str, Member]] = dict
-    """Returns peers that need not be members here any more, whom rounds that are under way still meet (``Directory.everyone``)."""
+    """Returns peers that need not be members here any more, whom rounds that are under way still
+    meet (``Directory.everyone``).
+    """
 
     @property
     def me(self) -> str:
@@ -113,12 +130,16 @@ class ExchangeTimeouts:
     chunk: float = 5.0
     """Silence, no byte and no heartbeat, after which a transfer or a peer is given up."""
     exchange: float = 120.0
-    """How long one transfer or reduction may take, if it moves no more than a slow link carries in this time (`moving`)."""
+    """How long one transfer or reduction may take, if it moves no more than a slow link carries in
+    this time (`moving`).
+    """
     trial: float = 0.0
     """How much longer a partner may take to accept a contribution: it tries it on data."""
 
     def moving(self, nbytes: int) -> float:
-        """Return how long the transfer of ``nbytes`` bytes each way may take, however little it moves."""
+        """Return how long the transfer of ``nbytes`` bytes each way may take, however little it
+        moves.
+        """
         return max(self.exchange, min(nbytes / LEAST_RATE, LARGEST_S))
 
     def longest(self, nbytes: int) -> float:
@@ -126,8 +147,9 @@ class ExchangeTimeouts:
         return max(self.moving(nbytes), slow_s(nbytes))
 
     def probe(self, left: float) -> float:
-        """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a third, because two that sleep
-        must not use up a round. No constant: a round trip or two must fit, also over a satellite.
+        """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a
+        third, because two that sleep must not use up a round. No constant: a round trip or two must
+        fit, also over a satellite.
         """
         return min(self.chunk, left / 3)
 
@@ -141,7 +163,9 @@ ANSWERED = 64  # streams of callers that wait for their next call, at most
 
 
 class KeptStreams:
-    """Streams on which a call of this node has ended well. The next call to the peer needs no round trip to open one, and the
+    """Streams on which a call of this node has ended well.
+
+    The next call to the peer needs no round trip to open one, and the
     windows of flow control, with which a new stream takes four round trips for 1 MB, have grown.
     """
 
@@ -157,7 +181,9 @@ class KeptStreams:
             self._end(oldest)
 
     def take(self, peer: str) -> Stream | None:
-        """Return a kept stream to ``peer`` that may be used, if there is one; it is the caller's."""
+        """Return a kept stream to ``peer`` that may be used, if there is one; it is the
+        caller's.
+        """
         for stream in [other for other in reversed(self._idle) if other.peer_id == peer]:
             if self._host.usable(stream):
                 self._idle.pop(stream).cancel()
@@ -177,8 +203,9 @@ async def answer_all(
     answer: Callable[[Stream], Awaitable[bool]],
     waiting: StreamPlaces,
 ) -> None:
-    """Answer the calls on a stream, one after another; ``answer`` returns whether another may follow. It waits for each in one of
-    the places ``waiting``, and each counts as one on a new stream does.
+    """Answer the calls on a stream, one after another; ``answer`` returns whether another may
+    follow. It waits for each in one of the places ``waiting``, and each counts as one on a new
+    stream does.
     """
     while await answer(stream) and waiting.take(stream):
         try:
@@ -199,7 +226,9 @@ FIRST_S, FIRST_RATE = (
     62.5e3,
 )  # seconds, and bytes a second each way, of an exchange before there is a measure
 GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
-SPARE_S = 4.0  # seconds that training waits for partners which come late, before they are more than a part of its time
+# seconds that training waits for partners which come late, before they are more than a part of its
+# time
+SPARE_S = 4.0
 LATE, LATE_S = (
     0.25,
     3.0,
@@ -208,12 +237,13 @@ PARTNERS, PEERS = 16, 1024  # remembered
 
 
 class TrainingTime:
-    """The time of one node's rounds: how long each waits for others, and how much training time its exchanges hold. ``fragments``:
-    sent in turn.
+    """The time of one node's rounds: how long each waits for others, and how much training time its
+    exchanges hold. ``fragments``: sent in turn.
 
-    A round waits for others as long as is set, or in long rounds a fifth of the time of a round. Peers drift apart by a part of a
-    round, not by seconds: where an inner step takes ten seconds, the best of partners is later than a setting that suits quick
-    rounds. The shorter of the last two rounds counts, so that one pause is no measure. A round is the time from one sending of a
+    A round waits for others as long as is set, or in long rounds a fifth of the time of a round.
+    Peers drift apart by a part of a round, not by seconds: where an inner step takes ten seconds,
+    the best of partners is later than a setting that suits quick rounds. The shorter of the last
+    two rounds counts, so that one pause is no measure. A round is the time from one sending of a
     fragment to its next, whatever else is sent meanwhile.
     """
 
@@ -234,7 +264,9 @@ class TrainingTime:
         """Peer -> seconds that it had cost more than it gave, and the round of that."""
 
     def begin(self, now: float, fragment: int = 0) -> float:
-        """Note that a round of ``fragment`` begins; return the seconds since its last one began, infinite for the first."""
+        """Note that a round of ``fragment`` begins; return the seconds since its last one began,
+        infinite for the first.
+        """
         period = now - self._began.get(fragment, float("-inf"))
         self._began[fragment] = now
         if period < float("inf"):
@@ -250,11 +282,15 @@ class TrainingTime:
         return max(self.timeouts.wait, min(self.period(fragment) * SHARE, LONGEST_S))
 
     def limit(self, nbytes: int, fragment: int) -> float:
-        """Return how long a round may take: to form the pair or group, the transfer of ``nbytes`` bytes each way, its commit."""
+        """Return how long a round may take: to form the pair or group, the transfer of ``nbytes``
+        bytes each way, its commit.
+        """
         return self.patience(fragment) + self.timeouts.longest(nbytes) + 8 * self.timeouts.chunk
 
     def budget(self, nbytes: int, fragment: int, before: float = 0.0) -> float:
-        """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training that has gone on ``before``."""
+        """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training
+        that has gone on ``before``.
+        """
         half = min(self._round_s(fragment) / 2, self.patience(fragment))
         if self.holds and fragment < self._fragments:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
@@ -267,7 +303,9 @@ class TrainingTime:
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self.timeouts.trial
 
     def awaiting(self, now: float, fragment: int) -> float:
-        """Return the seconds for which training may wait, from ``now`` on, for a partner to come to a round of ``fragment``."""
+        """Return the seconds for which training may wait, from ``now`` on, for a partner to come to
+        a round of ``fragment``.
+        """
         self._spare, self._spared = (
             min(self._spare + GIVES * max(now - self._spared, 0.0), SPARE_S),
             now,
@@ -279,7 +317,9 @@ class TrainingTime:
         )
 
     def waited(self, peer: str, seconds: float) -> float:
-        """Note that training waited ``seconds`` for ``peer`` to come; return those beyond `OFTEN` times the usual and the spare."""
+        """Note that training waited ``seconds`` for ``peer`` to come; return those beyond `OFTEN`
+        times the usual and the spare.
+        """
         others = [waited for other, waited in self._waits.items() if other != peer]
         free = max(OFTEN * median_low(others or (0.0,)), self._spare)
         self._waits[peer], self._spare = seconds, max(self._spare - seconds, 0.0)
@@ -290,12 +330,21 @@ class TrainingTime:
         return max(LATE * self._round_s(fragment), LATE_S)
 
     def spent(
-        self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0, nbytes: int = 0,
+        self,
+        peer: str,
+        round: int,
+        fragment: int,
+        held: float,
+        *,
+        whole: bool,
+        took: float = 0.0,
+        nbytes: int = 0,
         beside: Sequence[tuple[float, float]] = (),
-    ) -> dict[str, int]:  # fmt: skip
-        """Note that an exchange of ``nbytes`` each way with ``peer`` held training for ``held`` of its seconds, and those of others
-        ``beside`` it in a group: if most took half as long, the line is the own. ``whole``: it was not given up. Return who is
-        passed over for how many rounds: it, or the first, now measured."""
+    ) -> dict[str, int]:
+        """Note that an exchange of ``nbytes`` each way with ``peer`` held training for ``held`` of
+        its seconds, and those of others ``beside`` it in a group: if most took half as long, the
+        line is the own. ``whole``: it was not given up. Return who is passed over for how many
+        rounds: it, or the first, now measured."""
         before = dict(self.holds)
         self.holds[peer] = held
         if nbytes:
@@ -313,7 +362,9 @@ class TrainingTime:
         if whole:
             self.took[peer] = max(took, held)
         costs = {peer: max(held - free, 0.0) if whole or not before or held <= own_held else held}
-        if others:  # training went on for rounds in which this fragment was not sent, so that nobody else was met with it
+        # training went on for rounds in which this fragment was not sent, so that nobody else was
+        # met with it
+        if others:
             costs[peer] += (
                 max(took - held - max(self.period(fragment), often, own_took), 0.0)
                 / self._fragments
@@ -330,7 +381,9 @@ class TrainingTime:
         }
 
     def cost(self, peer: str, round: int, fragment: int, seconds: float) -> int:
-        """Note that ``peer`` cost training ``seconds``, or did not come in these; return for how many rounds it is passed over."""
+        """Note that ``peer`` cost training ``seconds``, or did not come in these; return for how
+        many rounds it is passed over.
+        """
         period = max(self._round_s(fragment), LEAST_S)
         owed, since = self._owed.pop(peer, (0.0, round))
         owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + seconds
@@ -347,7 +400,9 @@ class TrainingTime:
 
 
 QUICKER = 256  # a large GPU against a small CPU
-ALONE = 4  # rounds of every fragment without an exchange, and rounds ahead of the others, after which a node goes back
+# rounds of every fragment without an exchange, and rounds ahead of the others, after which a node
+# goes back
+ALONE = 4
 FEW = 3  # peers, of which one that lies cannot be a median
 SHORTEST_S = 0.01  # of a round
 MEASURED = 16  # rounds
@@ -355,7 +410,10 @@ REMEMBERED = 1024  # peers
 
 
 class RoundEvidence:
-    """What one node knows of others' rounds. ``fragments``: sent in turn, each with the next number. ``now``: the loop's time."""
+    """What one node knows of others' rounds.
+
+    ``fragments``: sent in turn, each with the next number. ``now``: the loop's time.
+    """
 
     def __init__(self, context: PeerContext, fragments: int) -> None:
         self._context, self._fragments = context, fragments
@@ -368,7 +426,9 @@ class RoundEvidence:
         self._pushes: set[str] = set()
         """Those of them whose next word counts for more than the median."""
         self._behind = Newest[str, int](REMEMBERED)
-        """Peers that called for an earlier round than this node is in, since its last exchange -> that round."""
+        """Peers that called for an earlier round than this node is in, since its last exchange ->
+        that round.
+        """
         self._alone = 0
         self._began: tuple[float, int] | None = None
         """Time and number of the first round."""
@@ -381,7 +441,9 @@ class RoundEvidence:
 
     @property
     def partners(self) -> frozenset[str]:
-        """The peers with which this node has exchanged, for any thread: a record alone costs nothing, and counts for no weights."""
+        """The peers with which this node has exchanged, for any thread: a record alone costs
+        nothing, and counts for no weights.
+        """
         return frozenset(dict(self._met))
 
     def knows(self, peer: str) -> bool:
@@ -397,7 +459,9 @@ class RoundEvidence:
         self._begins.append(now)
 
     def _own(self, now: float) -> tuple[float, int]:
-        """Return the seconds of this node's usual round, and how many of these went by since its newest began."""
+        """Return the seconds of this node's usual round, and how many of these went by since its
+        newest began.
+        """
         begins = list(self._begins)
         if len(begins) < 2:
             return math.inf, 0
@@ -444,7 +508,9 @@ class RoundEvidence:
         }
 
     def furthest(self, peer: str, said: int, now: float) -> int:
-        """Return the round to which this node may move at most, now that ``peer`` has ``said`` in which it is."""
+        """Return the round to which this node may move at most, now that ``peer`` has ``said`` in
+        which it is.
+        """
         others = {other: max(at, self._met.get(other, 0)) for other, at in self._others().items()}
         met = [at for other, at in others.items() if other in self._met]
         words = met + [
@@ -465,11 +531,14 @@ class RoundEvidence:
             self._pushes.discard(peer)
             half = median_high(met) if len(met) > FEW else usual
             return min(min(half, usual + self._fragments) + self._fragments, possible)
-        # By a word beyond the others it moves to where they have been: a liar would send two of them to each other's next rounds.
+        # By a word beyond the others it moves to where they have been: a liar would send two of
+        # them to each other's next rounds.
         return min(usual if said <= usual else max(usual - self._fragments, 0), possible)
 
     def back(self, round: int) -> int | None:
-        """Return the round to go back to from ``round``, in which this node is alone; None if it is not."""
+        """Return the round to go back to from ``round``, in which this node is alone; None if it is
+        not.
+        """
         rounds = self._alone // self._fragments
         if rounds < 1 or not self._behind:
             return None
@@ -493,7 +562,8 @@ class RoundEvidence:
         self._alone, self._ahead, self._began = 0, 0, None
         self._behind.clear()
         self._begins.clear()
-        # What they stated is as old as this node's way here, but who stated more than that was no guide.
+        # What they stated is as old as this node's way here, but who stated more than that was no
+        # guide.
         self._met = {peer: at if at > round else 0 for peer, at in met.items()}
         self._said.clear()
         self._newest = round - distance // self._fragments * self._fragments
@@ -501,7 +571,9 @@ class RoundEvidence:
 
 
 class PairRounds:
-    """The numbers of one node's rounds. Thread-safe: the training thread hands in, the host's loop begins and moves. ``overlap``:
+    """The numbers of one node's rounds.
+
+    Thread-safe: the training thread hands in, the host's loop begins and moves. ``overlap``:
     training goes on while this node waits for a partner.
     """
 
@@ -509,7 +581,9 @@ class PairRounds:
         self.fragments, self.overlap = fragments, overlap
         self._lock = threading.Lock()
         self._handed_in = self._begun = -1
-        """The own numbers of the newest contribution, as the training thread and as the loop sees it."""
+        """The own numbers of the newest contribution, as the training thread and as the loop sees
+        it.
+        """
         self._shift = self._known = 0
         """From own numbers to the swarm's rounds, and to those that the optimizer counts."""
         self._been: dict[int, int] = {}
@@ -540,7 +614,10 @@ class PairRounds:
             return number
 
     def leave_out(self) -> bool:
-        """Let the number of the next contribution go by without one; return True. What is in flight still moves with the rest."""
+        """Let the number of the next contribution go by without one; return True.
+
+        What is in flight still moves with the rest.
+        """
         with self._lock:
             self._handed_in += 1
         return True
@@ -557,8 +634,9 @@ class PairRounds:
         self._been[fragment] = max(round, self._been.get(fragment, 0))
 
     def instead(self, round: int, fragment: int, at: int | None) -> int | None:
-        """Return the round to which a caller with ``fragment`` should move, or None: it is met in ``round``, now or once this
-        node is there, or not at all (`through`). ``at``: the round of the meeting of that fragment that is under way here.
+        """Return the round to which a caller with ``fragment`` should move, or None: it is met in
+        ``round``, now or once this node is there, or not at all (`through`). ``at``: the round of
+        the meeting of that fragment that is under way here.
         """
         been, soon = self._been.get(fragment), self._begun + 1 + self._shift
         if at is not None and at > round:
@@ -568,17 +646,20 @@ class PairRounds:
         return round + self._up(soon - round, fragment) if round != at and round < soon else None
 
     def through(self, round: int, fragment: int, at: int | None) -> bool:
-        """Return whether this node had its meeting in ``round`` and has not begun the next, or moved beyond and will not be there.
+        """Return whether this node had its meeting in ``round`` and has not begun the next, or
+        moved beyond and will not be there.
 
-        Where training goes on meanwhile, a caller for that round must not be sent ahead to the next one: it would be there before
-        the others, who would find it gone when they come, and be sent ahead themselves, ever further. So no peer moves to a round
-        that nobody has begun, and the numbers grow as the quickest peer counts.
+        Where training goes on meanwhile, a caller for that round must not be sent ahead to the next
+        one: it would be there before the others, who would find it gone when they come, and be sent
+        ahead themselves, ever further. So no peer moves to a round that nobody has begun, and the
+        numbers grow as the quickest peer counts.
         """
         been, soon = self._been.get(fragment), self._begun + 1 + self._shift
         return self.overlap and been is not None and round != at and been <= round < soon
 
     def within(self, wanted: int, fragment: int, mine: int, limit: int) -> int:
-        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``.
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but
+        not beyond ``limit``.
 
         It is one of the same fragment, whatever the peer answers.
         """
@@ -587,7 +668,8 @@ class PairRounds:
         )
 
     def _step(self, fragment: int) -> int:
-        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no
+        # step.
         return self.fragments if fragment < self.fragments else 1
 
     def _up(self, distance: int, fragment: int) -> int:
@@ -596,7 +678,9 @@ class PairRounds:
 
 
 class RoundTracker:
-    """The rounds that a node has begun, joined and ended. A peer that began in the middle may have other remainders than the swarm:
+    """The rounds that a node has begun, joined and ended.
+
+    A peer that began in the middle may have other remainders than the swarm:
     it gets the swarm's as an answer.
     """
 
@@ -626,7 +710,9 @@ class RoundTracker:
         self._elsewhere.pop((round, fragment), None)
 
     def end(self, round: int, fragment: int) -> None:
-        """Note that this node's own part in ``round`` is over: its group was formed, or it has none."""
+        """Note that this node's own part in ``round`` is over: its group was formed, or it has
+        none.
+        """
         if round < self.next_round:  # else this node went back while it was in it
             self._over[fragment] = max(round, self._over.get(fragment, 0))
         self.leave(round, fragment)
@@ -643,11 +729,14 @@ class RoundTracker:
         return self._elsewhere.get((round, fragment))
 
     def instead(self, round: int, fragment: int) -> int | None:
-        """Return the round to which a contribution to ``round`` should move, or None if it is neither late nor out of step."""
+        """Return the round to which a contribution to ``round`` should move, or None if it is
+        neither late nor out of step.
+        """
         over, begun = self._over.get(fragment), self._begun.get(fragment)
         if (over is not None and round <= over) or (round, fragment) in self._formed:
             return max(round, over or 0, (begun or 0) - self.fragments) + self.fragments
-        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no
+        # step.
         if begun is not None and (
             round < begun or (fragment < self.fragments and (round - begun) % self.fragments)
         ):
@@ -660,7 +749,9 @@ class RoundTracker:
         return -(-distance // self.fragments) * self.fragments
 
     def within(self, wanted: int, mine: int, limit: int) -> int:
-        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``."""
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but
+        not beyond ``limit``.
+        """
         return max(mine, wanted - self._up(max(wanted - limit, 0)))
 
 
@@ -675,15 +766,19 @@ class PassedOver:
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
         self.misses = Newest[str, tuple[int, int, bool]](REMEMBERED)
-        """Peer -> its failures in a row, the round of the last one, and whether it cost time. Rounds of all fragments count."""
+        """Peer -> its failures in a row, the round of the last one, and whether it cost time.
+
+        Rounds of all fragments count.
+        """
         self._met = -1  # the newest round with an exchange
 
     def missed(self, peer: str, round: int, over: int = 0) -> None:
-        """Note that ``peer`` spent this node's round without an exchange, or so much time that it is passed over for ``over``
-        rounds.
+        """Note that ``peer`` spent this node's round without an exchange, or so much time that it
+        is passed over for ``over`` rounds.
         """
         count, last, cost = self.misses.get(peer, (0, 0, False))
-        # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
+        # Several meetings with one peer that fail at once, with a fragment each, count as one
+        # failure.
         if not count or abs(round - last) >= self._fragments:
             most = len(TERMS) if over else max(count, BROKEN)
             if not count or over or self._met > last:
@@ -703,7 +798,9 @@ class PassedOver:
         self.misses.pop(peer, None)
 
     def at(self, peer: str, round: int) -> bool:
-        """Return whether ``peer`` is passed over in ``round``; not in one far before its failure, to which this node went back."""
+        """Return whether ``peer`` is passed over in ``round``; not in one far before its failure,
+        to which this node went back.
+        """
         _, last, _ = self.misses.get(peer, (0, 0, False))
         return last - self._fragments < round < self._until(peer)
 

@@ -1,18 +1,20 @@
-"""One peer's contribution to a round, and the attempt to have it averaged: what it sends, what came of it, what judges the others.
+"""One peer's contribution to a round, and the attempt to have it averaged: what it sends, what came
+of it, what judges the others.
 
 Its bytes are encoded once, or made from the tensors chunk by chunk as they are read.
 
-The training thread holds a round that runs on the host's loop by its `ExchangeHandle`. `ExchangeStats` counts what failed. Its
-kinds of failures, as seen by the node that counts them:
+The training thread holds a round that runs on the host's loop by its `ExchangeHandle`.
+`ExchangeStats` counts what failed. Its kinds of failures, as seen by the node that counts them:
 
     unreachable   the peers could not connect
-    timeout       connected, and then nothing for longer than a deadline, or not there when its group was formed
-    refused       the peer said no, or called it off
+    timeout       connected, and then nothing for longer than a deadline, or not there when its
+    group was formed refused       the peer said no, or called it off
     broken        the connection ended in the middle
     damaged       the received bytes are malformed, not as announced, or not finite
     suspicious    well formed, and too far from this node's own (`shoal.swarm.exchange.robust`)
 
-That a peer is busy, or in another round, is no failure. Of each peer only the first failure in a round counts.
+That a peer is busy, or in another round, is no failure. Of each peer only the first failure in a
+round counts.
 """
 
 from __future__ import annotations
@@ -69,10 +71,12 @@ if TYPE_CHECKING:
 
 
 class Payload:
-    """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once.
+    """Payload that is read from its beginning to its end, as often as wanted, also by several
+    readers at once.
 
     Args:
-        message: what reads the partner's payload, if the codec is one for pairs; this one is written when it is first read.
+        message: what reads the partner's payload, if the codec is one for pairs; this one is
+            written when it is first read.
     """
 
     message: PairMessage | None = None
@@ -100,12 +104,15 @@ class Payload:
         return self._whole()
 
     def tensors(self) -> Sequence[Tensor]:
-        """Return what the others decode, float32; `OnDemand`, or tensors that may be views into the payload."""
+        """Return what the others decode, float32; `OnDemand`, or tensors that may be views into the
+        payload.
+        """
         return self._decoded()
 
 
 class BorrowedPayload(Payload):
-    """Payload of plain floats that is made from ``tensors`` (on the CPU) as it is read, so nothing of their size is held.
+    """Payload of plain floats that is made from ``tensors`` (on the CPU) as it is read, so nothing
+    of their size is held.
 
     The tensors must not change while it is in use.
 
@@ -141,7 +148,9 @@ class BorrowedPayload(Payload):
         return self._tensors
 
     def _made(self, start: int, stop: int) -> Tensor:
-        """Return the values from ``start`` to ``stop`` of all tensors together; a view where they are of one tensor."""
+        """Return the values from ``start`` to ``stop`` of all tensors together; a view where they
+        are of one tensor.
+        """
         pieces, place = [], bisect_right(self._ends, start)
         while start < stop:
             before = self._ends[place - 1] if place else 0
@@ -155,7 +164,9 @@ class BorrowedPayload(Payload):
 
 
 def float32_digest(tensors: Sequence[Tensor]) -> bytes:
-    """Return the digest that a contribution of ``tensors`` in float32 has, whatever their type and device, 32 bytes."""
+    """Return the digest that a contribution of ``tensors`` in float32 has, whatever their type and
+    device, 32 bytes.
+    """
     return digest(BorrowedPayload(OnDemand(tensors), FLOAT32).blocks())
 
 
@@ -164,7 +175,9 @@ BARRED = "this node has banned its caller for a while, for what it said in verif
 
 @dataclass(frozen=True)
 class EncodedContribution:
-    """A contribution as it is sent: ``payload`` is what ``codec`` makes of tensors of ``shapes``."""
+    """A contribution as it is sent: ``payload`` is what ``codec`` makes of tensors of
+    ``shapes``.
+    """
 
     key: RoundKey
     payload: Payload
@@ -172,7 +185,9 @@ class EncodedContribution:
     codec: Codec
     weight: float
     even: int = 0
-    """How many of the first tensors get a plain mean, whatever the weights; the same at all peers of the method."""
+    """How many of the first tensors get a plain mean, whatever the weights; the same at all peers
+    of the method.
+    """
     sketch: Sketch | None = None
     """Of the slow weights after the round that this node finished last."""
 
@@ -194,7 +209,8 @@ class EncodedContribution:
 
 
 def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContribution:
-    """Encode a contribution, of which tensors that are `OnDemand` are borrowed where the codec allows it.
+    """Encode a contribution, of which tensors that are `OnDemand` are borrowed where the codec
+    allows it.
 
     Raises:
         ValueError: it is of another run than ``swarm``, or the codec refuses the tensors.
@@ -216,7 +232,8 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
         )
         if len(message.own) > 8 * MAX_REFUSED:
             raise ValueError(
-                f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set more outer.fragments"
+                f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set "
+                "more outer.fragments"
             )
         payload = Payload(message.nbytes, lambda: message.payload, message.tensors, message)
     else:
@@ -227,7 +244,10 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
 
 
 def model_digest(parameters: AveragedParameters) -> str:
-    """Return the hex SHA-256 of the parameters' names, types and shapes. Peers average only if theirs are equal."""
+    """Return the hex SHA-256 of the parameters' names, types and shapes.
+
+    Peers average only if theirs are equal.
+    """
     return outline_digest(Outline.of(parameters), parameters.dtypes)
 
 
@@ -235,7 +255,8 @@ def model_digest(parameters: AveragedParameters) -> str:
 class Outline:
     """Names and shapes of a model's averaged parameters, in their order.
 
-    Each name is empty where a model's parameters were handed in as a list. There are none at all where only the shapes are known.
+    Each name is empty where a model's parameters were handed in as a list. There are none at all
+    where only the shapes are known.
     """
 
     names: tuple[str, ...]
@@ -254,7 +275,8 @@ class Outline:
             return _names_differ(self.names, theirs.names) or shapes
         where, other = ("here", "there") if any(self.names) else ("there", "here")
         return shapes or (
-            f"the parameters have names {where} and none {other}, where a list of them is averaged in place of a module"
+            f"the parameters have names {where} and none {other}, where a list of them is averaged "
+            "in place of a module"
         )
 
 
@@ -288,7 +310,10 @@ def _names_differ(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
 def shapes_differ(
     mine: tuple[Shape, ...], theirs: tuple[Shape, ...], names: Sequence[str] = ()
 ) -> str | None:
-    """Return the first difference between two lists of shapes, in words, or None. ``names``: of the tensors, here."""
+    """Return the first difference between two lists of shapes, in words, or None.
+
+    ``names``: of the tensors, here.
+    """
     if len(mine) != len(theirs):
         return f"the model has {len(mine)} tensors here and {len(theirs)} there"
     for number, (here, there) in enumerate(zip(mine, theirs, strict=True)):
@@ -299,8 +324,12 @@ def shapes_differ(
     return None
 
 
-WINDOW = 64  # exchanges that are remembered: minutes to hours of rounds, so that a mended fault is soon forgotten
-RECENT = 8  # transfers whose median is reported: with different partners, so that a slow link shows at its owner
+# exchanges that are remembered: minutes to hours of rounds, so that a mended fault is soon
+# forgotten
+WINDOW = 64
+# transfers whose median is reported: with different partners, so that a slow link shows at its
+# owner
+RECENT = 8
 
 
 class Problem(NamedTuple):
@@ -322,15 +351,23 @@ class ExchangeStats:
         self._lock = threading.Lock()
         self.errors = InternalErrors() if errors is None else errors
         self._own_errors: dict[int, tuple[int, str]] = {}
-        """Fragment -> the newest of its rounds with an error of this node's own, and that error's first line."""
+        """Fragment -> the newest of its rounds with an error of this node's own, and that error's
+        first line.
+        """
         self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
         self._unread: deque[tuple[RoundKey, str]] = deque(maxlen=WINDOW)
-        """Those of them, with no failure, in which most of what the peer sent could not be read yet."""
+        """Those of them, with no failure, in which most of what the peer sent could not be read
+        yet.
+        """
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._odd: dict[int, int] = {}
-        """Fragment -> the newest of its rounds in which this node was the odd one out, which is no failure."""
+        """Fragment -> the newest of its rounds in which this node was the odd one out, which is no
+        failure.
+        """
         self._passed: dict[int, tuple[int, dict[str, bool]]] = {}
-        """Fragment -> the newest of its rounds in which nobody could be met; peer that was passed over in it -> whether as slow."""
+        """Fragment -> the newest of its rounds in which nobody could be met; peer that was passed
+        over in it -> whether as slow.
+        """
 
     def failed(
         self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure
@@ -348,7 +385,9 @@ class ExchangeStats:
             self._own_errors[key.fragment] = key.round, first
 
     def own_error(self, key: RoundKey) -> str:
-        """Return the first line of an error of this node's own in ``key``, or in what it was moved to; "" if there was none."""
+        """Return the first line of an error of this node's own in ``key``, or in what it was moved
+        to; "" if there was none.
+        """
         with self._lock:
             round, first = self._own_errors.get(key.fragment, (-1, ""))
         return first if round >= key.round else ""
@@ -360,13 +399,17 @@ class ExchangeStats:
             self._seconds.append(seconds)
 
     def unread(self, key: RoundKey, peer: str) -> None:
-        """Count a committed exchange, the first with ``peer``, of which most could not be read; nobody is to blame for it."""
+        """Count a committed exchange, the first with ``peer``, of which most could not be read;
+        nobody is to blame for it.
+        """
         with self._lock:
             self._events.append((key, peer, None))
             self._unread.append((key, peer))
 
     def failures(self, key: RoundKey) -> list[tuple[str, Failure]]:
-        """Return the peers with which the exchange ``key``, or what it was moved to, failed, and how."""
+        """Return the peers with which the exchange ``key``, or what it was moved to, failed, and
+        how.
+        """
         with self._lock:
             events = [(known, peer, kind) for known, peer, kind in self._events if kind is not None]
         return [
@@ -376,23 +419,29 @@ class ExchangeStats:
         ]
 
     def left_out(self, key: RoundKey) -> None:
-        """Note that the number of peers is odd, and this node the one without a partner in round ``key``."""
+        """Note that the number of peers is odd, and this node the one without a partner in round
+        ``key``.
+        """
         with self._lock:
             self._odd[key.fragment] = key.round
 
     def was_left_out(self, key: RoundKey) -> bool:
-        """Return whether this node was the odd one out in the exchange ``key``, or in what it was moved to."""
+        """Return whether this node was the odd one out in the exchange ``key``, or in what it was
+        moved to.
+        """
         with self._lock:
             return self._odd.get(key.fragment, -1) >= key.round
 
     def pass_over(self, key: RoundKey, peers: Collection[str], slow: Collection[str]) -> None:
-        """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow`` ones for the time they cost."""
+        """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow``
+        ones for the time they cost.
+        """
         with self._lock:
             self._passed[key.fragment] = key.round, {peer: peer in slow for peer in sorted(peers)}
 
     def passed(self, key: RoundKey) -> list[tuple[str, Failure | None]]:
-        """Return the peers that were passed over in the exchange ``key``, or in what it was moved to: how each failed last, or None
-        for what it cost.
+        """Return the peers that were passed over in the exchange ``key``, or in what it was moved
+        to: how each failed last, or None for what it cost.
         """
         with self._lock:
             failures = {peer: kind for _, peer, kind in self._events}
@@ -404,8 +453,8 @@ class ExchangeStats:
         )
 
     def turned_down(self) -> int:
-        """Return how many peers in a row refused this node, or were rejected by it or not read, since its last exchange that went
-        well.
+        """Return how many peers in a row refused this node, or were rejected by it or not read,
+        since its last exchange that went well.
         """
         found = set()
         with self._lock:
@@ -440,8 +489,8 @@ Received = list[Tensor] | Reading
 
 @dataclass
 class CommitState(Generic[R]):
-    """The outcome of an attempt so far: decided once, by the host's loop that commits or by the training thread that closes it,
-    whichever comes first.
+    """The outcome of an attempt so far: decided once, by the host's loop that commits or by the
+    training thread that closes it, whichever comes first.
     """
 
     received: R | None = None
@@ -451,19 +500,26 @@ class CommitState(Generic[R]):
     awaited: bool = False
     """True once the training thread waits for the outcome."""
     leave_out: Callable[[], bool] | None = None
-    """While the transfer with a partner is under way: leaves the next round out, unless the transfer has just begun."""
+    """While the transfer with a partner is under way: leaves the next round out, unless the
+    transfer has just begun.
+    """
     _wake: Callable[[], object] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def commit(self, received: R) -> bool:
-        """Set the outcome, in one assignment. Returns False, and changes nothing, if the training thread has gone on."""
+        """Set the outcome, in one assignment.
+
+        Returns False, and changes nothing, if the training thread has gone on.
+        """
         with self._lock:
             if not self.closed:
                 self.received = received
             return not self.closed
 
     def when_awaited(self, wake: Callable[[], object]) -> None:
-        """Have ``wake`` called once the training thread waits for the outcome, at once if it does."""
+        """Have ``wake`` called once the training thread waits for the outcome, at once if it
+        does.
+        """
         with self._lock:
             self._wake, awaited = wake, self.awaited
         if awaited:
@@ -476,7 +532,10 @@ class CommitState(Generic[R]):
         wake()
 
     def close(self) -> R | None:
-        """Return the outcome; None is final. Waits for nothing, so that a loop that hangs holds no training thread."""
+        """Return the outcome; None is final.
+
+        Waits for nothing, so that a loop that hangs holds no training thread.
+        """
         with self._lock:
             self.closed = True
             return self.received
@@ -484,7 +543,9 @@ class CommitState(Generic[R]):
 
 @dataclass(frozen=True)
 class ExchangeAttempt(Generic[R]):
-    """A contribution, its commit state, and the screen and the statistics of the node that sends it."""
+    """A contribution, its commit state, and the screen and the statistics of the node that sends
+    it.
+    """
 
     contribution: EncodedContribution
     commit: CommitState[R] = field(default_factory=CommitState)
@@ -496,7 +557,10 @@ class ExchangeAttempt(Generic[R]):
         return self.contribution.key
 
     def moved_to(self, round: int) -> ExchangeAttempt[R]:
-        """Return the attempt to have the same contribution averaged in another round. The commit state is shared."""
+        """Return the attempt to have the same contribution averaged in another round.
+
+        The commit state is shared.
+        """
         return replace(
             self, contribution=replace(self.contribution, key=replace(self.key, round=round))
         )
@@ -505,16 +569,21 @@ class ExchangeAttempt(Generic[R]):
         self.stats.failed(self.key, peer, problem)
 
     def caught(self, place: Place, error: Exception) -> InternalError:
-        """Count an error of this node's own code, and return what to raise in its place, to end the exchange."""
+        """Count an error of this node's own code, and return what to raise in its place, to end the
+        exchange.
+        """
         if isinstance(error, InternalError):  # counted where it arose
             return error
         self.stats.caught(self.key, place, error)
         return InternalError("this node had an error of its own")
 
     def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:
-        """Return why the payload of ``peer`` cannot be used, or None, and what it says. Slow: for a worker thread.
+        """Return why the payload of ``peer`` cannot be used, or None, and what it says.
 
-        Raises InternalError, counted, where this node's own code failed and the payload tells nothing.
+        Slow: for a worker thread.
+
+        Raises InternalError, counted, where this node's own code failed and the payload tells
+        nothing.
         """
         try:
             problem, received, tensors = self._decoded(payload)
@@ -574,11 +643,15 @@ class ExchangeBase(Exchange):
         self.sketch: Callable[[], Sketch | None] = lambda: None
         """This node's newest sketch, to be shown to its group."""
         self.sketches: Mapping[str, Sketch | None] = {}
-        """What the others of the newest group have shown, by peer id, if a round has one group; replaced as a whole."""
+        """What the others of the newest group have shown, by peer id, if a round has one group;
+        replaced as a whole.
+        """
 
     @property
     def next_round(self) -> int:
-        """The number of the next round; more than one above the last one's if this node caught up with the swarm."""
+        """The number of the next round; more than one above the last one's if this node caught up
+        with the swarm.
+        """
         return self.rounds.next_round
 
     @next_round.setter
@@ -586,8 +659,8 @@ class ExchangeBase(Exchange):
         self.rounds.next_round = round
 
     def back(self, round: int) -> int | None:
-        """Return the round that the optimizer, about to go on in ``round``, should go back to, where the others are; None if it
-        is with them.
+        """Return the round that the optimizer, about to go on in ``round``, should go back to,
+        where the others are; None if it is with them.
         """
         to = self.evidence.back(round)
         if to is not None:
@@ -595,12 +668,17 @@ class ExchangeBase(Exchange):
         return to
 
     def hurry(self, seconds: float) -> None:
-        """Limit every round to ``seconds`` from now on, because the node is about to leave. Callable from a signal handler."""
+        """Limit every round to ``seconds`` from now on, because the node is about to leave.
+
+        Callable from a signal handler.
+        """
         self.until = time.monotonic() + seconds
 
 
 class ExchangeHandle(Handle, Generic[R]):
-    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the commit state. ``nbytes``: each way."""
+    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the commit
+    state. ``nbytes``: each way.
+    """
 
     def __init__(
         self,
@@ -628,11 +706,14 @@ class ExchangeHandle(Handle, Generic[R]):
         return leave_out is not None and not self._future.done() and leave_out()
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""
+        """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round
+        up and return None.
+        """
         began = time.monotonic()
         if not self._future.done():
             self._attempt.commit.await_outcome()
-            give_freed_back()  # such as the gradients of the last step: what is received takes as much memory
+            # such as the gradients of the last step: what is received takes as much memory
+            give_freed_back()
         limit = self.limit if deadline is None else min(deadline, self.limit)
         try:
             received = self._wait(began + limit)
@@ -643,7 +724,9 @@ class ExchangeHandle(Handle, Generic[R]):
         return self._mean_of(received)
 
     def close(self) -> None:
-        """Give the round up without waiting, so that the partner does not count a contribution that is dropped here."""
+        """Give the round up without waiting, so that the partner does not count a contribution that
+        is dropped here.
+        """
         self._attempt.commit.close()
         self._future.cancel()
 
@@ -658,7 +741,8 @@ class ExchangeHandle(Handle, Generic[R]):
             if left <= 0 and not self._future.done():
                 self.close()
             try:
-                # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
+                # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between
+                # two of them.
                 return self._future.result(min(max(left, 0), SLICE_S))
             except (TimeoutError, concurrent.futures.TimeoutError):
                 continue

@@ -1,15 +1,19 @@
-"""What an exchange costs, as formulas: bytes, seconds, and how much of its time a node computes. No torch, no clock.
+"""What an exchange costs, as formulas: bytes, seconds, and how much of its time a node computes.
 
-    seconds of an exchange  = round trips x round trip + the longer of bytes / PACED / rate and bytes / rate + bytes x HANDLING
-    of all-reduce           = 2 (n - 1) / n payloads a member; of gathering n - 1; of a pair 1
-    utilisation             = computing / (computing + at hand + waiting)
+No torch, no clock.
 
-*At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It *waits* for what is not there when
-it is to be applied: for all of an exchange without a lag, for what exceeds the lag with one, and for what the link cannot carry in
-a round in any case. `ROUND_TRIPS` count everything that a longer way delays: the stream, offer and answer, the commit, and TCP
-and its flow control until they fill the link, which are most of them. With the longest lag, a round, the latest fragment decides
-how long a round is. The constants are fitted to exchanges that were measured by bench/overlap.py, and a test compares the formulas
-with its figures.
+    seconds of an exchange  = round trips x round trip + the longer of bytes / PACED / rate and
+    bytes / rate + bytes x HANDLING of all-reduce           = 2 (n - 1) / n payloads a member; of
+    gathering n - 1; of a pair 1 utilisation             = computing / (computing + at hand +
+    waiting)
+
+*At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It
+*waits* for what is not there when it is to be applied: for all of an exchange without a lag, for
+what exceeds the lag with one, and for what the link cannot carry in a round in any case.
+`ROUND_TRIPS` count everything that a longer way delays: the stream, offer and answer, the commit,
+and TCP and its flow control until they fill the link, which are most of them. With the longest lag,
+a round, the latest fragment decides how long a round is. The constants are fitted to exchanges that
+were measured by bench/overlap.py, and a test compares the formulas with its figures.
 """
 
 from __future__ import annotations
@@ -23,15 +27,22 @@ ROUND_TRIPS, PAIR_ROUND_TRIPS = (
     6.5,
     5.0,
 )  # of a group, and of a pair, whose partners are agreed beforehand; both keep their streams
-HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
+# seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a
+# fast link
+HANDLING = 3e-8
 PACED = 0.8  # of a slow link, that bulk takes which is paced
-PAIRED = 0.67  # of a link, that a round of pairs in fragments takes at most: their partners are as busy with others
-LATE = 1.35  # times what the exchange of a fragment takes alone, after which the latest of a round, which share the link, is there
+# of a link, that a round of pairs in fragments takes at most: their partners are as busy with
+# others
+PAIRED = 0.67
+# times what the exchange of a fragment takes alone, after which the latest of a round, which share
+# the link, is there
+LATE = 1.35
 AT_HAND = 1e-9  # seconds a byte of float32 weights, in the training thread
 LOOP = 0.002  # of the computing time: what the loop costs a node without any exchange
 WIRE = 1.013  # bytes on the wire for each byte of payload
 ALL_REDUCED = 4  # members from which a group all-reduces plain floats
-BUSY = 0.8  # of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
+# of a link, that exchanges may take: the rest is for small messages, newcomers, and the user
+BUSY = 0.8
 GOOD = 0.97  # utilisation that a user need not improve
 FLOAT32 = 4  # bytes
 
@@ -40,14 +51,18 @@ Group = Literal["pair", "everyone", "nobody"]
 
 @dataclass(frozen=True)
 class Line:
-    """A node's way to the others: ``rate`` in bytes a second, of its slower direction, and ``round_trip`` in seconds."""
+    """A node's way to the others: ``rate`` in bytes a second, of its slower direction, and
+    ``round_trip`` in seconds.
+    """
 
     rate: float
     round_trip: float
 
 
 class Costs(NamedTuple):
-    """What an implementation takes beside the bytes on the link: by default what shoal's exchanges took."""
+    """What an implementation takes beside the bytes on the link: by default what shoal's exchanges
+    took.
+    """
 
     round_trips: float = ROUND_TRIPS
     handling: float = HANDLING
@@ -99,7 +114,9 @@ class Forecast:
     sent: int
     """Bytes that a node sends in a round, headers included."""
     filled: float
-    """Share of the link that exchanges take if a node computes all the time; beyond 1 the link does not carry them."""
+    """Share of the link that exchanges take if a node computes all the time; beyond 1 the link does
+    not carry them.
+    """
 
     @property
     def carried(self) -> bool:
@@ -108,7 +125,9 @@ class Forecast:
 
     @property
     def good(self) -> bool:
-        """Whether a node computes nearly all the time, and the link has room for more than exchanges."""
+        """Whether a node computes nearly all the time, and the link has room for more than
+        exchanges.
+        """
         return self.utilisation >= GOOD and self.filled <= BUSY
 
     @property
@@ -150,7 +169,9 @@ def exchange_s(work: Work, line: Line) -> float:
 
 
 def expected_lag(work: Work, line: Line) -> int:
-    """Return the lag in inner steps: as set, or the one that fits what an exchange takes, at most a whole round."""
+    """Return the lag in inner steps: as set, or the one that fits what an exchange takes, at most a
+    whole round.
+    """
     if work.lag != "auto":
         return work.lag
     arrival = max(math.ceil(exchange_s(work, line) / work.step_s), 1)
@@ -186,7 +207,9 @@ def forecast(work: Work, line: Line) -> Forecast:
 
 
 def least_every(work: Work, line: Line, most: int = 1_000_000) -> int | None:
-    """Return the fewest inner steps in a round with which the forecast is ``good``; None if ``most`` are too few."""
+    """Return the fewest inner steps in a round with which the forecast is ``good``; None if
+    ``most`` are too few.
+    """
 
     def enough(every: int) -> bool:
         lag = every if work.lag == work.every else work.lag  # a whole round stays one

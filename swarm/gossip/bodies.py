@@ -1,4 +1,6 @@
-"""Bodies too large to be gossiped: those of this node are served by stream, those of others fetched."""
+"""Bodies too large to be gossiped: those of this node are served by stream, those of others
+fetched.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,23 @@ SERVE_S = 60.0  # seconds in which a body must be taken
 
 
 def deadline(seconds: float) -> tuple[float, Callable[[float], float]]:
-    """Return the loop's time in ``seconds``, and what is left until then of at most so many seconds."""
+    """Return the loop's time in ``seconds``, and what is left until then of at most so many
+    seconds.
+    """
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     return end, lambda at_most: max(0.01, min(at_most, end - loop.time()))
 
 
 class BodyStore:
-    """The bodies that this node serves: the newest ``bodies``, at most ``nbytes`` bytes. Coroutines are for the host's loop.
+    """The bodies that this node serves: the newest ``bodies``, at most ``nbytes`` bytes.
 
-    ``addresses``: returns the known addresses of a peer. ``protocol``: each store of a host has its own. ``quota``: the limit of
-    what one peer gets in a minute; further requests are answered as if nothing were held. None: no limit. ``more``: looks up bodies
-    that are held elsewhere, and served too.
+    Coroutines are for the host's loop.
+
+    ``addresses``: returns the known addresses of a peer. ``protocol``: each store of a host has its
+    own. ``quota``: the limit of what one peer gets in a minute; further requests are answered as if
+    nothing were held. None: no limit. ``more``: looks up bodies that are held elsewhere, and served
+    too.
     """
 
     def __init__(
@@ -71,7 +78,10 @@ class BodyStore:
         host.serve(protocol, self._answer)
 
     def put(self, body: bytes) -> bytes:
-        """Serve ``body`` from now on, dropping the oldest if need be; return its SHA-256. For any thread."""
+        """Serve ``body`` from now on, dropping the oldest if need be; return its SHA-256.
+
+        For any thread.
+        """
         digest = hashlib.sha256(body).digest()
         with self._lock:
             self._bodies[digest] = body
@@ -94,11 +104,13 @@ class BodyStore:
     async def fetch(
         self, peer: str, sha256: bytes, nbytes: int, timeout: float, *, up_to: bool = False
     ) -> bytes:
-        """Fetch the body with this digest and size from ``peer``, whole and checked, within ``timeout`` seconds.
+        """Fetch the body with this digest and size from ``peer``, whole and checked, within
+        ``timeout`` seconds.
 
-        ``up_to``: it may be smaller. Raises NetworkError if the peer cannot be reached or is too slow; MessageError if it holds no
-        such body (reason ``unavailable``), or one of another size (``digest``, or with ``up_to`` ``oversized``), which is refused
-        unread, or sends another one (``digest``).
+        ``up_to``: it may be smaller. Raises NetworkError if the peer cannot be reached or is too
+        slow; MessageError if it holds no such body (reason ``unavailable``), or one of another size
+        (``digest``, or with ``up_to`` ``oversized``), which is refused unread, or sends another one
+        (``digest``).
         """
         end, left = deadline(timeout)
         opening = self._host.open(
@@ -124,7 +136,8 @@ class BodyStore:
                 memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end
             )
         whole = bytes(body)
-        # Hashing some hundred megabytes here would block the loop, and so every exchange, for as many milliseconds.
+        # Hashing some hundred megabytes here would block the loop, and so every exchange, for as
+        # many milliseconds.
         if (
             await asyncio.get_running_loop().run_in_executor(
                 None, lambda: hashlib.sha256(whole).digest()
@@ -175,10 +188,13 @@ class _Wanted:
 
 
 class BodyFetcher:
-    """Fetch announced bodies. ``fetched`` gets each whole body, with its publisher; ``failed`` the reason for each other one.
+    """Fetch announced bodies.
 
-    ``met``: where peers were met. Sources are one of each address range in turn, and of too many bodies the oldest one of the range
-    whose publishers have most is given up; peers that were not met count as one range, for keys cost nothing.
+    ``fetched`` gets each whole body, with its publisher; ``failed`` the reason for each other one.
+
+    ``met``: where peers were met. Sources are one of each address range in turn, and of too many
+    bodies the oldest one of the range whose publishers have most is given up; peers that were not
+    met count as one range, for keys cost nothing.
     """
 
     def __init__(
@@ -200,12 +216,15 @@ class BodyFetcher:
         self._wanted: dict[Key, _Wanted] = {}  # waiting, or being fetched
 
     def want(self, publisher: str, announcement: BodyAnnouncement) -> None:
-        """Queue the body that ``announcement`` names, to be fetched in the order of arrival. Never waits.
+        """Queue the body that ``announcement`` names, to be fetched in the order of arrival.
 
-        Raises MessageError if it is in progress already (reason ``replayed``: the announcer becomes one more peer to ask) or if
-        too many of this publisher's are (``quota``).
+        Never waits.
+
+        Raises MessageError if it is in progress already (reason ``replayed``: the announcer becomes
+        one more peer to ask) or if too many of this publisher's are (``quota``).
         """
-        # All of its fields: a wrong size from a stranger must not spoil the author's own announcement.
+        # All of its fields: a wrong size from a stranger must not spoil the author's own
+        # announcement.
         key = (announcement.sha256, announcement.nbytes, announcement.size, announcement.encoding)
         known = self._wanted.get(key)
         if known is not None:

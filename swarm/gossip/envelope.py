@@ -1,6 +1,8 @@
-"""The form of gossiped messages: a sealed record in an envelope, compressed if that helps; or the announcement of a larger one.
+"""The form of gossiped messages: a sealed record in an envelope, compressed if that helps; or the
+announcement of a larger one.
 
-Nothing is decompressed before its size is known to be allowed, nor beyond the size that was announced.
+Nothing is decompressed before its size is known to be allowed, nor beyond the size that was
+announced.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """A first-in, first-out queue of at most ``items`` items and ``nbytes`` bytes, which no peer can make grow."""
+    """A first-in, first-out queue of at most ``items`` items and ``nbytes`` bytes, which no peer
+    can make grow.
+    """
 
     def __init__(self, items: int, nbytes: int) -> None:
         self._items, self._nbytes = items, nbytes
@@ -54,7 +58,9 @@ class BoundedQueue(Generic[T]):
     def put(
         self, item: T, nbytes: int, drops: Callable[[Sequence[T]], int] = lambda items: 0
     ) -> list[T]:
-        """Add an item of ``nbytes`` bytes without waiting; return the dropped items, oldest first. For any thread.
+        """Add an item of ``nbytes`` bytes without waiting; return the dropped items, oldest first.
+
+        For any thread.
 
         ``drops``: returns which of the items, the oldest first, goes if there are too many.
         """
@@ -75,7 +81,10 @@ class BoundedQueue(Generic[T]):
         return dropped
 
     async def get(self) -> T:
-        """Remove and return the oldest item, as soon as there is one. Always called on the same loop."""
+        """Remove and return the oldest item, as soon as there is one.
+
+        Always called on the same loop.
+        """
         while True:
             with self._lock:
                 if self._held:
@@ -94,7 +103,9 @@ LEVEL = 6  # of zlib: text of 256 KiB takes some 10 ms
 
 
 class GossipEnvelope(Message):
-    """One gossiped message: ``body`` is a sealed record of ``size`` bytes, or that compressed by zlib."""
+    """One gossiped message: ``body`` is a sealed record of ``size`` bytes, or that compressed by
+    zlib.
+    """
 
     KIND, LIMIT = "parcel", MAX_MESSAGE
     swarm: SwarmId
@@ -104,7 +115,9 @@ class GossipEnvelope(Message):
 
 
 class BodyAnnouncement(Message):
-    """Announcement of a record too large to be gossiped: ``peer`` serves its body of ``nbytes`` bytes, ``size`` when expanded."""
+    """Announcement of a record too large to be gossiped: ``peer`` serves its body of ``nbytes``
+    bytes, ``size`` when expanded.
+    """
 
     KIND, AUTHOR = "notice", "peer"
     swarm: SwarmId
@@ -131,7 +144,9 @@ class BodyReply(Message):
 
 
 class Opened(NamedTuple):
-    """A record whose signature by ``author`` was verified. ``content`` identifies it however it was packed; ``sealed``: as it was
+    """A record whose signature by ``author`` was verified.
+
+    ``content`` identifies it however it was packed; ``sealed``: as it was
     signed.
     """
 
@@ -154,12 +169,17 @@ def topic_of(swarm: str, kind: type[Message]) -> str:
 
 
 def content_of(author: str, message: Message) -> bytes:
-    """Return the SHA-256 that identifies a record: of author and content, not of the bytes in which it arrived."""
+    """Return the SHA-256 that identifies a record: of author and content, not of the bytes in which
+    it arrived.
+    """
     return hashlib.sha256(author.encode() + b"\x00" + pack(message)).digest()
 
 
 def make_body(message: Message, identity: Identity) -> Body:
-    """Seal ``message``, and compress it if that makes it smaller. Raises MessageError if it exceeds its kind's limit."""
+    """Seal ``message``, and compress it if that makes it smaller.
+
+    Raises MessageError if it exceeds its kind's limit.
+    """
     sealed = seal(message, identity)
     small = zlib.compress(sealed, LEVEL)
     return (
@@ -193,7 +213,10 @@ def make_announcement(swarm: str, body: Body, identity: Identity) -> bytes:
 
 
 def open_envelope(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
-    """Open the envelope in ``data``, whose record claims at most ``limit``, unexpanded. Raises MessageError and nothing else."""
+    """Open the envelope in ``data``, whose record claims at most ``limit``, unexpanded.
+
+    Raises MessageError and nothing else.
+    """
     envelope = unpack(data, GossipEnvelope)
     if envelope.swarm != swarm:
         raise MessageError("A message of another swarm was refused.", "foreign-swarm")
@@ -202,7 +225,9 @@ def open_envelope(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
 
 
 def check_size(size: int, nbytes: int, limit: int) -> None:
-    """Raise MessageError if a record that claims ``size`` bytes, ``nbytes`` compressed, exceeds ``limit``."""
+    """Raise MessageError if a record that claims ``size`` bytes, ``nbytes`` compressed, exceeds
+    ``limit``.
+    """
     if max(size, nbytes) > limit:
         raise MessageError(
             f"A record of {max(size, nbytes)} bytes was refused: at most {limit} are allowed.",
@@ -211,7 +236,10 @@ def check_size(size: int, nbytes: int, limit: int) -> None:
 
 
 def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
-    """Return the sealed record, of exactly ``size`` bytes. Raises MessageError after making at most ``size`` + 1 bytes."""
+    """Return the sealed record, of exactly ``size`` bytes.
+
+    Raises MessageError after making at most ``size`` + 1 bytes.
+    """
     if encoding == "plain":
         if len(data) == size:
             return data
@@ -236,7 +264,10 @@ def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
 
 
 def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Opened:
-    """Open the record in a body, one of ``kinds``, in a worker thread: it takes some ms. Raises MessageError and nothing else."""
+    """Open the record in a body, one of ``kinds``, in a worker thread: it takes some ms.
+
+    Raises MessageError and nothing else.
+    """
     author, message = unseal(sealed := expand(encoding, size, data), *kinds)
     return Opened(author, message, content_of(author, message), sealed)
 

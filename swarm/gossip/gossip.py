@@ -1,10 +1,13 @@
-"""Publish/subscribe of small signed records: each is published once on its kind's topic and reaches all peers that joined it.
+"""Publish/subscribe of small signed records: each is published once on its kind's topic and reaches
+all peers that joined it.
 
-GossipSub (in the daemon) spreads the messages and authenticates their publishers. A record also carries the signature of its
-author, so that it can be passed on, kept, and judged. A message that arrives is charged to its publisher's quota, opened in a
-worker thread, and handed to the topic's handler once. A record above 256 KiB is announced, and fetched by stream.
+GossipSub (in the daemon) spreads the messages and authenticates their publishers. A record also
+carries the signature of its author, so that it can be passed on, kept, and judged. A message that
+arrives is charged to its publisher's quota, opened in a worker thread, and handed to the topic's
+handler once. A record above 256 KiB is announced, and fetched by stream.
 
-A bad record has no other effect than a count: each is counted as accepted or under the reason for which it was rejected.
+A bad record has no other effect than a count: each is counted as accepted or under the reason for
+which it was rejected.
 
     reason          because
     oversized       it is, or claims to be, larger than allowed
@@ -20,8 +23,8 @@ A bad record has no other effect than a count: each is counted as accepted or un
     unavailable     no peer served the announced body
     unwelcome       the access policy excludes its publisher or its author
 
-and those with which the handler refuses it, such as ``banned`` (`shoal.swarm.topics.rollout`): its author is barred for a
-while.
+and those with which the handler refuses it, such as ``banned`` (`shoal.swarm.topics.rollout`): its
+author is barred for a while.
 """
 
 from __future__ import annotations
@@ -78,9 +81,10 @@ Handler = Callable[[str, M], None]
 class Gossip:
     """The topics of ``swarm`` in which this node takes part. For any thread.
 
-    ``addresses``: returns the known addresses of a peer (from the directory), for records that have to be fetched.
-    ``fetch_s``: seconds for one of those from one peer. ``access_policy``: whose records are taken. ``look``: called when a
-    stranger publishes. ``body_store``: bytes of own records too large for gossip that are kept to be fetched.
+    ``addresses``: returns the known addresses of a peer (from the directory), for records that have
+    to be fetched. ``fetch_s``: seconds for one of those from one peer. ``access_policy``: whose
+    records are taken. ``look``: called when a stranger publishes. ``body_store``: bytes of own
+    records too large for gossip that are kept to be fetched.
     """
 
     def __init__(
@@ -109,10 +113,11 @@ class Gossip:
     ) -> Topic[M]:
         """Take part in the topic of ``kind`` from now on.
 
-        ``handler(author, record)`` runs on the host's loop, once for each record of others; it must not wait. It refuses a
-        record by MessageError, whose reason is counted. None: this node only publishes and its daemon passes on; arriving
-        messages are dropped unopened. ``quota`` bounds each publisher; ``inbox`` the messages, and their bytes, that wait to
-        be opened: if there are more, the oldest are dropped.
+        ``handler(author, record)`` runs on the host's loop, once for each record of others; it must
+        not wait. It refuses a record by MessageError, whose reason is counted. None: this node only
+        publishes and its daemon passes on; arriving messages are dropped unopened. ``quota`` bounds
+        each publisher; ``inbox`` the messages, and their bytes, that wait to be opened: if there
+        are more, the oldest are dropped.
         """
         topic = Topic(self, kind, handler, quota or RateLimit(), inbox)
         self._topics.append(topic)
@@ -132,7 +137,10 @@ class Gossip:
 
 
 class Topic(Generic[M]):
-    """One kind of record; see `Gossip.join`. ``counters``: ``sent``, ``unsent``, ``received``, ``accepted`` and rejections."""
+    """One kind of record; see `Gossip.join`.
+
+    ``counters``: ``sent``, ``unsent``, ``received``, ``accepted`` and rejections.
+    """
 
     def __init__(
         self,
@@ -162,7 +170,9 @@ class Topic(Generic[M]):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason."""
+        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; and
+        ``rejected``, by reason.
+        """
         events, rejected = self.counters.events(), self.counters.rejected()
         counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
         return {
@@ -173,8 +183,9 @@ class Topic(Generic[M]):
     def publish(self, message: M) -> None:
         """Queue ``message`` for all peers that joined the topic; never waits for the network.
 
-        Raises MessageError if it is too large, or if another peer is its author. While the daemon restarts messages wait, at most
-        256 of them and 32 MiB; the oldest are dropped and counted as ``unsent``.
+        Raises MessageError if it is too large, or if another peer is its author. While the daemon
+        restarts messages wait, at most 256 of them and 32 MiB; the oldest are dropped and counted
+        as ``unsent``.
         """
         if (
             message.AUTHOR is not None
@@ -189,7 +200,8 @@ class Topic(Generic[M]):
         self.counters.add("unsent", dropped)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all messages so far were published or given up; return False if ``seconds`` did not suffice.
+        """Wait until all messages so far were published or given up; return False if ``seconds``
+        did not suffice.
 
         For a node that is about to leave. Not for the host's own thread.
         """
@@ -197,13 +209,16 @@ class Topic(Generic[M]):
             return self._settled.wait_for(lambda: self._unsettled <= 0, seconds)
 
     def listeners(self, timeout: float = 5.0) -> tuple[str, ...]:
-        """Return the connected peers that take part in the topic. Raises NetworkError. Not for the host's own thread."""
+        """Return the connected peers that take part in the topic.
+
+        Raises NetworkError. Not for the host's own thread.
+        """
         return self._host.call(self._host.pubsub.listeners(self.name), timeout)
 
     def close(self) -> None:
         self._running.cancel()
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         await asyncio.gather(
@@ -249,7 +264,8 @@ class Topic(Generic[M]):
         self._check_access(publisher)
         if len(data) > MAX_MESSAGE:
             raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
-        # GossipSub itself forgets after two minutes. A peer that then replays another's messages must not use up that one's quota.
+        # GossipSub itself forgets after two minutes. A peer that then replays another's messages
+        # must not use up that one's quota.
         digest = blake3(data).digest()
         if (publisher, digest) in self._seen:
             raise MessageError("A message was refused: it arrived before.", "replayed")
@@ -281,7 +297,9 @@ class Topic(Generic[M]):
     async def _open(
         self, publisher: str, encoding: Encoding, size: int, body: bytes, *others: type[Message]
     ) -> None:
-        """Open the record in a body, of this kind or ``others``, in a worker thread, and deliver it."""
+        """Open the record in a body, of this kind or ``others``, in a worker thread, and deliver
+        it.
+        """
         work = functools.partial(envelope.open_body, encoding, size, body, self._kind, *others)
         with self._guarded():
             self._deliver(publisher, await asyncio.get_running_loop().run_in_executor(None, work))

@@ -1,8 +1,10 @@
-"""Entering a swarm, or looking into it: the manifest, checked against the id in the link, and admission, where that is needed.
+"""Entering a swarm, or looking into it: the manifest, checked against the id in the link, and
+admission, where that is needed.
 
-Two peers of an invitation-only swarm that first meet show each other their admissions. The directory holds the same, but a newcomer
-asks for weights before it has a record there, and peers read it at different moments. A peer that has shown no admission is served
-nothing but this and the manifest.
+Two peers of an invitation-only swarm that first meet show each other their admissions. The
+directory holds the same, but a newcomer asks for weights before it has a record there, and peers
+read it at different moments. A peer that has shown no admission is served nothing but this and the
+manifest.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
 
 SMALL_S = 5.0  # seconds for one small message
-AGAIN_S = 300.0  # seconds after which a peer is shown the admission again: it may have been restarted meanwhile
+# seconds after which a peer is shown the admission again: it may have been restarted meanwhile
+AGAIN_S = 300.0
 MAX_MET = 4096
 
 
 class AdmissionHandshake:
-    """Exchange of admissions with peers that this node calls or is called by, judged by ``access_policy``. On the host's loop."""
+    """Exchange of admissions with peers that this node calls or is called by, judged by
+    ``access_policy``. On the host's loop.
+    """
 
     def __init__(self, host: Host, access_policy: AccessPolicy) -> None:
         self._host, self._access_policy = host, access_policy
@@ -102,9 +107,11 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
 
 
 def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
-    """Ask the peers by which this node entered, and the link's, at once; return this swarm's manifest, sealed and opened.
+    """Ask the peers by which this node entered, and the link's, at once; return this swarm's
+    manifest, sealed and opened.
 
-    Raises MessageError (none handed it out, and one is in another swarm or speaks another version) or NetworkError (none answered).
+    Raises MessageError (none handed it out, and one is in another swarm or speaks another version)
+    or NetworkError (none answered).
     """
 
     async def ask(address: str, dial: tuple[str, ...]) -> tuple[bytes, Manifest]:
@@ -122,7 +129,8 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
             raise NetworkError(f"{address}: {error}") from error
         if reply.manifest is None:
             raise MessageError(
-                f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
+                f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks "
+                f"for {link.swarm}; "
                 "ask for a fresh link."
             )
         return reply.manifest, open_manifest(reply.manifest, link.swarm)
@@ -150,18 +158,24 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
 
 
 READ_S = 15.0  # seconds to read the directory
-BREADTH = 3  # of a visitor's view: eight buckets, whose some 250 members tell the swarm's size to 6 %, one's 32 to 18 %
+# of a visitor's view: eight buckets, whose some 250 members tell the swarm's size to 6 %, one's 32
+# to 18 %
+BREADTH = 3
 
 
 def start_unconnected(identity: Identity, link: Link | None, listen: Sequence[str]) -> Host:
-    """Start a host that meets nobody yet, for a visit to the swarm of ``link``. Raises StartupError."""
+    """Start a host that meets nobody yet, for a visit to the swarm of ``link``.
+
+    Raises StartupError.
+    """
     validator = None if link is None else MemberValidator(link.swarm)
     return Host.start(identity, listen=listen, validator=validator, light=True, must_join=False)
 
 
 @contextlib.contextmanager
 def connected(link: Link) -> Iterator[tuple[Identity, Host, Manifest]]:
-    """Start a host in the swarm of ``link`` and fetch the manifest, which an invitation-only swarm shows to everybody.
+    """Start a host in the swarm of ``link`` and fetch the manifest, which an invitation-only swarm
+    shows to everybody.
 
     Raises StartupError, NetworkError or MessageError.
     """
@@ -180,7 +194,8 @@ def connected(link: Link) -> Iterator[tuple[Identity, Host, Manifest]]:
 
 
 def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifest) -> Directory:
-    """Open the directory of a swarm, showing the invitation in ``link`` to peers of an invitation-only one; read it once.
+    """Open the directory of a swarm, showing the invitation in ``link`` to peers of an
+    invitation-only one; read it once.
 
     Raises NetworkError or AdmissionError.
     """
@@ -192,9 +207,15 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
         )
         host.introduce = AdmissionHandshake(host, access_policy).before
     directory = Directory(
-        host, identity, link.swarm, access_policy=access_policy, met=host.met, bucket=manifest.bucket, epoch_s=manifest.epoch_s,
+        host,
+        identity,
+        link.swarm,
+        access_policy=access_policy,
+        met=host.met,
+        bucket=manifest.bucket,
+        epoch_s=manifest.epoch_s,
         breadth=BREADTH,
-    )  # fmt: skip
+    )
     try:
         directory.refresh(READ_S)
     except BaseException:
@@ -205,10 +226,12 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
 
 @contextlib.contextmanager
 def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member], int]]:
-    """Look into the swarm of ``link``: a host that is no member, the manifest, the members, and how many there are.
+    """Look into the swarm of ``link``: a host that is no member, the manifest, the members, and how
+    many there are.
 
-    In a swarm of buckets those of eight buckets are returned, and the number is estimated from them. In an invitation-only swarm an
-    invitation in the link also lets the host fetch from peers that do not know it.
+    In a swarm of buckets those of eight buckets are returned, and the number is estimated from
+    them. In an invitation-only swarm an invitation in the link also lets the host fetch from peers
+    that do not know it.
 
     Raises StartupError, NetworkError, MessageError or AdmissionError.
     """

@@ -1,8 +1,10 @@
-"""The newest change of the swarm's settings that a node knows: it serves it, and finds a newer one by the directory.
+"""The newest change of the swarm's settings that a node knows: it serves it, and finds a newer one
+by the directory.
 
-Each member's record in the directory has the number of the newest change that it holds. A node that sees a higher number than its
-own asks that member for the change. So newcomers, members that were away and the two sides of a partition all get it by the reading
-of the directory that they do anyway. Whoever signs a change hands it to some members, and needs to be no member.
+Each member's record in the directory has the number of the newest change that it holds. A node that
+sees a higher number than its own asks that member for the change. So newcomers, members that were
+away and the two sides of a partition all get it by the reading of the directory that they do
+anyway. Whoever signs a change hands it to some members, and needs to be no member.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 SMALL_S, OPEN_S = 5.0, 10.0  # seconds for one small message, and to open a stream
 LOOK_S = 2.0  # seconds between two looks at the members' numbers, which use no network
-AGAIN_S = 60.0  # seconds for which a member is not asked again: it may state a number that it does not have
+# seconds for which a member is not asked again: it may state a number that it does not have
+AGAIN_S = 60.0
 AT_ONCE = 3  # members asked at a time
 MAX_ASKED = 1024
 
@@ -47,7 +50,10 @@ log = logging.getLogger(__name__)
 async def swap_change(
     host: Host, peer: str, addresses: Sequence[str], swarm: str, sealed: bytes
 ) -> ChangeReply:
-    """Show a peer the change ``sealed`` (empty: none) and return its reply, unverified. Raises NetworkError or MessageError."""
+    """Show a peer the change ``sealed`` (empty: none) and return its reply, unverified.
+
+    Raises NetworkError or MessageError.
+    """
     stream = await host.open(peer, CHANGE_PROTOCOL, addresses=addresses, timeout=OPEN_S)
     with contextlib.closing(stream):
         await stream.send(pack(ChangeRequest(swarm=swarm, change=sealed)), SMALL_S)
@@ -61,7 +67,9 @@ ANSWER_S = 20.0  # seconds for all of them together
 def newest_change(
     host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]
 ) -> Change | None:
-    """Return the newest change that ``members`` hand out, for a visitor; None: they state none, or none of them answers."""
+    """Return the newest change that ``members`` hand out, for a visitor; None: they state none, or
+    none of them answers.
+    """
     ahead = [member for member in members.values() if member.change]
     ahead.sort(key=lambda member: member.change, reverse=True)
 
@@ -83,7 +91,9 @@ def newest_change(
 
 
 class ChangeKeeper:
-    """The newest change of ``swarm`` that this node holds. All but the serving and looking is for any thread.
+    """The newest change of ``swarm`` that this node holds.
+
+    All but the serving and looking is for any thread.
 
     ``clock``: seconds; a simulation has its own.
     """
@@ -122,16 +132,23 @@ class ChangeKeeper:
 
     @property
     def sealed(self) -> bytes:
-        """The newest change as its creator signed it, for a checkpoint; empty: nothing was changed."""
+        """The newest change as its creator signed it, for a checkpoint; empty: nothing was
+        changed.
+        """
         with self._lock:
             return self._sealed
 
     def settings_at(self, round: int) -> TrainSettings:
-        """Return the swarm's settings of training in ``round``; those of the manifest itself if nothing was changed."""
+        """Return the swarm's settings of training in ``round``; those of the manifest itself if
+        nothing was changed.
+        """
         return settings_at(self.newest, self._manifest.train, round)
 
     def take(self, sealed: bytes) -> bool:
-        """Keep a change if it is newer than the one that this node has; return whether it is. MessageError: it is not valid."""
+        """Keep a change if it is newer than the one that this node has; return whether it is.
+
+        MessageError: it is not valid.
+        """
         change = open_change(sealed, self._swarm, self._manifest.creator)
         with self._lock:
             if rank_of(change, sealed) <= rank_of(self._change, self._sealed):
@@ -141,14 +158,16 @@ class ChangeKeeper:
         return True
 
     def fetch(self, timeout: float) -> None:
-        """Ask the members that hold a newer change, if any are known, for at most ``timeout`` seconds."""
+        """Ask the members that hold a newer change, if any are known, for at most ``timeout``
+        seconds.
+        """
         with contextlib.suppress(NetworkError):
             self._host.call(self._look(), timeout)
 
     def close(self) -> None:
         self._running.cancel()
 
-    # -- on the host's loop ----------------------------------------------------------------------------------------------
+    # -- on the host's loop ------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:

@@ -1,32 +1,38 @@
-"""Membership records in the DHT: their keys, signatures and checks; and epoch buckets, by which a peer reads few keys of many.
+"""Membership records in the DHT: their keys, signatures and checks; and epoch buckets, by which a
+peer reads few keys of many.
 
-Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of
-all peers whose bits begin with 01. A record names the prefix under which it is stored, so that the node that stores it can
-check it.
+Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root,
+``{swarm}/m/01`` the key of all peers whose bits begin with 01. A record names the prefix under
+which it is stored, so that the node that stores it can check it.
 
-No key grows with the swarm. A record is stored under the shortest prefix of its peer's bits whose key holds fewer than ``cap``
-others. A reader starts at the root and descends from every key that is at least a quarter full: a key that was full may have
-lost peers since, and those below it must not vanish from view. They move up when it is less than half full, a few at a time.
+No key grows with the swarm. A record is stored under the shortest prefix of its peer's bits whose
+key holds fewer than ``cap`` others. A reader starts at the root and descends from every key that is
+at least a quarter full: a key that was full may have lost peers since, and those below it must not
+vanish from view. They move up when it is less than half full, a few at a time.
 
-Buckets. In every epoch (so many seconds of Unix time) all peers are reassigned. A peer's position is a hash of swarm, epoch and
-peer id; its bucket are the peers whose position begins with the same ``depth`` bits. It publishes its record under that prefix
-(``{swarm}/m/7/01`` in epoch 7), reads it, and is paired in it. At depth 0 there is one bucket, the whole trie above, as in a
-swarm without buckets.
+Buckets. In every epoch (so many seconds of Unix time) all peers are reassigned. A peer's position
+is a hash of swarm, epoch and peer id; its bucket are the peers whose position begins with the same
+``depth`` bits. It publishes its record under that prefix (``{swarm}/m/7/01`` in epoch 7), reads it,
+and is paired in it. At depth 0 there is one bucket, the whole trie above, as in a swarm without
+buckets.
 
-Depth. Nobody counts the swarm. A peer takes its bucket's members times 2^depth for the swarm's size, smoothes that over the
-epochs, and begins the next one deeper where that lets a bucket hold more than `FULL` of the most, or less deep where it lets it
-hold less than `SPARSE`: between the two is more than a factor of two, so peers near a border stay where they are. In an epoch
-only a bucket that is full is split, and one with hardly anybody left looks one level up.
+Depth. Nobody counts the swarm. A peer takes its bucket's members times 2^depth for the swarm's
+size, smoothes that over the epochs, and begins the next one deeper where that lets a bucket hold
+more than `FULL` of the most, or less deep where it lets it hold less than `SPARSE`: between the two
+is more than a factor of two, so peers near a border stay where they are. In an epoch only a bucket
+that is full is split, and one with hardly anybody left looks one level up.
 
-Agreement. Estimates differ by chance, so a peer also reads one level above and below its own, and all levels on its way down
-when it is new in an epoch. Of the peers that would be in the deeper of two buckets, those at either level count each other, and
-the fewer follow the more (`agreed`). All of them see the same two keys, so they decide alike; whom a peer is paired with
-follows from its depth and all records read, not from the key that a record is under, so they meet at once.
+Agreement. Estimates differ by chance, so a peer also reads one level above and below its own, and
+all levels on its way down when it is new in an epoch. Of the peers that would be in the deeper of
+two buckets, those at either level count each other, and the fewer follow the more (`agreed`). All
+of them see the same two keys, so they decide alike; whom a peer is paired with follows from its
+depth and all records read, not from the key that a record is under, so they meet at once.
 
-Handover. `LEAD` seconds ahead of an epoch a record is under its keys too, from `LOOK` seconds ahead these are read and the
-depths agreed on, and at its first moment all who have read them change over. Those who have not yet stay until they have. A
-round that is under way goes on with the partner that it began with. Peers begin a round seconds apart, so the partner may look
-elsewhere by then: that is what a change of buckets costs.
+Handover. `LEAD` seconds ahead of an epoch a record is under its keys too, from `LOOK` seconds ahead
+these are read and the depths agreed on, and at its first moment all who have read them change over.
+Those who have not yet stay until they have. A round that is under way goes on with the partner that
+it began with. Peers begin a round seconds apart, so the partner may look elsewhere by then: that is
+what a change of buckets costs.
 """
 
 from __future__ import annotations
@@ -54,8 +60,9 @@ if TYPE_CHECKING:
 N = TypeVar("N")
 
 MAX_DEPTH = 48  # bits of the longest prefix
-# Seconds a record may live: hardly more than `Directory` gives it. Of two records of a peer the DHT keeps the one that expires
-# later, so an attacker that stored an old one with a longer life would keep the newer ones out.
+# Seconds a record may live: hardly more than `Directory` gives it. Of two records of a peer the DHT
+# keeps the one that expires later, so an attacker that stored an old one with a longer life would
+# keep the newer ones out.
 MAX_TTL = 31.0
 MAX_RECORD = Member.LIMIT + 512  # bytes
 AHEAD = 600.0  # seconds into the future a record may be dated, to be stored at all
@@ -79,7 +86,9 @@ def bits_of(peer_id: str) -> str:
 
 @functools.lru_cache(maxsize=32_768)  # asked of every member in view whenever the view is
 def bits_in(swarm: str, epoch: int, peer_id: str) -> str:
-    """Return the position of a peer in an epoch: `MAX_DEPTH` characters 0 or 1, uniform, and new in each epoch."""
+    """Return the position of a peer in an epoch: `MAX_DEPTH` characters 0 or 1, uniform, and new in
+    each epoch.
+    """
     number = int.from_bytes(
         hashlib.sha256(f"shoal/bucket/1:{swarm}:{epoch}:{peer_id}".encode()).digest(), "big"
     )
@@ -87,12 +96,16 @@ def bits_in(swarm: str, epoch: int, peer_id: str) -> str:
 
 
 def bucket_prefix(epoch: int, bits: str) -> str:
-    """Return the prefix of the peers whose position in ``epoch`` begins with ``bits``, of which there is at least one."""
+    """Return the prefix of the peers whose position in ``epoch`` begins with ``bits``, of which
+    there is at least one.
+    """
     return f"{epoch}/{bits}"
 
 
 def _path(prefix: str, swarm: str, peer_id: str) -> str | None:
-    """Return the prefix as far as any can go on a peer's way through the trie that ``prefix`` is of; None if it is of none."""
+    """Return the prefix as far as any can go on a peer's way through the trie that ``prefix`` is
+    of; None if it is of none.
+    """
     epoch, slash, bits = prefix.rpartition("/")
     if len(bits) > MAX_DEPTH or not _PATTERN_BITS.issuperset(bits):
         return None
@@ -132,7 +145,9 @@ def make_record(prefix: str, member: Member, identity: Identity) -> bytes:
     maxsize=4096
 )  # each record is seen from several replicas, and several times before it changes
 def open_record(data: bytes) -> VerifiedRecord | None:
-    """Return the record in ``data``, or None if it is malformed or not signed by the member it describes. Never raises."""
+    """Return the record in ``data``, or None if it is malformed or not signed by the member it
+    describes. Never raises.
+    """
     try:
         parts = msgpack.unpackb(data, use_list=False, max_ext_len=0, max_map_len=0, max_array_len=2)
         prefix, sealed = parts
@@ -150,11 +165,13 @@ def open_record(data: bytes) -> VerifiedRecord | None:
 
 
 class MemberValidator:
-    """Validator that admits to the swarm's DHT only its members' own records, each under its place in the trie.
+    """Validator that admits to the swarm's DHT only its members' own records, each under its place
+    in the trie.
 
-    hivemind drops *all* records of a key when one in an answer is wrong. So every node must come to the same result at any time;
-    only the date is compared with this node's clock, with ten minutes of tolerance, so that nobody stores records for next year.
-    `Directory` is stricter when it reads. hivemind's base class would bring hivemind; it asks a validator for these three methods.
+    hivemind drops *all* records of a key when one in an answer is wrong. So every node must come to
+    the same result at any time; only the date is compared with this node's clock, with ten minutes
+    of tolerance, so that nobody stores records for next year. `Directory` is stricter when it
+    reads. hivemind's base class would bring hivemind; it asks a validator for these three methods.
     """
 
     def __init__(self, swarm: str) -> None:
@@ -194,12 +211,17 @@ def _unpacked(data: bytes, kind: type) -> Any:
 
 
 CAP = 32  # records per key, but for a few that raced
-CROWD = 2  # times ``cap`` records of a key are used at most: the first by their bits, whoever is beyond moves on by `place`
-MAX_KEYS = 128  # keys that are read for the sake of known peers, when strangers' records have used up the limit
+# times ``cap`` records of a key are used at most: the first by their bits, whoever is beyond moves
+# on by `place`
+CROWD = 2
+# keys that are read for the sake of known peers, when strangers' records have used up the limit
+MAX_KEYS = 128
 AT_ONCE = 8  # keys read at a time
 RISE = (
     1 / 8
-)  # chance per reading to move up to a half-empty parent: otherwise all below would move there together
+    # chance per reading to move up to a half-empty parent: otherwise all below would move there
+    # together
+)
 RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
 
 Names = Mapping[str, object]  # peer id -> its record: the peers under a key
@@ -229,10 +251,12 @@ async def read(
     limit: int = 1024,
     known: Collection[str] = (),
 ) -> dict[str, Names]:
-    """Return the records under each prefix of the trie, about ``limit`` in all, those near the ``own`` bits first.
+    """Return the records under each prefix of the trie, about ``limit`` in all, those near the
+    ``own`` bits first.
 
-    The path down to the reader's own prefix ``now`` is read in any case, and for the peers in ``known`` up to `MAX_KEYS` keys, so
-    that no number of strangers' records hides them. A key that cannot be read is left out, with all below it.
+    The path down to the reader's own prefix ``now`` is read in any case, and for the peers in
+    ``known`` up to `MAX_KEYS` keys, so that no number of strangers' records hides them. A key that
+    cannot be read is left out, with all below it.
 
     Raises NetworkError: the root cannot be read.
     """
@@ -278,7 +302,8 @@ def place(
     cap: int = CAP,
     chance: float | None = None,
 ) -> str:
-    """Return the prefix under which ``me`` should publish, given its prefix ``now`` (None: no record yet) and what was read.
+    """Return the prefix under which ``me`` should publish, given its prefix ``now`` (None: no
+    record yet) and what was read.
 
     ``chance``: a number in [0, 1) in place of a random one.
     """
@@ -310,17 +335,22 @@ DEEPEST = 12  # bits of a bucket's prefix: 4,096 buckets
 FULL, SPARSE = (
     0.75,
     0.3,
-)  # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less deep
+    # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less
+    # deep
+)
 SMOOTH = 0.25  # weight of an epoch in the estimate of the swarm's size
-# Seconds ahead of an epoch at which its keys are written, and read. Two publications, or readings, are up to 9 s apart (a
-# directory's period, and most of another when something wakes it), so all have published before anybody reads, and read before
-# it begins.
+# Seconds ahead of an epoch at which its keys are written, and read. Two publications, or readings,
+# are up to 9 s apart (a directory's period, and most of another when something wakes it), so all
+# have published before anybody reads, and read before it begins.
 LEAD, LOOK = 19.0, 9.5
 
 
 @dataclass
 class Draw:
-    """One peer's bucket of one epoch. ``bits``: its position; ``read``: whether the keys on its way were read."""
+    """One peer's bucket of one epoch.
+
+    ``bits``: its position; ``read``: whether the keys on its way were read.
+    """
 
     epoch: int
     bits: str
@@ -346,7 +376,9 @@ class Draw:
 
 
 def depth_for(size: float, depth: int, most: int) -> int:
-    """Return the depth at which to begin an epoch in a swarm of about ``size`` peers, having been at ``depth``."""
+    """Return the depth at which to begin an epoch in a swarm of about ``size`` peers, having been
+    at ``depth``.
+    """
     while depth < DEEPEST and size / 2**depth > (FULL * most if depth else most):
         depth += 1
     while depth and size / 2**depth < SPARSE * most:
@@ -363,14 +395,16 @@ def agreed(
 ) -> int:
     """Return the depth to be at from now on.
 
-    ``there``: depth -> the other peers whose newest record is under this peer's key at that depth, for all depths that were read.
-    ``position``: peer -> its bits in the epoch.
+    ``there``: depth -> the other peers whose newest record is under this peer's key at that depth,
+    for all depths that were read. ``position``: peer -> its bits in the epoch.
     """
     here, few = there.get(depth, ()), max(most // 16, 2)
     ways = [position(peer) for peers in there.values() for peer in peers]
 
     def full(of: int) -> bool:
-        """Return whether the bucket at that depth has no room, whichever keys its members are under."""
+        """Return whether the bucket at that depth has no room, whichever keys its members are
+        under.
+        """
         return of > 0 and 1 + sum(way.startswith(bits[:of]) for way in ways) >= most
 
     for deeper in sorted(other for other in there if other > depth):
@@ -395,11 +429,13 @@ def agreed(
 
 
 class Index:
-    """The keys that one peer reads and publishes under: of its buckets, or with a ``bucket`` of 0 of the whole trie.
+    """The keys that one peer reads and publishes under: of its buckets, or with a ``bucket`` of 0
+    of the whole trie.
 
-    ``bucket``: most records in one. ``clock`` returns Unix seconds, ``issued`` when a record was made. ``cap`` and ``limit``: of
-    the trie. ``breadth``: a visitor's, who is paired with nobody: it sees 2^breadth buckets, its own among them, or all if there
-    are no more. All but `shows`, `belongs`, `depth` and `size` run on one loop.
+    ``bucket``: most records in one. ``clock`` returns Unix seconds, ``issued`` when a record was
+    made. ``cap`` and ``limit``: of the trie. ``breadth``: a visitor's, who is paired with nobody:
+    it sees 2^breadth buckets, its own among them, or all if there are no more. All but `shows`,
+    `belongs`, `depth` and `size` run on one loop.
     """
 
     def __init__(
@@ -425,9 +461,11 @@ class Index:
         self._clock, self._issued, self._cap, self._limit = clock, issued, cap, limit
         self._draws: tuple[Draw, ...] = ()  # the newest that may be in effect first
         self._estimate: float | None = None
-        self.moved = False  # whether the last reading changed a depth, so that others should know, and the keys there be read
+        # whether the last reading changed a depth, so that others should know, and the keys there
+        # be read
+        self.moved = False
 
-    # -- any thread ------------------------------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     @property
     def depth(self) -> int:
@@ -436,7 +474,9 @@ class Index:
         return 0 if draw is None else draw.depth
 
     def shows(self, peer: str) -> bool:
-        """Return whether ``peer``, if it is a member, is in this peer's bucket now, or in one of those that a visitor sees."""
+        """Return whether ``peer``, if it is a member, is in this peer's bucket now, or in one of
+        those that a visitor sees.
+        """
         draw = self._current()
         if draw is None or not self._top(draw):
             return True
@@ -444,12 +484,16 @@ class Index:
         return here and (self._breadth > 0 or peer not in draw.elsewhere)
 
     def size(self, count: int) -> int:
-        """Return about how many members a swarm has of which this peer sees ``count``; the very number if it sees all buckets."""
+        """Return about how many members a swarm has of which this peer sees ``count``; the very
+        number if it sees all buckets.
+        """
         draw = self._current()
         return count if draw is None else count << self._top(draw)
 
     def changes(self) -> float:
-        """Return the Unix second at which the bucket changes next by itself; infinity if that is not known."""
+        """Return the Unix second at which the bucket changes next by itself; infinity if that is
+        not known.
+        """
         draw = self._current()
         return min(
             (
@@ -461,7 +505,9 @@ class Index:
         )
 
     def _top(self, draw: Draw) -> int:
-        """Return the depth of the part of the swarm that this peer sees: its bucket, or for a visitor so many levels above it."""
+        """Return the depth of the part of the swarm that this peer sees: its bucket, or for a
+        visitor so many levels above it.
+        """
         return max(draw.depth - self._breadth, 0)
 
     def _current(self) -> Draw | None:
@@ -472,7 +518,7 @@ class Index:
         ready = (draw for draw in draws if draw.read and draw.epoch * self._epoch_s <= now)
         return next(ready, draws[-1])
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     def begin(self, size: int) -> None:
         """Begin as a member of a swarm that is known to have ``size`` others."""
@@ -483,7 +529,10 @@ class Index:
     async def read(
         self, get: Get[Names], *, now: str | None, known: Collection[str] = ()
     ) -> dict[str, Names]:
-        """Return the records under each prefix. ``now``: where the own record is. Raises NetworkError: the own key is not read."""
+        """Return the records under each prefix.
+
+        ``now``: where the own record is. Raises NetworkError: the own key is not read.
+        """
         if not self._bucket:
             return await self._trie(get, now, known, self._limit)
         self._turn()
@@ -519,7 +568,9 @@ class Index:
         return found
 
     async def _read_around(self, get: Get[Names], draw: Draw, found: dict[str, Names]) -> None:
-        """Read the other buckets of the part that a visitor sees, one level deeper too; keys that cannot be read are left out."""
+        """Read the other buckets of the part that a visitor sees, one level deeper too; keys that
+        cannot be read are left out.
+        """
         tops = [draw.bits[: self._top(draw)]]
         for _ in range(self._top(draw), draw.depth + 2):
             keys = [bucket_prefix(draw.epoch, bits) for bits in tops if bits]
@@ -531,7 +582,9 @@ class Index:
     def places(
         self, now: str | None, seen: Mapping[str, Names], chance: float | None = None
     ) -> tuple[str, ...]:
-        """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `place`."""
+        """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``,
+        ``chance`` as in `place`.
+        """
         current = self._current()
         draws = [draw for draw in self._draws if draw is current or self._due(draw, current, LEAD)]
         deep = [draw.prefix(draw.depth) for draw in draws if draw.depth]
@@ -568,8 +621,9 @@ class Index:
 
     def _learn(self, draw: Draw) -> None:
         """Take what an epoch showed into the estimate of the swarm's size."""
-        # Where the other half of the swarm has come up, both are counted, in place of twice this one. Deeper down, or by a few that
-        # came up, it would make parts that just met take the swarm for small.
+        # Where the other half of the swarm has come up, both are counted, in place of twice this
+        # one. Deeper down, or by a few that came up, it would make parts that just met take the
+        # swarm for small.
         up = draw.depth == 1 and 4 * draw.above >= draw.count
         size = float(draw.count + draw.above if up else draw.count << draw.depth)
         before = self._estimate
@@ -578,7 +632,9 @@ class Index:
         self._estimate = size if new or before is None else before + SMOOTH * (size - before)
 
     def _forget(self) -> None:
-        """Drop the epochs that are over, and with a clock that was set back those that are not begun."""
+        """Drop the epochs that are over, and with a clock that was set back those that are not
+        begun.
+        """
         current, now = self._current(), self._clock()
         soon = int((now + LEAD) / self._epoch_s)
         self._draws = tuple(
@@ -588,7 +644,9 @@ class Index:
         )
 
     def _levels(self, draw: Draw) -> set[int]:
-        """Return the depths whose keys are read: all on the way while a bucket is new, then its own and those beside it."""
+        """Return the depths whose keys are read: all on the way while a bucket is new, then its own
+        and those beside it.
+        """
         if not draw.read:
             return set(range(DEEPEST + 1))
         beside = {draw.depth - 1, draw.depth, draw.depth + 1} & set(range(DEEPEST + 1))
@@ -630,7 +688,8 @@ class Index:
         self.moved = self.moved or depth != draw.depth
         draw.elsewhere = frozenset(gone) if depth == draw.depth else frozenset()
         draw.depth = depth
-        # With those who went deeper: without them the others would take the swarm for smaller than it is, and never follow.
+        # With those who went deeper: without them the others would take the swarm for smaller than
+        # it is, and never follow.
         draw.count = 1 + sum(
             position(peer).startswith(draw.bits[:depth]) for peer in gone.union(newest)
         )
@@ -642,9 +701,11 @@ class Index:
 async def is_in_its_bucket(
     get: Get[Mapping[str, bytes]], swarm: str, peer: str, epoch: int
 ) -> bool:
-    """Return whether ``peer`` has a record under any key at which its bucket of ``epoch`` can be, or in the trie of all.
+    """Return whether ``peer`` has a record under any key at which its bucket of ``epoch`` can be,
+    or in the trie of all.
 
-    ``get`` returns the records under a key, by peer id. A key that cannot be read counts as one without the record.
+    ``get`` returns the records under a key, by peer id. A key that cannot be read counts as one
+    without the record.
 
     Raises NetworkError: no key at all can be read.
     """

@@ -1,19 +1,25 @@
-"""The directory of a swarm: every node publishes a signed, expiring record of itself in the DHT, and reads the others'.
+"""The directory of a swarm: every node publishes a signed, expiring record of itself in the DHT,
+and reads the others'.
 
-Only `Directory.refresh`, `wait_for` and `leave` wait for the network. Records are published and read in the background on the
-host's loop, and `members` is the newest view. `shoal.swarm.membership.dht` explains why no key grows with the swarm.
+Only `Directory.refresh`, `wait_for` and `leave` wait for the network. Records are published and
+read in the background on the host's loop, and `members` is the newest view.
+`shoal.swarm.membership.dht` explains why no key grows with the swarm.
 
-**Room**: the members that a node keeps in view when the directory has more records than there is room for.
+**Room**: the members that a node keeps in view when the directory has more records than there is
+room for.
 
-A key costs nothing, so a stranger can write any number of records. As long as all fit, all are in view, and all nodes see the same.
-Beyond that the places go to
+A key costs nothing, so a stranger can write any number of records. As long as all fit, all are in
+view, and all nodes see the same. Beyond that the places go to
 
-1. the members that were met, because they called or answered; an address that nobody was met at proves nothing;
+1. the members that were met, because they called or answered; an address that nobody was met at
+   proves nothing;
 2. the others, those in view for longest first;
-3. and an eighth of the places to newcomers, drawn anew from time to time, so that each is seen once, whatever came before it.
+3. and an eighth of the places to newcomers, drawn anew from time to time, so that each is seen
+   once, whatever came before it.
 
-In each part one member of each address range comes before the second of any: the /16 of IPv4, the /32 of IPv6. Private ranges and
-loopback count as ranges too: a team in one of them is met, and so in the first part.
+In each part one member of each address range comes before the second of any: the /16 of IPv4, the
+/32 of IPv6. Private ranges and loopback count as ranges too: a team in one of them is met, and so
+in the first part.
 """
 
 from __future__ import annotations
@@ -53,12 +59,16 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 
-ROOM = 1024  # members in view: 5 MB for as many of the largest records, which are read every few seconds
+# members in view: 5 MB for as many of the largest records, which are read every few seconds
+ROOM = 1024
 NEWCOMERS = 8  # one place in so many is for them
 
 
 class Room:
-    """The choice of at most ``most`` members. ``met``: where each peer was met, an IP address or a word."""
+    """The choice of at most ``most`` members.
+
+    ``met``: where each peer was met, an IP address or a word.
+    """
 
     def __init__(self, met: Mapping[str, str], most: int = ROOM, salt: bytes | None = None) -> None:
         self._met, self._most = met, most
@@ -68,7 +78,10 @@ class Room:
         self._in_view: dict[str, None] = {}  # those in view for longest first
 
     def choose(self, members: Mapping[str, Member], draw: int) -> dict[str, Member]:
-        """Return the ``members`` that are kept. ``draw``: a number that is another when newcomers are to be drawn anew."""
+        """Return the ``members`` that are kept.
+
+        ``draw``: a number that is another when newcomers are to be drawn anew.
+        """
         order = [peer for peer in self._in_view if peer in members]
         order += sorted(members.keys() - set(order), key=bits_of)  # the same on all nodes
         if len(order) > self._most:
@@ -104,7 +117,9 @@ HASTE = 0.5  # seconds between readings while a caller waits for members
 SLOW, REST = (
     1.0,
     3.0,
-)  # seconds of a reading, or of a publication, beyond which so many times as many follow in which there is none
+    # seconds of a reading, or of a publication, beyond which so many times as many follow in which
+    # there is none
+)
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
 AGAIN = (
     2  # readings after the first one of a stranger, which finds where in the swarm's buckets it is
@@ -116,15 +131,18 @@ HERE: tuple[State, ...] = ("waiting", "training")
 
 
 class Directory:
-    """Members of ``swarm`` as the node with ``identity`` sees them. The host must have a `MemberValidator`.
+    """Members of ``swarm`` as the node with ``identity`` sees them.
 
-    ``ttl``: seconds after which a silent peer is no longer a member, the same in all of a swarm. ``period``: seconds between two
-    publications, and two readings. ``cap``: records per DHT key. ``limit``: the largest number of members in view, and
-    about as many are read. ``met``: where this node met a peer, the newest last (`Room`). ``bucket``, ``epoch_s``: a manifest's;
-    ``breadth``: of a visitor's view (`Index`).
-    ``barred``: predicate of peers to leave out of ``members`` and ``departed``; it is called often, from any thread, and must be
-    quick. It may be set later, because bans are known only after the directory exists. ``access_policy``: a peer that it does not
-    admit is never listed, whatever the records say.
+    The host must have a `MemberValidator`.
+
+    ``ttl``: seconds after which a silent peer is no longer a member, the same in all of a swarm.
+    ``period``: seconds between two publications, and two readings. ``cap``: records per DHT key.
+    ``limit``: the largest number of members in view, and about as many are read. ``met``: where
+    this node met a peer, the newest last (`Room`). ``bucket``, ``epoch_s``: a manifest's;
+    ``breadth``: of a visitor's view (`Index`). ``barred``: predicate of peers to leave out of
+    ``members`` and ``departed``; it is called often, from any thread, and must be quick. It may be
+    set later, because bans are known only after the directory exists. ``access_policy``: a peer
+    that it does not admit is never listed, whatever the records say.
     """
 
     def __init__(
@@ -149,11 +167,17 @@ class Directory:
         self._host, self._identity, self._swarm = host, identity, swarm
         self._ttl, self._period, self._cap = ttl, period, cap
         self.skew = 0.0
-        """Seconds to add to this machine's clock for that of the others, which epochs and dates of records go by."""
+        """Seconds to add to this machine's clock for that of the others, which epochs and dates of
+        records go by.
+        """
         self.dialled: Reach = "unknown"
-        """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
+        """Who can dial this node without a relay, as peers found that were asked
+        (`shoal.swarm.p2p.reachability.reach_of`).
+        """
         self.ways: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
-        """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a second that they move."""
+        """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a
+        second that they move.
+        """
         self.change: Callable[[], int] = lambda: 0
         """Returns the number of the newest change of the swarm's settings that this node holds."""
         dates: dict[str, Callable[..., float]] = {
@@ -201,13 +225,14 @@ class Directory:
         )  # a record that says leaving must not be overtaken by an earlier one
         self._run_future = host.submit(self._run())
 
-    # -- any thread ------------------------------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     def announce(self, **fields: Any) -> None:
-        """Set the fields of this node's `Member` record, but for who and where it is, and return at once.
+        """Set the fields of this node's `Member` record, but for who and where it is, and return at
+        once.
 
-        A new round or state is published as soon as possible, anything else with the next period. Raises pydantic's ValidationError
-        if `Member` does not allow a field, or lacks one.
+        A new round or state is published as soon as possible, anything else with the next period.
+        Raises pydantic's ValidationError if `Member` does not allow a field, or lacks one.
         """
         self._member(fields)
         with self._changed:
@@ -220,7 +245,10 @@ class Directory:
             self._wake_up()
 
     def renew(self) -> None:
-        """Publish this node's record soon, because something in it is new. Returns at once; thread-safe."""
+        """Publish this node's record soon, because something in it is new.
+
+        Returns at once; thread-safe.
+        """
         with self._changed:
             self._urgent = self._mine is not None
         self._wake_up()
@@ -232,9 +260,11 @@ class Directory:
         return None if mine is None else self._member(mine)
 
     def members(self) -> dict[str, Member]:
-        """Return the newest record of each peer that waits or trains, by peer id: this node's too, but not of barred peers.
+        """Return the newest record of each peer that waits or trains, by peer id: this node's too,
+        but not of barred peers.
 
-        In a swarm of buckets these are the peers of this node's. Like the methods below, it uses no network.
+        In a swarm of buckets these are the peers of this node's. Like the methods below, it uses no
+        network.
         """
         return {
             p: member
@@ -243,7 +273,9 @@ class Directory:
         }
 
     def everyone(self) -> dict[str, Member]:
-        """Return `members`, the barred ones, which verifiers still reach, and those of the buckets that this node was just in."""
+        """Return `members`, the barred ones, which verifiers still reach, and those of the buckets
+        that this node was just in.
+        """
         return {peer: member for peer, member in self._live().items() if member.state in HERE}
 
     def addresses(self, peer: str) -> tuple[str, ...]:
@@ -262,9 +294,11 @@ class Directory:
         return peer in self._seen
 
     def departed(self) -> dict[str, Member]:
-        """Return the last record of each peer that left or finished within the last ``ttl`` seconds, by peer id.
+        """Return the last record of each peer that left or finished within the last ``ttl``
+        seconds, by peer id.
 
-        Barred peers are left out: nobody was paired with them, so a late node must not take them for somebody's partner.
+        Barred peers are left out: nobody was paired with them, so a late node must not take them
+        for somebody's partner.
         """
         gone = {
             p: member
@@ -277,16 +311,23 @@ class Directory:
         return self._index.shows(peer)
 
     def size(self) -> int:
-        """Return the number of members; in a swarm of buckets an estimate by this node's, and exact if that is the only one."""
+        """Return the number of members; in a swarm of buckets an estimate by this node's, and exact
+        if that is the only one.
+        """
         return self._index.size(len(self.members()))
 
     def look(self) -> None:
-        """Read soon, at most once a second, because an unknown peer appeared. Returns at once; thread-safe."""
+        """Read soon, at most once a second, because an unknown peer appeared.
+
+        Returns at once; thread-safe.
+        """
         self._look_soon = True
         self._wake_up()
 
     def hear(self, member: Member) -> bool:
-        """Take a record from its author's own hand, as if it had been read; return whether it is credible. Thread-safe."""
+        """Take a record from its author's own hand, as if it had been read; return whether it is
+        credible. Thread-safe.
+        """
         credible = self._credible(member.peer, "", VerifiedRecord("", member))
         with self._changed:
             if credible and (
@@ -296,7 +337,10 @@ class Directory:
         return credible
 
     def refresh(self, timeout: float) -> None:
-        """Read now, and again where the depth of the bucket moved. NetworkError: the first fails, or takes ``timeout`` seconds."""
+        """Read now, and again where the depth of the bucket moved.
+
+        NetworkError: the first fails, or takes ``timeout`` seconds.
+        """
         until = time.monotonic() + timeout
         self._host.call(self._read(), timeout)
         with contextlib.suppress(NetworkError):  # the first reading will do
@@ -304,15 +348,17 @@ class Directory:
                 self._host.call(self._read(), max(until - time.monotonic(), 0.01))
 
     def twin(self) -> str:
-        """Return where another node is that runs with this node's key, as seen since the last call; nothing without one."""
+        """Return where another node is that runs with this node's key, as seen since the last call;
+        nothing without one.
+        """
         found, self._twin = self._twin, ""
         return found
 
     def first_twin(self, should_stop: Callable[[], bool] = lambda: False) -> str:
         """Return the same before this node publishes anything.
 
-        Takes no time, unless a record in this node's name was read: of another node, which renews it, or of an earlier run of this
-        one.
+        Takes no time, unless a record in this node's name was read: of another node, which renews
+        it, or of an earlier run of this one.
         """
         end = self._began + CLOCKS_APART_S + self._period + GAP
         while self._earlier is not None and not self._twin and self.now() < end:
@@ -326,7 +372,9 @@ class Directory:
     def wait_for(
         self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait until there are ``count`` members (`size`), this node included; return False after ``timeout`` seconds or a stop."""
+        """Wait until there are ``count`` members (`size`), this node included; return False after
+        ``timeout`` seconds or a stop.
+        """
         end = time.monotonic() + timeout
         with self._changed:
             self._waiting += 1
@@ -344,7 +392,10 @@ class Directory:
                 self._waiting -= 1
 
     def leave(self, timeout: float) -> bool:
-        """Announce that this node leaves, so that no peer waits for it, then `close`. Return False if no node took the record."""
+        """Announce that this node leaves, so that no peer waits for it, then `close`.
+
+        Return False if no node took the record.
+        """
         with self._changed:
             if self._mine is not None:
                 self._mine = {**self._mine, "state": "leaving"}
@@ -383,7 +434,9 @@ class Directory:
         return seen
 
     def reach(self) -> dict[str, Any]:
-        """Return by which way others reach this node, and the bytes a second of its exchanges: fields of a `Member`."""
+        """Return by which way others reach this node, and the bytes a second of its exchanges:
+        fields of a `Member`.
+        """
         relayed = self.dialled != "direct" and any(
             "/p2p-circuit" in address for address in self._host.addresses()
         )
@@ -413,7 +466,7 @@ class Directory:
             except RuntimeError:
                 log.debug("the host closed before the directory")
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -469,13 +522,17 @@ class Directory:
             self._host.internal_errors.caught("directory", error)
 
     async def _rest(self, since: float) -> None:
-        """Wait after work that took long: on a machine or a link with too much to do, peers in haste would starve each other."""
+        """Wait after work that took long: on a machine or a link with too much to do, peers in
+        haste would starve each other.
+        """
         took = time.monotonic() - since
         if took > SLOW:
             await asyncio.sleep(min(REST * took, self._ttl / 6))
 
     def _pause(self) -> float:
-        """Return seconds until the next look or record: not in step with other nodes that started at the same moment."""
+        """Return seconds until the next look or record: not in step with other nodes that started
+        at the same moment.
+        """
         return self._period * random.uniform(0.8, 1.0)
 
     async def _sleep(self, wake: asyncio.Event, seconds: float) -> None:
@@ -519,7 +576,9 @@ class Directory:
         )
 
     def _look_for_twin(self, found: Sequence[Member]) -> None:
-        """Note a record in this node's name that it did not publish, which another node with its key must have."""
+        """Note a record in this node's name that it did not publish, which another node with its
+        key must have.
+        """
         for member in found:
             foreign = member.peer == self._identity.peer_id and member.issued not in self._published
             if foreign and member.state in HERE:

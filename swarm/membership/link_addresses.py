@@ -1,8 +1,10 @@
-"""Which addresses a link gets, so that it works as long as anybody of its swarm, or a bootstrap node, can be reached.
+"""Which addresses a link gets, so that it works as long as anybody of its swarm, or a bootstrap
+node, can be reached.
 
-The bootstrap nodes come first, for they are meant to be there always. Members that can be dialled directly come before those behind
-a relay, those that this node met before those that it only read of, and of each kind one of every address range before the second
-of any: one provider's fault, or one stranger's many keys, then do not make up the whole link.
+The bootstrap nodes come first, for they are meant to be there always. Members that can be dialled
+directly come before those behind a relay, those that this node met before those that it only read
+of, and of each kind one of every address range before the second of any: one provider's fault, or
+one stranger's many keys, then do not make up the whole link.
 """
 
 from __future__ import annotations
@@ -39,16 +41,18 @@ def lasting_link(
     met: Container[str] = (),
     otherwise: Sequence[str] = (),
 ) -> Link:
-    """Return a link without an invitation to the swarm with the id ``swarm``, of 16 addresses at most.
+    """Return a link without an invitation to the swarm with the id ``swarm``, of 16 addresses at
+    most.
 
     Args:
         members: peer id -> what the other members announce, of those heard of lately.
-        seeds: peer id -> addresses of the bootstrap nodes. own: addresses of this node, if it is a member.
+        seeds: peer id -> addresses of the bootstrap nodes. own: addresses of this node, if it is a
+            member.
         met: ids of peers that called this node or answered it.
         otherwise: addresses for the places that are left.
 
-    Private addresses lead nobody from elsewhere to the swarm, so they are in a link only if none of these but ``members``, whose
-    word this is, has another.
+    Private addresses lead nobody from elsewhere to the swarm, so they are in a link only if none of
+    these but ``members``, whose word this is, has another.
 
     Raises LinkError: there is no address at all.
     """
@@ -87,7 +91,9 @@ def lasting_link(
 
 
 def _ranked(members: Mapping[str, Announced], met: Container[str]) -> list[str]:
-    """Return peer ids: direct before relayed, met before read of, then by turns over address ranges, the newest of each first."""
+    """Return peer ids: direct before relayed, met before read of, then by turns over address
+    ranges, the newest of each first.
+    """
     kinds = defaultdict[tuple[bool, bool], list[tuple[str, str]]](list)
     for peer, member in sorted(members.items(), key=lambda item: (-item[1].issued, item[0])):
         best = next(iter(_usable(member.addresses, peer)), "")
@@ -96,16 +102,20 @@ def _ranked(members: Mapping[str, Announced], met: Container[str]) -> list[str]:
 
 
 def _usable(addresses: Sequence[str], peer: str) -> list[str]:
-    """Return the addresses of ``peer`` that a link can hold, the best first; a record may name others' addresses too."""
+    """Return the addresses of ``peer`` that a link can hold, the best first; a record may name
+    others' addresses too.
+    """
     return _preferred(
         [a for a in addresses if a.endswith(f"/p2p/{peer}") and address_problem(a) is None]
     )
 
 
 def _preferred(addresses: Sequence[str]) -> list[str]:
-    """Return a peer's addresses, the best first: one that announces a relay cannot be dialled directly.
+    """Return a peer's addresses, the best first: one that announces a relay cannot be dialled
+    directly.
 
-    Those on its own machine only if it has no others: elsewhere they lead to somebody else, or nowhere.
+    Those on its own machine only if it has no others: elsewhere they lead to somebody else, or
+    nowhere.
     """
     relayed = any(RELAY in address for address in addresses)
     addresses = [address for address in addresses if not is_loopback(address)] or addresses

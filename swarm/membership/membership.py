@@ -1,4 +1,6 @@
-"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and directory."""
+"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and
+directory.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from shoal.swarm.p2p.reachability import (
 )
 
 OWN_LOOP = "own-loop"
-"""Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""
+"""Task of a swarm whose members bring training loops of their own
+(`shoal.swarm.training.session.Session`).
+"""
 SEED_S = 5.0  # seconds that the report to the seeds may take before the link is shown
 TWIN_S = 60.0  # seconds until another node with this one's key is named again
 READ_S = 10.0  # seconds to read the directory, for others that were admitted by the same invitation
@@ -42,7 +46,9 @@ BYTES_OF_MBIT = 1e6 / 8
 
 
 def installed_version() -> str:
-    """Return the version of the installed distribution; ``0+unknown`` in a checkout that is not installed."""
+    """Return the version of the installed distribution; ``0+unknown`` in a checkout that is not
+    installed.
+    """
     try:
         return importlib.metadata.version("shoal")
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +60,9 @@ SHOAL_VERSION = installed_version()
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Options of a node on the network: its addresses, the peers it meets, and what others may use of it."""
+    """Options of a node on the network: its addresses, the peers it meets, and what others may use
+    of it.
+    """
 
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
     announce: Sequence[str] = ()
@@ -64,7 +72,8 @@ class NetworkOptions:
     allow: Sequence[str] = ()  # peer ids; if there are any, no other peer is met
     deny: Sequence[str] = ()  # peer ids that are never met
     upload: float = 0.0  # most megabits a second that this node sends; 0: unlimited
-    models_per_hour: float = 60.0  # data that one peer may download from this node in an hour, in multiples of the model's size
+    # data that one peer may download from this node in an hour, in multiples of the model's size
+    models_per_hour: float = 60.0
     body_store: int = (
         MAX_STORED  # bytes of this node's gossiped records that are kept for others to fetch
     )
@@ -88,7 +97,9 @@ class Membership:
     _said: Repeats = field(default_factory=Repeats)
 
     def refused(self) -> dict[str, int]:
-        """Return how many streams, calls and records of others were refused since the start, by reason. Thread-safe."""
+        """Return how many streams, calls and records of others were refused since the start, by
+        reason. Thread-safe.
+        """
         found = Counter(self.host.resource_manager.refused())
         found.update(self.peers.counters.rejected())
         found.update(self.changes.counters.rejected())
@@ -97,34 +108,43 @@ class Membership:
         return dict(sorted((+found).items()))
 
     def news(self) -> str:
-        """Return one sentence when the invitation is about to expire, when it has, and while the clock is wrong or another node has
-        this one's key; else nothing.
+        """Return one sentence when the invitation is about to expire, when it has, and while the
+        clock is wrong or another node has this one's key; else nothing.
         """
         expiry = self.directory.access_policy.expiry_event()
         return expiry or self._twin_said(self.directory.twin()) or self.clock.news()
 
     def check_alone(self, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Raise AdmissionError if another node with this one's key is in the swarm; before this one announces itself."""
+        """Raise AdmissionError if another node with this one's key is in the swarm; before this one
+        announces itself.
+        """
         if said := self._twin_said(self.directory.first_twin(should_stop)):
             raise AdmissionError(said)
 
     def _twin_said(self, address: str) -> str:
-        """Return one sentence about another node with this one's key, at ``address``; nothing without an address, or too soon."""
+        """Return one sentence about another node with this one's key, at ``address``; nothing
+        without an address, or too soon.
+        """
         if not address or not self._said.due("twin", TWIN_S):
             return ""
         return (
-            f"Another node runs with this node's key, {self.identity.peer_id}, at {address}, so exchanges with both of them "
-            "fail: stop one of the two, and start it again with a key of its own (--identity FILE; where the swarm is by "
+            f"Another node runs with this node's key, {self.identity.peer_id}, at {address}, so "
+            "exchanges with both of them "
+            "fail: stop one of the two, and start it again with a key of its own (--identity FILE; "
+            "where the swarm is by "
             "invitation, with a new invitation)."
         )
 
     def link(self) -> Link:
-        """Return `link_now`, after this node was reported to the seeds, so that the link works at once."""
+        """Return `link_now`, after this node was reported to the seeds, so that the link works at
+        once.
+        """
         self.announcer.report(SEED_S)
         return self.link_now()
 
     def link_now(self) -> Link:
-        """Return the link by which others join, by what is known now: addresses of the seeds, this node and other members.
+        """Return the link by which others join, by what is known now: addresses of the seeds, this
+        node and other members.
 
         The link outlives this node. It has no invitation: only the swarm's creator can issue one.
         """
@@ -136,7 +156,10 @@ class Membership:
 
     @cached_property
     def gossip(self) -> Gossip:
-        """This node's gossip. There is one, because bodies that are too large for it are served under one protocol name."""
+        """This node's gossip.
+
+        There is one, because bodies that are too large for it are served under one protocol name.
+        """
         at = self.directory
         return Gossip(
             self.host,
@@ -163,12 +186,14 @@ class Membership:
 def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Membership:
     """Start the first node of the swarm of ``sealed``.
 
-    Raises AdmissionError (it is invitation-only, and this node is not its creator) or StartupError (it cannot get on the network).
+    Raises AdmissionError (it is invitation-only, and this node is not its creator) or StartupError
+    (it cannot get on the network).
     """
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
     if manifest.invite_only and manifest.creator != identity.peer_id:
         raise AdmissionError(
-            f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
+            f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its "
+            f"creator's ({manifest.creator}): "
             "join by a link with an invitation, or begin a new swarm with --resume-from."
         )
     with _started(identity, swarm, network) as host:
@@ -184,15 +209,17 @@ def join(
 ) -> Membership:
     """Start a node in the swarm of ``link``. It raises ShoalError, and then leaves nothing running.
 
-    ``sealed``: the swarm's manifest, if this node was a member before. Then no peer need answer: this may be the first to return.
-    ``meanwhile``: as for `Host.start`.
+    ``sealed``: the swarm's manifest, if this node was a member before. Then no peer need answer:
+    this may be the first to return. ``meanwhile``: as for `Host.start`.
     """
     entries = (*link.bootstrap, *network.bootstrap)
     own = f"/p2p/{identity.peer_id}"
     if sealed is None and entries and all(address.endswith(own) for address in entries):
         raise AdmissionError(
-            f"The link leads only to the node of this very key, {identity.peer_id}: if that node runs on another machine, start "
-            "this one with a key of its own (--identity FILE); if it has ended, take a link of another member (shoal link), or go "
+            f"The link leads only to the node of this very key, {identity.peer_id}: if that node "
+            "runs on another machine, start "
+            "this one with a key of its own (--identity FILE); if it has ended, take a link of "
+            "another member (shoal link), or go "
             "on from its checkpoint (--resume)."
         )
     ticket = _admission(identity, link)
@@ -212,7 +239,9 @@ def join(
 
 
 def _admission(identity: Identity, link: Link) -> bytes:
-    """Return the admission by the invitation in ``link``, kept beside the key, or of one without the admission kept earlier."""
+    """Return the admission by the invitation in ``link``, kept beside the key, or of one without
+    the admission kept earlier.
+    """
     kept = (
         None
         if identity.path is None
@@ -238,7 +267,9 @@ def _started(
     must_join: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[Host]:
-    """Start a host by the node's own lists, for the manifest is not known yet; close it if the block fails. Raises ShoalError."""
+    """Start a host by the node's own lists, for the manifest is not known yet; close it if the
+    block fails. Raises ShoalError.
+    """
     wrong = next(
         (entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None
     )

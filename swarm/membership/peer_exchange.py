@@ -1,11 +1,14 @@
-"""Peer exchange: a node keeps in touch with a few members directly, and learns of others from them, whatever the DHT says.
+"""Peer exchange: a node keeps in touch with a few members directly, and learns of others from them,
+whatever the DHT says.
 
-Two members give each other their own signed records and those of some that have answered them. A record from its author's own hand
-goes into the directory, as if it had been read; one of anybody else is a hint to dial its peer. So a swarm outlives its
-bootstrap peers, and a node whose readings of the DHT are captured, or that hostile peers surround, still meets honest ones.
+Two members give each other their own signed records and those of some that have answered them. A
+record from its author's own hand goes into the directory, as if it had been read; one of anybody
+else is a hint to dial its peer. So a swarm outlives its bootstrap peers, and a node whose readings
+of the DHT are captured, or that hostile peers surround, still meets honest ones.
 
-A peer of the active view whose record the DHT brings costs nothing; any other is asked for its record every `LOOK` seconds. Beyond
-that a node begins one shuffle a minute (about 5 kB each way), and dials those named that would get a place in its views.
+A peer of the active view whose record the DHT brings costs nothing; any other is asked for its
+record every `LOOK` seconds. Beyond that a node begins one shuffle a minute (about 5 kB each way),
+and dials those named that would get a place in its views.
 
 It has an active and a passive view, as HyParView has them (Leitão et al., 2007).
 
@@ -13,11 +16,13 @@ It has an active and a passive view, as HyParView has them (Leitão et al., 2007
     passive   30 places for others that have answered this node, or called it
     hints     peers that others named; nothing is believed of them until they have answered
 
-Hostile peers would fill views in which the newest counts, because they call and are named as often as they like. So each place
-keeps, as a sampler of Brahms does (Bortnikov et al., 2009), the peer that comes first by a hash with a secret salt: first of the
-address ranges at which peers were met, then of the peers in that range. Hostile peers get the share of the places that their ranges
-are of all ranges, however many keys they have and however often they turn up. No place in the active view is given on request,
-and each is taken from the passive view again after a while, or hostile peers that came first would stay.
+Hostile peers would fill views in which the newest counts, because they call and are named as often
+as they like. So each place keeps, as a sampler of Brahms does (Bortnikov et al., 2009), the peer
+that comes first by a hash with a secret salt: first of the address ranges at which peers were met,
+then of the peers in that range. Hostile peers get the share of the places that their ranges are of
+all ranges, however many keys they have and however often they turn up. No place in the active view
+is given on request, and each is taken from the passive view again after a while, or hostile peers
+that came first would stay.
 """
 
 from __future__ import annotations
@@ -50,11 +55,15 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 SHUFFLE_PROTOCOL = "/shoal/shuffle/1"
-MAX_OFFERED = 7  # records of others in one message: three of an active view and four of a passive one, as in HyParView
+# records of others in one message: three of an active view and four of a passive one, as in
+# HyParView
+MAX_OFFERED = 7
 
 
 class Shuffle(Message):
-    """The sender's own sealed `Member`, some of peers that it knows, and how many it wants (0: it only stays in touch)."""
+    """The sender's own sealed `Member`, some of peers that it knows, and how many it wants (0: it
+    only stays in touch).
+    """
 
     KIND, LIMIT = "shuffle", 48 * KIB
     swarm: SwarmId
@@ -81,9 +90,12 @@ Rank = tuple[bytes, bytes]  # of an address range, then of a peer
 
 @dataclass(frozen=True)
 class Contact:
-    """A peer and how to reach it. ``source``: who named it; ``where``: the address range in which it was met, or says that it is.
+    """A peer and how to reach it.
 
-    ``record``: its sealed `Member` record, issued at the Unix time ``issued``; empty if it has not shown any.
+    ``source``: who named it; ``where``: the address range in which it was met, or says that it is.
+
+    ``record``: its sealed `Member` record, issued at the Unix time ``issued``; empty if it has not
+    shown any.
     """
 
     peer: str
@@ -95,7 +107,10 @@ class Contact:
 
 
 class PeerViews:
-    """The views of the node ``me``. ``chance``: source of random numbers and salts, which nobody may be able to predict."""
+    """The views of the node ``me``.
+
+    ``chance``: source of random numbers and salts, which nobody may be able to predict.
+    """
 
     def __init__(self, me: str, chance: random.Random) -> None:
         self._me, self._chance, self._salts = (
@@ -134,7 +149,10 @@ class PeerViews:
         return True
 
     def met(self, contact: Contact) -> None:
-        """Note a peer that answered or called, with its newest record. It gets no place if others come before it in each."""
+        """Note a peer that answered or called, with its newest record.
+
+        It gets no place if others come before it in each.
+        """
         peer = contact.peer
         before = self.active.get(peer) or self.passive.get(peer) or self.hints.pop(peer, None)
         contact = contact if before is None else replace(contact, source=before.source)
@@ -154,14 +172,18 @@ class PeerViews:
         self._best = None
 
     def heir(self) -> Contact | None:
-        """Return a peer of the passive view for the active one: at random, of a range that has the fewest there."""
+        """Return a peer of the passive view for the active one: at random, of a range that has the
+        fewest there.
+        """
         there = Counter(contact.where for contact in self.active.values())
         fewest = min((there[contact.where] for contact in self.passive.values()), default=0)
         heirs = [contact for contact in self.passive.values() if there[contact.where] == fewest]
         return self._chance.choice(heirs) if heirs else None
 
     def promote(self, peer: str) -> None:
-        """Move a peer from the passive to the active view; without room in exchange for the one that has been there longest."""
+        """Move a peer from the passive to the active view; without room in exchange for the one
+        that has been there longest.
+        """
         if peer in self.passive:
             self.active[peer], self._best = self.passive.pop(peer), None
             if len(self.active) > ACTIVE:
@@ -172,7 +194,9 @@ class PeerViews:
         return self._chance.choice(contacts) if contacts else None
 
     def sample(self, count: int, but: str, since: float) -> tuple[bytes, ...]:
-        """Return at most ``count`` records to offer: not of the peer ``but``, and none issued before ``since`` (Unix seconds)."""
+        """Return at most ``count`` records to offer: not of the peer ``but``, and none issued
+        before ``since`` (Unix seconds).
+        """
         fresh = [
             [known.record for known in view.values() if known.peer != but and known.issued >= since]
             for view in (self.active, self.passive)
@@ -181,7 +205,9 @@ class PeerViews:
         return (*first, *self._chance.sample(fresh[1], min(count - len(first), len(fresh[1]))))
 
     def _wins(self, contact: Contact) -> bool:
-        """Return whether the peer would get a place if it answered from where it says that it is."""
+        """Return whether the peer would get a place if it answered from where it says that it
+        is.
+        """
         if not self.passive:
             return True
         if self._best is None:
@@ -221,7 +247,10 @@ EACH, ALL = 12, 120  # shuffles answered in a minute: of one peer, and of all
 
 
 class PeerExchange:
-    """Peer exchange of one node, until `close`. ``clock``: Unix seconds. ``chance``: source of random numbers."""
+    """Peer exchange of one node, until `close`.
+
+    ``clock``: Unix seconds. ``chance``: source of random numbers.
+    """
 
     def __init__(
         self,
@@ -255,7 +284,7 @@ class PeerExchange:
     def close(self) -> None:
         self._running.cancel()
 
-    # -- on the host's loop ------------------------------------------------------------------------------------------------
+    # -- on the host's loop ------------------------------------------------------------------------
 
     async def _run(self) -> None:
         due = 0.0
@@ -273,7 +302,10 @@ class PeerExchange:
                 self._host.internal_errors.caught("directory", error)
 
     async def look(self, shuffles: bool) -> None:
-        """Keep in touch with the active view, fill it, and follow one hint. ``shuffles``: a partner becomes active in a shuffle."""
+        """Keep in touch with the active view, fill it, and follow one hint.
+
+        ``shuffles``: a partner becomes active in a shuffle.
+        """
         self._left = self._directory.departed()
         for peer in [*self.views.active, *self.views.passive, *self.views.hints]:
             if peer in self._left or self._directory.is_barred(peer):
@@ -304,7 +336,9 @@ class PeerExchange:
             await self._swap(hint)
 
     def _stranger(self) -> Contact | None:
-        """Return a peer that was not met yet: named by others, in the directory, or remembered from an earlier run."""
+        """Return a peer that was not met yet: named by others, in the directory, or remembered from
+        an earlier run.
+        """
         ways = [
             way for way in (self._named(), self._of_directory(), self._of_disk()) if way is not None
         ]
@@ -348,17 +382,21 @@ class PeerExchange:
     def _due(self, peer: str) -> bool:
         return self._clock() - self._tried.get(peer, float("-inf")) >= AGAIN
 
-    # -- the protocol ------------------------------------------------------------------------------------------------------
+    # -- the protocol ------------------------------------------------------------------------------
 
     async def _swap(self, known: Contact, want: int = 0) -> bool:
-        """Exchange records with a peer; return whether it is there and a member. If not it is out of the views."""
+        """Exchange records with a peer; return whether it is there and a member.
+
+        If not it is out of the views.
+        """
         peer, new = known.peer, not self.views.knows(known.peer)
         try:
             opening = self._host.open(
                 peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S
             )
             with contextlib.closing(await opening) as stream:
-                # Not before: in a swarm by invitation only, opening a stream has made sure that the peer was invited.
+                # Not before: in a swarm by invitation only, opening a stream has made sure that the
+                # peer was invited.
                 await stream.send(pack(self._shuffle(peer, want)), SMALL_S)
                 reply = unpack(await stream.receive(ShuffleReply.LIMIT, SMALL_S), ShuffleReply)
             if reply.record is None:
@@ -419,7 +457,10 @@ class PeerExchange:
         )
 
     def _hear(self, peer: str, record: bytes, source: str) -> Contact:
-        """Check the record that ``peer`` hands over of itself, and give it to the directory. Raises MessageError."""
+        """Check the record that ``peer`` hands over of itself, and give it to the directory.
+
+        Raises MessageError.
+        """
         _, member = unseal(record, Member)
         if member.peer != peer:
             raise MessageError(
@@ -441,7 +482,8 @@ class PeerExchange:
             or not directory.access_policy.admits(peer)
         ):
             raise MessageError(
-                "A member record was refused: this node does not admit its peer, or its date is wrong.",
+                "A member record was refused: this node does not admit its peer, or its date is "
+                "wrong.",
                 "denied",
             )
         return replace(
@@ -449,7 +491,10 @@ class PeerExchange:
         )
 
     def _take(self, source: str, offered: Sequence[bytes]) -> None:
-        """Note the peers of offered records that may be worth a dial. Of a wrong one nothing is kept."""
+        """Note the peers of offered records that may be worth a dial.
+
+        Of a wrong one nothing is kept.
+        """
         self._left = self._directory.departed()
         for record in offered:
             try:

@@ -1,16 +1,19 @@
-"""What a node tells bootstrap nodes of itself and of its public swarm, the swarms that they list, and redialling of lost peers.
+"""What a node tells bootstrap nodes of itself and of its public swarm, the swarms that they list,
+and redialling of lost peers.
 
-A node reports itself to the swarm's bootstrap nodes, and meets the peers that they name. So a swarm can be joined though every
-other address in the link is dead, and two parts of a swarm that lost each other, but not the bootstrap node, meet again.
+A node reports itself to the swarm's bootstrap nodes, and meets the peers that they name. So a swarm
+can be joined though every other address in the link is dead, and two parts of a swarm that lost
+each other, but not the bootstrap node, meet again.
 
-Of a partitioned swarm without one each half keeps its own directory, and a node that has a neighbour looks no further. So every
-`REDIAL_S` seconds a node dials some of the peers that it knows but has not in view, each again after twice the time, up to
-`LONGEST`. (libp2p itself refuses to dial an address again for up to five minutes after many failures.) Peers that left on
-purpose are not dialled.
+Of a partitioned swarm without one each half keeps its own directory, and a node that has a
+neighbour looks no further. So every `REDIAL_S` seconds a node dials some of the peers that it knows
+but has not in view, each again after twice the time, up to `LONGEST`. (libp2p itself refuses to
+dial an address again for up to five minutes after many failures.) Peers that left on purpose are
+not dialled.
 
-That a listed swarm (`shoal swarms`) has this name and these settings follows from the hash of its manifest, which is its id.
-Sizes are what one member says, and the number of peers what the bootstrap node says: they help to choose, and joining checks
-all again.
+That a listed swarm (`shoal swarms`) has this name and these settings follows from the hash of its
+manifest, which is its id. Sizes are what one member says, and the number of peers what the
+bootstrap node says: they help to choose, and joining checks all again.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ FIRST, LONGEST = 10.0, 300.0  # seconds until a peer is dialled again
 
 
 class Reconnector:
-    """Schedule of the peers to dial again: those that the host knows and the directory has not in view."""
+    """Schedule of the peers to dial again: those that the host knows and the directory has not in
+    view.
+    """
 
     def __init__(self, host: Host, directory: Directory) -> None:
         self._host, self._directory = host, directory
@@ -110,7 +115,10 @@ class SeedAnnouncer:
         self._looking = host.submit(Reconnector(host, directory).run())
 
     def report(self, timeout: float) -> None:
-        """Report to all seeds now, within ``timeout`` seconds; a missing answer is no error. For any thread but the host's."""
+        """Report to all seeds now, within ``timeout`` seconds; a missing answer is no error.
+
+        For any thread but the host's.
+        """
         if self._host.seeds():
             try:
                 self._host.call(self._report(), timeout)
@@ -120,15 +128,26 @@ class SeedAnnouncer:
     def announce(
         self, manifest: bytes, *, params: int, round_bytes: int, memory: int, device: str
     ) -> None:
-        """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see `Announcement`."""
+        """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see
+        `Announcement`.
+        """
         if len(manifest) > MAX_MANIFEST:
-            why = "this swarm is not announced to bootstrap nodes: its settings have %d bytes, more than %d."
+            why = (
+                "this swarm is not announced to bootstrap nodes: its settings have %d bytes, "
+                "more than %d."
+            )
             log.warning(why, len(manifest), MAX_MANIFEST)
             return
         self._announced = Announcement(
-            swarm=self._swarm, peer=self._identity.peer_id, manifest=manifest, params=min(params, MAX_COUNT),
-            round_bytes=min(round_bytes, MAX_BYTES), memory=min(memory, MAX_BYTES), device=device, issued=0.0,
-        )  # fmt: skip
+            swarm=self._swarm,
+            peer=self._identity.peer_id,
+            manifest=manifest,
+            params=min(params, MAX_COUNT),
+            round_bytes=min(round_bytes, MAX_BYTES),
+            memory=min(memory, MAX_BYTES),
+            device=device,
+            issued=0.0,
+        )
 
     def close(self) -> None:
         """Stop reporting. The last report stays with the seeds until they forget it."""
@@ -186,7 +205,10 @@ class SeedAnnouncer:
                 log.debug("this node was not reported to bootstrap node %s: %s", short(seed), error)
 
     async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
-        """Announce the swarm to a seed, after this node's record. Raises NetworkError or MessageError."""
+        """Announce the swarm to a seed, after this node's record.
+
+        Raises NetworkError or MessageError.
+        """
         sealed = seal(announced.model_copy(update={"issued": time.time()}), self._identity)
         stream = await self._host.open(seed, SWARMS_PROTOCOL, addresses=addresses, timeout=OPEN_S)
         if reason := (await _asked(stream, SwarmsRequest(announcement=sealed))).reason:
@@ -223,7 +245,10 @@ class PublicSwarm:
 
 
 def read_listed(packed: bytes, seed: str) -> PublicSwarm:
-    """Open what the bootstrap node at the address ``seed`` lists. Raises MessageError and nothing else."""
+    """Open what the bootstrap node at the address ``seed`` lists.
+
+    Raises MessageError and nothing else.
+    """
     listed = unpack(packed, ListedSwarm)
     _, said = unseal(listed.announcement, Announcement)
     if swarm_id(said.manifest) != said.swarm:
@@ -253,7 +278,9 @@ def read_listed(packed: bytes, seed: str) -> PublicSwarm:
 
 
 def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
-    """Return each swarm once, those with the most peers first: what the seed said that knows most of it, with all addresses."""
+    """Return each swarm once, those with the most peers first: what the seed said that knows most
+    of it, with all addresses.
+    """
     best = dict[str, PublicSwarm]()
     addresses = dict[str, dict[str, None]]()
     for one in found:
@@ -285,7 +312,8 @@ async def _listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
 
 
 async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
-    """Ask all ``seeds`` at once, by a daemon of this call; return the swarms, and a sentence for each seed that did not answer.
+    """Ask all ``seeds`` at once, by a daemon of this call; return the swarms, and a sentence for
+    each seed that did not answer.
 
     Raises StartupError: the daemon does not start.
     """
@@ -305,13 +333,15 @@ async def _within(daemon: Daemon, seed: str) -> tuple[list[PublicSwarm], str]:
     except TimeoutError:
         return (
             [],
-            f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, or ask another one.",
+            f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, "
+            "or ask another one.",
         )
     except (*DAEMON_GONE, ValueError) as error:
         why = str(error).partition(":")[0]  # the daemon goes on about each address
         return (
             [],
-            f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask another one.",
+            f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask "
+            "another one.",
         )
     except (NetworkError, MessageError) as error:
         return [], str(error)

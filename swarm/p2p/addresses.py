@@ -1,9 +1,10 @@
-"""Addresses of peers: their forms, where they lead, those met before (kept in a file), and those not to be dialled again at once.
+"""Addresses of peers: their forms, where they lead, those met before (kept in a file), and those
+not to be dialled again at once.
 
-The ones met before lead to the swarm when every address of the link is dead. So most places are for peers that have answered,
-one of each address range before the second of any: however many others are heard of, they do not displace them. The file also
-has the addresses that this node listened on: peers that have only old addresses find it again on the same port. Needs no
-hivemind.
+The ones met before lead to the swarm when every address of the link is dead. So most places are for
+peers that have answered, one of each address range before the second of any: however many others
+are heard of, they do not displace them. The file also has the addresses that this node listened on:
+peers that have only old addresses find it again on the same port. Needs no hivemind.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def peer_bytes(peer_id: str) -> bytes:
 
 
 def to_bytes(address: str) -> bytes:
-    """Encode a multiaddr. Raises ValueError if it is none, or has a part that this node does not know."""
+    """Encode a multiaddr.
+
+    Raises ValueError if it is none, or has a part that this node does not know.
+    """
     empty, *parts = address.split("/")
     rest = iter(parts)
     data = b""
@@ -105,7 +109,10 @@ def _value(name: str, text: str) -> bytes:
 
 
 def to_text(data: bytes) -> str:
-    """Decode a binary multiaddr. Raises ValueError if it is none, or has a part that this node does not know."""
+    """Decode a binary multiaddr.
+
+    Raises ValueError if it is none, or has a part that this node does not know.
+    """
     text, at = "", 0
     while at < len(data):
         code, at = _read_varint(data, at)
@@ -145,12 +152,16 @@ def unix_address(path: Path) -> bytes:
 
 
 def by_quic(address: str) -> str:
-    """Return the address at which whoever listens at this one by TCP listens by QUIC, if so: at the same port."""
+    """Return the address at which whoever listens at this one by TCP listens by QUIC, if so: at the
+    same port.
+    """
     return re.sub("/tcp/([0-9]+)(?=/p2p/|$)", r"/udp/\1/quic-v1", address)
 
 
 def origin(address: bytes) -> str:
-    """Return the IP address in a binary multiaddr of a direct connection over TCP or QUIC; empty for any other, as by a relay."""
+    """Return the IP address in a binary multiaddr of a direct connection over TCP or QUIC; empty
+    for any other, as by a relay.
+    """
     with contextlib.suppress(ValueError):
         match to_text(address).split("/"):
             case ["", "ip4" | "ip6", host, "tcp", _] | [
@@ -178,7 +189,9 @@ def is_loopback_host(host: str) -> bool:
 
 
 def is_public_host(host: str) -> bool:
-    """Return whether ``host`` is a public IP address, which leads to the same machine from every network."""
+    """Return whether ``host`` is a public IP address, which leads to the same machine from every
+    network.
+    """
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_global
     return False
@@ -191,7 +204,9 @@ def host_asked(header: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def range_of(host: str) -> str:
-    """Return the address range of an IP address; of anything else, as a name, its last two labels."""
+    """Return the address range of an IP address; of anything else, as a name, its last two
+    labels.
+    """
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
@@ -213,12 +228,16 @@ def by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
 
 
 def range_met(peer: str, said: Sequence[str], met: Mapping[str, str]) -> str:
-    """Return the address range in which a peer was ``met``, or is as it ``said`` (its addresses); one for all that say nothing."""
+    """Return the address range in which a peer was ``met``, or is as it ``said`` (its addresses);
+    one for all that say nothing.
+    """
     return range_of(met.get(peer) or host_of(said[0] if said else ""))
 
 
 def by_turns(hosts: Iterable[tuple[str, str]], place: Callable[[str], str] = range_of) -> list[str]:
-    """Return the peers of (peer, host): first one of each ``place``, by default an address range, then a second, and so on."""
+    """Return the peers of (peer, host): first one of each ``place``, by default an address range,
+    then a second, and so on.
+    """
     turns: Counter[str] = Counter()
     placed = []
     for peer, host in hosts:
@@ -229,14 +248,18 @@ def by_turns(hosts: Iterable[tuple[str, str]], place: Callable[[str], str] = ran
 
 
 def known_first(claimed: Iterable[tuple[str, str]], met: Mapping[str, str]) -> list[str]:
-    """Return the peers of (peer, host that it claims) by turns: first those that were ``met``, by where, then the others."""
+    """Return the peers of (peer, host that it claims) by turns: first those that were ``met``, by
+    where, then the others.
+    """
     hosts = list(claimed)
     there = [(peer, met[peer]) for peer, _ in hosts if met.get(peer)]
     return [*by_turns(there), *by_turns((peer, host) for peer, host in hosts if not met.get(peer))]
 
 
 def one_each(values: Iterable[tuple[str, N]]) -> list[N]:
-    """Return of (host, value) one value for each address range, the lower median of its values: keys cost nothing."""
+    """Return of (host, value) one value for each address range, the lower median of its values:
+    keys cost nothing.
+    """
     ranges = defaultdict[str, list[N]](list)
     for host, value in values:
         ranges[range_of(host)].append(value)
@@ -244,7 +267,9 @@ def one_each(values: Iterable[tuple[str, N]]) -> list[N]:
 
 
 def of_ranges(values: Iterable[tuple[str, N]], met: Mapping[str, str]) -> list[N]:
-    """Return of (peer, value) one value for each address range at which peers were ``met``, or all values if none was."""
+    """Return of (peer, value) one value for each address range at which peers were ``met``, or all
+    values if none was.
+    """
     every = list(values)
     return one_each((met[peer], value) for peer, value in every if met.get(peer)) or [
         value for _, value in every
@@ -280,11 +305,13 @@ _OTHER_KEY = re.compile(r"remote key matches (\w+)")
 
 
 class Peerstore:
-    """The peers heard of last, newest last, each with its newest addresses, and when each answered. For any thread.
+    """The peers heard of last, newest last, each with its newest addresses, and when each answered.
 
-    ``own``: the id of this node, which is not stored. ``path``: the file that keeps those of ``swarm`` from run to run. Its
-    addresses have to pass the rules of a link; a file that is damaged, or of another swarm, is ignored and written anew. ``clock``:
-    Unix seconds.
+    For any thread.
+
+    ``own``: the id of this node, which is not stored. ``path``: the file that keeps those of
+    ``swarm`` from run to run. Its addresses have to pass the rules of a link; a file that is
+    damaged, or of another swarm, is ignored and written anew. ``clock``: Unix seconds.
     """
 
     def __init__(
@@ -312,7 +339,10 @@ class Peerstore:
         return peer in self._peers
 
     def remember(self, addresses: Iterable[str]) -> None:
-        """Note full multiaddrs, the best one of each peer first. Leave out this node's own, and those that no link can hold."""
+        """Note full multiaddrs, the best one of each peer first.
+
+        Leave out this node's own, and those that no link can hold.
+        """
         found = by_peer(address for address in addresses if address_problem(address) is None)
         found.pop(self._own, None)
         with self._lock:
@@ -327,7 +357,9 @@ class Peerstore:
             self._forget()
 
     def learn(self, answered: Iterable[str]) -> None:
-        """Note the peers that answered a dial: at the address of the host at which each was met, or else at any of its own."""
+        """Note the peers that answered a dial: at the address of the host at which each was met, or
+        else at any of its own.
+        """
         now = self._clock()
         with self._lock:
             for peer in answered:
@@ -367,7 +399,9 @@ class Peerstore:
         return self._answered.get(address, 0.0)
 
     def _forget(self) -> None:
-        """Leave out whoever has no place: beyond those that answered last, the peers not heard of for longest."""
+        """Leave out whoever has no place: beyond those that answered last, the peers not heard of
+        for longest.
+        """
         if len(self._peers) > MAX_PEERS:
             best = {peer: max(addresses, key=self._when) for peer, addresses in self._peers.items()}
             answered = sorted(
@@ -426,11 +460,13 @@ class Peerstore:
 
 
 class DialBackoff:
-    """The dials that are put off, because made-up members can name anybody's address under any number of peer ids.
+    """The dials that are put off, because made-up members can name anybody's address under any
+    number of peer ids.
 
-    So failures count for an address, whoever was expected there, and the ports of a host beyond `PORTS` share one count. A peer
-    that was met at a host, because it called from there or answered there, is dialled there whatever failed for others. ``chosen``:
-    full multiaddrs that the user gave; they are never put off. For any thread.
+    So failures count for an address, whoever was expected there, and the ports of a host beyond
+    `PORTS` share one count. A peer that was met at a host, because it called from there or answered
+    there, is dialled there whatever failed for others. ``chosen``: full multiaddrs that the user
+    gave; they are never put off. For any thread.
     """
 
     def __init__(
@@ -439,15 +475,22 @@ class DialBackoff:
         self._chosen, self._clock = frozenset(chosen), clock
         self._lock = threading.Lock()
         self._failed: OrderedDict[str, dict[str, tuple[int, float]]] = OrderedDict()
-        """Host -> port, or "" for all further ones -> failures in a row and the time of the last. The newest host last."""
+        """Host -> port, or "" for all further ones -> failures in a row and the time of the last.
+
+        The newest host last.
+        """
         self.met: OrderedDict[str, str] = OrderedDict()
-        """Peer -> the IP address at which it was met last, or `RELAYED`. The newest last; to be read only."""
+        """Peer -> the IP address at which it was met last, or `RELAYED`.
+
+        The newest last; to be read only.
+        """
         self._ranges: Counter[str] = Counter()  # how many of them each address range has
 
     def meet(self, peer: str, host: str) -> None:
         """Note that ``peer`` is at the IP address ``host``, or behind a relay if that is empty.
 
-        Where all places are taken the address range with the most gives its oldest up: whom a node has met counts in many choices.
+        Where all places are taken the address range with the most gives its oldest up: whom a node
+        has met counts in many choices.
         """
         with self._lock:
             self._count(self.met.get(peer), -1)
@@ -471,7 +514,10 @@ class DialBackoff:
             return [address for address in addresses if self._wait(peer, address) <= 0]
 
     def fail(self, peer: str, addresses: Iterable[str], reason: str = "") -> None:
-        """Note that this node could not connect to ``peer`` at ``addresses``. ``reason``: the daemon's text."""
+        """Note that this node could not connect to ``peer`` at ``addresses``.
+
+        ``reason``: the daemon's text.
+        """
         now, places = self._clock(), {_place(address): address for address in addresses}
         with self._lock:
             for (host, port), address in places.items():
@@ -520,7 +566,9 @@ def _place(address: str) -> tuple[str, str]:
 
 
 def _area(host: str) -> str:
-    """Return what counts as one host: an IPv4 address, a /64 of IPv6, or the last two labels of a name."""
+    """Return what counts as one host: an IPv4 address, a /64 of IPv6, or the last two labels of a
+    name.
+    """
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:

@@ -1,11 +1,13 @@
-"""Addresses to listen on, connecting to bootstrap peers, and the slots that this node holds at relays.
+"""Addresses to listen on, connecting to bootstrap peers, and the slots that this node holds at
+relays.
 
-A slot ends with the connection on which it was given, and the daemon asks each relay once, when libp2p finds that nobody can
-dial this node, and not again after the connection was lost. So from then on this module asks: every `RENEW_S` seconds each of
-the first `MAX_RELAYS` relays that answer, by libp2p's own protocol (circuit v2, RESERVE), which costs a relay nothing when it
-has the slot. A connection on which two requests in a row got no answer is ended, and made anew. A machine that was taken to
-another network has lost all connections: the daemon, which would find that out in half a minute, is told to end them as soon as
-the machine's address is gone.
+A slot ends with the connection on which it was given, and the daemon asks each relay once, when
+libp2p finds that nobody can dial this node, and not again after the connection was lost. So from
+then on this module asks: every `RENEW_S` seconds each of the first `MAX_RELAYS` relays that answer,
+by libp2p's own protocol (circuit v2, RESERVE), which costs a relay nothing when it has the slot. A
+connection on which two requests in a row got no answer is ended, and made anew. A machine that was
+taken to another network has lost all connections: the daemon, which would find that out in half a
+minute, is told to end them as soon as the machine's address is gone.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import MAX_ADDRESS
 
 _BIND_PROBLEMS = {
-    errno.EADDRINUSE: "the port is taken by another program, choose another with --listen or stop that program",
+    errno.EADDRINUSE: "the port is taken by another program, choose another with --listen or stop "
+    "that program",
     errno.EACCES: "ports below 1024 need root, choose a higher one with --listen",
-    errno.EADDRNOTAVAIL: "this machine has no such address, use /ip4/0.0.0.0/... to listen on all it has",
+    errno.EADDRNOTAVAIL: "this machine has no such address, use /ip4/0.0.0.0/... to listen on all "
+    "it has",
 }
 
 
@@ -49,8 +53,8 @@ def _socket(ip: str, transport: str) -> socket.socket:
 def check_free(listen: Sequence[str]) -> None:
     """Raise StartupError for the first of the listen addresses that cannot be bound.
 
-    The daemon itself would not notice: it shares its port with any other p2pd of the same user (SO_REUSEPORT), and is satisfied
-    when one of several addresses works.
+    The daemon itself would not notice: it shares its port with any other p2pd of the same user
+    (SO_REUSEPORT), and is satisfied when one of several addresses works.
     """
     for address in listen:
         found = re.match(r"/(ip4|ip6)/([^/]+)/(tcp|udp)/(\d+)", address)
@@ -75,7 +79,9 @@ def check_free(listen: Sequence[str]) -> None:
 
 
 def beside(listen: Sequence[str]) -> list[str]:
-    """Return where to listen by QUIC beside these addresses: at their TCP ports, where those are known and free."""
+    """Return where to listen by QUIC beside these addresses: at their TCP ports, where those are
+    known and free.
+    """
     found = []
     for address in listen:
         quic = by_quic(address)
@@ -87,15 +93,21 @@ def beside(listen: Sequence[str]) -> list[str]:
 
 
 def check_announced(announce: Sequence[str], peer_id: str) -> None:
-    """Raise StartupError for the first of the addresses to announce that no record or link could hold, with the id behind it."""
+    """Raise StartupError for the first of the addresses to announce that no record or link could
+    hold, with the id behind it.
+    """
     for address in announce:
         full = f"{address}/p2p/{peer_id}"
         problem = address_problem(full)
         if len(full) > MAX_ADDRESS:
-            problem = f"it has {len(address)} characters, at most {MAX_ADDRESS - len(full) + len(address)} are allowed"
+            problem = (
+                f"it has {len(address)} characters, at most "
+                f"{MAX_ADDRESS - len(full) + len(address)} are allowed"
+            )
         if problem:
             raise StartupError(
-                f"cannot announce {address[:80]}: {problem}; write it like /ip4/203.0.113.5/tcp/4001."
+                f"cannot announce {address[:80]}: {problem}; write it like "
+                "/ip4/203.0.113.5/tcp/4001."
             )
 
 
@@ -103,7 +115,9 @@ _ANY_PORT = re.compile(r"^(/(ip4|ip6)/([^/]+)/(tcp|udp)/)0(?=/|$)")
 
 
 def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return ``listen`` with each port 0 replaced by the port in ``addresses``, so that a restart keeps it."""
+    """Return ``listen`` with each port 0 replaced by the port in ``addresses``, so that a restart
+    keeps it.
+    """
 
     def obtained(found: re.Match[str]) -> str:
         ports = {
@@ -131,8 +145,8 @@ _LISTEN = re.compile(r"/(ip4|ip6)/[0-9a-fA-F.:]+/(tcp|udp)/[0-9]{1,5}(/|$)")
 
 
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
-    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there, or no address was named (`ANYWHERE`); else
-    ``listen``.
+    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there, or no address
+    was named (`ANYWHERE`); else ``listen``.
     """
     if tuple(listen) == ANYWHERE and before and all(map(_LISTEN.match, before)):
         return tuple(before)
@@ -190,9 +204,12 @@ _REASONS = (
 async def connect_any(
     daemon: Daemon, bootstrap: Sequence[str], timeout: float
 ) -> tuple[list[str], dict[str, str]]:
-    """Connect to all bootstrap addresses at once. Return the peer ids that answered, and address -> reason for the others.
+    """Connect to all bootstrap addresses at once.
 
-    Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout`` seconds.
+    Return the peer ids that answered, and address -> reason for the others.
+
+    Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout``
+    seconds.
     """
     loop = asyncio.get_running_loop()
     began, peers = loop.time(), by_peer(bootstrap)
@@ -253,7 +270,10 @@ def candidates(bootstrap: Sequence[str]) -> list[str]:
 
 
 async def answering(bootstrap: Sequence[str]) -> list[str]:
-    """Return the first `MAX_RELAYS` of the `candidates` that take a TCP connection. Takes `PROBE_S` seconds at most."""
+    """Return the first `MAX_RELAYS` of the `candidates` that take a TCP connection.
+
+    Takes `PROBE_S` seconds at most.
+    """
 
     async def answers(address: str) -> bool:
         _, _, host, _, port, *_ = address.split("/")
@@ -316,9 +336,11 @@ def is_gone(address: str) -> bool:
 
 
 class RelaySlots:
-    """The slots of a node with the peer id ``own`` at relays among ``bootstrap``, full multiaddrs; use it on one loop.
+    """The slots of a node with the peer id ``own`` at relays among ``bootstrap``, full multiaddrs;
+    use it on one loop.
 
-    ``needed``: whether nobody can dial this node; `look` sets it when libp2p has found that. ``clock``: seconds.
+    ``needed``: whether nobody can dial this node; `look` sets it when libp2p has found that.
+    ``clock``: seconds.
     """
 
     def __init__(
@@ -337,7 +359,9 @@ class RelaySlots:
         self._held: dict[str, float] = {}  # address of a relay -> when it gave a slot last
         self._put_off: dict[str, float] = {}  # address of a relay -> until when it is not asked
         self._stuck: float | None = None
-        """Since when the daemon has refused to dial a relay that takes connections, while no slot is held."""
+        """Since when the daemon has refused to dial a relay that takes connections, while no slot
+        is held.
+        """
         self._restarted = float("-inf")
 
     def addresses(self) -> list[str]:
@@ -351,10 +375,12 @@ class RelaySlots:
         self._found = False
 
     async def look(self, daemon: Daemon, known: Sequence[str]) -> bool:
-        """Ask the relays that are due; ``known``: the addresses that the daemon gives. Return whether it has to be restarted.
+        """Ask the relays that are due; ``known``: the addresses that the daemon gives.
 
-        That is so when it has refused for `STUCK_S` seconds to dial a relay that answers: it puts a peer off for up to five
-        minutes after dials that failed. Raises one of `daemon.DAEMON_GONE`.
+        Return whether it has to be restarted.
+
+        That is so when it has refused for `STUCK_S` seconds to dial a relay that answers: it puts a
+        peer off for up to five minutes after dials that failed. Raises one of `daemon.DAEMON_GONE`.
         """
         if self._here and is_gone(self._here):
             log.info("this machine is in another network now: it connects anew")
@@ -388,7 +414,9 @@ class RelaySlots:
         return True
 
     async def _renew(self, daemon: Daemon, relay: str) -> bool:
-        """Ask ``relay`` for a slot, or for the one that this node has; False: it answers, but the daemon does not dial it."""
+        """Ask ``relay`` for a slot, or for the one that this node has; False: it answers, but the
+        daemon does not dial it.
+        """
         peer, granted, reason = relay.rpartition("/p2p/")[2], False, ""
         try:
             granted = await self._reserve(daemon, relay, peer)
@@ -424,10 +452,12 @@ class RelaySlots:
 
 
 async def launch_relay(identity: Identity, *, listen: Sequence[str], **chosen: Any) -> Daemon:
-    """Start a daemon (`Daemon.launch`) that counts as reachable and forwards for others, without a limit that anybody meets.
+    """Start a daemon (`Daemon.launch`) that counts as reachable and forwards for others, without a
+    limit that anybody meets.
 
-    Where a daemon counts as reachable, libp2p starts a relay of its own, which cuts connections off after 128 KiB. The daemon's
-    comes after it and takes its place, but in about one of 24 starts before it. So it is asked for a slot, and started anew then.
+    Where a daemon counts as reachable, libp2p starts a relay of its own, which cuts connections off
+    after 128 KiB. The daemon's comes after it and takes its place, but in about one of 24 starts
+    before it. So it is asked for a slot, and started anew then.
     """
     for _ in range(STARTS):
         daemon = await Daemon.launch(identity, listen=listen, public=True, **chosen)
@@ -477,7 +507,8 @@ def _fields(message: Empty) -> dict[int, Any]:
 
 
 async def reserve(daemon: Daemon, relay: str) -> float:
-    """Have the connected peer ``relay`` forward connections to this node; return the bytes after which it cuts one off.
+    """Have the connected peer ``relay`` forward connections to this node; return the bytes after
+    which it cuts one off.
 
     Raises NetworkError or OSError.
     """

@@ -1,7 +1,9 @@
-"""A client of p2pd (libp2p's Go daemon, from hivemind's wheel): launch it under a guard, and talk to it over its control socket.
+"""A client of p2pd (libp2p's Go daemon, from hivemind's wheel): launch it under a guard, and talk
+to it over its control socket.
 
-The daemon speaks length-prefixed protobuf over a Unix socket in a private folder. Its messages come from a file in hivemind's
-wheel that needs nothing of the package around it, so neither hivemind nor torch is imported here: a bootstrap node runs without.
+The daemon speaks length-prefixed protobuf over a Unix socket in a private folder. Its messages come
+from a file in hivemind's wheel that needs nothing of the package around it, so neither hivemind nor
+torch is imported here: a bootstrap node runs without.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ ANSWER_S = 10.0  # seconds for the daemon to take a stream handler, or to name t
 FIND_S = 2  # seconds a look into the address book of the daemon may take
 
 Incoming = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""A stream handler: gets the id of the peer that opened the stream, the IP address it comes from, and both ends."""
+"""A stream handler: gets the id of the peer that opened the stream, the IP address it comes from,
+and both ends.
+"""
 
 
 class DaemonError(NetworkError):
@@ -79,7 +83,10 @@ def messages() -> Any:
 
 
 async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
-    """Fill ``message`` with the next one and return it. Raises OSError if it has more than `MAX_FRAME` bytes, or EOFError."""
+    """Fill ``message`` with the next one and return it.
+
+    Raises OSError if it has more than `MAX_FRAME` bytes, or EOFError.
+    """
     size = 0
     for shift in range(0, 28, 7):
         (byte,) = await reader.readexactly(1)
@@ -117,7 +124,8 @@ class Daemon:
         timeout: float = 30.0,
         **chosen: Any,
     ) -> Self:
-        """Start a daemon with ``identity``'s peer id, with `daemon_process.options`; it answers when this returns.
+        """Start a daemon with ``identity``'s peer id, with `daemon_process.options`; it answers
+        when this returns.
 
         Raises StartupError, after removing everything again, within ``timeout`` seconds.
         """
@@ -140,14 +148,17 @@ class Daemon:
             command = [str(binary), *daemon_process.options(**chosen)]
             if (
                 relay == "off"
-            ):  # -relay=0 has no effect, since p2pd's configuration has it on unless a file says otherwise
+                # -relay=0 has no effect, since p2pd's configuration has it on unless a file says
+                # otherwise
+            ):
                 (run_dir / "config").write_text('{"Relay": {"Enabled": false}}')
                 command.append(f"-f={run_dir / 'config'}")
             found = await asyncio.wait_for(self._start(command, lock), timeout)
             started = found == identity.peer_id
         except TimeoutError:
             raise StartupError(
-                f"the network daemon did not answer within {timeout:g} s: the machine may be overloaded; try again."
+                f"the network daemon did not answer within {timeout:g} s: the machine may be "
+                "overloaded; try again."
             ) from None
         except DAEMON_GONE as error:
             raise StartupError(
@@ -159,7 +170,8 @@ class Daemon:
                 await self.shutdown()
         if not started:
             raise StartupError(
-                f"the network daemon did not come up as {identity.peer_id}: the key file {key} was changed meanwhile; start again."
+                f"the network daemon did not come up as {identity.peer_id}: the key file {key} was "
+                "changed meanwhile; start again."
             )
         return self
 
@@ -177,7 +189,9 @@ class Daemon:
         return await self._child.wait()
 
     async def shutdown(self) -> None:
-        """End the process and remove its folder; takes at most about `daemon_guard.GRACE` seconds."""
+        """End the process and remove its folder; takes at most about `daemon_guard.GRACE`
+        seconds.
+        """
         if self._owner != os.getpid():  # a forked copy of this object owns nothing
             return
         for end in self.at_end:
@@ -199,7 +213,10 @@ class Daemon:
                 os.kill(self._child.pid, signal.SIGTERM)
 
     async def serve(self, protocol: str, handler: Incoming) -> None:
-        """Answer streams of ``protocol`` with ``handler``; they are closed when it returns. Raises one of `DAEMON_GONE`."""
+        """Answer streams of ``protocol`` with ``handler``; they are closed when it returns.
+
+        Raises one of `DAEMON_GONE`.
+        """
         self._handlers[protocol] = handler
         ask = messages().StreamHandlerRequest(
             addr=unix_address(self.inbound), proto=[protocol], balanced=False
@@ -231,9 +248,11 @@ class Daemon:
     async def request(
         self, kind: str, **fields: Any
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
-        """Send a request over a connection of its own; return that connection, which is now the caller's, and the answer.
+        """Send a request over a connection of its own; return that connection, which is now the
+        caller's, and the answer.
 
-        ``kind``, ``fields``: those of `p2pd_pb2.Request`. Raises one of `DAEMON_GONE`, after closing the connection.
+        ``kind``, ``fields``: those of `p2pd_pb2.Request`. Raises one of `DAEMON_GONE`, after
+        closing the connection.
         """
         types = messages()
         reader, writer = await asyncio.open_unix_connection(str(self.control))
@@ -255,7 +274,8 @@ class Daemon:
         return answer
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return full multiaddrs under which peers may reach this node, those beyond this machine first.
+        """Return full multiaddrs under which peers may reach this node, those beyond this machine
+        first.
 
         Raises ValueError if there is none.
         """
@@ -267,12 +287,14 @@ class Daemon:
     async def connect(
         self, peer_id: str, addresses: Sequence[str], *, seconds: int | None = None
     ) -> None:
-        """Connect to a peer, unless this node is connected to it. Addresses that failed lately are put off (`DialBackoff`).
+        """Connect to a peer, unless this node is connected to it.
+
+        Addresses that failed lately are put off (`DialBackoff`).
 
         ``seconds``: how long the daemon dials; by default as long as it likes.
 
-        Raises ValueError if none of the addresses is one (a peer may send us anything), `PutOffError` if none is due, or another of
-        `DAEMON_GONE`.
+        Raises ValueError if none of the addresses is one (a peer may send us anything),
+        `PutOffError` if none is due, or another of `DAEMON_GONE`.
         """
         bare, wrong = {}, ""
         for address in addresses:
@@ -313,7 +335,9 @@ class Daemon:
         return tuple(await self.origins())
 
     async def origins(self) -> dict[str, str]:
-        """Return the IP address from which each connected peer came, empty for one by a relay; and note it."""
+        """Return the IP address from which each connected peer came, empty for one by a relay; and
+        note it.
+        """
         found = {
             b58encode(peer.id[:MAX_ID]): peer.addrs
             for peer in (await self._ask("LIST_PEERS")).peers
@@ -327,7 +351,9 @@ class Daemon:
         return hosts
 
     async def ways(self) -> dict[str, list[str]]:
-        """Return the addresses of each connected peer's connections, but of kinds that this node does not know."""
+        """Return the addresses of each connected peer's connections, but of kinds that this node
+        does not know.
+        """
         found: dict[str, list[str]] = {}
         for peer in (await self._ask("LIST_PEERS")).peers:
             found.setdefault(b58encode(peer.id[:MAX_ID]), []).extend(_known(peer.addrs))
@@ -340,18 +366,23 @@ class Daemon:
         )
 
     async def is_local(self, peer_id: str) -> bool:
-        """Return whether every connection to a peer stays on this machine. Raises one of `DAEMON_GONE`."""
+        """Return whether every connection to a peer stays on this machine.
+
+        Raises one of `DAEMON_GONE`.
+        """
         addresses = (await self.ways()).get(peer_id, [])
         return bool(addresses) and all(
             is_loopback(text) and "p2p-circuit" not in text for text in addresses
         )
 
     async def where(self, peer_id: str) -> tuple[str, ...]:
-        """Return the full multiaddrs that a connected peer gave as its own; none if it gave none yet.
+        """Return the full multiaddrs that a connected peer gave as its own; none if it gave none
+        yet.
 
-        Not those of the connections: one that the peer opened comes from a port on which it does not listen. Addresses of kinds
-        that this node does not know are left out. Raises one of `DAEMON_GONE`, also when the peer is not connected and libp2p's
-        own routing does not know it.
+        Not those of the connections: one that the peer opened comes from a port on which it does
+        not listen. Addresses of kinds that this node does not know are left out. Raises one of
+        `DAEMON_GONE`, also when the peer is not connected and libp2p's own routing does not know
+        it.
         """
         types = messages()
         ask = types.DHTRequest(

@@ -1,9 +1,11 @@
-"""A guard that keeps the daemon from outliving its node: ``python -I -S daemon_guard.py RUN_DIR NODE_PID COMMAND...``.
+"""A guard that keeps the daemon from outliving its node: ``python -I -S daemon_guard.py RUN_DIR
+NODE_PID COMMAND...``.
 
-A node may end in ways that let it clean up nothing (kill -9, out of memory). So the daemon is a child of this small process
-and not of the node; it ends the daemon and removes RUN_DIR as soon as the node is gone, the daemon has ended, or it gets
-SIGTERM. It runs in a session of its own, so that Ctrl-C in the terminal reaches the node alone, which may still need the
-daemon to leave the swarm. On Linux the kernel also kills the daemon should this process itself be killed.
+A node may end in ways that let it clean up nothing (kill -9, out of memory). So the daemon is a
+child of this small process and not of the node; it ends the daemon and removes RUN_DIR as soon as
+the node is gone, the daemon has ended, or it gets SIGTERM. It runs in a session of its own, so that
+Ctrl-C in the terminal reaches the node alone, which may still need the daemon to leave the swarm.
+On Linux the kernel also kills the daemon should this process itself be killed.
 
 Standard library only, and nothing of ours: it starts in some 20 ms and holds a few MB.
 """
@@ -25,7 +27,9 @@ _PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is g
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to end this process with its parent; runs in the child before it becomes the daemon."""
+    """Ask the kernel to end this process with its parent; runs in the child before it becomes the
+    daemon.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -40,7 +44,9 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def _watch(child: subprocess.Popen[bytes], parent: int, stop: list[int], wake: int) -> None:
-    """Return when the daemon has ended, the parent process is gone, or a signal asked for the end."""
+    """Return when the daemon has ended, the parent process is gone, or a signal asked for the
+    end.
+    """
     while child.poll() is None and os.getppid() == parent and not stop:
         if select.select([wake], [], [], POLL)[0]:
             os.read(wake, 64)

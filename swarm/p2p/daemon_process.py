@@ -1,4 +1,5 @@
-"""The process of the daemon, p2pd: where its binary is, its private folder, its options, its start under a guard, its output.
+"""The process of the daemon, p2pd: where its binary is, its private folder, its options, its start
+under a guard, its output.
 
 Nothing here imports hivemind, which would import torch: a bootstrap node runs without.
 """
@@ -39,7 +40,10 @@ SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 
 CONNECTIONS = (256, 512)
 MAX_LINE = 1 << 16  # bytes of output that are taken for a line
 YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
-_REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux or macOS, or use WSL or Docker"
+_REMEDY = (
+    "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux or macOS, "
+    "or use WSL or Docker"
+)
 
 
 def daemon_path() -> Path:
@@ -57,7 +61,9 @@ def hivemind_folder() -> Path:
 
 
 class _Parts(ModuleType):
-    """The package hivemind before its ``__init__`` has run, which it does when something of it is asked for."""
+    """The package hivemind before its ``__init__`` has run, which it does when something of it is
+    asked for.
+    """
 
     def __getattr__(self, name: str) -> Any:
         metadata = name.startswith("__") and name != "__version__"
@@ -72,24 +78,29 @@ class _Parts(ModuleType):
 
 
 def check_shared_memory() -> None:
-    """Raise StartupError if a lock that processes share cannot be made, which takes a small file in /dev/shm on Linux."""
+    """Raise StartupError if a lock that processes share cannot be made, which takes a small file in
+    /dev/shm on Linux.
+    """
     try:
         multiprocessing.Lock()
     except OSError as error:
         raise StartupError(
-            f"The system has no shared memory for a lock (/dev/shm: {error.strerror}): mount /dev/shm so that it can be written "
+            f"The system has no shared memory for a lock (/dev/shm: {error.strerror}): mount "
+            "/dev/shm so that it can be written "
             "and has some room (docker run --shm-size 64m)."
         ) from error
 
 
 @contextlib.contextmanager
 def parts_of_hivemind() -> Iterator[None]:
-    """Import modules of hivemind in this block without the ``__init__`` of the package, if these are the first of it.
+    """Import modules of hivemind in this block without the ``__init__`` of the package, if these
+    are the first of it.
 
-    It imports all of hivemind, and with it scipy: a third of a second of a processor, where a node needs the DHT only. Who asks for
-    ``hivemind.DHT`` and the like later gets it as ever.
+    It imports all of hivemind, and with it scipy: a third of a second of a processor, where a node
+    needs the DHT only. Who asks for ``hivemind.DHT`` and the like later gets it as ever.
 
-    Raises StartupError: there is no shared memory, in which hivemind makes a lock as it is imported.
+    Raises StartupError: there is no shared memory, in which hivemind makes a lock as it is
+    imported.
     """
     check_shared_memory()
     found = importlib.util.find_spec("hivemind") if "hivemind" not in sys.modules else None
@@ -109,10 +120,12 @@ def check_binary(binary: Path) -> None:
 
 
 def run_folder() -> tuple[Path, int]:
-    """Create a private folder for a daemon's sockets; return it and a descriptor that holds its lock.
+    """Create a private folder for a daemon's sockets; return it and a descriptor that holds its
+    lock.
 
-    The guard inherits the descriptor: as long as it lives, nobody takes the folder for a stale one. Folders of dead guards
-    are removed as well. Raises StartupError when the parent folder belongs to someone else.
+    The guard inherits the descriptor: as long as it lives, nobody takes the folder for a stale one.
+    Folders of dead guards are removed as well. Raises StartupError when the parent folder belongs
+    to someone else.
     """
     base = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
     name = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -134,14 +147,17 @@ def run_folder() -> tuple[Path, int]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise StartupError(
-            f"cannot create a folder for the daemon's sockets in {base} ({error.strerror}): free some space there or set "
+            f"cannot create a folder for the daemon's sockets in {base} ({error.strerror}): free "
+            "some space there or set "
             "TMPDIR to a folder that you can write."
         ) from error
     return folder, lock
 
 
 def sweep(base: Path) -> None:
-    """Remove the run folders in ``base`` whose guard is dead. (Shown by its lock: a process id may be another machine's.)"""
+    """Remove the run folders in ``base`` whose guard is dead. (Shown by its lock: a process id may
+    be another machine's.)
+    """
     for folder in base.iterdir():
         with contextlib.suppress(OSError):  # another node may be sweeping too
             if time.time() - folder.lstat().st_mtime < YOUNG:
@@ -169,14 +185,16 @@ def options(
 ) -> list[str]:
     """Return the options of p2pd.
 
-    ``relays``: full multiaddrs, one of each peer, of peers that may forward connections to a node that nobody can reach.
-    ``relay``: when they do: ``auto`` once peers found that out, ``only`` from the start, ``off`` never; with ``off`` this node
-    does not forward for others either. ``public``: this node is known to be reachable, so nobody needs to find out, and its
-    forwarding is not cut off. ``light``: take part in libp2p's own peer routing as a client only. ``idle``: time after which the
-    daemon ends if no connection stays open; empty: never.
+    ``relays``: full multiaddrs, one of each peer, of peers that may forward connections to a node
+    that nobody can reach. ``relay``: when they do: ``auto`` once peers found that out, ``only``
+    from the start, ``off`` never; with ``off`` this node does not forward for others either.
+    ``public``: this node is known to be reachable, so nobody needs to find out, and its forwarding
+    is not cut off. ``light``: take part in libp2p's own peer routing as a client only. ``idle``:
+    time after which the daemon ends if no connection stays open; empty: never.
     """
     beyond = not all(is_loopback(address) for address in listen)
-    # Relays found in the background (p2pd's -relayDiscovery) are asked for a slot after three minutes only; these at once.
+    # Relays found in the background (p2pd's -relayDiscovery) are asked for a slot after three
+    # minutes only; these at once.
     helpers = relays if beyond and relay != "off" and not public else ()
     chosen = {
         "listen": control,
@@ -186,7 +204,8 @@ def options(
         "pubsub": 1,
         "pubsubRouter": "gossipsub",
         "autonat": int(beyond),
-        # By UPnP or NAT-PMP, five seconds after the start. Not for who names an address to listen on or to announce, nor for QUIC.
+        # By UPnP or NAT-PMP, five seconds after the start. Not for who names an address to listen
+        # on or to announce, nor for QUIC.
         "natPortMap": int(
             not announce and any(address.startswith("/ip4/0.0.0.0/tcp/") for address in listen)
         ),
@@ -194,7 +213,8 @@ def options(
         "relayDiscovery": 0,
         "relay": int(relay != "off" or bool(helpers)),
         "connManager": 1,
-        # More than connHi connections are cut down to connLo: the least used ones, but none younger than connGrace.
+        # More than connHi connections are cut down to connLo: the least used ones, but none younger
+        # than connGrace.
         "connLo": CONNECTIONS[0],
         "connHi": CONNECTIONS[1],
         "connGrace": "20s",
@@ -215,7 +235,8 @@ def options(
 
 
 class GuardedProcess:
-    """The guard of a daemon as a child process, whose end is noticed whoever has SIGCHLD: torch's loaders and Lightning take it.
+    """The guard of a daemon as a child process, whose end is noticed whoever has SIGCHLD: torch's
+    loaders and Lightning take it.
 
     Make it on the loop that is to hear of its end, from ``popen``, whose output is a pipe.
     """
@@ -233,8 +254,11 @@ class GuardedProcess:
             self._loop.call_soon_threadsafe(self._ended.set_result, status)
 
     def follow(self, lines: deque[str], ready: asyncio.Future[None]) -> None:
-        """Read its output and its daemon's to the end into ``lines``. Set ``ready`` when the daemon is up, or StartupError before.
-        By a thread: uvloop and Python would each close the pipe, and by then its number may be another file's, of any thread.
+        """Read its output and its daemon's to the end into ``lines``.
+
+        Set ``ready`` when the daemon is up, or StartupError before.
+        By a thread: uvloop and Python would each close the pipe, and by then its number may be
+        another file's, of any thread.
         """
         threading.Thread(
             target=self._read, args=(lines, ready), name="p2pd output", daemon=True
@@ -265,13 +289,15 @@ class GuardedProcess:
 
 def start_guarded(run_dir: Path, command: list[str], lock: int) -> GuardedProcess:
     """Start ``command`` under a guard, which holds the lock of ``run_dir``. Raises StartupError."""
-    # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
+    # On all processors its threads spin and wake each other: half of them move the same bytes in 15
+    # % less time.
     there = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     )
     half = str(max(there // 2, 1))
-    # Dialled from the port that is listened on, two peers that dial each other at once over a link with a delay share one TCP
-    # connection on which both speak first: it fails, and neither dials the other again for some seconds.
+    # Dialled from the port that is listened on, two peers that dial each other at once over a link
+    # with a delay share one TCP connection on which both speak first: it fails, and neither dials
+    # the other again for some seconds.
     defaults = {"GOMAXPROCS": half, "GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}
     env = {**defaults, **os.environ, "GOLOG_LOG_FMT": "json"}
     me = [sys.executable, "-I", "-S", guard.__file__, str(run_dir), str(os.getpid())]
@@ -319,5 +345,6 @@ def _failed_start(lines: Sequence[str]) -> StartupError:
         )
     last = lines[-1] if lines else "nothing"
     return StartupError(
-        f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce."
+        f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen "
+        "and --announce."
     )

@@ -1,7 +1,8 @@
-"""The daemon and the DHT node on it, kept alive: when the daemon dies it is started again and joins the swarm again.
+"""The daemon and the DHT node on it, kept alive: when the daemon dies it is started again and joins
+the swarm again.
 
-Joining a swarm and staying in touch: bootstrap addresses, peers of earlier runs, members that bootstrap nodes name. Everything here
-runs on the host's loop.
+Joining a swarm and staying in touch: bootstrap addresses, peers of earlier runs, members that
+bootstrap nodes name. Everything here runs on the host's loop.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ class HostOptions:
 
 
 class Bootstrapper:
-    """Find the members of the swarm. ``known`` keeps their addresses; ``calls``: why a peer's call to the DHT node is refused."""
+    """Find the members of the swarm.
+
+    ``known`` keeps their addresses; ``calls``: why a peer's call to the DHT node is refused.
+    """
 
     def __init__(
         self,
@@ -82,10 +86,14 @@ class Bootstrapper:
     ) -> None:
         self.bootstrap = tuple(options.bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
-        """Peer id -> addresses of the bootstrap peers that turned out to be bootstrap nodes (`shoal seed`)."""
+        """Peer id -> addresses of the bootstrap peers that turned out to be bootstrap nodes
+        (`shoal seed`).
+        """
         self.entry: tuple[str, ...] = ()  # ids of the members through which this node joined
         self.hivemind_loaded = asyncio.Event()
-        """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the daemon starts and dials."""
+        """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the
+        daemon starts and dials.
+        """
         self._supervisor, self._peer_id, self._options, self._known, self._calls = (
             supervisor,
             peer_id,
@@ -133,11 +141,13 @@ class Bootstrapper:
         if self.bootstrap and self._options.must_join and not count_peers(dht):
             if self.seeds and not members:
                 raise StartupError(
-                    f"the bootstrap node {', '.join(self.seeds)} knows no member of this swarm that can be reached: its last one "
+                    f"the bootstrap node {', '.join(self.seeds)} knows no member of this swarm "
+                    "that can be reached: its last one "
                     "may have left; start a node that was in it with --resume, or get a new link."
                 )
             raise StartupError(
-                f"{', '.join(members)} answered but does not hold the swarm's records: it may be stopping, or of another "
+                f"{', '.join(members)} answered but does not hold the swarm's records: it may be "
+                "stopping, or of another "
                 "version; get a new link."
             )
         return dht
@@ -158,7 +168,9 @@ class Bootstrapper:
     async def _join(
         self, daemon: Daemon, reached: Sequence[str], end: float
     ) -> tuple[list[str], DHTNode]:
-        """Return the members among ``reached`` and those that bootstrap nodes name, all connected; and a DHT node that met them."""
+        """Return the members among ``reached`` and those that bootstrap nodes name, all connected;
+        and a DHT node that met them.
+        """
         found: list[str] = []
         while self._options.swarm is not None:
             named = await self._ask_seeds(daemon, self._options.swarm, reached)
@@ -214,7 +226,9 @@ class Bootstrapper:
         return [address for answer in answers if isinstance(answer, list) for address in answer]
 
     async def find_seeds(self) -> None:
-        """Try the bootstrap peers again that did not answer so far: a bootstrap node may have been down. Raises NetworkError."""
+        """Try the bootstrap peers again that did not answer so far: a bootstrap node may have been
+        down. Raises NetworkError.
+        """
         missing = [
             address
             for address in self.bootstrap
@@ -230,7 +244,9 @@ class Bootstrapper:
             )
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not know. Raises NetworkError."""
+        """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not
+        know. Raises NetworkError.
+        """
         from shoal.swarm.p2p.hivemind_adapter import knows, ping
 
         daemon, dht = self._supervisor.running(), self._supervisor.running_dht()
@@ -244,7 +260,9 @@ class Bootstrapper:
                     await self._supervisor.unless_down(ping(dht, peer), 5.0)
 
     async def look_around(self) -> None:
-        """Keep the addresses of this node and of its peers up to date, and search for others while there are none, for ever."""
+        """Keep the addresses of this node and of its peers up to date, and search for others while
+        there are none, for ever.
+        """
         searched = 0.0
         for look, pause in enumerate(
             itertools.chain(LOOK_AROUND, itertools.repeat(LOOK_AROUND[-1]))
@@ -269,7 +287,9 @@ class Bootstrapper:
             await asyncio.to_thread(self._known.save)
 
     async def _look_up(self, daemon: Daemon, peers: Sequence[str], look: int) -> None:
-        """Note the addresses that connected peers give, first of those not looked up for longest."""
+        """Note the addresses that connected peers give, first of those not looked up for
+        longest.
+        """
         self._looked_up = {peer: self._looked_up.get(peer, -1) for peer in peers}
         for peer in sorted(peers, key=lambda peer: self._looked_up[peer])[:LOOKED_UP]:
             with contextlib.suppress(DaemonError):  # it has just gone
@@ -290,7 +310,9 @@ BACKOFF = (
 
 
 async def started_again(start: Callable[[], Awaitable[T]]) -> T:
-    """Return what ``start`` returns once it succeeds: whatever is in the way, a node needs its network back."""
+    """Return what ``start`` returns once it succeeds: whatever is in the way, a node needs its
+    network back.
+    """
     for pause in itertools.chain(BACKOFF, itertools.repeat(BACKOFF[-1])):
         await asyncio.sleep(pause)
         try:
@@ -331,9 +353,11 @@ class DaemonSupervisor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, protocol: str, incoming: Incoming) -> None:
-        """Hand streams of ``protocol`` to ``incoming``, now if the daemon runs, and again after each restart.
+        """Hand streams of ``protocol`` to ``incoming``, now if the daemon runs, and again after
+        each restart.
 
-        Tries until the daemon takes it, or others would read that this node does not offer it: the caller sets a limit.
+        Tries until the daemon takes it, or others would read that this node does not offer it: the
+        caller sets a limit.
         """
         self.handlers[protocol] = incoming
         while (daemon := self.daemon) is not None:
@@ -358,7 +382,10 @@ class DaemonSupervisor:
         return self.dht
 
     async def unless_down(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Await ``work``, but give it up the moment the daemon dies. Raises NetworkError; with ``timeout`` TimeoutError."""
+        """Await ``work``, but give it up the moment the daemon dies.
+
+        Raises NetworkError; with ``timeout`` TimeoutError.
+        """
         assert self._down is not None
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._down}
@@ -383,7 +410,8 @@ class DaemonSupervisor:
         )
         if inside and not self._options.light:
             log.warning(
-                "this node listens on loopback only, so peers elsewhere cannot reach it: use --listen"
+                "this node listens on loopback only, so peers elsewhere cannot reach it: use "
+                "--listen"
             )
         self._listen = as_before(self._wanted, self.known.listened)
         try:
@@ -400,7 +428,9 @@ class DaemonSupervisor:
             self._tasks.append(loop.create_task(self._keep_slots()))
 
     async def _start(self, timeout: float, enter: Callable[[Daemon], Awaitable[DHTNode]]) -> None:
-        """Launch a daemon, ``enter`` the swarm by it, and serve on it; if that fails it is ended."""
+        """Launch a daemon, ``enter`` the swarm by it, and serve on it; if that fails it is
+        ended.
+        """
         try:
             check_free(self._listen)
             daemon = await self._launch(timeout)
@@ -408,8 +438,10 @@ class DaemonSupervisor:
             if self._listen == self._wanted:
                 raise
             log.warning(
-                "this node cannot listen on %s as before (another program may have the port), so links and invitations with "
-                "that address lead to it no more: give out a new link (shoal link), or free the address and start it again",
+                "this node cannot listen on %s as before (another program may have the port), so "
+                "links and invitations with "
+                "that address lead to it no more: give out a new link (shoal link), or free the "
+                "address and start it again",
                 ", ".join(self._listen),
             )
             self._listen = self._wanted
@@ -439,7 +471,8 @@ class DaemonSupervisor:
         )  # what libp2p finds is not seen then
         if relay == "only" and not relays:
             log.warning(
-                "no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it"
+                "no bootstrap node or peer can forward to this node now, so nobody behind a NAT "
+                "reaches it"
             )
         # A node that announces addresses is reached there.
         daemon = await (launch_relay if announce and relay == "auto" else Daemon.launch)(
@@ -449,7 +482,8 @@ class DaemonSupervisor:
             relays=relays,
             relay=relay,
             light=self._options.light,
-            idle="5m",  # until the DHT node's connection is there, for which hivemind is imported first
+            # until the DHT node's connection is there, for which hivemind is imported first
+            idle="5m",
             timeout=timeout,
         )
         daemon.backoff = self.backoff
@@ -503,7 +537,9 @@ class DaemonSupervisor:
 def report(
     loop: asyncio.AbstractEventLoop, context: dict[str, Any], errors: InternalErrors | None = None
 ) -> None:
-    """Log an exception that nothing awaited. When a daemon dies, hivemind leaves many broken connections behind: no warning.
+    """Log an exception that nothing awaited.
+
+    When a daemon dies, hivemind leaves many broken connections behind: no warning.
 
     ``errors``: where one of this node's own code is counted.
     """

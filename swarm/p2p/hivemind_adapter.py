@@ -1,7 +1,10 @@
-"""hivemind's DHT on a daemon of ours. All private hooks of hivemind's host and DHT stand here, so pyproject.toml pins the release.
+"""hivemind's DHT on a daemon of ours.
 
-hivemind's own launcher keeps its sockets in the open temporary folder, leaves them there after a crash, and knows no GossipSub;
-so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind gets no more than a connection for the calls of its DHT.
+All private hooks of hivemind's host and DHT stand here, so pyproject.toml pins the release.
+
+hivemind's own launcher keeps its sockets in the open temporary folder, leaves them there after a
+crash, and knows no GossipSub; so `shoal.swarm.p2p.daemon.Daemon` launches the process, and hivemind
+gets no more than a connection for the calls of its DHT.
 """
 
 from __future__ import annotations
@@ -28,25 +31,35 @@ with parts_of_hivemind():
 
 log = logging.getLogger(__name__)
 
-# hivemind prints to stderr by itself. Its messages go through the usual logging instead, errors only: Shoal logs its failures.
+# hivemind prints to stderr by itself. Its messages go through the usual logging instead, errors
+# only: Shoal logs its failures.
 use_hivemind_log_handler("nowhere")
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.ERROR)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
-ASKED = 10  # nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
+# nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
+ASKED = 10
 LIGHT_S, MEET_S = (
     1.5,
     1.0,
-)  # seconds that a node which only looks waits for an answer, and for more peers than the first that does
-MAX_SUBKEYS = 64  # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be read
+    # seconds that a node which only looks waits for an answer, and for more peers than the first
+    # that does
+)
+# records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be
+# read
+MAX_SUBKEYS = 64
 
 
 class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
-    """hivemind's records, of each key the first `MAX_SUBKEYS` by the hash of the subkey, so that all nodes keep the same."""
+    """hivemind's records, of each key the first `MAX_SUBKEYS` by the hash of the subkey, so that
+    all nodes keep the same.
+    """
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Store a record, in place of the last of them if there is no more room; return False if it comes after that."""
+        """Store a record, in place of the last of them if there is no more room; return False if it
+        comes after that.
+        """
         held = self.get(key)
         names = held[0] if held is not None and isinstance(held[0], DictionaryDHTValue) else None
         if names is not None and names.get(subkey) is None and len(names.data) >= MAX_SUBKEYS:
@@ -64,7 +77,9 @@ def _rank(subkey: Any) -> bytes:
 
 
 class _Calls(P2P):  # type: ignore[misc]
-    """hivemind's view of the daemon: unary calls between DHT nodes, over one connection that stays open."""
+    """hivemind's view of the daemon: unary calls between DHT nodes, over one connection that stays
+    open.
+    """
 
     def __init__(self, peer_id: str, refuses: Callable[[str, int], str]) -> None:
         super().__init__()
@@ -84,7 +99,9 @@ class _Calls(P2P):  # type: ignore[misc]
             super()._terminate()
 
     async def call_protobuf_handler(self, *arguments: Any) -> Any:
-        """Call, and count a peer whose node id is none as one that does not answer: `call_ping` reads it where nobody catches."""
+        """Call, and count a peer whose node id is none as one that does not answer: `call_ping`
+        reads it where nobody catches.
+        """
         answer = await super().call_protobuf_handler(*arguments)
         DHTID.from_bytes(answer.peer.node_id)  # an AssertionError, within the call
         return answer
@@ -139,10 +156,13 @@ async def join_dht(
     light: bool,
     refuses: Callable[[str, int], str],
 ) -> SwarmNode:
-    """Start a DHT node on a daemon and let it meet ``peers`` (ids of connected peers). Takes some seconds if none answers.
+    """Start a DHT node on a daemon and let it meet ``peers`` (ids of connected peers).
 
-    `count_peers` tells whether any of them takes part in the DHT. ``refuses`` returns why a peer's call is refused, of so many
-    bytes; nothing if it is answered. Raises one of `daemon.DAEMON_GONE`.
+    Takes some seconds if none answers.
+
+    `count_peers` tells whether any of them takes part in the DHT. ``refuses`` returns why a peer's
+    call is refused, of so many bytes; nothing if it is answered. Raises one of
+    `daemon.DAEMON_GONE`.
     """
     calls = _Calls(at.peer_id, refuses)
     at.at_end.append(calls._terminate)
@@ -157,7 +177,9 @@ async def join_dht(
             wait_timeout=LIGHT_S if light else 3.0,
             bootstrap_timeout=MEET_S if light else 3.0,
             ensure_bootstrap_success=False,
-            backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
+            # doubled, a few lost answers would keep this node's records from a peer for longer than
+            # they live
+            backoff_rate=1.0,
             strict=False,
             cache_locally=False,  # we always ask for the newest
             cache_refresh_before_expiry=0,
@@ -177,7 +199,8 @@ async def join_dht(
                     )
                 else:
                     log.warning(
-                        "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
+                        "peer %s cannot connect back to this node: open the port given by --listen "
+                        "in the firewall, or others "
                         "may be unable to start an exchange with it",
                         peer,
                     )

@@ -1,12 +1,15 @@
-"""The network interface of a node: one thread with one asyncio loop, one p2pd with GossipSub on, and one DHT node.
+"""The network interface of a node: one thread with one asyncio loop, one p2pd with GossipSub on,
+and one DHT node.
 
-Everything that waits for the network runs on the loop of this thread; the rest of the program calls `Host.call` or hands a
-coroutine to `Host.submit`. When the daemon dies it is started again with the same identity, port and handlers; until then
-every call fails at once with NetworkError, so callers need no code for it.
+Everything that waits for the network runs on the loop of this thread; the rest of the program calls
+`Host.call` or hands a coroutine to `Host.submit`. When the daemon dies it is started again with the
+same identity, port and handlers; until then every call fails at once with NetworkError, so callers
+need no code for it.
 
-GossipSub runs inside the daemon. A published message reaches every subscriber once, over a mesh that the daemons of the
-subscribers form. The daemon signs it with its own key and checks those of others, so the publisher is known; the author of the
-*content* is another matter (`shoal.swarm.gossip.gossip`). It drops messages larger than about 1 MiB without an error, so ours
+GossipSub runs inside the daemon. A published message reaches every subscriber once, over a mesh
+that the daemons of the subscribers form. The daemon signs it with its own key and checks those of
+others, so the publisher is known; the author of the *content* is another matter
+(`shoal.swarm.gossip.gossip`). It drops messages larger than about 1 MiB without an error, so ours
 stay far below.
 """
 
@@ -64,7 +67,9 @@ CALL_S = 5.0  # seconds for one call to the own daemon
 
 
 class Published(NamedTuple):
-    """One message as GossipSub delivers it; the daemon has checked that ``publisher`` (base58) sent it."""
+    """One message as GossipSub delivers it; the daemon has checked that ``publisher`` (base58) sent
+    it.
+    """
 
     publisher: str
     data: bytes
@@ -79,7 +84,10 @@ class Subscription:
 
     @classmethod
     async def to(cls, daemon: Daemon, topic: str) -> Subscription:
-        """Subscribe to ``topic`` on a daemon that no supervisor restarts. Raises one of `daemon.DAEMON_GONE`."""
+        """Subscribe to ``topic`` on a daemon that no supervisor restarts.
+
+        Raises one of `daemon.DAEMON_GONE`.
+        """
         reader, writer, _ = await daemon.request("PUBSUB", pubsub=_request("SUBSCRIBE", topic))
         return cls(reader, writer)
 
@@ -101,7 +109,9 @@ def _request(kind: str, topic: str, **fields: bytes) -> Any:
 
 
 class PubSub:
-    """The GossipSub of the daemon that runs at the moment. On the host's loop only; every call may raise NetworkError.
+    """The GossipSub of the daemon that runs at the moment.
+
+    On the host's loop only; every call may raise NetworkError.
 
     ``upload``: the budget that messages use up; those that the daemon forwards for others do not.
     """
@@ -118,7 +128,10 @@ class PubSub:
         return Subscription(reader, writer)
 
     async def publish(self, topic: str, data: bytes) -> None:
-        """Hand ``data`` (at most 256 KiB, else ValueError) to the mesh. It is no error if nobody listens."""
+        """Hand ``data`` (at most 256 KiB, else ValueError) to the mesh.
+
+        It is no error if nobody listens.
+        """
         if len(data) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are allowed")
         if self._upload is not None:
@@ -159,7 +172,10 @@ DHT_TIMEOUT = 10.0  # seconds for one store or get
 
 
 class Host:
-    """A libp2p host; see `start`. Methods are for any thread but the host's own; coroutines are for the host's loop only."""
+    """A libp2p host; see `start`.
+
+    Methods are for any thread but the host's own; coroutines are for the host's loop only.
+    """
 
     def __init__(
         self,
@@ -175,7 +191,9 @@ class Host:
         self.internal_errors = supervisor.internal_errors
         """Errors of this node's own code that it survived."""
         self.introduce: Introduce | None = None
-        """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
+        """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises
+        NetworkError to prevent it.
+        """
         self.met: Mapping[str, str] = supervisor.backoff.met
         self.pubsub = PubSub(supervisor, upload)
         self.puncher = Puncher(supervisor, peer_id, resource_manager, self.traffic)
@@ -208,19 +226,22 @@ class Host:
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
 
-        ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to give to others instead of those.
-        ``bootstrap``: full multiaddrs of nodes to join; one that answers is enough. ``validator``: a hivemind record validator
-        for everything stored in the DHT. ``light``: use the DHT but store nothing for others. ``relay``: when to be reached
-        through a bootstrap peer (`daemon_process.options`). ``swarm``: bootstrap nodes are asked for members of this swarm.
-        ``known``: a file that keeps addresses of peers of this swarm from run to run; they are tried like ``bootstrap``.
-        ``must_join`` False: no peer need answer, for this may be the first node. ``access_policy``: the peers that this node
-        meets; by default all. ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: no limit.
-        ``meanwhile``: called while the daemon starts and dials, for which no processor is needed, as to import what is slow to.
+        ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to give to others
+        instead of those. ``bootstrap``: full multiaddrs of nodes to join; one that answers is
+        enough. ``validator``: a hivemind record validator for everything stored in the DHT.
+        ``light``: use the DHT but store nothing for others. ``relay``: when to be reached through a
+        bootstrap peer (`daemon_process.options`). ``swarm``: bootstrap nodes are asked for members
+        of this swarm. ``known``: a file that keeps addresses of peers of this swarm from run to
+        run; they are tried like ``bootstrap``. ``must_join`` False: no peer need answer, for this
+        may be the first node. ``access_policy``: the peers that this node meets; by default all.
+        ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: no limit.
+        ``meanwhile``: called while the daemon starts and dials, for which no processor is needed,
+        as to import what is slow to.
 
         A key file is locked until `close`: InUseError if another node has it.
 
-        Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers reachable (each with its
-        reason), or out of time. Nothing is left running then.
+        Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers
+        reachable (each with its reason), or out of time. Nothing is left running then.
         """
         with contextlib.ExitStack() as lock:
             lock.enter_context(identity.lock())
@@ -269,7 +290,7 @@ class Host:
             raise
         return host
 
-    # -- any thread ------------------------------------------------------------------------------------------------------
+    # -- any thread --------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -280,7 +301,8 @@ class Host:
         return self._supervisor.restarts
 
     def addresses(self) -> tuple[str, ...]:
-        """Return full multiaddrs under which others reach this node, those beyond this machine first, and by relays last.
+        """Return full multiaddrs under which others reach this node, those beyond this machine
+        first, and by relays last.
 
         One that no message can hold, as by a relay with a very long name, is left out.
         """
@@ -290,7 +312,8 @@ class Host:
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine on the host's loop and wait for its result, at most ``timeout`` seconds.
 
-        Raises the exceptions of the coroutine; NetworkError when time is up (the coroutine is cancelled) or the host is closed.
+        Raises the exceptions of the coroutine; NetworkError when time is up (the coroutine is
+        cancelled) or the host is closed.
         """
         future = self.submit(coroutine)
         try:
@@ -315,23 +338,27 @@ class Host:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise RuntimeError(
-                "Host.call and Host.submit are not for the host's own thread: await the coroutine there"
+                "Host.call and Host.submit are not for the host's own thread: await the coroutine "
+                "there"
             )
         if self._closed:
             coroutine.close()
             raise NetworkError("the host is closed.")
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        # A loop refers weakly to its tasks: one that awaits a socket, and that nobody else holds, would be collected with it.
+        # A loop refers weakly to its tasks: one that awaits a socket, and that nobody else holds,
+        # would be collected with it.
         self._submitted.add(running)
         running.add_done_callback(self._submitted.discard)
         return running
 
     def serve(self, protocol: str, handler: Handler) -> None:
-        """Answer incoming streams of ``protocol`` with ``handler``; an exception of it is logged and ends the stream.
+        """Answer incoming streams of ``protocol`` with ``handler``; an exception of it is logged
+        and ends the stream.
 
-        `ResourceManager` decides which are refused. When the handler returns, the stream stays open until the caller ends it
-        (at most `LINGER` seconds), so that nothing sent is lost. Raises NetworkError if the daemon does not take the protocol
-        within `SERVE_S` seconds; while the daemon restarts this returns at once, and the restart registers it.
+        `ResourceManager` decides which are refused. When the handler returns, the stream stays open
+        until the caller ends it (at most `LINGER` seconds), so that nothing sent is lost. Raises
+        NetworkError if the daemon does not take the protocol within `SERVE_S` seconds; while the
+        daemon restarts this returns at once, and the restart registers it.
         """
 
         async def incoming(
@@ -348,7 +375,8 @@ class Host:
         except NetworkError:
             if not self._closed:
                 raise NetworkError(
-                    f"the network daemon did not take the protocol {protocol} within {SERVE_S:g} s: the machine may be overloaded; "
+                    f"the network daemon did not take the protocol {protocol} within {SERVE_S:g} "
+                    "s: the machine may be overloaded; "
                     "try again."
                 ) from None
 
@@ -357,15 +385,21 @@ class Host:
         self._supervisor.known.remember(addresses)
 
     def known(self) -> list[str]:
-        """Return full multiaddrs of the peers heard of last, also of unreachable ones; newest first, 64 peers at most."""
+        """Return full multiaddrs of the peers heard of last, also of unreachable ones; newest
+        first, 64 peers at most.
+        """
         return self._supervisor.known.addresses()
 
     def entry(self) -> tuple[str, ...]:
-        """Return the ids of the peers, bootstrap nodes apart, through which this node joined, at most 16."""
+        """Return the ids of the peers, bootstrap nodes apart, through which this node joined, at
+        most 16.
+        """
         return self._supervisor.bootstrapper.entry[:16]
 
     def seeds(self) -> dict[str, tuple[str, ...]]:
-        """Return peer id -> addresses of the bootstrap peers that are bootstrap nodes (`shoal seed`)."""
+        """Return peer id -> addresses of the bootstrap peers that are bootstrap nodes
+        (`shoal seed`).
+        """
         return dict(self._supervisor.bootstrapper.seeds)
 
     def close(self, timeout: float = 5.0) -> None:
@@ -417,12 +451,15 @@ class Host:
     ) -> None:
         self.close()
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     async def open(
         self, peer_id: str, protocol: str, *, addresses: Sequence[str] = (), timeout: float
     ) -> Stream:
-        """Open a stream to ``peer_id`` by ``addresses``, or by those that the daemon knows. Raises NetworkError."""
+        """Open a stream to ``peer_id`` by ``addresses``, or by those that the daemon knows.
+
+        Raises NetworkError.
+        """
         daemon = self._supervisor.running()
         if self.resource_manager.access_policy.denies(peer_id):
             raise NetworkError(f"peer {short(peer_id)} is on this node's deny list.")
@@ -455,7 +492,8 @@ class Host:
             text = str(error)
             if "protocols not supported" in text:
                 raise NetworkError(
-                    f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its shoal is of another version.",
+                    f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its "
+                    "shoal is of another version.",
                     "refused",
                 ) from None
             why = connections.why(error, addresses[0] if addresses else "")
@@ -471,14 +509,18 @@ class Host:
             ) from None
 
     def usable(self, stream: Stream) -> bool:
-        """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not denied, by the way of choice."""
+        """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not
+        denied, by the way of choice.
+        """
         peer = stream.peer_id
         denied = self.resource_manager.access_policy.denies(peer)
         return stream.idle and not denied and self.puncher.wanted(peer) == (stream.way != peer)
 
     @contextlib.asynccontextmanager
     async def _echo(self, way: str) -> AsyncIterator[Echo | None]:
-        """Ping a daemon for the pacer, by libp2p's own protocol, which it answers; yield None if it is on this machine."""
+        """Ping a daemon for the pacer, by libp2p's own protocol, which it answers; yield None if it
+        is on this machine.
+        """
         daemon = (
             self.puncher.daemon if self.puncher.owner(way) else None
         ) or self._supervisor.running()
@@ -494,7 +536,10 @@ class Host:
             writer.close()
 
     async def connect(self, address: str, timeout: float) -> None:
-        """Connect to the peer of a full multiaddr, unless connected. Raises NetworkError, whose text begins with the address."""
+        """Connect to the peer of a full multiaddr, unless connected.
+
+        Raises NetworkError, whose text begins with the address.
+        """
         daemon = self._supervisor.running()
         try:
             await self._supervisor.unless_down(
@@ -506,7 +551,8 @@ class Host:
             raise NetworkError(f"{address} {connections.why(error, address)}.") from None
 
     async def locate(self, peers: Iterable[tuple[str, Sequence[str]]], timeout: float) -> None:
-        """Connect to the peers, each with its addresses, that answer within ``timeout`` seconds, and note where they are (`met`).
+        """Connect to the peers, each with its addresses, that answer within ``timeout`` seconds,
+        and note where they are (`met`).
 
         Raises NetworkError.
         """
@@ -522,22 +568,33 @@ class Host:
             raise NetworkError(f"the daemon was not asked for its peers ({error}).") from None
 
     async def find_seeds(self) -> None:
-        """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes. Raises NetworkError."""
+        """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes.
+
+        Raises NetworkError.
+        """
         await self._supervisor.bootstrapper.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to those of these peers that answer, and let the DHT know them. Raises NetworkError."""
+        """Connect to those of these peers that answer, and let the DHT know them.
+
+        Raises NetworkError.
+        """
         await self._supervisor.bootstrapper.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
-        """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False if nobody took it."""
+        """Put ``value`` (at most 64 KiB, else ValueError) into the DHT for ``ttl`` seconds; False
+        if nobody took it.
+        """
         if len(value) > MAX_VALUE:
             raise ValueError(f"a DHT record of {len(value)} bytes: at most {MAX_VALUE} are allowed")
         dht = self._supervisor.running_dht()
         return bool(await self._dht_call(dht.store(key, value, time.time() + ttl, subkey=subkey)))
 
     async def get(self, key: str) -> dict[str, bytes]:
-        """Return the live values under ``key``: subkey -> value. They passed the validator, if the host has one."""
+        """Return the live values under ``key``: subkey -> value.
+
+        They passed the validator, if the host has one.
+        """
         found = await self._dht_call(self._supervisor.running_dht().get(key, latest=True))
         if found is None or not isinstance(found.value, dict):
             return {}

@@ -1,20 +1,25 @@
-"""Limits on the work that peers cause here: which peers are answered, how often, how many at a time, and with how many bytes.
+"""Limits on the work that peers cause here: which peers are answered, how often, how many at a
+time, and with how many bytes.
 
 A refused stream is ended before anything of it is read, and counted under its reason:
 
     denied       the node's user does not want to meet the peer
     uninvited    the swarm is by invitation only, and the peer has shown none
-    crowded      too many streams are being served: of all peers, of this one, or of those that are no members. Of the first and
-                 the last kind the address range with the most gives one up to another range (`StreamPlaces`)
-    rate         the peer opened too many streams in a minute, or all peers of its address range together did
-    spent        the bytes that this protocol hands out to one peer in an hour are used up
-    punch        a request for a direct connection past a relay that may not be fulfilled (`shoal.swarm.p2p.punch`)
+    crowded      too many streams are being served: of all peers, of this one, or of those that are
+    no members. Of the first and
+                 the last kind the address range with the most gives one up to another range
+                 (`StreamPlaces`)
+    rate         the peer opened too many streams in a minute, or all peers of its address range
+    together did spent        the bytes that this protocol hands out to one peer in an hour are used
+    up punch        a request for a direct connection past a relay that may not be fulfilled
+    (`shoal.swarm.p2p.punch`)
 
-The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds the number of connections.
+The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds
+the number of connections.
 
-Keys cost nothing, so a table that is first come belongs to whoever fills it. Here the range with the most streams gives one up to a
-range with fewer; and in one range, which may be a home's, or of all that come by a relay, a stranger gives way to a peer with which
-this node has exchanged.
+Keys cost nothing, so a table that is first come belongs to whoever fills it. Here the range with
+the most streams gives one up to a range with fewer; and in one range, which may be a home's, or of
+all that come by a relay, a stranger gives way to a peer with which this node has exchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ V = TypeVar("V")
 
 
 class Newest(OrderedDict[K, V]):
-    """The ``most`` entries that were set last; older ones are forgotten, so that no peer can make it grow."""
+    """The ``most`` entries that were set last; older ones are forgotten, so that no peer can make
+    it grow.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -57,7 +64,9 @@ class Newest(OrderedDict[K, V]):
 
 @dataclass(frozen=True)
 class RateLimit:
-    """Messages and bytes that one sender may send in ``period`` seconds, in one burst or not; and the number of senders."""
+    """Messages and bytes that one sender may send in ``period`` seconds, in one burst or not; and
+    the number of senders.
+    """
 
     messages: int = 1200
     nbytes: int = 64 << 20
@@ -75,9 +84,10 @@ class _Account:
 class TokenBuckets:
     """Two token buckets for each of a bounded number of senders. Not for several threads at once.
 
-    A sender whose buckets are full again (it sent nothing for long enough) may be forgotten for a new one. While there is none
-    such, new senders are refused: a peer that makes up peer ids can keep new senders out but not the present ones, and the
-    total never exceeds ``senders`` times the limit.
+    A sender whose buckets are full again (it sent nothing for long enough) may be forgotten for a
+    new one. While there is none such, new senders are refused: a peer that makes up peer ids can
+    keep new senders out but not the present ones, and the total never exceeds ``senders`` times the
+    limit.
     """
 
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
@@ -88,7 +98,9 @@ class TokenBuckets:
         )  # the one that was used longest ago first
 
     def take(self, sender: str, messages: int, nbytes: int) -> bool:
-        """Charge ``sender`` and return True; or return False, charging nothing, if it has not that much left."""
+        """Charge ``sender`` and return True; or return False, charging nothing, if it has not that
+        much left.
+        """
         account = self._account(sender)
         if account is None:
             return False
@@ -100,12 +112,16 @@ class TokenBuckets:
         return True
 
     def charge(self, sender: str, nbytes: int) -> None:
-        """Charge ``sender`` for bytes that it was given already; its account may become overdrawn."""
+        """Charge ``sender`` for bytes that it was given already; its account may become
+        overdrawn.
+        """
         if (account := self._account(sender)) is not None:
             account.nbytes -= nbytes
 
     def _account(self, sender: str) -> _Account | None:
-        """Return the refilled account of ``sender``, a new one in place of the oldest if need be; None if that is not full."""
+        """Return the refilled account of ``sender``, a new one in place of the oldest if need be;
+        None if that is not full.
+        """
         if sender not in self._accounts:
             if len(self._accounts) >= self._limit.senders:
                 unused, oldest = next(iter(self._accounts.items()))
@@ -155,7 +171,10 @@ class Counters:
 
 
 class StreamPlaces:
-    """At most ``most`` streams. ``ends``: called with one that has to give way, instead of ending it."""
+    """At most ``most`` streams.
+
+    ``ends``: called with one that has to give way, instead of ending it.
+    """
 
     def __init__(self, most: int, ends: Callable[[Stream], None] | None = None) -> None:
         self._most, self._ends = most, ends
@@ -163,7 +182,9 @@ class StreamPlaces:
         self.peers: Counter[str] = Counter()  # the streams of each peer
 
     def take(self, stream: Stream, beyond: int = 0) -> bool:
-        """Give ``stream`` a place, one of ``beyond`` further ones if need be; return False if none is left for it."""
+        """Give ``stream`` a place, one of ``beyond`` further ones if need be; return False if none
+        is left for it.
+        """
         if len(self._streams) >= self._most + beyond:
             last = self._last(stream)
             if last is None:
@@ -183,7 +204,9 @@ class StreamPlaces:
                 del self.peers[stream.peer_id]
 
     def _last(self, stream: Stream) -> Stream | None:
-        """Return the stream that gives way: of the crowded range a stranger's, the oldest of the peer that has most."""
+        """Return the stream that gives way: of the crowded range a stranger's, the oldest of the
+        peer that has most.
+        """
         ranges, own = (
             Counter(range_of(other.origin) for other in self._streams),
             range_of(stream.origin),
@@ -209,13 +232,18 @@ FREE = frozenset(
         SEEN_PROTOCOL,
     }
 )
-"""Protocols that need no invitation: without them nobody would know of one, or could show it. A second daemon has none."""
+"""Protocols that need no invitation: without them nobody would know of one, or could show it.
+
+A second daemon has none.
+"""
 
 MAX_HANDLERS = (
     256  # incoming streams served at once: a few for each member of each group that is in flight
 )
 MAX_HANDLERS_PER_PEER = 16
-MAX_FIRST = 256  # more of them, for members that have none yet: a few that hold all they may do not keep the others out
+# more of them, for members that have none yet: a few that hold all they may do not keep the others
+# out
+MAX_FIRST = 256
 MAX_STRANGERS = (
     64  # of those, streams of peers that are no members, so that they cannot keep the members out
 )
@@ -224,8 +252,8 @@ REASONS = ("denied", "uninvited", "crowded", "rate", "spent", "punch")
 
 @dataclass(frozen=True)
 class Rates:
-    """Limits in a minute, in one burst or not: streams that one peer may open, and all peers of its address range together; calls
-    to the DHT node that one peer may make, and the bytes in them.
+    """Limits in a minute, in one burst or not: streams that one peer may open, and all peers of its
+    address range together; calls to the DHT node that one peer may make, and the bytes in them.
     """
 
     streams: int = 6000
@@ -235,10 +263,12 @@ class Rates:
 
 
 class ResourceManager:
-    """The judge of every stream that a peer opens, and of every call to the DHT node. On the host's loop.
+    """The judge of every stream that a peer opens, and of every call to the DHT node.
 
-    ``access_policy`` is replaced once the swarm's manifest is known. ``known``: returns whether a peer is a member; ``partner``:
-    whether this node has exchanged with it.
+    On the host's loop.
+
+    ``access_policy`` is replaced once the swarm's manifest is known. ``known``: returns whether a
+    peer is a member; ``partner``: whether this node has exchanged with it.
     """
 
     def __init__(
@@ -266,7 +296,8 @@ class ResourceManager:
         self._busy = self._places.peers
 
     def meter(self, protocol: str, nbytes: int) -> None:
-        """Limit ``protocol`` to about ``nbytes`` bytes for one peer in an hour: no stream begins once they are spent.
+        """Limit ``protocol`` to about ``nbytes`` bytes for one peer in an hour: no stream begins
+        once they are spent.
 
         Answers in progress are not cut off, so up to ``MAX_HANDLERS_PER_PEER`` more may go out.
         """
@@ -275,12 +306,16 @@ class ResourceManager:
         )
 
     def acquire(self, stream: Stream, protocol: str) -> str:
-        """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
+        """Return why the stream is refused; nothing if it is served, and then `release` must be
+        called at its end.
+        """
         stream.partner = self.partner(stream.peer_id)
         return self._counted(self._refusal(stream, protocol) or self._placed(stream))
 
     def renew(self, stream: Stream, protocol: str) -> bool:
-        """Return whether a further request on a stream that is served may be answered: it counts as one on a new stream."""
+        """Return whether a further request on a stream that is served may be answered: it counts as
+        one on a new stream.
+        """
         return not self._counted(self._refusal(stream, protocol, own=1))
 
     def release(self, stream: Stream, protocol: str, sent: int) -> None:
@@ -293,13 +328,16 @@ class ResourceManager:
         self._counters.reject(reason)
 
     def refused(self) -> dict[str, int]:
-        """Return reason -> number of streams and calls refused so far, if above 0; for any thread."""
+        """Return reason -> number of streams and calls refused so far, if above 0; for any
+        thread.
+        """
         return self._counters.rejected()
 
     def calls(self, peer: str, nbytes: int) -> str:
         """Return why a call of ``nbytes`` bytes to the DHT node is refused, or nothing.
 
-        DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory` applies the access policy to it.
+        DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory`
+        applies the access policy to it.
         """
         return self._counted(
             "denied"
@@ -332,7 +370,10 @@ class ResourceManager:
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
 
     def _placed(self, stream: Stream) -> str:
-        """Give the stream a place, and return why not. It is judged last, for another may have to give way to it."""
+        """Give the stream a place, and return why not.
+
+        It is judged last, for another may have to give way to it.
+        """
         known, total = self.known(stream.peer_id), self._busy.total()
         if not known and not self._strangers.take(stream):
             return "crowded"

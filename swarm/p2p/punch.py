@@ -1,15 +1,17 @@
-"""Direct connections between members behind routers: both dial each other by QUIC at one moment, agreed on over their relay.
+"""Direct connections between members behind routers: both dial each other by QUIC at one moment,
+agreed on over their relay.
 
     asks, over the relay                       answers
       | punch (id, addresses, proof) --------->  |   if it is a member, and asks seldom
       | <----------- punch (id, addresses, proof) |   and both dial now
 
-A second daemon does it, which speaks QUIC only and has a key of this run: the first, on which DHT and gossip stay, would take the
-port for proof that anybody can dial it and give up its relay. It starts when a member is connected by a relay alone. Bootstrap
-nodes tell from where its packets come, and members that listen on QUIC. Streams to a member so reached are opened there, unless
-exchanges go quicker over the relay (`shoal.swarm.pacing.Ways`): the daemon's QUIC is Reno, whose rate falls with the root of
-the loss and with the delay, which a relay halves. If it does not go, as between routers that take another port for each
-destination, it stays relayed.
+A second daemon does it, which speaks QUIC only and has a key of this run: the first, on which DHT
+and gossip stay, would take the port for proof that anybody can dial it and give up its relay. It
+starts when a member is connected by a relay alone. Bootstrap nodes tell from where its packets
+come, and members that listen on QUIC. Streams to a member so reached are opened there, unless
+exchanges go quicker over the relay (`shoal.swarm.pacing.Ways`): the daemon's QUIC is Reno, whose
+rate falls with the root of the loss and with the delay, which a relay halves. If it does not go, as
+between routers that take another port for each destination, it stays relayed.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class Seen(Message):
 
 
 class Punch(Message):
-    """A second daemon's id and addresses; ``proof``: its signature over the ids of the sender and the receiver."""
+    """A second daemon's id and addresses; ``proof``: its signature over the ids of the sender and
+    the receiver.
+    """
 
     KIND, LIMIT = "punch", 2048
     peer: PeerId
@@ -86,12 +90,15 @@ async def tell_seen(daemon: Daemon, stream: Stream) -> None:
     """Answer one stream of `SEEN_PROTOCOL`. Raises NetworkError or another of `DAEMON_GONE`."""
     ways = (await daemon.ways()).get(stream.peer_id, [])
     own = [way for way in ways if "/quic-v1" in way and host_of(way) == stream.origin]
-    # An asker that has moved is for half a minute connected from where it was too; the newest is the last.
+    # An asker that has moved is for half a minute connected from where it was too; the newest is
+    # the last.
     await stream.send(pack(Seen(address=own[-1][:128] if own else "")), SMALL_S)
 
 
 def usable(address: str) -> bool:
-    """Return whether an address of a stranger's may be dialled: by QUIC, a public IP address, and no system's port."""
+    """Return whether an address of a stranger's may be dialled: by QUIC, a public IP address, and
+    no system's port.
+    """
     parts = address.split("/")
     with contextlib.suppress(ValueError):
         if (
@@ -183,7 +190,10 @@ class Puncher:
         return None
 
     async def serve(self, protocol: str, incoming: Incoming) -> None:
-        """Answer streams of ``protocol`` that second daemons of members open. Raises one of `DAEMON_GONE`."""
+        """Answer streams of ``protocol`` that second daemons of members open.
+
+        Raises one of `DAEMON_GONE`.
+        """
 
         async def known(
             its: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -210,7 +220,11 @@ class Puncher:
                 self._supervisor.internal_errors.caught("network", error)
 
     async def _look(self) -> list[str]:
-        """Note who is reached. Return whom to ask now, and note that it is; of two members the one with the smaller id asks."""
+        """Note who is reached.
+
+        Return whom to ask now, and note that it is; of two members the one with the smaller id
+        asks.
+        """
         if self.daemon is not None and self._moves != self._supervisor.slots.moves:
             self.daemon.end_by_force()
         self._moves = self._supervisor.slots.moves
@@ -273,7 +287,9 @@ class Puncher:
             raise NetworkError(f"the second network daemon did not connect ({error}).") from None
 
     def _refused(self, peer: str, why: str) -> NetworkError:
-        """Count a refusal, and log the first for each reason: a peer that goes on must not fill the log."""
+        """Count a refusal, and log the first for each reason: a peer that goes on must not fill the
+        log.
+        """
         self._resources.reject("punch")
         if self._said.due(why):
             log.warning(
@@ -284,7 +300,9 @@ class Puncher:
         return NetworkError(f"peer {short(peer)} {why}.", "refused")
 
     def _read(self, peer: str, data: bytes) -> Punch:
-        """Return a member's message if all of it may be used. Raises NetworkError or MessageError."""
+        """Return a member's message if all of it may be used. Raises NetworkError or
+        MessageError.
+        """
         other = unpack(data, Punch)
         if not verify(other.peer, PUNCH_PROTOCOL, f"{peer} {self._me}".encode(), other.proof):
             raise self._refused(peer, "named another's key")
@@ -319,7 +337,10 @@ class Puncher:
             log.info("peer %s is reached past its relay", short(peer))
 
     async def _offer(self, peer: str) -> bytes:
-        """Return the packed message to a member, with the second daemon up. Raises NetworkError or another of `GONE`."""
+        """Return the packed message to a member, with the second daemon up.
+
+        Raises NetworkError or another of `GONE`.
+        """
         async with self._starting:
             daemon = self.daemon or await self._start()
             seen = await self._seen(daemon)
@@ -370,7 +391,9 @@ class Puncher:
             await daemon.shutdown()
 
     async def _seen(self, daemon: Daemon) -> str:
-        """Return the address from which the daemon's packets come, by what others see; nothing if nobody answers."""
+        """Return the address from which the daemon's packets come, by what others see; nothing if
+        nobody answers.
+        """
         asked = [
             (peer, [*map(by_quic, addresses)])
             for peer, addresses in self._supervisor.bootstrapper.seeds.items()

@@ -1,15 +1,19 @@
-"""What a peer is asked for: this node's address as it sees it, its time, whether it can dial this node, members, the throughput.
+"""What a peer is asked for: this node's address as it sees it, its time, whether it can dial this
+node, members, the throughput.
 
     asks                                     answers (a node or a bootstrap node)
       | dial-request (port, token) ----------> |
-      | <------------ dial-seen (address, now) |   at once, so that half the round trip bounds the error of the clock
-      | <---------------- token over plain TCP |   it connects to that port of *that address* and reads what it finds
+      | <------------ dial-seen (address, now) |   at once
+      | <---------------- token over plain TCP |   to that port of *that address*
       | <---------------- dial-reply (outcome) |
 
-No peer can be made to dial a third party: only the address of the asker's own direct connection is dialled, no port below 1024,
-a few times a minute, and nothing is sent there. At a private address every outcome but the asker's own token is reported as
-``unreached``, so that nobody learns about a foreign network. To measure the throughput both sides send the same few MB at once,
-as in an exchange.
+The reply with the time comes at once, so that half the round trip bounds the error of the clock.
+
+No peer can be made to dial a third party: only the address of the asker's own direct connection is
+dialled, no port below 1024, a few times a minute, and nothing is sent there. At a private address
+every outcome but the asker's own token is reported as ``unreached``, so that nobody learns about a
+foreign network. To measure the throughput both sides send the same few MB at once, as in an
+exchange.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ ANSWER_S = 5.0  # seconds for each message
 async def ask_seed(
     stream: Stream, swarm: str, record: bytes | None = None, topics: Sequence[str] = ()
 ) -> list[Member]:
-    """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``: this node's sealed `Member`.
-    ``topics``: of the swarm, to forward.
+    """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``:
+    this node's sealed `Member`. ``topics``: of the swarm, to forward.
 
     A member named may be gone. Raises NetworkError or MessageError.
     """
@@ -80,7 +84,9 @@ Outcome = Literal["reached", "unreached", "refused", "silent", "other", "unseen"
 
 
 class DialRequest(Message):
-    """Question for the sender's address; with ``port``: also whether its TCP port hands out ``token``."""
+    """Question for the sender's address; with ``port``: also whether its TCP port hands out
+    ``token``.
+    """
 
     KIND = "dial-request"
     port: Annotated[int, Field(ge=LOWEST_PORT, le=65_535)] | None = None
@@ -88,7 +94,9 @@ class DialRequest(Message):
 
 
 class DialSeen(Message):
-    """The IP address that the asker's connection comes from, empty if it is relayed; ``now``: the answering clock, Unix seconds."""
+    """The IP address that the asker's connection comes from, empty if it is relayed; ``now``: the
+    answering clock, Unix seconds.
+    """
 
     KIND = "dial-seen"
     address: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f.:]*$")]
@@ -104,7 +112,8 @@ class DialReply(Message):
 
 @dataclass(frozen=True)
 class DialBackView:
-    """A peer's view of this node: its ``address`` (empty: unknown), and the peer's clock minus its own, in seconds +- ``error``.
+    """A peer's view of this node: its ``address`` (empty: unknown), and the peer's clock minus its
+    own, in seconds +- ``error``.
 
     ``outcome``: of dialling back, if the peer was asked to.
     """
@@ -117,7 +126,9 @@ class DialBackView:
 
 
 def dialled_port(addresses: Sequence[str]) -> int | None:
-    """Return the TCP port of the full multiaddrs ``addresses`` of a node that peers should dial, that of a public one first."""
+    """Return the TCP port of the full multiaddrs ``addresses`` of a node that peers should dial,
+    that of a public one first.
+    """
     parts = [
         address.split("/")
         for address in addresses
@@ -132,9 +143,11 @@ def dialled_port(addresses: Sequence[str]) -> int | None:
 
 
 def reach_of(seen: Sequence[DialBackView], addresses: Sequence[str]) -> Reach | None:
-    """Return who can dial a node that announces ``addresses``, by what peers saw; None if that does not say.
+    """Return who can dial a node that announces ``addresses``, by what peers saw; None if that does
+    not say.
 
-    A peer dials the address that it sees. So if a node announces others, as that of a tunnel, only its success proves anything.
+    A peer dials the address that it sees. So if a node announces others, as that of a tunnel, only
+    its success proves anything.
     """
     outside = [view for view in seen if is_public_host(view.address)]
     if any(view.outcome in ("reached", "other") for view in outside):
@@ -191,7 +204,8 @@ async def _dial(address: str, port: int, token: bytes) -> Outcome:
 
 
 async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> DialBackView:
-    """Ask the peer at the other end for its view of this node and, given a ``port``, for the outcome of dialling back.
+    """Ask the peer at the other end for its view of this node and, given a ``port``, for the
+    outcome of dialling back.
 
     Raises NetworkError or MessageError; takes about 20 seconds at most.
     """
@@ -210,7 +224,10 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> Di
 
 @contextlib.asynccontextmanager
 async def listen_for_dial_back(port: int = 0) -> AsyncIterator[tuple[int, bytes]]:
-    """Hand a token to each connection to ``port`` (0: any) of this machine; yield port and token. Raises OSError."""
+    """Hand a token to each connection to ``port`` (0: any) of this machine; yield port and token.
+
+    Raises OSError.
+    """
     token = secrets.token_bytes(16)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,7 +276,9 @@ class SpeedDone(Message):
 
 @dataclass(frozen=True)
 class Throughput:
-    """Bytes a second from the peer and to it; ``whole`` False: time was up before all arrived, so ``up`` is a bound."""
+    """Bytes a second from the peer and to it; ``whole`` False: time was up before all arrived, so
+    ``up`` is a bound.
+    """
 
     down: float
     up: float
@@ -304,7 +323,10 @@ async def _swap(
 
 
 async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
-    """Move ``nbytes`` each way at once, within some 25 s. Raises NetworkError (nothing came, or a refusal) or MessageError."""
+    """Move ``nbytes`` each way at once, within some 25 s.
+
+    Raises NetworkError (nothing came, or a refusal) or MessageError.
+    """
     await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
     reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
     if reply.reason:

@@ -1,7 +1,9 @@
-"""A byte stream to one peer: small framed messages, and bulk tensors both ways at once without a copy.
+"""A byte stream to one peer: small framed messages, and bulk tensors both ways at once without a
+copy.
 
-The transport is the local socket of the daemon, which carries the bytes encrypted to the peer. A daemon that dies, here or
-there, ends the stream with a clean EOF, so EOF before the last expected byte is always a failure and never a short message.
+The transport is the local socket of the daemon, which carries the bytes encrypted to the peer. A
+daemon that dies, here or there, ends the stream with a clean EOF, so EOF before the last expected
+byte is always a failure and never a short message.
 """
 
 from __future__ import annotations
@@ -41,12 +43,17 @@ def short(peer_id: str) -> str:
 
 
 async def first_of(*tasks: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait until one of ``tasks`` is done, ``timeout`` seconds at most; none of them is cancelled."""
+    """Wait until one of ``tasks`` is done, ``timeout`` seconds at most; none of them is
+    cancelled.
+    """
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def stop(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` and wait for their end. What they raise is retrieved, also if this is cancelled too, as asyncio wants."""
+    """Cancel ``tasks`` and wait for their end.
+
+    What they raise is retrieved, also if this is cancelled too, as asyncio wants.
+    """
     for task in tasks:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         task.cancel()
@@ -67,7 +74,8 @@ async def running(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[A
 async def race(*works: Awaitable[Any], timeout: float) -> None:
     """Wait until one of ``works`` is done, ``timeout`` seconds at most, and cancel the others.
 
-    Unlike ``asyncio.wait_for`` it never swallows that the caller is cancelled at the moment at which one is done.
+    Unlike ``asyncio.wait_for`` it never swallows that the caller is cancelled at the moment at
+    which one is done.
     """
     async with running(*works) as tasks:
         await first_of(*tasks, timeout=timeout)
@@ -92,9 +100,13 @@ class Stream:
         self.way = (
             way or peer_id
         )  # the id of the daemon at the other end: the peer's, or its second one, past the relay
-        self.tries = False  # the exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both ends' choice
+        # the exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both
+        # ends' choice
+        self.tries = False
         self.origin = origin
-        """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
+        """The IP address from which the peer opened it; empty if it came through a relay, or this
+        node opened it.
+        """
         self.partner = False  # this node has exchanged with the peer, which opened it
         self._reader, self._writer, self._traffic = reader, writer, traffic
         self.sent = 0  # bytes sent on this stream
@@ -106,7 +118,10 @@ class Stream:
         self._announced: int | None = None  # length of a message whose body has not arrived yet
 
     async def send(self, data: bytes, timeout: float) -> None:
-        """Send one message, at most 4 GiB; returns when the socket took nearly all of it. ``timeout`` in seconds."""
+        """Send one message, at most 4 GiB; returns when the socket took nearly all of it.
+
+        ``timeout`` in seconds.
+        """
         await self._within(
             self._send(len(data).to_bytes(_HEAD, "big") + data), timeout, "did not take a message"
         )
@@ -124,7 +139,10 @@ class Stream:
                 await self._writer.drain()
 
     def _count(self, nbytes: int) -> None:
-        """Count bytes that were handed to the socket. Small messages never wait for the upload budget, but use it up."""
+        """Count bytes that were handed to the socket.
+
+        Small messages never wait for the upload budget, but use it up.
+        """
         self.sent += nbytes
         self._traffic.sent += nbytes
         if self._traffic.upload is not None:
@@ -137,8 +155,8 @@ class Stream:
     async def receive(self, limit: int, timeout: float) -> bytes:
         """Receive the next message, at most ``limit`` bytes, within ``timeout`` seconds.
 
-        A timeout loses nothing: the call may be repeated. Raises MessageError, and ends the stream, when the peer announces
-        more than ``limit``.
+        A timeout loses nothing: the call may be repeated. Raises MessageError, and ends the stream,
+        when the peer announces more than ``limit``.
         """
         return await self._within(self._receive(limit), timeout, "did not send a message")
 
@@ -153,7 +171,8 @@ class Stream:
         if announced > limit:
             self.abort()
             raise MessageError(
-                f"peer {short(self.peer_id)} announced a message of {announced} bytes where at most {limit} are "
+                f"peer {short(self.peer_id)} announced a message of {announced} bytes where at "
+                f"most {limit} are "
                 "allowed: it was refused; update shoal here or there."
             )
         data = await self._reader.readexactly(announced)
@@ -162,7 +181,10 @@ class Stream:
         return data
 
     def send_ahead(self, outgoing: memoryview | Blocks) -> None:
-        """Begin to send what the next `swap` sends, while messages come in. A stream that ends without this swap is aborted."""
+        """Begin to send what the next `swap` sends, while messages come in.
+
+        A stream that ends without this swap is aborted.
+        """
         self._sent_ahead = _Outgoing(outgoing)
         self._ahead = asyncio.ensure_future(self._pump(self._sent_ahead, AHEAD, self._writer.drain))
         self._ahead.add_done_callback(
@@ -171,12 +193,16 @@ class Stream:
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds of a round trip by this way, as earlier bulk found it; None while that is not known."""
+        """Seconds of a round trip by this way, as earlier bulk found it; None while that is not
+        known.
+        """
         return None if self._traffic.pacer is None else self._traffic.pacer.round_trip(self.way)
 
     @property
     def chosen(self) -> bool:
-        """Whether there are two ways to the peer, whose next exchanges are measured to choose between them."""
+        """Whether there are two ways to the peer, whose next exchanges are measured to choose
+        between them.
+        """
         return self._traffic.ways.several(self.peer_id)
 
     @property
@@ -185,8 +211,9 @@ class Stream:
         return self._sent_ahead is not None
 
     async def receive_ahead(self, incoming: memoryview, arrived: Callable[[int], None]) -> None:
-        """Receive what the peer has sent ahead of a `swap`: call ``arrived`` with how much of ``incoming`` is there, until all is
-        or the peer ends. It may be cancelled, and the swap goes on from there.
+        """Receive what the peer has sent ahead of a `swap`: call ``arrived`` with how much of
+        ``incoming`` is there, until all is or the peer ends. It may be cancelled, and the swap goes
+        on from there.
         """
         there = 0
         while there < len(incoming) and (
@@ -210,15 +237,17 @@ class Stream:
     ) -> None:
         """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
 
-        Both are contiguous, ``outgoing`` or each block of it, and their sizes were agreed before. Bytes go straight into
-        ``incoming``, of which ``arrived`` are there already, and none beyond it is read, so that messages work afterwards.
-        ``on_progress`` gets the bytes received so far, on the loop.
+        Both are contiguous, ``outgoing`` or each block of it, and their sizes were agreed before.
+        Bytes go straight into ``incoming``, of which ``arrived`` are there already, and none beyond
+        it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so
+        far, on the loop.
 
-        Raises NetworkError when the peer sent nothing for ``chunk_timeout`` seconds, or took nothing once it has sent all (at first
-        either counts, for twice that: it may have to wait for its pace; a relay takes bytes for one that is gone), at ``deadline``
-        (an instant of ``time.monotonic()``) unless it moves so fast that it will be over by ``longest``, or when the stream ends
-        early; the stream is then closed and ``incoming`` holds an unusable part. When it returns, nobody refers to the buffers any
-        more.
+        Raises NetworkError when the peer sent nothing for ``chunk_timeout`` seconds, or took
+        nothing once it has sent all (at first either counts, for twice that: it may have to wait
+        for its pace; a relay takes bytes for one that is gone), at ``deadline`` (an instant of
+        ``time.monotonic()``) unless it moves so fast that it will be over by ``longest``, or when
+        the stream ends early; the stream is then closed and ``incoming`` holds an unusable part.
+        When it returns, nobody refers to the buffers any more.
         """
         if self._announced is not None:
             raise ValueError("a message is half received: receive it before the swap")
@@ -227,7 +256,8 @@ class Stream:
             self._ahead.cancel()
             await asyncio.wait({self._ahead})
         out, self._sent_ahead, self._ahead = self._sent_ahead or _Outgoing(outgoing), None, None
-        # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
+        # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks
+        # meanwhile.
         await self._within(
             self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes"
         )
@@ -278,12 +308,15 @@ class Stream:
     async def _pump(
         self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
     ) -> None:
-        """Write what is left of ``out``, in pieces of ``most`` bytes, at the pace of the way; may be called off, and again."""
+        """Write what is left of ``out``, in pieces of ``most`` bytes, at the pace of the way; may
+        be called off, and again.
+        """
         upload = self._traffic.upload
         with self._traffic.pace(self.way, out.nbytes) as pace:
             while left := out.block():
                 await can_write()
-                # In small chunks under a budget: the other side gives up when nothing arrives for some seconds.
+                # In small chunks under a budget: the other side gives up when nothing arrives for
+                # some seconds.
                 size = min(most if upload is None else min(most, upload.chunk), left)
                 if upload is not None:
                     await upload.wait()
@@ -304,7 +337,10 @@ class Stream:
         chunk_timeout: float,
         progress: Progress,
     ) -> None:
-        """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
+        """Wait for both directions.
+
+        Progress is counted in bytes the socket took, not in whole chunks: links are slow.
+        """
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Any]] = {sender, bulk.arrived}
         moved, received, began = -1, -1, loop.time()
@@ -320,13 +356,15 @@ class Stream:
                 since = heard if here else min(since, began + chunk_timeout)
             if progress.overdue(now, bulk.left(nbytes)):
                 raise NetworkError(
-                    f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.",
+                    f"the transfer with peer {short(self.peer_id)} was not complete at its "
+                    "deadline.",
                     "timeout",
                 )
             if now - since >= chunk_timeout:
                 moves = "sent" if left else "took"
                 raise NetworkError(
-                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the middle of a transfer.",
+                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the "
+                    "middle of a transfer.",
                     "timeout",
                 )
             wait = min(chunk_timeout / 4, 0.25, progress.next(now))
@@ -354,7 +392,9 @@ class Stream:
         )
 
     def failed(self) -> None:
-        """Note that the peer does not answer by this way: the next stream takes the other, if there is one."""
+        """Note that the peer does not answer by this way: the next stream takes the other, if there
+        is one.
+        """
         self._traffic.ways.failed(self.peer_id, self.way != self.peer_id)
 
     def close(self) -> None:
@@ -364,7 +404,8 @@ class Stream:
         self._writer.close()
 
     async def more(self, timeout: float) -> bool:
-        """Wait until the peer begins another message; False when it has ended its side, or ``timeout`` seconds passed, before.
+        """Wait until the peer begins another message; False when it has ended its side, or
+        ``timeout`` seconds passed, before.
 
         Nothing is lost: `receive` takes that message.
         """
@@ -454,7 +495,9 @@ class _Bulk(asyncio.BufferedProtocol):
         return self.received + self._out.written - int(self._transport.get_write_buffer_size())
 
     def left(self, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that are still to be received, and those of ``nbytes`` that the socket has yet to take."""
+        """Return the bytes that are still to be received, and those of ``nbytes`` that the socket
+        has yet to take.
+        """
         return len(self._incoming) - self.received, nbytes - self.moved() + self.received
 
     async def can_write(self) -> None:
@@ -469,10 +512,12 @@ class _Bulk(asyncio.BufferedProtocol):
         if self.arrived.done() and not self.arrived.cancelled():
             self.arrived.exception()  # retrieved, so asyncio does not log it
         if not self._writable.is_set():
-            self._transport.abort()  # it failed: the usual protocol does not expect a paused transport
+            # it failed: the usual protocol does not expect a paused transport
+            self._transport.abort()
         self._transport.set_write_buffer_limits()
         self._transport.set_protocol(self._usual)
-        # uvloop refers to the methods of a buffered protocol for as long as the stream is kept, and so to what this one refers to.
+        # uvloop refers to the methods of a buffered protocol for as long as the stream is kept, and
+        # so to what this one refers to.
         self._incoming, self._out, self._on_progress = (
             memoryview(b""),
             _Outgoing(memoryview(b"")),

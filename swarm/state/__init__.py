@@ -1,1 +1,3 @@
-"""Snapshots of a member's weights: serving, choosing, downloading, catching up, and noticing drift."""
+"""Snapshots of a member's weights: serving, choosing, downloading, catching up, and noticing
+drift.
+"""

@@ -1,25 +1,33 @@
-"""Taking over weights: to join a swarm that is under way, after a missed round, and where parts of a group differ.
+"""Taking over weights: to join a swarm that is under way, after a missed round, and where parts of
+a group differ.
 
-**Joining.** Rounds go by while the weights travel. A newcomer begins when it is at most `BEHIND` rounds (of every fragment) behind
-the median of the members, or when the download took no longer than `FRESH_S`; otherwise it fetches the weights again, at most
-`TRIES` times. Its first round then has weight 0 (`shoal.swarm.training.member`).
+**Joining.** Rounds go by while the weights travel. A newcomer begins when it is at most `BEHIND`
+rounds (of every fragment) behind the median of the members, or when the download took no longer
+than `FRESH_S`; otherwise it fetches the weights again, at most `TRIES` times. Its first round then
+has weight 0 (`shoal.swarm.training.member`).
 
-**After a missed round.** Where all peers of a group hold the same slow weights (`Anchored` rules), displacements only are sent, so
-a node that misses a round diverges and would never return by itself. It fetches the slow weights of a member in the background and
-goes on training meanwhile. After one missed round its fast weights stay, so what it learnt is in its next pseudo-gradient. After
-more, or if it trained in another part of a partitioned swarm, they move with the slow ones: a pseudo-gradient over many rounds
-would pull the group back, and be refused, and each outer step taken without a partner would be taken again. Of two that diverged,
-one keeps its own (`StateServer`). Methods that send weights mix by themselves. But where distant weights are refused a node that is
-far behind would be refused for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
+**After a missed round.** Where all peers of a group hold the same slow weights (`Anchored` rules),
+displacements only are sent, so a node that misses a round diverges and would never return by
+itself. It fetches the slow weights of a member in the background and goes on training meanwhile.
+After one missed round its fast weights stay, so what it learnt is in its next pseudo-gradient.
+After more, or if it trained in another part of a partitioned swarm, they move with the slow ones: a
+pseudo-gradient over many rounds would pull the group back, and be refused, and each outer step
+taken without a partner would be taken again. Of two that diverged, one keeps its own
+(`StateServer`). Methods that send weights mix by themselves. But where distant weights are refused
+a node that is far behind would be refused for good: once two peers in a row have done so it takes
+over a member's weights, as a newcomer does.
 
-**Where parts differ.** With the same rules each peer shows a sketch of its slow weights after its newest round
-(`shoal.optim.outer.weights`) in its record, and with its next contribution to its group, and compares the others' with its own.
-After a network partition in which both parts stayed in the same rounds, or where one peer's weights were changed behind its
-optimizer, nothing else would show that they differ. A peer that is behind in rounds moves to the round of the others and takes over
-their weights. In the same round the smaller part takes over those of the larger one; of two equal parts, the one without the lowest
-peer id. What it has learnt since the split is lost but for the steps of the current round; its data, inner optimizers and steps go
-on. Each node counts the parts itself: those that hold what it holds, against all others. If none is a majority all give way but for
-the lowest peer id among those of the latest round that ask each other (`StateServer`), so one set of weights is left.
+**Where parts differ.** With the same rules each peer shows a sketch of its slow weights after its
+newest round (`shoal.optim.outer.weights`) in its record, and with its next contribution to its
+group, and compares the others' with its own. After a network partition in which both parts stayed
+in the same rounds, or where one peer's weights were changed behind its optimizer, nothing else
+would show that they differ. A peer that is behind in rounds moves to the round of the others and
+takes over their weights. In the same round the smaller part takes over those of the larger one; of
+two equal parts, the one without the lowest peer id. What it has learnt since the split is lost but
+for the steps of the current round; its data, inner optimizers and steps go on. Each node counts the
+parts itself: those that hold what it holds, against all others. If none is a majority all give way
+but for the lowest peer id among those of the latest round that ask each other (`StateServer`), so
+one set of weights is left.
 """
 
 from __future__ import annotations
@@ -64,9 +72,11 @@ from shoal.swarm.wire.messages import Member, StateRequest
 
 
 def in_step(opt: OuterOptimizer, state: State) -> int:
-    """Return the first round, not before that of ``state``, in which the swarm sends the fragment that ``opt`` sends next.
+    """Return the first round, not before that of ``state``, in which the swarm sends the fragment
+    that ``opt`` sends next.
 
-    Rounds of one fragment are as many apart as there are fragments. In another round nobody else would send it.
+    Rounds of one fragment are as many apart as there are fragments. In another round nobody else
+    would send it.
     """
     fragments = len(state.applied)
     if fragments < 2:
@@ -97,12 +107,15 @@ def catch_up(
     *,
     begun: bool = True,
 ) -> State | None:
-    """Fetch the state of a swarm that is under way; return None if nobody else has finished a round yet.
+    """Fetch the state of a swarm that is under way; return None if nobody else has finished a round
+    yet.
 
-    The state fits ``opt``, which is left as it is. ``model``: the digest of this node's. ``begun`` False: accept members in their
-    first round too, because this node cannot make the weights that the swarm began with; of those what it holds is not fetched.
+    The state fits ``opt``, which is left as it is. ``model``: the digest of this node's. ``begun``
+    False: accept members in their first round too, because this node cannot make the weights that
+    the swarm began with; of those what it holds is not fetched.
 
-    Raises ModelDiffersError; NetworkError if it is under way, but nobody hands out weights, or no second peer confirms them.
+    Raises ModelDiffersError; NetworkError if it is under way, but nobody hands out weights, or no
+    second peer confirms them.
     """
     check_model(membership, model, opt.parameters)
     state: State | None = None
@@ -126,13 +139,15 @@ def catch_up(
             TRIES,
         )
     log.warning(
-        "rounds go by faster than the swarm's weights can be fetched: a longer round (--every) would help"
+        "rounds go by faster than the swarm's weights can be fetched: a longer round (--every) "
+        "would help"
     )
     return state
 
 
 def check_model(membership: Membership, model: str, parameters: AveragedParameters) -> None:
-    """Raise ModelDiffersError unless the swarm's model has these parameters; it names the difference if a member tells it.
+    """Raise ModelDiffersError unless the swarm's model has these parameters; it names the
+    difference if a member tells it.
 
     ``model``: their digest.
     """
@@ -142,7 +157,8 @@ def check_model(membership: Membership, model: str, parameters: AveragedParamete
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         if membership.manifest.model == outline_digest(outline, [dtype] * len(parameters)):
             raise ModelDiffersError(
-                f"This node's parameters are not of the dtype of the swarm's, {dtype}: make them so, by model.to({dtype})."
+                f"This node's parameters are not of the dtype of the swarm's, {dtype}: make them "
+                f"so, by model.to({dtype})."
             )
     # Any member's header will do: the names and shapes in it tell the difference, which raises.
     sources = _addressed(
@@ -160,21 +176,26 @@ def check_model(membership: Membership, model: str, parameters: AveragedParamete
         log.info("no member reported how the model differs: %s", error)
     if not any(outline.names):
         raise ModelDiffersError(
-            "This node's model does not fit the swarm: hand in the module as state, for a list of parameters has no names, or "
+            "This node's model does not fit the swarm: hand in the module as state, for a list of "
+            "parameters has no names, or "
             "use the swarm's model."
         )
     raise ModelDiffersError(
-        "This node's model does not fit the swarm: names, shapes or types of its parameters differ, and no member told which; use "
-        "the swarm's model, task, options and version, or compare them while a member runs (shoal doctor LINK)."
+        "This node's model does not fit the swarm: names, shapes or types of its parameters "
+        "differ, and no member told which; use "
+        "the swarm's model, task, options and version, or compare them while a member runs (shoal "
+        "doctor LINK)."
     )
 
 
 def sources_in(
     host: Host, members: Mapping[str, Member], model: str, creator: str, early: Sequence[str] = ()
 ) -> list[Peer]:
-    """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round, or is in an ``early`` state.
+    """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round,
+    or is in an ``early`` state.
 
-    If there are more they are dialled first: where a record says that its peer is costs nothing, and so does a key.
+    If there are more they are dialled first: where a record says that its peer is costs nothing,
+    and so does a key.
     """
     able = _able(members, model, early)
     if len(able) > ASKED:
@@ -213,8 +234,8 @@ def _others(membership: Membership) -> dict[str, Member]:
 def usual_round(
     members: Iterable[Member], met: Mapping[str, str], partners: Collection[str] = ()
 ) -> int:
-    """Return the median of the members' rounds: of those among ``partners``, or else one of each address range at which some were
-    ``met``, or else of all; 0 if there are none.
+    """Return the median of the members' rounds: of those among ``partners``, or else one of each
+    address range at which some were ``met``, or else of all; 0 if there are none.
     """
     rounds = [(member.peer, member.round) for member in members]
     return median_low(
@@ -225,8 +246,9 @@ def usual_round(
 def in_order(
     members: Sequence[Member], met: Mapping[str, str], creator: str, partners: Collection[str] = ()
 ) -> list[Member]:
-    """Sort members by whom to ask first: ``partners``, and of the others the latest by their rounds, the creator, those that were
-    ``met``, and one of each address range in turn. All from the usual round on count alike, so that lies gain nothing.
+    """Sort members by whom to ask first: ``partners``, and of the others the latest by their
+    rounds, the creator, those that were ``met``, and one of each address range in turn. All from
+    the usual round on count alike, so that lies gain nothing.
     """
     claimed = [(member.peer, host_of(next(iter(member.addresses), ""))) for member in members]
     turn = {peer: place for place, peer in enumerate(known_first(claimed, met))}
@@ -243,7 +265,9 @@ def in_order(
 
 
 def _able(members: Mapping[str, Member], model: str, early: Sequence[str]) -> list[Member]:
-    """Return the members that can hand out weights. ``early``: states in which they can before they have finished a round.
+    """Return the members that can hand out weights.
+
+    ``early``: states in which they can before they have finished a round.
 
     A member that waits in a later round than 0 has resumed, and is about to train.
     """
@@ -252,7 +276,8 @@ def _able(members: Mapping[str, Member], model: str, early: Sequence[str]) -> li
 
 
 def _early(membership: Membership, begun: bool) -> Sequence[str]:
-    # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
+    # In a swarm of own loops a member that waits in round 0 has the first weights; others have none
+    # before they train.
     return (
         ()
         if begun
@@ -283,18 +308,23 @@ def _fetch_weights(
         ) from error
     if state is None:
         raise NetworkError(
-            "The swarm is training but none of its members served the weights to start from: try again."
+            "The swarm is training but none of its members served the weights to start from: try "
+            "again."
         )
     return state
 
 
 REMEMBERED = 64  # own rounds to compare others' sketches with: records are some seconds old
 APART = 0.25
-"""Fraction of a round's usual movement above which weights differ: a missed round makes about 1, rounding 1e-4 and later more."""
+"""Fraction of a round's usual movement above which weights differ: a missed round makes about 1,
+rounding 1e-4 and later more.
+"""
 PRECISION = (
     1e-5  # of the sketch: below it weights that hardly move any more differ by rounding alone
 )
-DOUBTS = 3  # rounds in a row that a node must find itself in the smaller part while some peers cannot be compared
+# rounds in a row that a node must find itself in the smaller part while some peers cannot be
+# compared
+DOUBTS = 3
 
 
 @dataclass(frozen=True)
@@ -308,8 +338,8 @@ class SplitDecision:
 class DriftDetector:
     """Detector of a difference between this node's slow weights and its group's.
 
-    ``me``: this node's peer id. ``model``: members with another one are not compared. ``most``: the largest group; among more
-    members a round has several groups, whose weights differ by design.
+    ``me``: this node's peer id. ``model``: members with another one are not compared. ``most``: the
+    largest group; among more members a round has several groups, whose weights differ by design.
     """
 
     def __init__(self, me: str, model: str, most: int) -> None:
@@ -320,7 +350,9 @@ class DriftDetector:
         self._doubts = 0
         self.newest: Sketch | None = None
         self.apart: frozenset[str] = frozenset()
-        """The peers whose weights differ from this node's by the last call of ``split``, if it came to an end."""
+        """The peers whose weights differ from this node's by the last call of ``split``, if it came
+        to an end.
+        """
 
     def finished(self, round: int, fragment: int, sketch: tuple[float, ...]) -> None:
         """Record the sketch of the slow weights of ``fragment`` after ``round``."""
@@ -354,10 +386,12 @@ class DriftDetector:
         group: Mapping[str, Sketch | None],
         partners: Collection[str],
     ) -> SplitDecision | None:
-        """Return the decision to give way, or None, by the records of ``partners`` and by what this round's group has shown.
+        """Return the decision to give way, or None, by the records of ``partners`` and by what this
+        round's group has shown.
 
-        Call it once a round. The group's are newer, and signed by who shows them, so nobody but their author can make them up.
-        ``partners``: with which this node has exchanged; keys are free, so others' records would make any majority.
+        Call it once a round. The group's are newer, and signed by who shows them, so nobody but
+        their author can make them up. ``partners``: with which this node has exchanged; keys are
+        free, so others' records would make any majority.
         """
         near, far, unknown, self.apart = {self._me}, set[str](), False, frozenset()
         fragments = set[int]()
@@ -366,7 +400,8 @@ class DriftDetector:
             for p, m in members.items()
             if m.model == self._model and p in partners and m.state in ("waiting", "training")
         }
-        # A record that still says "waiting" counts as one of whom nothing is known: quick rounds are over before the next one.
+        # A record that still says "waiting" counts as one of whom nothing is known: quick rounds
+        # are over before the next one.
         others = {
             p: m.sketch if m.state == "training" else None
             for p, m in there.items()
@@ -401,7 +436,9 @@ SECOND_S = (
 PATIENCE = 5  # failed tries after which the user is warned
 FAR = 2  # missed rounds of a fragment from which on the fast weights are replaced too
 LONGEST = 16  # rounds between two tries, at most
-SLOW_S = 5.0  # seconds from which on a fetch takes a link's place from exchanges; a quicker one in vain is tried again at once
+# seconds from which on a fetch takes a link's place from exchanges; a quicker one in vain is tried
+# again at once
+SLOW_S = 5.0
 TURNED_DOWN = 2  # peers in a row that refuse a node that comes from far behind: one may be hostile
 
 
@@ -414,7 +451,8 @@ class Resynchronizer:
         stats: outcomes of this node's exchanges.
         moved: called when the slow weights were replaced by others'.
         clock: seconds; a simulation has its own.
-        partners: peers with which this node has exchanged: they are asked first, for records alone are free.
+        partners: peers with which this node has exchanged: they are asked first, for records alone
+            are free.
     """
 
     def __init__(
@@ -439,7 +477,9 @@ class Resynchronizer:
             0  # rounds that this node's weights are behind its round, since it was with its group
         )
         self._preferred: frozenset[str] = frozenset()
-        """Peers to fetch from if any of them is there: those of the part that this node gives way to."""
+        """Peers to fetch from if any of them is there: those of the part that this node gives way
+        to.
+        """
         self._afresh = False  # true if the state being fetched is to start from, as a newcomer does
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
@@ -453,7 +493,10 @@ class Resynchronizer:
         return bool(self._diverged)
 
     def joined(self, state: State) -> None:
-        """Note that this node begins from ``state``. It never receives what was in flight at the source, so it must fetch again."""
+        """Note that this node begins from ``state``.
+
+        It never receives what was in flight at the source, so it must fetch again.
+        """
         if self._opt.anchored:
             fragments = len(state.applied)
             self._diverged = {
@@ -461,7 +504,9 @@ class Resynchronizer:
             }
 
     def restarted(self) -> None:
-        """Note that this node's weights were replaced on purpose: what is being fetched does not come into them."""
+        """Note that this node's weights were replaced on purpose: what is being fetched does not
+        come into them.
+        """
         if self._pending is not None:
             self._pending.cancel()
             self._pending = None
@@ -469,7 +514,9 @@ class Resynchronizer:
         self._returned()
 
     def on_round(self, info: RoundInfo, *, behind: int, split: SplitDecision | None = None) -> None:
-        """Handle the end of a round. ``behind``: its contribution counted so many rounds later than the node expected.
+        """Handle the end of a round.
+
+        ``behind``: its contribution counted so many rounds later than the node expected.
 
         ``split``: this node's part of the swarm gives way to another.
         """
@@ -512,7 +559,8 @@ class Resynchronizer:
     def _ask(self) -> None:
         others = self._sources()
         self._began, self._began_s = self._opt.round, self._clock()
-        # Of two that have diverged the one that is further keeps its weights: its swarm went on while the other was away.
+        # Of two that have diverged the one that is further keeps its weights: its swarm went on
+        # while the other was away.
         own = max(self._opt.round - self._late, 0)
         self._server.diverged = own if others and not self._afresh else None
         if not others:  # this node is the whole group
@@ -543,7 +591,10 @@ class Resynchronizer:
         return [(m.peer, m.addresses) for m in first[:IN_TURN]]
 
     def adopt_fetched(self) -> bool:
-        """Take over weights that have arrived; call it between two steps. Return whether the node is with its group again."""
+        """Take over weights that have arrived; call it between two steps.
+
+        Return whether the node is with its group again.
+        """
         if self._pending is None or not self._pending.done():
             return False
         fetched, self._pending = self._pending, None
@@ -590,13 +641,16 @@ class Resynchronizer:
         self._tries += 1
         if self._tries == PATIENCE:
             log.warning(
-                "rounds go by faster than the swarm's weights can be fetched, so this node's weights stay apart from the others': "
+                "rounds go by faster than the swarm's weights can be fetched, so this node's "
+                "weights stay apart from the others': "
                 "a longer round (--every) would help"
             )
         return False
 
     def _back_off(self) -> None:
-        """Wait longer each time a slow fetch was in vain: on a slow link it takes the place of the exchanges that are due."""
+        """Wait longer each time a slow fetch was in vain: on a slow link it takes the place of the
+        exchanges that are due.
+        """
         took = self._opt.round - self._began
         slow = self._clock() - self._began_s >= SLOW_S
         self._pause = min(max(2 * self._pause, took), LONGEST) if slow else 0

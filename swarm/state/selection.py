@@ -1,23 +1,28 @@
-"""Serving this node's slow weights as snapshots, made between two steps, and choosing among those of several peers.
+"""Serving this node's slow weights as snapshots, made between two steps, and choosing among those
+of several peers.
 
-A peer *offers* the id of its snapshot (`shoal.swarm.state.snapshot`). Nobody should begin from weights on one stranger's word, so a
-second peer has to confirm them. What a second peer can honestly say depends on the method:
+A peer *offers* the id of its snapshot (`shoal.swarm.state.snapshot`). Nobody should begin from
+weights on one stranger's word, so a second peer has to confirm them. What a second peer can
+honestly say depends on the method:
 
-* **All hold the same weights** (methods over the group): it offers the same id. Peers that are asked at the same moment may be a
-  round apart; then those that are behind are asked once more, for the later round.
-* **No two hold the same weights** (gossip, where copies are only near each other; or rounds that go by faster than two peers can be
-  asked): it offers another id, and some chunks of both snapshots, which the newcomer draws after both were offered, are compared.
-  The weights are confirmed if their distance is at most `NEAR` of the larger of both norms. This coarse test finds weights that are
-  noise, zeros, of the wrong sign or scale, but not ones that were changed a little, or in a few places. Against those nothing
-  protects a member of a gossip swarm either.
+* **All hold the same weights** (methods over the group): it offers the same id. Peers that are
+  asked at the same moment may be a round apart; then those that are behind are asked once more, for
+  the later round.
+* **No two hold the same weights** (gossip, where copies are only near each other; or rounds that go
+  by faster than two peers can be asked): it offers another id, and some chunks of both snapshots,
+  which the newcomer draws after both were offered, are compared. The weights are confirmed if their
+  distance is at most `NEAR` of the larger of both norms. This coarse test finds weights that are
+  noise, zeros, of the wrong sign or scale, but not ones that were changed a little, or in a few
+  places. Against those nothing protects a member of a gossip swarm either.
 * **Only one peer answers**, as in a swarm of one member: its offer is taken unconfirmed.
 
-Keys are free, so peers of one address range count as one wherever peers of several have answered: theirs is taken that is offered,
-or confirmed, from the most ranges, and one range alone ends no wait for others.
+Keys are free, so peers of one address range count as one wherever peers of several have answered:
+theirs is taken that is offered, or confirmed, from the most ranges, and one range alone ends no
+wait for others.
 
-The later of two confirmed snapshots is taken, but a round is believed only if it is at most `AHEAD` beyond the lower median of
-those that the ranges state: a node that begins in a round where nobody is finds no partner. One that begins too early is told by
-the others which round they are in.
+The later of two confirmed snapshots is taken, but a round is believed only if it is at most `AHEAD`
+beyond the lower median of those that the ranges state: a node that begins in a round where nobody
+is finds no partner. One that begins too early is told by the others which round they are in.
 """
 
 from __future__ import annotations
@@ -69,10 +74,12 @@ if TYPE_CHECKING:
 
 STATE_PROTOCOL = "/shoal/state/2"
 ANSWER_S = 5.0  # seconds in which a peer that is awake says whether it will hand out its weights
-MAKE_S = 60.0  # seconds in which it then makes the snapshot, between two steps, if no round is exchanged meanwhile
+# seconds in which it then makes the snapshot, between two steps, if no round is exchanged meanwhile
+MAKE_S = 60.0
 GRACE_S = 10.0  # more for its answer to arrive
 SAMPLE = 4  # chunks that are compared
-NEAR = 0.8  # of the larger norm: unrelated weights are 1.4 apart, opposite ones 2, nothing and something 1
+# of the larger norm: unrelated weights are 1.4 apart, opposite ones 2, nothing and something 1
+NEAR = 0.8
 ENOUGH = 2  # peers that offer the same snapshot
 AHEAD = 2  # rounds
 
@@ -107,7 +114,9 @@ class SnapshotOffer:
 
 
 def believed(rounds: Iterable[int]) -> int:
-    """Return the latest round that is believed if peers state these, at least one: a lone one far ahead of the others is not."""
+    """Return the latest round that is believed if peers state these, at least one: a lone one far
+    ahead of the others is not.
+    """
     return median_low(rounds) + AHEAD
 
 
@@ -130,15 +139,17 @@ def plausible(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
 
 
 def making_s(nbytes: int) -> float:
-    """Return the seconds in which a peer makes a snapshot of ``nbytes``: its step may be exchanging as much just now."""
+    """Return the seconds in which a peer makes a snapshot of ``nbytes``: its step may be exchanging
+    as much just now.
+    """
     return MAKE_S + nbytes / LEAST_RATE
 
 
 async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> StateHeader:
     """Ask one peer for the header of its snapshot, which has about ``nbytes`` bytes.
 
-    Raises NoStateError if it refuses or does not answer; NetworkError, MessageError if it is busy, breaks off, or violates the
-    protocol.
+    Raises NoStateError if it refuses or does not answer; NetworkError, MessageError if it is busy,
+    breaks off, or violates the protocol.
     """
     peer, addresses = to
     try:
@@ -173,11 +184,13 @@ async def collect(
     nbytes: int,
     most: int = 64,
 ) -> tuple[list[SnapshotOffer], dict[str, Exception]]:
-    """Ask all ``sources`` for a snapshot of about ``nbytes``, until two offer the same one or all (or ``most``) have answered.
-    Return the offers, in the order of ``sources``, and the errors of the others.
+    """Ask all ``sources`` for a snapshot of about ``nbytes``, until two offer the same one or all
+    (or ``most``) have answered. Return the offers, in the order of ``sources``, and the errors of
+    the others.
 
-    Where they are in several address ranges, as many ranges are waited for, not peers: one range can have any number of those.
-    It ends ``patience`` seconds after the first offer at the latest. ``check`` raises ShoalError at a header that does not fit.
+    Where they are in several address ranges, as many ranges are waited for, not peers: one range
+    can have any number of those. It ends ``patience`` seconds after the first offer at the latest.
+    ``check`` raises ShoalError at a header that does not fit.
     """
     offers: list[SnapshotOffer] = []
     errors: dict[str, Exception] = {}
@@ -222,8 +235,8 @@ async def collect(
 
 
 def agreed(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
-    """Return the offers of the snapshot that most address ranges offer, and most peers of equals, and then the latest believed one;
-    none if no two peers offer the same.
+    """Return the offers of the snapshot that most address ranges offer, and most peers of equals,
+    and then the latest believed one; none if no two peers offer the same.
     """
     same: defaultdict[bytes, list[SnapshotOffer]] = defaultdict(list)
     for offer in offers:
@@ -248,10 +261,13 @@ async def choose(
     patience: float,
     strict: bool,
 ) -> list[SnapshotOffer]:
-    """Return the offers of the snapshot to take. ``equal``: peers of this method hold the same weights. ``strict``: where offers
+    """Return the offers of the snapshot to take.
+
+    ``equal``: peers of this method hold the same weights. ``strict``: where offers
     are of several address ranges, one of another range must confirm weights that are near others'.
 
-    Raises UnconfirmedError if several peers answered, and no two hold weights near each other; NetworkError if they are gone.
+    Raises UnconfirmedError if several peers answered, and no two hold weights near each other;
+    NetworkError if they are gone.
     """
     found = agreed(offers)
     if len(offers) < ENOUGH or (found and _spread(found, offers)):
@@ -322,7 +338,8 @@ async def _confirmed(
     if len(near[best.peer]) < ENOUGH or (strict and not _spread(near[best.peer], compared)):
         names = " and ".join(short(one.peer) for one in compared[:2])
         raise UnconfirmedError(
-            f"peers {names} serve weights that lie far from each other, and no other peer confirms either."
+            f"peers {names} serve weights that lie far from each other, and no other peer confirms "
+            "either."
         )
     return best
 
@@ -354,7 +371,9 @@ class SampleSink:
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the distance of two vectors over the larger norm: 0 if both are zero, infinite if a value is not finite."""
+    """Return the distance of two vectors over the larger norm: 0 if both are zero, infinite if a
+    value is not finite.
+    """
     larger = max(float(one.double().norm()), float(other.double().norm()))
     if not math.isfinite(larger):
         return math.inf
@@ -362,17 +381,21 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 MAX_WAITING = 64  # callers that wait
-SOON = 64  # rounds: who wants a later one than this node's next ones would keep a place that others need
+# rounds: who wants a later one than this node's next ones would keep a place that others need
+SOON = 64
 
 DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
 FAR = Answer(verdict="busy", reason="it is far from that round", round=0)
 
 
 class StateServer:
-    """Server of this node's slow weights. The training thread makes the copy, so no half-updated weights are handed out.
+    """Server of this node's slow weights.
 
-    It holds at most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that
-    the rule shares. While both are being downloaded, further callers get the later of the two rather than a new one.
+    The training thread makes the copy, so no half-updated weights are handed out.
+
+    It holds at most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow
+    weights and of the state that the rule shares. While both are being downloaded, further callers
+    get the later of the two rather than a new one.
     """
 
     def __init__(
@@ -404,15 +427,19 @@ class StateServer:
         host.serve(STATE_PROTOCOL, self._answer)
 
     def keep(self, state: State) -> None:
-        """Serve the snapshot that this node has just fetched itself: others may be downloading it."""
+        """Serve the snapshot that this node has just fetched itself: others may be downloading
+        it.
+        """
         if state.snapshot is not None:
             self._kept.put(state.snapshot)
 
     @contextmanager
     def at_rest(self, current: Callable[[], State]) -> Iterator[None]:
-        """Hand out the weights to whoever asks in this block, in which the training thread does not change them.
+        """Hand out the weights to whoever asks in this block, in which the training thread does not
+        change them.
 
-        An evaluation may take minutes, for which a newcomer would wait otherwise. A copy in progress delays the end of the block.
+        An evaluation may take minutes, for which a newcomer would wait otherwise. A copy in
+        progress delays the end of the block.
         """
         self._resting = current
         try:
@@ -428,10 +455,11 @@ class StateServer:
                 self.offer(self._resting)
 
     def offer(self, current: Callable[[], State]) -> None:
-        """Copy the weights if a caller waits for them; the training thread calls this between steps.
+        """Copy the weights if a caller waits for them; the training thread calls this between
+        steps.
 
-        Diverged weights are not handed out: callers wait until they are the group's again. But two peers that asked each other
-        before either had diverged must not wait for each other.
+        Diverged weights are not handed out: callers wait until they are the group's again. But two
+        peers that asked each other before either had diverged must not wait for each other.
         """
         self._kept.expire()
         wanted = list(self._wanted.items())
@@ -491,7 +519,9 @@ class StateServer:
             self._making = False
 
     async def _hand_out(self, snapshot: Snapshot | None) -> None:
-        """Answer all who wait for its round or an earlier one. None: with the latest that is kept."""
+        """Answer all who wait for its round or an earlier one. None: with the latest that is
+        kept.
+        """
         for future, (request, _) in list(self._wanted.items()):
             found = self._kept.newest(request.since) if snapshot is None else snapshot
             if found is not None and found.header.round >= request.since:
@@ -501,10 +531,12 @@ class StateServer:
         self._making = False
 
     def _keeps_its_own(self, request: StateRequest, peer: str) -> bool:
-        """Return whether ``peer``, whose weights have diverged, must not wait for this node, because its own have diverged too.
+        """Return whether ``peer``, whose weights have diverged, must not wait for this node,
+        because its own have diverged too.
 
-        Peers that have diverged from each other must neither swap their weights nor wait in a circle. So each waits for those whose
-        weights are of a later round, or of the same and whose peer id is lower; a peer that all others refuse keeps its own.
+        Peers that have diverged from each other must neither swap their weights nor wait in a
+        circle. So each waits for those whose weights are of a later round, or of the same and whose
+        peer id is lower; a peer that all others refuse keeps its own.
         """
         if not request.astray or (own := self.diverged) is None:  # which the training thread sets
             return False
@@ -518,7 +550,8 @@ class StateServer:
         if request.swarm != self._swarm:
             return Answer(verdict="refuse", reason="this peer is in another swarm", round=0)
         if request.model != self._model:
-            # Names and shapes in the header tell the difference, so that the newcomer's user can mend it; no weights follow.
+            # Names and shapes in the header tell the difference, so that the newcomer's user can
+            # mend it; no weights follow.
             return nothing(self._shapes, self._names)
         if self._keeps_its_own(request, stream.peer_id):
             return DIVERGED

@@ -1,15 +1,20 @@
-"""Snapshots: a swarm's state as immutable bytes named by a hash, and the cache of those that this node hands out.
+"""Snapshots: a swarm's state as immutable bytes named by a hash, and the cache of those that this
+node hands out.
 
-The id is the SHA-256 of the header, which holds the hash of the list of the chunks' digests. A peer that knows the id can therefore
-check every chunk, whatever its source, and peers that hold the same round's weights offer the same id without coordination.
+The id is the SHA-256 of the header, which holds the hash of the list of the chunks' digests. A peer
+that knows the id can therefore check every chunk, whatever its source, and peers that hold the same
+round's weights offer the same id without coordination.
 
-Large snapshots lie in files without a name, so that handing weights out takes no main memory beside the system's cache.
+Large snapshots lie in files without a name, so that handing weights out takes no main memory beside
+the system's cache.
 
-Downloading a snapshot from several peers at once: each chunk comes from a free source and is checked on arrival.
+Downloading a snapshot from several peers at once: each chunk comes from a free source and is
+checked on arrival.
 
-`ChunkPlan` decides which chunk is asked of whom. `download` keeps two streams to each source: no link is idle while a request
-travels. A chunk arrives in a scratch buffer and enters the sink only if its digest is right. A peer that sends a wrong chunk is not
-asked again; one that dies or stalls costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
+`ChunkPlan` decides which chunk is asked of whom. `download` keeps two streams to each source: no
+link is idle while a request travels. A chunk arrives in a scratch buffer and enters the sink only
+if its digest is right. A peer that sends a wrong chunk is not asked again; one that dies or stalls
+costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
 download goes on with the same sink.
 """
 
@@ -55,7 +60,10 @@ ON_DISK = Path("/var/tmp")  # the usual folder may lie in memory itself
 
 
 class Spool:
-    """File of ``nbytes`` bytes that is gone with the last that uses it. OSError if the disk has no room for it."""
+    """File of ``nbytes`` bytes that is gone with the last that uses it.
+
+    OSError if the disk has no room for it.
+    """
 
     def __init__(self, nbytes: int) -> None:
         folder = ON_DISK if "TMPDIR" not in os.environ and os.access(ON_DISK, os.W_OK) else None
@@ -75,7 +83,9 @@ class Spool:
         return memoryview(os.pread(self._file.fileno(), nbytes, offset))
 
     def mapped(self, offset: int, shape: Sequence[int]) -> Tensor:
-        """Return float32 values at ``offset``, mapped rather than read, while the tensor is used; changes stay in memory."""
+        """Return float32 values at ``offset``, mapped rather than read, while the tensor is used;
+        changes stay in memory.
+        """
         count, before = math.prod(shape), offset % mmap.ALLOCATIONGRANULARITY
         if not count:
             return torch.empty(shape, device="cpu")
@@ -86,7 +96,8 @@ class Spool:
 
 
 class SpooledTensors(Sequence[Tensor]):
-    """Float32 tensors of these ``shapes``, one behind the other from ``offset`` on, each mapped when it is taken.
+    """Float32 tensors of these ``shapes``, one behind the other from ``offset`` on, each mapped
+    when it is taken.
 
     So a state that waits to be taken over, or is taken over tensor by tensor, takes no memory.
     """
@@ -111,7 +122,9 @@ class SpooledTensors(Sequence[Tensor]):
 
 
 def spool_for(nbytes: int) -> Spool | None:
-    """Return a file for a snapshot; None if it is to be in memory: it is small, or no disk takes it."""
+    """Return a file for a snapshot; None if it is to be in memory: it is small, or no disk takes
+    it.
+    """
     try:
         return Spool(nbytes) if nbytes >= LARGE and hasattr(os, "posix_fallocate") else None
     except OSError:
@@ -119,7 +132,8 @@ def spool_for(nbytes: int) -> Spool | None:
 
 
 DIGEST = 32  # bytes of a chunk's BLAKE3
-KEPT = 2  # snapshots that a node holds at most, each as large as its slow weights and shared state in float32
+# snapshots that a node holds at most, each as large as its slow weights and shared state in float32
+KEPT = 2
 UNUSED_S = 120.0  # seconds after which a snapshot that nobody asks for is dropped
 BUSY_S = 15.0  # seconds since a snapshot was offered in which its first download may begin
 
@@ -131,7 +145,9 @@ class State:
     round: int
     slow: Sequence[Tensor]
     extra: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    """State that the source's rule shares beside them, such as DiLoCo's momentum; float32, by the rule's own names."""
+    """State that the source's rule shares beside them, such as DiLoCo's momentum; float32, by the
+    rule's own names.
+    """
     applied: Sequence[int] = ()
     """For each fragment the round whose outcome is in it; -1: none."""
     snapshot: Snapshot | None = None
@@ -143,14 +159,18 @@ class State:
         return [*self.slow, *(tensor for name in sorted(self.extra) for tensor in self.extra[name])]
 
     def version(self) -> tuple[object, ...]:
-        """Return a value that stays equal while nothing in the state changes: torch counts the changes of every tensor."""
+        """Return a value that stays equal while nothing in the state changes: torch counts the
+        changes of every tensor.
+        """
         changes = tuple((id(t), t._version) for t in self.tensors())
         return self.round, tuple(self.applied), tuple(sorted(self.extra)), self.gathers, changes
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State as bytes (float32 values, in memory or in a file) and the digests of its chunks, as ``header`` declares them."""
+    """State as bytes (float32 values, in memory or in a file) and the digests of its chunks, as
+    ``header`` declares them.
+    """
 
     header: StateHeader
     content: Tensor | Spool
@@ -180,7 +200,10 @@ def chunk_size(nbytes: int, chunk: int) -> int:
 
 
 def read_at(content: Tensor | Spool, offset: int, nbytes: int) -> memoryview:
-    """Return ``nbytes`` bytes of a snapshot's content from ``offset`` on. OSError if it is in a file and the disk fails."""
+    """Return ``nbytes`` bytes of a snapshot's content from ``offset`` on.
+
+    OSError if it is in a file and the disk fails.
+    """
     return (
         content.read(offset, nbytes)
         if isinstance(content, Spool)
@@ -196,7 +219,9 @@ def digests_of(content: Tensor | Spool) -> bytes:
 
 
 def encode(state: State) -> Tensor | Spool:
-    """Return a copy of the whole state as flat float32 bytes, in a file if it is large and there is room."""
+    """Return a copy of the whole state as flat float32 bytes, in a file if it is large and there is
+    room.
+    """
     payload = BorrowedPayload(OnDemand(state.tensors()), FLOAT32)
     spool, offset = spool_for(payload.nbytes), 0
     if spool is None:
@@ -208,7 +233,9 @@ def encode(state: State) -> Tensor | Spool:
 
 
 def make(state: State, payload: Tensor | Spool, names: bytes = b"") -> Snapshot:
-    """Return the snapshot of ``state``, whose `encode` is ``payload``. Hashes all of it: do not call it on the host's loop.
+    """Return the snapshot of ``state``, whose `encode` is ``payload``.
+
+    Hashes all of it: do not call it on the host's loop.
 
     ``names``: packed ones of the parameters.
     """
@@ -230,7 +257,9 @@ def make(state: State, payload: Tensor | Spool, names: bytes = b"") -> Snapshot:
 
 
 def nothing(shapes: tuple[Shape, ...], names: bytes = b"") -> StateHeader:
-    """Return a header that declares the model's shapes and packed names, and whose bytes nobody holds."""
+    """Return a header that declares the model's shapes and packed names, and whose bytes nobody
+    holds.
+    """
     return StateHeader(
         round=0,
         nbytes=FLOAT32.nbytes(shapes),
@@ -242,7 +271,9 @@ def nothing(shapes: tuple[Shape, ...], names: bytes = b"") -> StateHeader:
 
 
 def read(snapshot: Snapshot, extra: Mapping[str, Sequence[Shape]]) -> State:
-    """Return the state in a snapshot that fits (`StateQuery.check`); its tensors are views into the content."""
+    """Return the state in a snapshot that fits (`StateQuery.check`); its tensors are views into the
+    content.
+    """
     header, content = snapshot.header, snapshot.content
     parts, at = [header.shapes, *(extra[name] for name, _ in header.extra)], 0
     found: list[Sequence[Tensor]] = []
@@ -264,7 +295,10 @@ def shapes_digest(shapes: Sequence[Shape]) -> bytes:
 
 @dataclass
 class _Held:
-    """A snapshot in the cache. ``readers``: streams on which it is being downloaded; ``read``: a download of it has ended."""
+    """A snapshot in the cache.
+
+    ``readers``: streams on which it is being downloaded; ``read``: a download of it has ended.
+    """
 
     snapshot: Snapshot
     asked: float  # time of the last request for it
@@ -276,7 +310,9 @@ class _Held:
 
 
 class SnapshotCache:
-    """Cache of snapshots that this node hands out: at most two, each dropped two minutes after its last request. Thread-safe."""
+    """Cache of snapshots that this node hands out: at most two, each dropped two minutes after its
+    last request. Thread-safe.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -284,7 +320,9 @@ class SnapshotCache:
         self._held: dict[bytes, _Held] = {}
 
     def put(self, snapshot: Snapshot) -> None:
-        """Hand out a snapshot from now on; beyond two, drop the least recently requested, if possible one that nobody downloads."""
+        """Hand out a snapshot from now on; beyond two, drop the least recently requested, if
+        possible one that nobody downloads.
+        """
         with self._lock:
             now, others = self._clock(), [id for id in self._held if id != snapshot.id]
             for id in sorted(
@@ -324,7 +362,9 @@ class SnapshotCache:
             }
 
     def full(self) -> bool:
-        """Return whether one more would drop a snapshot that is being downloaded, or is about to be."""
+        """Return whether one more would drop a snapshot that is being downloaded, or is about to
+        be.
+        """
         with self._lock:
             now = self._clock()
             return sum(held.busy(now) for held in self._held.values()) >= KEPT
@@ -391,7 +431,8 @@ class ChunkServer:
                 ) - len(data)
                 if left < 0:
                     raise NetworkError(
-                        f"peer {short(stream.peer_id)} asked for more than the model on one stream.",
+                        f"peer {short(stream.peer_id)} asked for more than the model on one "
+                        "stream.",
                         "refused",
                     )
                 if (
@@ -423,7 +464,10 @@ def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
 
 
 class ChunkSource:
-    """Stream to a peer that may hold the snapshot ``id``. Use it on the host's loop, and ``close`` it."""
+    """Stream to a peer that may hold the snapshot ``id``.
+
+    Use it on the host's loop, and ``close`` it.
+    """
 
     def __init__(
         self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]
@@ -438,9 +482,11 @@ class ChunkSource:
         self._stream: Stream | None = None
 
     async def take(self, chunk: int | None, room: memoryview) -> None:
-        """Fill ``room``, which has the size of the chunk, with what the peer sends for it, unchecked. None: the list of digests.
+        """Fill ``room``, which has the size of the chunk, with what the peer sends for it,
+        unchecked. None: the list of digests.
 
-        Raises NotHeldError; NetworkError, MessageError if it cannot be reached, is too slow, or violates the protocol.
+        Raises NotHeldError; NetworkError, MessageError if it cannot be reached, is too slow, or
+        violates the protocol.
         """
         if self._stream is None:
             self._stream = await self._host.open(
@@ -455,7 +501,8 @@ class ChunkSource:
             raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
         if reply.nbytes != len(room):
             raise MessageError(
-                f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where {len(room)} fit."
+                f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where "
+                f"{len(room)} fit."
             )
         now = asyncio.get_running_loop().time()
         await stream.swap(
@@ -483,8 +530,8 @@ Peer = tuple[str, Sequence[str]]
 class ChunkPlan:
     """Assignment of missing chunks to lanes, without any network.
 
-    Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also asked of a second source,
-    so that one slow source does not delay the download.
+    Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also
+    asked of a second source, so that one slow source does not delay the download.
     """
 
     def __init__(self, missing: Iterable[int]) -> None:
@@ -525,7 +572,9 @@ class ChunkPlan:
         return self._asked.pop(chunk, None) is not None
 
     def lost(self, lane: object) -> None:
-        """Note that ``lane`` is gone: chunks that only it was asked for are asked of others first."""
+        """Note that ``lane`` is gone: chunks that only it was asked for are asked of others
+        first.
+        """
         for chunk, lanes in list(self._asked.items()):
             if lane in lanes:
                 lanes.remove(lane)
@@ -546,7 +595,8 @@ class ChunkSink(Protocol):
 
 
 class MemorySink:
-    """Sink of ``nbytes`` bytes that are kept until it is gone: in memory, or in a file if they are many.
+    """Sink of ``nbytes`` bytes that are kept until it is gone: in memory, or in a file if they are
+    many.
 
     ``content``: bytes of that number to begin with, in which the chunks ``have`` are right already.
     """
@@ -570,7 +620,9 @@ class MemorySink:
 async def fetch_digests(
     host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]
 ) -> bytes:
-    """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check it. NetworkError: none has."""
+    """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check
+    it. NetworkError: none has.
+    """
     room = bytearray(DIGEST * chunks_in(header.nbytes))
     for peer, addresses in sources:
         try:
@@ -582,7 +634,8 @@ async def fetch_digests(
         if hashlib.sha256(room).digest() == header.sha256:
             return bytes(room)
         log.warning(
-            "peer %s served digests that are not those of the weights it offered: it is not asked again",
+            "peer %s served digests that are not those of the weights it offered: it is not asked "
+            "again",
             short(peer),
         )
     raise NetworkError("none of the peers that were asked holds the weights any more.")
@@ -597,9 +650,11 @@ async def download(
     sink: ChunkSink,
     wanted: Iterable[int],
 ) -> set[str]:
-    """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the snapshot are skipped.
+    """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the
+    snapshot are skipped.
 
-    Returns the peers that sent a wrong chunk. Raises NetworkError if no source is left; what arrived is in the sink.
+    Returns the peers that sent a wrong chunk. Raises NetworkError if no source is left; what
+    arrived is in the sink.
     """
     work = _Download(
         host,
@@ -673,7 +728,8 @@ class _Download:
                 if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
                     self.wrong.add(peer)
                     raise MessageError(
-                        f"peer {short(peer)} served a chunk of the weights that does not match its digest: it is not asked "
+                        f"peer {short(peer)} served a chunk of the weights that does not match its "
+                        "digest: it is not asked "
                         "again, and the chunk is fetched elsewhere."
                     )
                 if self.plan.got(chunk):

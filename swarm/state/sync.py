@@ -1,8 +1,10 @@
-"""Fetching the slow weights of a swarm, for a newcomer, a node that has diverged, or ``shoal pull``: whole, checked, or not at all.
+"""Fetching the slow weights of a swarm, for a newcomer, a node that has diverged, or ``shoal
+pull``: whole, checked, or not at all.
 
-The offers of several peers decide which snapshot to take (`shoal.swarm.state.selection`). Its chunks then come from every peer that
-holds the very same bytes (`shoal.swarm.state.snapshot`): those that offered it and, since all sources are asked, those that have
-downloaded it before. If these go away the sources are asked anew, and if one offers the same snapshot the download goes on.
+The offers of several peers decide which snapshot to take (`shoal.swarm.state.selection`). Its
+chunks then come from every peer that holds the very same bytes (`shoal.swarm.state.snapshot`):
+those that offered it and, since all sources are asked, those that have downloaded it before. If
+these go away the sources are asked anew, and if one offers the same snapshot the download goes on.
 """
 
 from __future__ import annotations
@@ -75,10 +77,12 @@ class ModelDiffersError(ShoalError):
 class StateQuery:
     """Query for a state that a node can use.
 
-    ``shapes``, ``names``: of the slow weights; without names those are not compared. ``extra``: shapes of what its outer rule
-    takes over beside them, by name; a source may have less, never other. ``equal``: in this method peers hold the same weights.
-    ``confirmed``: a second peer must confirm the weights; otherwise the latest offer will do. ``fragments``: of this node's
-    optimizer; None: a state without their rounds will do. ``attempts``: times that the sources are asked, at most.
+    ``shapes``, ``names``: of the slow weights; without names those are not compared. ``extra``:
+    shapes of what its outer rule takes over beside them, by name; a source may have less, never
+    other. ``equal``: in this method peers hold the same weights. ``confirmed``: a second peer must
+    confirm the weights; otherwise the latest offer will do. ``fragments``: of this node's
+    optimizer; None: a state without their rounds will do. ``attempts``: times that the sources are
+    asked, at most.
     """
 
     request: StateRequest
@@ -92,7 +96,8 @@ class StateQuery:
     names: Sequence[str] = ()
 
     def check(self, peer: str, header: StateHeader) -> None:
-        """Check that an offer fits: what is allocated follows from this node's own shapes, whatever the peer says.
+        """Check that an offer fits: what is allocated follows from this node's own shapes, whatever
+        the peer says.
 
         Raises ModelDiffersError, MessageError.
         """
@@ -100,7 +105,8 @@ class StateQuery:
         difference = Outline(tuple(self.names), tuple(self.shapes)).differs(theirs)
         if difference is not None:
             raise ModelDiffersError(
-                f"This node's model does not fit the swarm: {difference} (in the swarm); use the swarm's model, task and options."
+                f"This node's model does not fit the swarm: {difference} (in the swarm); use the "
+                "swarm's model, task and options."
             )
         names = [name for name, _ in header.extra]
         unknown = [
@@ -110,23 +116,27 @@ class StateQuery:
         ]
         if unknown or len(set(names)) < len(names):
             raise MessageError(
-                f"peer {short(peer)} serves a state {unknown or names} that does not fit this node's outer rule."
+                f"peer {short(peer)} serves a state {unknown or names} that does not fit this "
+                "node's outer rule."
             )
         every = [*self.shapes, *(shape for name in names for shape in self.extra[name])]
         if header.nbytes != FLOAT32.nbytes(every) or header.dtype != "float32":
             raise MessageError(
-                f"peer {short(peer)} announced weights of {header.nbytes} bytes, {FLOAT32.nbytes(every)} fit here."
+                f"peer {short(peer)} announced weights of {header.nbytes} bytes, "
+                f"{FLOAT32.nbytes(every)} fit here."
             )
         if len(header.applied) % struct.calcsize("<Q"):
             raise MessageError(f"peer {short(peer)} sent a malformed list of rounds.")
         applied = [round for (round,) in struct.iter_unpack("<Q", header.applied)]
         if self.fragments is not None and len(applied) != self.fragments:
             raise MessageError(
-                f"peer {short(peer)} states the rounds of {len(applied)} fragments, here are {self.fragments}."
+                f"peer {short(peer)} states the rounds of {len(applied)} fragments, here are "
+                f"{self.fragments}."
             )
         if header.round > LAST_ROUND or max(applied, default=0) > header.round:
             raise MessageError(
-                f"peer {short(peer)} states a round that cannot be: {max(header.round, *applied, 0)}."
+                f"peer {short(peer)} states a round that cannot be: "
+                f"{max(header.round, *applied, 0)}."
             )
 
     def wanted(self, header: StateHeader) -> int:
@@ -138,11 +148,16 @@ class SinkFactory(Protocol[SinkT, T_co]):
     """Maker of the sinks that a fetch fills, and of its result."""
 
     def unfinished(self) -> StateHeader | None:
-        """Return the snapshot to go on with while any source holds it; None to take what the sources offer now."""
+        """Return the snapshot to go on with while any source holds it; None to take what the
+        sources offer now.
+        """
         ...
 
     async def open(self, header: StateHeader, digests: bytes) -> SinkT:
-        """Return a sink for a snapshot. It is used again in later attempts that take the same snapshot."""
+        """Return a sink for a snapshot.
+
+        It is used again in later attempts that take the same snapshot.
+        """
         ...
 
     async def finish(self, header: StateHeader, digests: bytes, sink: SinkT) -> T_co | None:
@@ -198,10 +213,12 @@ async def choose_source(
 ) -> list[SnapshotOffer]:
     """Ask ``sources``, decide which snapshot to take, and return its offers.
 
-    Raises NoStateError if all refused, or are gone; NetworkError if nobody offered anything of use; what ``query.check`` raises for
-    the user to mend, as ModelDiffersError, if it did at all that answered.
+    Raises NoStateError if all refused, or are gone; NetworkError if nobody offered anything of use;
+    what ``query.check`` raises for the user to mend, as ModelDiffersError, if it did at all that
+    answered.
     """
-    # Copies that are not equal need not all be waited for: two will do, unless they did not confirm each other.
+    # Copies that are not equal need not all be waited for: two will do, unless they did not confirm
+    # each other.
     most = FEW if query.equal or attempt else ENOUGH
     offers, errors = await collect(
         host,
@@ -244,10 +261,11 @@ async def choose_source(
 async def fetch_into(
     host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]
 ) -> T | None:
-    """Download a snapshot that fits into a sink of ``sinks`` and return what they make of it; None if all refused or are gone.
+    """Download a snapshot that fits into a sink of ``sinks`` and return what they make of it; None
+    if all refused or are gone.
 
-    Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download began and failed, or no second
-    peer confirms the weights.
+    Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download
+    began and failed, or no second peer confirms the weights.
     """
     swarm, opened, left_out = (
         query.request.swarm,
@@ -309,7 +327,9 @@ async def fetch_into(
 async def _digests_held(
     host: Host, query: StateQuery, header: StateHeader, sources: Sequence[Peer]
 ) -> bytes | None:
-    """Return the digests of a snapshot that was chosen before; None if it does not fit or none of ``sources`` holds it."""
+    """Return the digests of a snapshot that was chosen before; None if it does not fit or none of
+    ``sources`` holds it.
+    """
     try:
         query.check(host.peer_id, header)
         return await fetch_digests(host, query.request.swarm, header, sources)
@@ -321,13 +341,17 @@ async def _digests_held(
 def fetch_state(
     host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None
 ) -> State | None:
-    """Fetch a state that fits, in memory, and wait for it; see `fetch_into`. What of ``held`` is the same is not fetched."""
+    """Fetch a state that fits, in memory, and wait for it; see `fetch_into`.
+
+    What of ``held`` is the same is not fetched.
+    """
     return begin_fetch(host, query, sources, held).result(_fetching_s(query) + 10.0)
 
 
 def _fetching_s(query: StateQuery) -> float:
-    """Return the seconds that fetching may take, if more than an hour: three attempts at `LEAST_RATE`, or one at the speed of the
-    slowest link, up to `LARGEST_S`. Each chunk has a deadline of its own, so this only bounds what goes on.
+    """Return the seconds that fetching may take, if more than an hour: three attempts at
+    `LEAST_RATE`, or one at the speed of the slowest link, up to `LARGEST_S`. Each chunk has a
+    deadline of its own, so this only bounds what goes on.
     """
     shapes = [*query.shapes, *(shape for shaped in query.extra.values() for shape in shaped)]
     nbytes = FLOAT32.nbytes(shapes)
@@ -337,7 +361,10 @@ def _fetching_s(query: StateQuery) -> float:
 def begin_fetch(
     host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None
 ) -> concurrent.futures.Future[State | None]:
-    """Start `fetch_state` from any thread, without waiting. It ends within an hour; with a very large state, `_fetching_s`."""
+    """Start `fetch_state` from any thread, without waiting.
+
+    It ends within an hour; with a very large state, `_fetching_s`.
+    """
     seconds = _fetching_s(query)
 
     async def bounded() -> State | None:

@@ -1,14 +1,17 @@
-"""Records of verification in transit, the bodies behind them, and logs of them; none of their content is judged here.
+"""Records of verification in transit, the bodies behind them, and logs of them; none of their
+content is judged here.
 
-A record is small, and signed by its author, so that any peer can pass it on and show it. The message that carries it is sealed like
-every gossiped one; that signature is the transport's and ends with it. The one inside is over the record's bytes alone, and goes
-into every peer's log.
+A record is small, and signed by its author, so that any peer can pass it on and show it. The
+message that carries it is sealed like every gossiped one; that signature is the transport's and
+ends with it. The one inside is over the record's bytes alone, and goes into every peer's log.
 
-Gossip is no log: a daemon whose node reads nothing for some seconds drops messages, and a late peer gets no earlier ones. So a peer
-that was away, or whose records differ, fetches a log by stream: as many bytes as the other states, bounded, whole or not at all.
+Gossip is no log: a daemon whose node reads nothing for some seconds drops messages, and a late peer
+gets no earlier ones. So a peer that was away, or whose records differ, fetches a log by stream: as
+many bytes as the other states, bounded, whole or not at all.
 
-A claim names its evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A verifier asks the author, states
-how many bytes it will take at most, and gets the bytes with that digest or an error; a size is never taken on trust.
+A claim names its evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A
+verifier asks the author, states how many bytes it will take at most, and gets the bytes with that
+digest or an error; a size is never taken on trust.
 """
 
 from __future__ import annotations
@@ -37,9 +40,10 @@ if TYPE_CHECKING:
 
 CONTEXT = "shoal/verification/1"
 MAX_RECORD = 2048  # bytes
-# In a swarm of 100 in which each claims once in a round of 60 s and all claims are checked by 3, a peer is drawn 3 times a round,
-# and the busiest hardly ever more than 12 times. Each makes a commitment, a reveal and a verdict, in 3 draws at most: 108, and some
-# five others (entry, claim, view, dispute, opening). This is five times as much: for rounds of 12 s, or for five claims.
+# In a swarm of 100 in which each claims once in a round of 60 s and all claims are checked by 3, a
+# peer is drawn 3 times a round, and the busiest hardly ever more than 12 times. Each makes a
+# commitment, a reveal and a verdict, in 3 draws at most: 108, and some five others (entry, claim,
+# view, dispute, opening). This is five times as much: for rounds of 12 s, or for five claims.
 QUOTA = RateLimit(messages=600, nbytes=2 << 20)
 # Whole draws vote in the same moment, so more arrive at once than a busy node opens at once.
 INBOX = (4096, 16 << 20)
@@ -49,7 +53,9 @@ Handler = Callable[[str, bytes, bytes], None]
 
 
 class Attestation(Message):
-    """A record of ``peer`` and its signature over it in the context "shoal/verification/1" (`sign_record`)."""
+    """A record of ``peer`` and its signature over it in the context "shoal/verification/1"
+    (`sign_record`).
+    """
 
     KIND, LIMIT, AUTHOR = "attestation", 4 * KIB, "peer"
     swarm: SwarmId
@@ -63,16 +69,19 @@ def sign_record(identity: Identity, data: bytes) -> bytes:
 
 
 def verify_record(peer: str, data: bytes, signature: bytes) -> bool:
-    """Return whether ``peer`` signed the encoded record ``data``. Never raises, whatever it is given."""
+    """Return whether ``peer`` signed the encoded record ``data``.
+
+    Never raises, whatever it is given.
+    """
     return isinstance(data, bytes) and verify(peer, CONTEXT, data, signature)
 
 
 class Attestations:
     """The records of ``gossip``'s swarm. For any thread but the host's own.
 
-    ``handler(author, record, signature)`` is called once for each record of another peer, on the host's loop, after its signature
-    was verified (a wrong one is refused as ``forged``); it must not wait. It refuses a record by MessageError, whose reason is
-    counted.
+    ``handler(author, record, signature)`` is called once for each record of another peer, on the
+    host's loop, after its signature was verified (a wrong one is refused as ``forged``); it must
+    not wait. It refuses a record by MessageError, whose reason is counted.
     """
 
     def __init__(self, gossip: Gossip, handler: Handler) -> None:
@@ -80,14 +89,17 @@ class Attestations:
         self.topic = gossip.join(Attestation, self._take, QUOTA, INBOX)
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """Send a record of this node to everybody, soon; never waits. The own handler is not called.
+        """Send a record of this node to everybody, soon; never waits.
 
-        Raises MessageError if it is empty or larger than 2048 bytes (reason ``oversized``), or if the signature is not this
-        node's (``forged``).
+        The own handler is not called.
+
+        Raises MessageError if it is empty or larger than 2048 bytes (reason ``oversized``), or if
+        the signature is not this node's (``forged``).
         """
         if not 0 < len(record) <= MAX_RECORD:
             raise MessageError(
-                f"A record of {len(record)} bytes cannot be published: 1 to {MAX_RECORD} are allowed.",
+                f"A record of {len(record)} bytes cannot be published: 1 to {MAX_RECORD} are "
+                "allowed.",
                 "oversized",
             )
         if not verify_record(self._peer, record, signature):
@@ -98,7 +110,7 @@ class Attestations:
             Attestation(swarm=self._swarm, peer=self._peer, record=record, signature=signature)
         )
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     def _take(self, author: str, attestation: Attestation) -> None:
         if attestation.swarm != self._swarm:
@@ -114,16 +126,18 @@ MAX_BYTES = 256 << 20  # of all of them
 MAX_FETCHED = (
     64 << 20
 )  # bytes of others' bodies, which are handed out too and never push out an own one
-# Handed out to one peer in a minute. In bytes, everything once: no peer can drain a node's uplink by asking again and again.
+# Handed out to one peer in a minute. In bytes, everything once: no peer can drain a node's uplink
+# by asking again and again.
 BODY_QUOTA = RateLimit(messages=600, nbytes=MAX_BYTES)
 GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to report what went wrong
 
 
 class EvidenceStore:
-    """The bodies that this node hands out: of its own the newest 1024 and at most 256 MiB, and those that it fetched lately.
+    """The bodies that this node hands out: of its own the newest 1024 and at most 256 MiB, and
+    those that it fetched lately.
 
-    ``addresses``: returns the known addresses of a peer; also of a barred one (``Directory.everyone``), which may still be judged.
-    For any thread but the host's own.
+    ``addresses``: returns the known addresses of a peer; also of a barred one
+    (``Directory.everyone``), which may still be judged. For any thread but the host's own.
     """
 
     def __init__(
@@ -132,22 +146,33 @@ class EvidenceStore:
         self._host = host
         self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used here first
         self._store = BodyStore(
-            host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=BODY_QUOTA,
+            host,
+            swarm,
+            addresses,
+            protocol=EVIDENCE_PROTOCOL,
+            bodies=MAX_BODIES,
+            nbytes=MAX_BYTES,
+            quota=BODY_QUOTA,
             more=self._fetched.get,
-        )  # fmt: skip
+        )
         self._lock = threading.Lock()  # guards the order of what was fetched
 
     def put(self, body: bytes) -> bytes:
-        """Hand out ``body`` (1 byte to 256 MiB, else ValueError) from now on; never waits. Returns its SHA-256, 32 bytes."""
+        """Hand out ``body`` (1 byte to 256 MiB, else ValueError) from now on; never waits.
+
+        Returns its SHA-256, 32 bytes.
+        """
         if not 0 < len(body) <= MAX_BYTES:
             raise ValueError(f"a body of {len(body)} bytes: between 1 and {MAX_BYTES} are allowed")
         return self._store.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """Return the body with this digest, of at most ``most`` bytes: an own one, one fetched lately, or from ``peer``.
+        """Return the body with this digest, of at most ``most`` bytes: an own one, one fetched
+        lately, or from ``peer``.
 
-        Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow;
-        MessageError if it hands out nothing (reason ``unavailable``), something larger (``oversized``) or other (``digest``).
+        Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be
+        had or is too slow; MessageError if it hands out nothing (reason ``unavailable``), something
+        larger (``oversized``) or other (``digest``).
         """
         body = self._again(sha256) or self._store.get(sha256)
         if body is None:
@@ -204,8 +229,9 @@ class LogReply(Message):
 class LogServer:
     """The server of this node's log to the peers of ``swarm``, to each 4 times a minute.
 
-    ``make(since)`` returns the log from round ``since`` on. It runs in a worker thread of its own, never twice at once, and its
-    result is handed out again for a second. A log of more than 8 MiB is not handed out.
+    ``make(since)`` returns the log from round ``since`` on. It runs in a worker thread of its own,
+    never twice at once, and its result is handed out again for a second. A log of more than 8 MiB
+    is not handed out.
     """
 
     def __init__(
@@ -261,7 +287,8 @@ class LogServer:
         if len(log) > MAX_LOG:
             return (
                 b"",
-                f"it has {len(log)} bytes, of which at most {MAX_LOG} may be sent: ask for a later round",
+                f"it has {len(log)} bytes, of which at most {MAX_LOG} may be sent: ask for a later "
+                "round",
             )
         return log, ""
 
@@ -294,10 +321,13 @@ async def _fetch(
 def fetch_log(
     host: Host, peer: str, addresses: Sequence[str], swarm: str, since: int, timeout: float
 ) -> bytes:
-    """Return the log of ``peer`` from round ``since`` on, at most 8 MiB. For any thread but the host's own.
+    """Return the log of ``peer`` from round ``since`` on, at most 8 MiB.
 
-    Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow; MessageError if
-    it hands out none (reason ``unavailable``: asked too often, another swarm, too long), or violates the protocol.
+    For any thread but the host's own.
+
+    Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had
+    or is too slow; MessageError if it hands out none (reason ``unavailable``: asked too often,
+    another swarm, too long), or violates the protocol.
     """
     return host.call(
         _fetch(host, peer, addresses, LogRequest(swarm=swarm, since=since), timeout),

@@ -1,9 +1,12 @@
-"""Rollouts as records, and as the training thread sees them: it publishes its own and drains those of others, and never waits.
+"""Rollouts as records, and as the training thread sees them: it publishes its own and drains those
+of others, and never waits.
 
-SAPO (arXiv 2509.08721): the unit of sharing is one question with all its completions. They travel as text, so that peers with other
-models and tokenizers can learn from it. Neither the question, the answer nor a reward is in the record: the receiver makes the
-question anew from (env, env_version, env_config, seed, index) and judges the completions itself. The pool judges the swarm,
-environment and age of a record. Those of a barred author are refused as ``banned``, or dropped if they were held already.
+SAPO (arXiv 2509.08721): the unit of sharing is one question with all its completions. They travel
+as text, so that peers with other models and tokenizers can learn from it. Neither the question, the
+answer nor a reward is in the record: the receiver makes the question anew from (env, env_version,
+env_config, seed, index) and judges the completions itself. The pool judges the swarm, environment
+and age of a record. Those of a barred author are refused as ``banned``, or dropped if they were
+held already.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ _FINISHES: tuple[Finish, ...] = ("stop", "length")
 
 
 class Behaviour(NamedTuple):
-    """One completion as its author's policy drew it: token ids (int64) and log-probabilities (float32), both of shape (T,)."""
+    """One completion as its author's policy drew it: token ids (int64) and log-probabilities
+    (float32), both of shape (T,).
+    """
 
     tokens: Tensor
     logps: Tensor
@@ -114,7 +119,8 @@ def _finishes(value: object) -> object:
     return tuple(_FINISHES[code] for code in value)
 
 
-# One byte string each on the wire: long msgpack arrays would have to be allocated before their content is seen.
+# One byte string each on the wire: long msgpack arrays would have to be allocated before their
+# content is seen.
 _PER_COMPLETION = Field(max_length=MAX_COMPLETIONS)
 Texts = Annotated[
     tuple[Annotated[str, AfterValidator(_fits)], ...], _PER_COMPLETION, BeforeValidator(_texts),
@@ -144,11 +150,12 @@ QuestionSeed = Annotated[int, Field(ge=0, lt=2**63)]
 class Rollout(Message):
     """A group of completions to one question, all drawn by one policy at one temperature.
 
-    ``env_config`` are the bytes from which the environment makes its configuration (canonical, so that equal configurations are
-    equal bytes); ``seed`` and ``index`` name the question. ``policy_version`` counts the author's updates, ``round`` is the
-    author's when it drew them, ``issued`` is in Unix seconds. ``tokens`` (int32) and ``logps`` (float32, natural logarithm, under
-    the policy that drew them) are packed little-endian, per completion, for peers whose tokenizer has the digest ``tokenizer``:
-    all three are given, or none.
+    ``env_config`` are the bytes from which the environment makes its configuration (canonical, so
+    that equal configurations are equal bytes); ``seed`` and ``index`` name the question.
+    ``policy_version`` counts the author's updates, ``round`` is the author's when it drew them,
+    ``issued`` is in Unix seconds. ``tokens`` (int32) and ``logps`` (float32, natural logarithm,
+    under the policy that drew them) are packed little-endian, per completion, for peers whose
+    tokenizer has the digest ``tokenizer``: all three are given, or none.
     """
 
     KIND, LIMIT, AUTHOR = "rollout", 4096 * KIB, "peer"
@@ -186,7 +193,9 @@ class Rollout(Message):
         return self
 
     def behaviours(self) -> tuple[Behaviour, ...]:
-        """Return token ids and log-probabilities of each completion; empty if the author gave none."""
+        """Return token ids and log-probabilities of each completion; empty if the author gave
+        none.
+        """
         pairs = zip(self.tokens or (), self.logps or (), strict=True)
         return tuple(
             Behaviour(_tensor(ids, torch.int32).long(), _tensor(logps, torch.float32))
@@ -222,7 +231,10 @@ def _check_numbers(tokens: bytes, logps: bytes) -> None:
 
 
 def pack_tokens(ids: Sequence[int]) -> bytes:
-    """Return one completion's token ids in the form of a rollout. Raises struct.error for an id that is not an int32."""
+    """Return one completion's token ids in the form of a rollout.
+
+    Raises struct.error for an id that is not an int32.
+    """
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
@@ -238,9 +250,26 @@ REMEMBERED = 16_384  # nonces
 Knows = Callable[[str, str, bytes], bool]
 
 REASONS = (
-    "truncated", "oversized", "nested", "malformed", "version", "kind", "bomb", "forged", "replayed", "quota", "overflow",
-    "digest", "unavailable", "foreign-swarm", "foreign-env", "stale", "future", "banned", "unwelcome",
-)  # fmt: skip
+    "truncated",
+    "oversized",
+    "nested",
+    "malformed",
+    "version",
+    "kind",
+    "bomb",
+    "forged",
+    "replayed",
+    "quota",
+    "overflow",
+    "digest",
+    "unavailable",
+    "foreign-swarm",
+    "foreign-env",
+    "stale",
+    "future",
+    "banned",
+    "unwelcome",
+)
 
 
 @dataclass(frozen=True)
@@ -262,9 +291,9 @@ class PoolLimits:
 class RolloutPool:
     """The rollouts of ``gossip``'s swarm. For any thread but the host's own.
 
-    ``knows(env, env_version, env_config)``: returns whether this node can make the questions of that environment; quick, on the
-    host's loop; an exception counts as no. ``barred``: tells peers whose records are refused; quick, for any thread; it may be set
-    later.
+    ``knows(env, env_version, env_config)``: returns whether this node can make the questions of
+    that environment; quick, on the host's loop; an exception counts as no. ``barred``: tells peers
+    whose records are refused; quick, for any thread; it may be set later.
     """
 
     def __init__(
@@ -285,7 +314,9 @@ class RolloutPool:
         self._round = 0
         self._lost = {"expired": 0, "displaced": 0, "banned": 0}  # of those that were accepted
         self.bytes_sent = self.bytes_received = 0
-        """Of records published and drained, each once: GossipSub sends some to several neighbours, and frames them."""
+        """Of records published and drained, each once: GossipSub sends some to several neighbours,
+        and frames them.
+        """
         self._nonces = Newest[tuple[str, bytes], None](
             REMEMBERED
         )  # (author, nonce); on the loop only
@@ -296,7 +327,10 @@ class RolloutPool:
             self._round = round
 
     def make(self, **fields: Any) -> Rollout:
-        """Return a record of this node in its present round, with the other ``fields``. Raises pydantic's ValidationError."""
+        """Return a record of this node in its present round, with the other ``fields``.
+
+        Raises pydantic's ValidationError.
+        """
         nonce, issued = secrets.token_bytes(16), self._clock()
         return Rollout(
             swarm=self._swarm,
@@ -308,12 +342,17 @@ class RolloutPool:
         )
 
     def publish(self, rollout: Rollout) -> None:
-        """Share ``rollout`` with the swarm, soon; never waits. Raises MessageError if it is larger than 4 MiB, or another's."""
+        """Share ``rollout`` with the swarm, soon; never waits.
+
+        Raises MessageError if it is larger than 4 MiB, or another's.
+        """
         self.bytes_sent += len(pack(rollout))
         self.topic.publish(rollout)
 
     def drain(self) -> list[Rollout]:
-        """Return all records since the last call that are neither too old by now nor of a barred peer, in the order of arrival."""
+        """Return all records since the last call that are neither too old by now nor of a barred
+        peer, in the order of arrival.
+        """
         with self._lock:
             self._expire()
             held, self._held = self._held, []
@@ -326,15 +365,16 @@ class RolloutPool:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; ``held``; accepted but then ``expired`` or
-        ``displaced`` before they were drained, or ``banned`` with their author; and ``rejected``, by reason.
+        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; ``held``;
+        accepted but then ``expired`` or ``displaced`` before they were drained, or ``banned`` with
+        their author; and ``rejected``, by reason.
         """
         counted = self.topic.counts
         with self._lock:
             here = {"held": len(self._held), **self._lost}
         return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **counted["rejected"]}}
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop -------------------------------------------------------------------------------
 
     def _take(self, author: str, rollout: Rollout) -> None:
         if rollout.swarm != self._swarm:

@@ -1,9 +1,12 @@
-"""A node's status for watchers: its newest rounds, with whom, how fast, and what went wrong. Nothing depends on it.
+"""A node's status for watchers: its newest rounds, with whom, how fast, and what went wrong.
 
-Training only notes numbers here; building, signing and sending a status is done on the network's thread, after a round, and
-regularly while one lasts. Nodes do not read each other's statuses. They take part in the topic only so that their daemons forward
-others' messages; received ones are dropped unopened, so their cost does not depend on their content. All nodes together send at
-most some `PER_SECOND` statuses a second however many they are, which bounds what each has to forward.
+Nothing depends on it.
+
+Training only notes numbers here; building, signing and sending a status is done on the network's
+thread, after a round, and regularly while one lasts. Nodes do not read each other's statuses. They
+take part in the topic only so that their daemons forward others' messages; received ones are
+dropped unopened, so their cost does not depend on their content. All nodes together send at most
+some `PER_SECOND` statuses a second however many they are, which bounds what each has to forward.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 
 
 def lag_label(lag: int, auto: bool, late: int) -> str:
-    """Return the inner steps that training goes on during an exchange, for people; - where it waits for each."""
+    """Return the inner steps that training goes on during an exchange, for people; - where it waits
+    for each.
+    """
     return (
         "-"
         if not lag
@@ -72,7 +77,9 @@ def lag_label(lag: int, auto: bool, late: int) -> str:
 
 
 def tokens_label(tokens_per_s: float, mfu: float | None) -> str:
-    """Return tokens a second without waiting, and the share of the GPU's peak where it is known, for people."""
+    """Return tokens a second without waiting, and the share of the GPU's peak where it is known,
+    for people.
+    """
     return (
         "-"
         if not tokens_per_s
@@ -86,9 +93,11 @@ def reach_label(reach: str, throughput: float) -> str:
 
 
 class RoundStatus(BaseModel):
-    """One round of a node: ``sent`` and ``received`` bytes, ``loss`` in nats (mean over its inner steps), ``wait_s`` seconds.
+    """One round of a node: ``sent`` and ``received`` bytes, ``loss`` in nats (mean over its inner
+    steps), ``wait_s`` seconds.
 
-    ``members`` are in the mean, with the node itself; ``partners`` names the first of the others by the end of their peer ids.
+    ``members`` are in the mean, with the node itself; ``partners`` names the first of the others by
+    the end of their peer ids.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -103,15 +112,21 @@ class RoundStatus(BaseModel):
 
 
 class Status(Message):
-    """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``: evaluating.
+    """One node, now.
 
-    ``tokens_per_s``, ``mfu``, ``lag``, ``lag_auto``, ``late``, ``reach`` and ``throughput``: see `wire.messages.Member`.
+    ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``:
+    evaluating.
 
-    ``rounds``: its newest, oldest first; ``why`` the last of them had no partner, if so. ``reward``, ``rollouts_own`` and
-    ``rollouts_foreign`` (groups learnt from, in all) are of reinforcement learning, ``claims``, ``checked``, ``invalid`` and
-    ``banned`` of verification; None where there is none. ``faults``: kind of fault -> count. ``projection``: the number of a recent
-    exchange, and of the slow weights after it the norm and a random projection (`shoal.optim.outer.weights`). ``peers``: about how
-    many members the swarm has, where the author sees one bucket of it.
+    ``tokens_per_s``, ``mfu``, ``lag``, ``lag_auto``, ``late``, ``reach`` and ``throughput``: see
+    `wire.messages.Member`.
+
+    ``rounds``: its newest, oldest first; ``why`` the last of them had no partner, if so.
+    ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
+    reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification;
+    None where there is none. ``faults``: kind of fault -> count. ``projection``: the number of a
+    recent exchange, and of the slow weights after it the norm and a random projection
+    (`shoal.optim.outer.weights`). ``peers``: about how many members the swarm has, where the author
+    sees one bucket of it.
     """
 
     KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"
@@ -169,14 +184,20 @@ LAST_S = 1.0  # seconds that a node's last receipts have to leave
 class RecordPublisher(Generic[M]):
     """A publisher of the records of ``kind`` that ``make`` returns, until `close`.
 
-    ``make`` is called on the host's loop, so it must not wait; ``members`` returns the number of nodes in the swarm, as far as
-    known. ``handler``: as of `Gossip.join`. ``beat``: seconds between two records where nothing happens.
+    ``make`` is called on the host's loop, so it must not wait; ``members`` returns the number of
+    nodes in the swarm, as far as known. ``handler``: as of `Gossip.join`. ``beat``: seconds between
+    two records where nothing happens.
     """
 
     def __init__(
-        self, gossip: Gossip, kind: type[M], make: Callable[[], M | None], members: Callable[[], int],
-        handler: Handler[M] | None = None, beat: float = BEAT_S,
-    ) -> None:  # fmt: skip
+        self,
+        gossip: Gossip,
+        kind: type[M],
+        make: Callable[[], M | None],
+        members: Callable[[], int],
+        handler: Handler[M] | None = None,
+        beat: float = BEAT_S,
+    ) -> None:
         self._make, self._members, self._beat = make, members, beat
         self.topic = gossip.join(kind, handler)
         self._errors = gossip.host.internal_errors
@@ -221,7 +242,9 @@ HELD_S = 2 * GAP_S  # seconds for which a projection is in the statuses, unless 
 
 
 class StatusReporter:
-    """A reporter of this node's status, and of what it took from others, from now until `close`. For any thread.
+    """A reporter of this node's status, and of what it took from others, from now until `close`.
+
+    For any thread.
 
     ``folder``: where the tally of what others confirm is kept; None: nowhere.
     """
@@ -305,11 +328,13 @@ class StatusReporter:
         projection: tuple[float, ...] = (),
         tokens: int = 0,
     ) -> None:
-        """Note a finished round; ``members``: the peer ids in its mean; bytes, seconds and ``tokens`` (trained here) are its own.
+        """Note a finished round; ``members``: the peer ids in its mean; bytes, seconds and
+        ``tokens`` (trained here) are its own.
 
-        ``projection``: that of the slow weights after it (`shoal.optim.outer.weights`), or empty where it is not known.
-        ``odd``: without a partner because the number of peers was odd, which is no fault. ``why``: without one, in words.
-        ``error``: the first line of the error of this node's own code that ended it.
+        ``projection``: that of the slow weights after it (`shoal.optim.outer.weights`), or empty
+        where it is not known. ``odd``: without a partner because the number of peers was odd, which
+        is no fault. ``why``: without one, in words. ``error``: the first line of the error of this
+        node's own code that ended it.
         """
         partners = [peer for peer in members if peer != self._membership.host.peer_id]
         others = [peer[-TAIL:] for peer in partners]
@@ -336,9 +361,12 @@ class StatusReporter:
         self._publisher.hint()
 
     def _note_projection(self, number: int, projection: tuple[float, ...]) -> None:
-        """Note the one after exchange ``number``. In rounds shorter than the time between two statuses not all can be sent.
+        """Note the one after exchange ``number``.
 
-        All peers then prefer the numbers that more powers of two divide, so that a watcher gets those of the same exchanges.
+        In rounds shorter than the time between two statuses not all can be sent.
+
+        All peers then prefer the numbers that more powers of two divide, so that a watcher gets
+        those of the same exchanges.
         """
         if len(projection) != PROJECTED + 1 or not all(
             abs(part) <= MAX_REAL for part in projection
@@ -356,7 +384,9 @@ class StatusReporter:
             self._more["projection"], self._projected = (number, norm, tuple(sums)), self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
-        """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""
+        """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest
+        here.
+        """
         with self._lock:
             if event == "rl":
                 self._more["reward"] = real(fields["reward"])

@@ -1,11 +1,15 @@
-"""What others confirm of a node's work: receipts that partners sign, and the tally that each node keeps of them.
+"""What others confirm of a node's work: receipts that partners sign, and the tally that each node
+keeps of them.
 
-A node counts for each peer what it took from it: exchanges that committed, rollouts that it learnt from, votes on its claims. It
-signs the sums and gossips them (`Receipts`); they only grow, so the newest receipt of a partner holds all earlier ones, and one
-that comes again adds nothing. The tally of a node is what others signed for it. Of a partner no more counts than this node itself
-has counted with it (`confirmed`), so only who was met confirms anything, and nobody confirms more than was there to be taken.
+A node counts for each peer what it took from it: exchanges that committed, rollouts that it learnt
+from, votes on its claims. It signs the sums and gossips them (`Receipts`); they only grow, so the
+newest receipt of a partner holds all earlier ones, and one that comes again adds nothing. The tally
+of a node is what others signed for it. Of a partner no more counts than this node itself has
+counted with it (`confirmed`), so only who was met confirms anything, and nobody confirms more than
+was there to be taken.
 
-It is no proof of work: two keys of one owner can confirm each other. So a tally names its partners and their address ranges.
+It is no proof of work: two keys of one owner can confirm each other. So a tally names its partners
+and their address ranges.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ NAME = "tally.json"
 NAMED = 12  # peers in one record
 MAX_PEERS = 1024  # for which a node counts, and whose receipts it keeps
 MAX_FILE = 16 << 20  # bytes
-MOST = 4.0  # times this node's own tokens that a partner's count: weights in a mean differ by no more (`shoal.optim.exchange.base`)
+# times this node's own tokens that a partner's count: weights in a mean differ by no more
+# (`shoal.optim.exchange.base`)
+MOST = 4.0
 
 Amount = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 Reward = Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
@@ -51,9 +57,10 @@ Reward = Annotated[float, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
 class Work(NamedTuple):
     """Work that one peer took from another, in all.
 
-    ``exchanges``: committed with both in them. ``rounds``: the same, of a group each of n - 1 others counts as one part of n - 1.
-    ``tokens``: those parts of the tokens that the signer itself trained for the round. ``rollouts``: groups that it learnt from;
-    ``reward``: the sum of their mean rewards, as it judged them. ``votes``: on its claims.
+    ``exchanges``: committed with both in them. ``rounds``: the same, of a group each of n - 1
+    others counts as one part of n - 1. ``tokens``: those parts of the tokens that the signer itself
+    trained for the round. ``rollouts``: groups that it learnt from; ``reward``: the sum of their
+    mean rewards, as it judged them. ``votes``: on its claims.
     """
 
     exchanges: int = 0
@@ -78,18 +85,25 @@ def total(works: Iterable[Work]) -> Work:
 def confirmed(signed: Work, own: Work, rollouts: float = math.inf, votes: float = math.inf) -> Work:
     """Return what counts of the work that a partner ``signed``.
 
-    ``own``: what the other side took from that partner; both sides count the same exchanges, and their tokens differ by no more
-    than weights in a mean may. ``rollouts``, ``votes``: those that the other side ever made; each is of use to a partner once.
+    ``own``: what the other side took from that partner; both sides count the same exchanges, and
+    their tokens differ by no more than weights in a mean may. ``rollouts``, ``votes``: those that
+    the other side ever made; each is of use to a partner once.
     """
     groups = int(min(signed.rollouts, rollouts))
     return Work(
-        min(signed.exchanges, own.exchanges), min(signed.rounds, own.rounds), min(signed.tokens, MOST * own.tokens),
-        groups, signed.reward * groups / max(signed.rollouts, 1), int(min(signed.votes, votes)),
-    )  # fmt: skip
+        min(signed.exchanges, own.exchanges),
+        min(signed.rounds, own.rounds),
+        min(signed.tokens, MOST * own.tokens),
+        groups,
+        signed.reward * groups / max(signed.rollouts, 1),
+        int(min(signed.votes, votes)),
+    )
 
 
 class Receipts(Message):
-    """What ``peer`` took from others in all, by ``issued`` (Unix seconds): (peer id, the numbers of `Work`)."""
+    """What ``peer`` took from others in all, by ``issued`` (Unix seconds): (peer id, the numbers of
+    `Work`).
+    """
 
     KIND, LIMIT, AUTHOR = "receipts", 2 * KIB, "peer"
     swarm: SwarmId
@@ -107,7 +121,9 @@ class Receipts(Message):
         return self
 
     def of(self, peer: str) -> Work | None:
-        """Return what the signer took from ``peer``, by the first place that names it; None if none does."""
+        """Return what the signer took from ``peer``, by the first place that names it; None if none
+        does.
+        """
         return next((Work(*numbers) for named, *numbers in self.work if named == peer), None)  # type: ignore[arg-type]
 
 
@@ -141,7 +157,9 @@ class Tally:
             0,
         )  # rollouts and votes of this node; rollouts of earlier runs
         self._kept: dict[str, _Kept] = {}
-        """Of each signer its newest receipt that names this node; what it signed before it lost its counts is gone with them."""
+        """Of each signer its newest receipt that names this node; what it signed before it lost its
+        counts is gone with them.
+        """
         if path is not None and path.exists():
             try:
                 self._load(_read(path))
@@ -164,12 +182,16 @@ class Tally:
                     self._took[peer] = self._took.get(peer, Work()).plus(work)
 
     def made(self, rollouts: int = 0, votes: int = 0) -> None:
-        """Note how many rollouts this node has sent in this run, and how many votes of its own count."""
+        """Note how many rollouts this node has sent in this run, and how many votes of its own
+        count.
+        """
         with self._lock:
             self._made = [max(self._made[0], self._before + rollouts), max(self._made[1], votes)]
 
     def receipts(self) -> Receipts | None:
-        """Return a record for the peers whose sums have changed, or whose last record is the oldest; None if there is nobody."""
+        """Return a record for the peers whose sums have changed, or whose last record is the
+        oldest; None if there is nobody.
+        """
         with self._lock:
             now, said = self._clock(), self._said
             order = sorted(
@@ -184,7 +206,9 @@ class Tally:
         return Receipts(swarm=self.swarm, peer=self.me, issued=now, work=work) if work else None
 
     def take(self, receipts: Receipts, sealed: bytes, place: str) -> None:
-        """Keep a member's receipt if it names this node. ``sealed``: as its author signed it; ``place``: its address range.
+        """Keep a member's receipt if it names this node.
+
+        ``sealed``: as its author signed it; ``place``: its address range.
 
         Raises MessageError: it is of another swarm, or no newer than one that is kept.
         """
@@ -224,7 +248,9 @@ class Tally:
             return {peer: (work, place) for peer, (work, place) in found.items() if any(work)}
 
     def report(self) -> dict[str, Any]:
-        """Return the tally: the sums, the numbers of partners and of their address ranges, and what each partner confirms."""
+        """Return the tally: the sums, the numbers of partners and of their address ranges, and what
+        each partner confirms.
+        """
         partners = self.partners()
         return {
             **total(work for work, _ in partners.values())._asdict(),
@@ -259,7 +285,10 @@ class Tally:
                 log.warning("the tally was not saved in %s (%s)", self._path, error.strerror)
 
     def _load(self, found: Mapping[str, Any]) -> None:
-        """Take over a saved tally of this node. Raises as it may where it is damaged; each signature is checked."""
+        """Take over a saved tally of this node.
+
+        Raises as it may where it is damaged; each signature is checked.
+        """
         if (found["peer"], found["swarm"]) != (self.me, self.swarm):
             return
         for peer, work in found["took"].items():
@@ -278,11 +307,13 @@ def _read(path: Path) -> Any:
             return json.loads(file.read(MAX_FILE))
     except FileNotFoundError:
         raise TallyError(
-            f"There is no tally in {str(path.parent)!r}: its node writes one once others have exchanged with it."
+            f"There is no tally in {str(path.parent)!r}: its node writes one once others have "
+            "exchanged with it."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise TallyError(
-            f"The tally {str(path)!r} cannot be read ({type(error).__name__}): its node writes it anew."
+            f"The tally {str(path)!r} cannot be read ({type(error).__name__}): its node writes it "
+            "anew."
         ) from None
 
 

@@ -1,11 +1,14 @@
-"""The diagnosis of a running node: what is wrong, and what to do, in sentences for its user, and in numbers for its record.
+"""The diagnosis of a running node: what is wrong, and what to do, in sentences for its user, and in
+numbers for its record.
 
-The exchange, the optimizer and the directory report numbers, of which `Notice` are made here. Each is said once while it lasts, or
-at most as often as its constant says. `TrainingMember.news` hands them on.
+The exchange, the optimizer and the directory report numbers, of which `Notice` are made here. Each
+is said once while it lasts, or at most as often as its constant says. `TrainingMember.news` hands
+them on.
 
-Members that vanish together, unlike crashed machines, which vanish one by one, show a network partition. A member vanishes when its
-record expires though it did not announce that it leaves. A node suspects a partition if at least two vanished at about the same
-moment, or all others did, even a single one: then this node may be the one that is cut off. The suspicion ends when a vanished
+Members that vanish together, unlike crashed machines, which vanish one by one, show a network
+partition. A member vanishes when its record expires though it did not announce that it leaves. A
+node suspects a partition if at least two vanished at about the same moment, or all others did, even
+a single one: then this node may be the one that is cut off. The suspicion ends when a vanished
 member returns. It is no proof: one machine with two nodes looks the same when it loses power.
 """
 
@@ -31,15 +34,20 @@ from shoal.swarm.refusals import listed
 from shoal.swarm.wire.envelope import Sketch
 from shoal.swarm.wire.messages import MAX_MISSING, Member
 
-# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together differ by both and a margin.
+# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together
+# differ by both and a margin.
 WITHIN = 12.0
-CONFIRM = 10.0  # seconds that a member must be missing: a node that slept itself finds all records expired until it reads again
+# seconds that a member must be missing: a node that slept itself finds all records expired until it
+# reads again
+CONFIRM = 10.0
 FORGET = 3600.0  # seconds after which a missing member is forgotten
 
 
 @dataclass(frozen=True)
 class SuspectedPartition:
-    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within ``within_s`` seconds."""
+    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within
+    ``within_s`` seconds.
+    """
 
     names: tuple[str, ...]
     of: int
@@ -47,9 +55,11 @@ class SuspectedPartition:
 
     def __str__(self) -> str:
         return (
-            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s "
+            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within "
+            f"{self.within_s:.0f} s "
             f"({_some(self.names)}); "
-            f"training goes on with {self.of - len(self.names)}, and they come together again by themselves"
+            f"training goes on with {self.of - len(self.names)}, and they come together again by "
+            "themselves"
         )
 
     def fields(self) -> dict[str, Any]:
@@ -71,7 +81,10 @@ class _LastSign:
 
 
 class PartitionDetector:
-    """Detector that follows the members in view. ``me``: the own peer id. Seconds are of a monotonic clock of the caller."""
+    """Detector that follows the members in view.
+
+    ``me``: the own peer id. Seconds are of a monotonic clock of the caller.
+    """
 
     def __init__(self, me: str) -> None:
         self._me = me
@@ -85,9 +98,11 @@ class PartitionDetector:
         now: float,
         belongs: Callable[[str], bool] = lambda peer: True,
     ) -> list[str]:
-        """Note the members in view and those that left on purpose; return what to report, in sentences.
+        """Note the members in view and those that left on purpose; return what to report, in
+        sentences.
 
-        ``belongs``: predicate of peers that would be in view if they were there; others were reassigned to another bucket.
+        ``belongs``: predicate of peers that would be in view if they were there; others were
+        reassigned to another bucket.
         """
         back = []
         for peer, member in members.items():
@@ -152,7 +167,9 @@ SEVERAL = 3  # rounds in a row without a partner that are worth a sentence
 
 
 class Notice(NamedTuple):
-    """A sentence for this node's user; ``about``: partition, partner, weights, update, refused, lag, membership, or internal."""
+    """A sentence for this node's user; ``about``: partition, partner, weights, update, refused,
+    lag, membership, or internal.
+    """
 
     about: str
     said: str
@@ -160,26 +177,38 @@ class Notice(NamedTuple):
 
 NOBODY = ("nobody", "model", "odd")  # reasons of an exchange with whom nobody was there
 LOOK_S = 1.0  # seconds between two looks at the members: records change every five
-AGAIN_S = 600.0  # seconds between two sentences about weights that differ: a hostile peer may say so of its own in each round
+# seconds between two sentences about weights that differ: a hostile peer may say so of its own in
+# each round
+AGAIN_S = 600.0
 KEPT = 64  # notices that are not read yet
 REFUSED_S = 60.0  # seconds between two sentences about what was refused of others
 
 
 class Diagnosis:
-    """The diagnosis of one node. ``sketch`` gives a sketch of the slow weights (`shoal.swarm.state.resync`); ``clock``: seconds.
+    """The diagnosis of one node.
+
+    ``sketch`` gives a sketch of the slow weights (`shoal.swarm.state.resync`); ``clock``: seconds.
     ``in_seconds``: the swarm's rounds last so many seconds.
     """
 
     def __init__(
-        self, stats: ExchangeStats, directory: Directory, me: str, sketch: Callable[[], Sketch | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic, *, in_seconds: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        stats: ExchangeStats,
+        directory: Directory,
+        me: str,
+        sketch: Callable[[], Sketch | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        in_seconds: bool = False,
+    ) -> None:
         self._in_seconds = in_seconds
         self.stats, self._directory, self._me, self._sketch = stats, directory, me, sketch
         self.absence = PartitionDetector(me)
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said, self._news = Repeats(clock), deque[Notice](maxlen=KEPT)
-        self._without = 0  # exchanges in a row without a partner, not counting those in which the number of members was odd
+        # exchanges in a row without a partner, not counting those in which the number of members
+        # was odd
+        self._without = 0
         self._partnerless: tuple[str, int] | None = (
             None  # the reason, and for how many rounds by now
         )
@@ -188,16 +217,21 @@ class Diagnosis:
         self.exchanged = 0
         """Exchanges with others so far."""
         self._missed = Counter[str]()
-        """Exchanges without one while others were there to exchange with, by the reason; "internal": by an own error."""
+        """Exchanges without one while others were there to exchange with, by the reason;
+        "internal": by an own error.
+        """
 
     def waited(self, seconds: float) -> None:
         """Note that training stood still for ``seconds`` in the round that has just ended."""
         self._waits.append(seconds)
 
     def met(self, info: RoundInfo, model: str, fragments: int, *, odd: bool) -> str:
-        """Follow an exchange; return why it had no partner, if so. ``odd``: the number of members was, which is no fault.
+        """Follow an exchange; return why it had no partner, if so.
 
-        One that an error of this node's own code ended is no exchange without a partner: `own_error` describes it.
+        ``odd``: the number of members was, which is no fault.
+
+        One that an error of this node's own code ended is no exchange without a partner:
+        `own_error` describes it.
         """
         if self.own_error(info):
             self._erred(fragments)
@@ -221,41 +255,53 @@ class Diagnosis:
         if rounds >= SEVERAL and reason in PARTNERLESS:
             self._partnerless = reason, rounds
             if self._said.due(reason):
-                said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {self._remedy(reason)}"
+                said = (
+                    f"{rounds} rounds in a row had no partner ({why}), and training goes on "
+                    f"without; {self._remedy(reason)}"
+                )
                 self._news.append(Notice("partner", said))
         return why
 
     def own_error(self, info: RoundInfo) -> str:
-        """Return the first line of the error of this node's own code that ended the exchange ``info``; "" if none did."""
+        """Return the first line of the error of this node's own code that ended the exchange
+        ``info``; "" if none did.
+        """
         return "" if len(info.members) > 1 else self.stats.own_error(info.key)
 
     def _erred(self, fragments: int) -> None:
-        """Note an exchange that an error of this node's own ended; a round of them is worth a sentence."""
+        """Note an exchange that an error of this node's own ended; a round of them is worth a
+        sentence.
+        """
         self._own_errors += 1
         self._without, self._partnerless = 0, None
         self._missed["internal"] += 1
         if self._own_errors >= fragments and self._said.due("internal", AGAIN_S):
             said = (
-                f"this node trains alone: an error in its own code, and not in the network, ended every exchange of its last "
+                "this node trains alone: an error in its own code, and not in the network, ended "
+                "every exchange of its last "
                 f"{_rounds(self._own_errors // fragments)} {self.stats.errors.newest()}"
             )
             self._news.append(Notice("internal", said))
 
     def trained_alone(self, fragments: int) -> str:
-        """Return a sentence if nothing was ever exchanged though others were there: by an own error, or for several rounds."""
+        """Return a sentence if nothing was ever exchanged though others were there: by an own
+        error, or for several rounds.
+        """
         missed = self._missed.total()
         if self.exchanged or not missed:
             return ""
         if count := self._missed["internal"]:
             return (
-                f"this node trained alone though others were there: an error in its own code, and not in the network, ended "
+                "this node trained alone though others were there: an error in its own code, and "
+                "not in the network, ended "
                 f"{count} of {missed} exchanges {self.stats.errors.newest()}"
             )
         if missed < SEVERAL * fragments:
             return ""
         (reason, _), *_ = self._missed.most_common(1)
         return (
-            f"this node trained alone though others were there: none of {missed} exchanges had a partner "
+            f"this node trained alone though others were there: none of {missed} exchanges had a "
+            "partner "
             f"({PARTNERLESS[reason][0]}); {self._remedy(reason)}"
         )
 
@@ -264,7 +310,9 @@ class Diagnosis:
         return partner_remedy(reason, speeds, in_seconds=self._in_seconds)
 
     def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
-        """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in words."""
+        """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in
+        words.
+        """
         others = {
             peer: member for peer, member in self._directory.members().items() if peer != self._me
         }
@@ -287,10 +335,15 @@ class Diagnosis:
         return "taken", PARTNERLESS["taken"][0]
 
     def rejected(self, updates: Sequence[RejectedUpdate]) -> None:
-        """Note the contributions that were refused because they lay too far away, or for their loss."""
+        """Note the contributions that were refused because they lay too far away, or for their
+        loss.
+        """
         members = self._directory.everyone() if updates else {}
         for update in updates:
-            what = f"refused what {_name(update.peer, members)} sent in round {update.key.round}: {update}"
+            what = (
+                f"refused what {_name(update.peer, members)} sent in round {update.key.round}: "
+                f"{update}"
+            )
             self._news.append(
                 Notice("update", f"{what}; if you trust all peers, set {update.unless}")
             )
@@ -334,7 +387,9 @@ class Diagnosis:
         }
 
     def news(self) -> list[Notice]:
-        """Return the notices that were not returned yet; looks for members that vanished at most once a second."""
+        """Return the notices that were not returned yet; looks for members that vanished at most
+        once a second.
+        """
         if self._said.due("look", LOOK_S):
             at = self._directory
             said = self.absence.look(at.everyone(), at.departed(), self._said.clock(), at.belongs)
@@ -363,7 +418,8 @@ WAITED_S = 0.05  # seconds of waiting that count as such
 class LagReport:
     """Account of the exchanges of ``opt``; for the thread that trains.
 
-    ``rate``: returns the bytes a second that this node's link carries, None where that is not known. ``clock``: seconds.
+    ``rate``: returns the bytes a second that this node's link carries, None where that is not
+    known. ``clock``: seconds.
     """
 
     def __init__(
@@ -384,8 +440,8 @@ class LagReport:
         )
 
     def on_round(self, info: RoundInfo, wait_s: float, sent: int = 0) -> None:
-        """Note an exchange that was applied; training stood still for ``wait_s`` seconds since the one before, and this node sent
-        ``sent`` bytes of all kinds.
+        """Note an exchange that was applied; training stood still for ``wait_s`` seconds since the
+        one before, and this node sent ``sent`` bytes of all kinds.
         """
         self.late += info.late
         now, over = self._said.clock(), self._over
@@ -408,12 +464,16 @@ class LagReport:
         return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
 
     def news(self) -> list[Notice]:
-        """Return a sentence, once, if the link does not carry the settings: exchanges take longer than a round's computing."""
+        """Return a sentence, once, if the link does not carry the settings: exchanges take longer
+        than a round's computing.
+        """
         sentence = self._too_slow()
         if not sentence and len(self._waits) == FULL:
             sentence = (
-                f"Exchanges take this node longer than a round, so training waits for each ({sum(self._waits) / FULL:.2g} s "
-                f"recently): longer rounds ({self._longer()}) or a smaller codec (outer.codec) would end that, more "
+                "Exchanges take this node longer than a round, so training waits for each "
+                f"({sum(self._waits) / FULL:.2g} s "
+                f"recently): longer rounds ({self._longer()}) or a smaller codec (outer.codec) "
+                "would end that, more "
                 "fragments would not; "
                 "`shoal plan` shows which settings fit this link."
             )
@@ -445,7 +505,10 @@ class LagReport:
         if self._longer() != "outer.every":
             rounds = f"rounds {times:.2g} times as long ({self._longer()})"
         return (
-            f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send {nbytes / seconds / MBIT:.2g} Mbit/s for "
-            f"the time that it computes, so training waits for the network: {rounds} or a smaller codec "
-            f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} --step {seconds / steps:.2g}`."
+            f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send "
+            f"{nbytes / seconds / MBIT:.2g} Mbit/s for "
+            f"the time that it computes, so training waits for the network: {rounds} or a smaller "
+            "codec "
+            f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} "
+            f"--step {seconds / steps:.2g}`."
         )

@@ -1,5 +1,6 @@
-"""The exchange and the outer optimizer that a swarm's settings ask for, the length of its rounds, and the losses by which a node
-tries a partner's weights before they count (`shoal.swarm.exchange.robust`).
+"""The exchange and the outer optimizer that a swarm's settings ask for, the length of its rounds,
+and the losses by which a node tries a partner's weights before they count
+(`shoal.swarm.exchange.robust`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ log = logging.getLogger(__name__)
 
 
 def still_training(members: Mapping[str, Member]) -> dict[str, Member]:
-    """Return those of ``members`` whose last step is not done: rounds of training are among them."""
+    """Return those of ``members`` whose last step is not done: rounds of training are among
+    them.
+    """
     return {peer: member for peer, member in members.items() if not member.ended}
 
 
@@ -94,8 +97,16 @@ def make_exchange(
         return {**directory.departed(), **at_their_end(directory.members())}
 
     context = PeerContext(
-        host, identity, swarm, model, seed, members, directory.look, directory.is_barred, directory.everyone
-    )  # fmt: skip
+        host,
+        identity,
+        swarm,
+        model,
+        seed,
+        members,
+        directory.look,
+        directory.is_barred,
+        directory.everyone,
+    )
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts, fragments = ExchangeTimeouts(outer.wait_s, trial=trial), opt.fragments
     if outer.row.group == "everyone":
@@ -133,7 +144,8 @@ def make_outer(
     ranks: Processes | None = None,
     fragments: Sequence[Sequence[Tensor]] = (),
 ) -> OuterOptimizer:
-    """Return the outer optimizer of the settings; ``ranks``: of the processes that are one peer together.
+    """Return the outer optimizer of the settings; ``ranks``: of the processes that are one peer
+    together.
 
     ``fragments``: the parameters of each, where the manifest has them.
 
@@ -168,7 +180,8 @@ def make_outer(
         ) from error
     except OSError as error:
         raise OuterError(
-            f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} ({error.strerror}): free some space, "
+            f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} "
+            f"({error.strerror}): free some space, "
             "or choose another folder (--offload)."
         ) from error
 
@@ -196,7 +209,9 @@ class StepRate:
         self._rates: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, amount: int, seconds: float) -> float:
-        """Add a report of ``amount`` inner steps or tokens in ``seconds``, without waiting for others, and return the speed."""
+        """Add a report of ``amount`` inner steps or tokens in ``seconds``, without waiting for
+        others, and return the speed.
+        """
         if seconds > 0:
             self._rates.append(amount / seconds)
         return median_high(self._rates) if self._rates else 0.0
@@ -207,7 +222,8 @@ def round_length(
 ) -> RoundLength:
     """Return the length of a round that ``outer.round`` asks for.
 
-    ``clock``: Unix seconds, the same for all peers. ``speeds``: `announced_speeds`, for seconds:auto.
+    ``clock``: Unix seconds, the same for all peers. ``speeds``: `announced_speeds`, for
+    seconds:auto.
     """
     unit, amount = parse_round(setting)
     if unit == "steps":
@@ -221,9 +237,10 @@ def round_length(
 def announced_speeds(membership: Membership) -> list[float]:
     """Return the inner steps a second of all members, as they announce them.
 
-    All peers compute one length of a round from them, so none is weighed; but keys are free, and most may be made up. So they move
-    this node's length at most 8 times beyond what its own speed and those of members with which it has exchanged make it, once it
-    has three; before that 256 times beyond what its own does.
+    All peers compute one length of a round from them, so none is weighed; but keys are free, and
+    most may be made up. So they move this node's length at most 8 times beyond what its own speed
+    and those of members with which it has exchanged make it, once it has three; before that 256
+    times beyond what its own does.
     """
     members, partner = membership.directory.members(), membership.host.resource_manager.partner
     own = [
@@ -239,10 +256,12 @@ def announced_speeds(membership: Membership) -> list[float]:
 def steps_of_rounds(
     settings: OuterSettings, rounds: int, members: Iterable[Member], met: Mapping[str, str]
 ) -> int | None:
-    """Return the inner steps of a node in so many ``rounds``; None if that depends on speeds, and no member says its own.
+    """Return the inner steps of a node in so many ``rounds``; None if that depends on speeds, and
+    no member says its own.
 
-    Rounds of tokens and of seconds are measured by the lower median of what ``members`` say, with one vote for each address range
-    at which they were ``met``, so that neither a liar nor many keys of one move it far.
+    Rounds of tokens and of seconds are measured by the lower median of what ``members`` say, with
+    one vote for each address range at which they were ``met``, so that neither a liar nor many keys
+    of one move it far.
     """
     unit, amount = parse_round(settings.round)
     if unit == "steps":
@@ -264,21 +283,29 @@ def steps_of_rounds(
 
 BATCHES = 2
 TOO_LONG_S = 10.0
-"""A trial that takes longer is broken off: a partner waits ``ExchangeTimeouts.trial`` seconds for it."""
+"""A trial that takes longer is broken off: a partner waits ``ExchangeTimeouts.trial`` seconds for
+it.
+"""
 MOST_UNTRIED = 64
-"""Contributions at most that count untried before the next trial. A trial that is broken off doubles them."""
+"""Contributions at most that count untried before the next trial.
+
+A trial that is broken off doubles them.
+"""
 
 
 class LossTrial:
-    """Computes losses with a copy of the model, beside training: on a device with streams, on one of its own.
+    """Computes losses with a copy of the model, beside training: on a device with streams, on one
+    of its own.
 
-    It may be called from several threads at once. A trial that takes too long, or finds no memory, is broken off; then the
-    contribution counts untried, as do some of those that follow, so that such trials cost a bounded part of the time.
+    It may be called from several threads at once. A trial that takes too long, or finds no memory,
+    is broken off; then the contribution counts untried, as do some of those that follow, so that
+    such trials cost a bounded part of the time.
 
     Args:
         loss: returns the loss of a model on a batch.
         batches: none of them is known to another peer.
-        model: what is trained, with all parameters of ``opt``; frozen parameters are shared with the copy.
+        model: what is trained, with all parameters of ``opt``; frozen parameters are shared with
+            the copy.
         opt: the outer optimizer, whose slow weights stand for those that a contribution leaves out.
         autocast: makes the context of computing in this node's precision.
         log: told of each trial that is broken off.
@@ -315,13 +342,16 @@ class LossTrial:
             Beside(self._device),
         )
         self._left = self._untried = 0
-        """Contributions that count untried from now on, and how many they were after the last trial."""
+        """Contributions that count untried from now on, and how many they were after the last
+        trial.
+        """
 
     @torch.no_grad()
     def __call__(
         self, fragment: int, own: Sequence[Tensor], theirs: Sequence[Tensor]
     ) -> tuple[float, float, float] | None:
-        """Return the losses of this node's weights, of the mean with the other's, and of the other's, on the same fresh batches.
+        """Return the losses of this node's weights, of the mean with the other's, and of the
+        other's, on the same fresh batches.
 
         None without batches, and where the contribution counts untried.
         """
@@ -381,7 +411,8 @@ class LossTrial:
     def _break_off(self, why: str) -> None:
         self._left = self._untried = min(2 * self._untried or 1, MOST_UNTRIED)
         self._log(
-            f"trying a partner's weights {why}: they count untried, as will the next {self._left} (outer.check_loss): give the "
+            f"trying a partner's weights {why}: they count untried, as will the next {self._left} "
+            "(outer.check_loss): give the "
             "task smaller batches, or make the swarm without check_loss"
         )
 
@@ -390,7 +421,9 @@ class LossTrial:
             self._params[place].copy_(tensor)
 
     def _weights(self, places: Sequence[int], contribution: Sequence[Tensor]) -> list[Tensor]:
-        """Return the fast weights of a contribution: it is those, or slow weights and pseudo-gradients, then buffers."""
+        """Return the fast weights of a contribution: it is those, or slow weights and
+        pseudo-gradients, then buffers.
+        """
         count = len(places)
         first, second = contribution[:count], contribution[count : 2 * count]
         if [tensor.shape for tensor in first] == [tensor.shape for tensor in second]:
@@ -398,9 +431,11 @@ class LossTrial:
         return list(first)
 
     def _loss_with(self, batches: Sequence[object]) -> float:
-        """Return the loss with a partner's weights: NaN where it cannot be computed, as it could with the own ones.
+        """Return the loss with a partner's weights: NaN where it cannot be computed, as it could
+        with the own ones.
 
-        A task may check its numbers and raise; then the partner's weights are the cause, and no code of this node.
+        A task may check its numbers and raise; then the partner's weights are the cause, and no
+        code of this node.
         """
         try:
             return self._loss(batches)

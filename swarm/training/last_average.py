@@ -1,10 +1,13 @@
-"""The end of a run: all members that are there take the mean of their weights, and so end with one model.
+"""The end of a run: all members that are there take the mean of their weights, and so end with one
+model.
 
-Gossip leaves every peer with a model of its own, and the mean of all is better than each. A node whose last step is done says so
-in its record (`Member.ended`), takes part in no more rounds, and waits for those that will end soon by their own speed, up to
-`LONGEST_WAIT_S`. The mean is that of a group exchange (`shoal.swarm.exchange.group`) with protocols and rounds of its own, so it
-has that one's guarantees: all who take it take the same bits, or go on with their own. A second try follows if somebody who is
-there is not in the mean of the first. Why it waits so: docs/internals.md, "One model at the end".
+Gossip leaves every peer with a model of its own, and the mean of all is better than each. A node
+whose last step is done says so in its record (`Member.ended`), takes part in no more rounds, and
+waits for those that will end soon by their own speed, up to `LONGEST_WAIT_S`. The mean is that of a
+group exchange (`shoal.swarm.exchange.group`) with protocols and rounds of its own, so it has that
+one's guarantees: all who take it take the same bits, or go on with their own. A second try follows
+if somebody who is there is not in the mean of the first. Why it waits so: docs/internals.md, "One
+model at the end".
 """
 
 from __future__ import annotations
@@ -36,15 +39,21 @@ PROTOCOLS = GroupProtocols(
 LONGEST_WAIT_S = 120.0
 """Seconds from a node's last step for which it waits for others."""
 GRACE_S = 10.0
-"""Seconds beyond the time that a member should need by its own speed: its record comes late, and it evaluates first."""
+"""Seconds beyond the time that a member should need by its own speed: its record comes late, and it
+evaluates first.
+"""
 SLACK = 1.5
 """Times the seconds that its remaining steps should take: it waits for partners between them."""
 SECOND_TRY_S = 10.0
 """Seconds that a try waits at least, also after the longest wait."""
 MOST_GATHERED = 8
-"""Members of a group in which each holds all contributions, as a robust rule needs: so many models are in memory."""
+"""Members of a group in which each holds all contributions, as a robust rule needs: so many models
+are in memory.
+"""
 WORSE = 0.01
-"""Share of its held-out loss that a node of a swarm with ``check_loss`` lets the mean add before it keeps its own weights."""
+"""Share of its held-out loss that a node of a swarm with ``check_loss`` lets the mean add before it
+keeps its own weights.
+"""
 NAMED = 4
 """Members that a sentence names."""
 
@@ -57,7 +66,8 @@ class EndReport:
     """What the last average came to for this node, ready for JSON."""
 
     members: tuple[str, ...] = ()
-    """Names of the members in the mean, this node included; empty if it ends with its own weights."""
+    """Names of the members in the mean, this node included; empty if it ends with its own weights.
+    """
     missing: tuple[str, ...] = ()
     """Names of members that were there and are not in the mean."""
     wait_s: float = 0.0
@@ -66,7 +76,9 @@ class EndReport:
     loss_after: float | None = None
     """That of the mean."""
     refused: bool = False
-    """True if the mean had a higher held-out loss, so that this node kept its own weights (``outer.check_loss``)."""
+    """True if the mean had a higher held-out loss, so that this node kept its own weights
+    (``outer.check_loss``).
+    """
 
     def said(self) -> str:
         """Return a sentence for people."""
@@ -75,7 +87,8 @@ class EndReport:
             losses = f": held-out loss {self.loss_before:.4f} before, {self.loss_after:.4f} after"
         if self.refused:
             return (
-                f"the last average was not taken, because it is worse than this node's own model{losses}; this node ends with "
+                "the last average was not taken, because it is worse than this node's own "
+                f"model{losses}; this node ends with "
                 "its own"
             )
         if not self.members:
@@ -84,7 +97,8 @@ class EndReport:
                 why = f"no exchange with {_listed(self.missing)} was committed"
             return (
                 f"no last average: {why}, so this node ends with a model of its own; "
-                "`shoal pull LINK --average` makes one of members that still serve, `shoal merge --slow` one of checkpoints"
+                "`shoal pull LINK --average` makes one of members that still serve, `shoal merge "
+                "--slow` one of checkpoints"
             )
         said = f"one model of {len(self.members)} members ({_listed(self.members)}){losses}"
         if self.missing:
@@ -99,7 +113,9 @@ def _listed(names: Collection[str]) -> str:
 
 
 class _EndTime(TrainingTime):
-    """The time of the last average, which follows no rounds: `until` is this node's deadline once its last step is done."""
+    """The time of the last average, which follows no rounds: `until` is this node's deadline once
+    its last step is done.
+    """
 
     until: float | None = None
 
@@ -113,7 +129,10 @@ class _EndTime(TrainingTime):
 
 
 class _EndView(LivenessView):
-    """The members at their end, or soon there. A node that still trains may lead a group before it is in one itself."""
+    """The members at their end, or soon there.
+
+    A node that still trains may lead a group before it is in one itself.
+    """
 
     def here(self) -> set[str]:
         model = self._context.model
@@ -121,7 +140,8 @@ class _EndView(LivenessView):
 
 
 class LastAverage(Exchange):
-    """The exchange of the last average, for `OuterOptimizer.average_over`; it serves others from the moment it is made.
+    """The exchange of the last average, for `OuterOptimizer.average_over`; it serves others from
+    the moment it is made.
 
     Args:
         membership: this peer's place in the swarm.
@@ -144,7 +164,8 @@ class LastAverage(Exchange):
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Makes a block in which this node waits, and its weights do not change."""
         self._end: int | None = None
-        """The step at which a member is at its end, by this node's own; None if it does not know."""
+        """The step at which a member is at its end, by this node's own; None if it does not know.
+        """
         self._until: float | None = None
         self._due: dict[str, float] = {}
         """Peer -> monotonic time until which it is waited for."""
@@ -179,7 +200,9 @@ class LastAverage(Exchange):
         membership.host.resource_manager.partner = partner  # that of the rounds of training
 
     def ends_at(self, step: int | None) -> None:
-        """Note the step of this node's end, at which others should be at theirs; None if it is not known."""
+        """Note the step of this node's end, at which others should be at theirs; None if it is not
+        known.
+        """
         self._end = step
 
     @property
@@ -199,7 +222,8 @@ class LastAverage(Exchange):
         others = self._others()
         if others:
             self.say(
-                f"the last step is done: waiting at most {LONGEST_WAIT_S:.0f} s for {_listed(sorted(others.values()))}, to end "
+                f"the last step is done: waiting at most {LONGEST_WAIT_S:.0f} s for "
+                f"{_listed(sorted(others.values()))}, to end "
                 "with one model"
             )
 
@@ -212,7 +236,9 @@ class LastAverage(Exchange):
             return NoPartner()
 
     def enough(self, members: tuple[str, ...]) -> bool:
-        """Return whether everybody who is there is in the mean of ``members`` (peer ids), of which there may be none."""
+        """Return whether everybody who is there is in the mean of ``members`` (peer ids), of which
+        there may be none.
+        """
         others = self._others()
         self._names |= others
         left = others.keys() - set(members)
@@ -232,9 +258,12 @@ class LastAverage(Exchange):
         return {peer: one.name for peer, one in self.present().items() if peer != self._me}
 
     def present(self) -> Mapping[str, Member]:
-        """Return the members to average with: those at their end, and those that are soon. Thread-safe.
+        """Return the members to average with: those at their end, and those that are soon.
 
-        All are in one round, whatever their records state: the tries of the last average are no rounds of training.
+        Thread-safe.
+
+        All are in one round, whatever their records state: the tries of the last average are no
+        rounds of training.
         """
         members = self._directory.members()
         now = time.monotonic()
@@ -247,7 +276,9 @@ class LastAverage(Exchange):
         return found
 
     def _waited_until(self, peer: str, member: Member, now: float) -> float:
-        """Return the monotonic time until which a member that is not at its end is waited for, as it was when first seen so."""
+        """Return the monotonic time until which a member that is not at its end is waited for, as
+        it was when first seen so.
+        """
         if peer not in self._due:
             self._due[peer] = now + self._allowance(member)
         due = self._due[peer]
@@ -285,9 +316,11 @@ class _RestingHandle(Handle):
 
 
 def make_last_screen(outer: OuterSettings) -> UpdateScreen:
-    """Return the screen of the last average: among strangers the clipped mean, of which all compute the same bits.
+    """Return the screen of the last average: among strangers the clipped mean, of which all compute
+    the same bits.
 
-    The rules of rounds go by what each node saw before, so that peers would end with models that differ.
+    The rules of rounds go by what each node saw before, so that peers would end with models that
+    differ.
     """
     if outer.robust == "none" and not outer.check_loss:
         return TRUSTING
@@ -300,7 +333,9 @@ def averages_at_end(outer: OuterSettings) -> bool:
 
 
 def allowed(before: float | None, after: float | None) -> bool:
-    """Return whether a node with ``check_loss`` takes a mean that changes its held-out loss so; not if that is not finite."""
+    """Return whether a node with ``check_loss`` takes a mean that changes its held-out loss so; not
+    if that is not finite.
+    """
     if before is None:
         return True
     return after is not None and after <= before + WORSE * abs(before)
@@ -346,7 +381,10 @@ def end_loop(
     settings: OuterSettings,
     evaluate: Callable[[], float] | None,
 ) -> EndReport:
-    """Do `average_at_end` for a loop of its own, and log what came of it. ``last``: None in other ranks than the first."""
+    """Do `average_at_end` for a loop of its own, and log what came of it.
+
+    ``last``: None in other ranks than the first.
+    """
     exchange: Exchange = Alone() if last is None else last
     if ranks is not None:
         exchange = ranks.exchange(exchange)

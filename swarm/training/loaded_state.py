@@ -4,14 +4,17 @@
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
 
-The swarm has gone on meanwhile. Of the checkpoint's weights and the swarm's, those of the later round count:
+The swarm has gone on meanwhile. Of the checkpoint's weights and the swarm's, those of the later
+round count:
 
-* **The swarm is further**: its weights stay, in the model too, with its round and this optimizer's outer state. Of the checkpoint
-  the inner optimizer's state counts. This node's next round has weight 0, as a newcomer's.
-* **The same round, or a swarm that has not begun**: all of the checkpoint counts, so that a job whose peers all resume the same
-  step goes on bit by bit.
-* **The checkpoint is further**: its weights count. Where peers hold weights of their own the round stays the swarm's, because no
-  other peer is near the checkpoint's. Where all hold the same (`Anchored` rules) the others follow to the later round.
+* **The swarm is further**: its weights stay, in the model too, with its round and this optimizer's
+  outer state. Of the checkpoint the inner optimizer's state counts. This node's next round has
+  weight 0, as a newcomer's.
+* **The same round, or a swarm that has not begun**: all of the checkpoint counts, so that a job
+  whose peers all resume the same step goes on bit by bit.
+* **The checkpoint is further**: its weights count. Where peers hold weights of their own the round
+  stays the swarm's, because no other peer is near the checkpoint's. Where all hold the same
+  (`Anchored` rules) the others follow to the later round.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def of_later_round(opt: OuterOptimizer, saved: Mapping[str, Any], swarm_round: i
     if saved_round < swarm_round:
         state = own | {"inner": whole["inner"], "in_flight": []} | rank
         said = (
-            f"the swarm is at round {here}, beyond the saved {there}: its weights count, and of what is loaded the inner "
+            f"the swarm is at round {here}, beyond the saved {there}: its weights count, and of "
+            "what is loaded the inner "
             "optimizer's state"
         )
         return LoadedState(state, from_swarm=True, listens=opt.listens, said=said)
@@ -70,12 +74,16 @@ def of_later_round(opt: OuterOptimizer, saved: Mapping[str, Any], swarm_round: i
 
 
 def _is_followed(opt: OuterOptimizer, swarm_round: int) -> bool:
-    """Return True if others come to a later round than the swarm's ``swarm_round``, or do not train yet."""
+    """Return True if others come to a later round than the swarm's ``swarm_round``, or do not train
+    yet.
+    """
     return swarm_round == 0 or opt.anchored
 
 
 def settle(opt: OuterOptimizer, loaded: LoadedState) -> None:
-    """Finish the load: the model gets the swarm's weights if these count, whether it is loaded before or after this."""
+    """Finish the load: the model gets the swarm's weights if these count, whether it is loaded
+    before or after this.
+    """
     if loaded.from_swarm:
         opt.begin_from_slow()
     if loaded.listens:

@@ -1,6 +1,8 @@
-"""One training peer's duties towards its swarm, the same for ``shoal up``, loops of one's own and simulated peers.
+"""One training peer's duties towards its swarm, the same for ``shoal up``, loops of one's own and
+simulated peers.
 
-Keep an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and those it hands out.
+Keep an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and
+those it hands out.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class OuterSync:
-    """One optimizer's link to its swarm; hands out its slow weights from now on. All is for the thread that trains.
+    """One optimizer's link to its swarm; hands out its slow weights from now on.
+
+    All is for the thread that trains.
 
     Args:
         membership: this peer's place in the swarm.
@@ -93,21 +97,26 @@ class OuterSync:
         exchange.sketch = self._sketch
 
     def begin_from(self, state: State) -> None:
-        """Take over the weights and the round of ``state``: of a swarm that is under way, or those that it begins with."""
+        """Take over the weights and the round of ``state``: of a swarm that is under way, or those
+        that it begins with.
+        """
         round = in_step(self._opt, state)
         self._opt.adopt(
             state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied
         )
         if state.round > 0:
-            self._opt.listen()  # others' weights, not yet trained here: the first round has weight 0
+            # others' weights, not yet trained here: the first round has weight 0
+            self._opt.listen()
         self._resynchronizer.joined(state)
         self._server.keep(state)
 
     def begin(self) -> None:
-        """Set the exchange to the round that the optimizer hands in next; before the first step, when all else is loaded.
+        """Set the exchange to the round that the optimizer hands in next; before the first step,
+        when all else is loaded.
 
-        That is the oldest of the rounds in flight, if a checkpoint has any, for the first step begins them anew. Set to a later
-        one, the exchange would send ahead a partner that calls for them before.
+        That is the oldest of the rounds in flight, if a checkpoint has any, for the first step
+        begins them anew. Set to a later one, the exchange would send ahead a partner that calls for
+        them before.
         """
         opt = self._opt
         begun_anew = itertools.chain.from_iterable(
@@ -125,7 +134,8 @@ class OuterSync:
         self._exchange.next_round = opt.round
         if (ahead_of := self._exchange.back(opt.round)) is not None:
             log.warning(
-                "no other peer is near round %d: this node goes back to round %d, where the others are",
+                "no other peer is near round %d: this node goes back to round %d, where the others "
+                "are",
                 opt.round,
                 ahead_of,
             )
@@ -138,7 +148,8 @@ class OuterSync:
                 info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment)
             )
         split = None
-        # A node that knows that its weights have diverged, or that was alone just now, knows why they differ.
+        # A node that knows that its weights have diverged, or that was alone just now, knows why
+        # they differ.
         explained = behind or len(info.members) < 2 or self._resynchronizer.diverged
         if opt.anchored and info.key.fragment < opt.fragments and not explained:
             members = self._directory.members()
@@ -157,7 +168,9 @@ class OuterSync:
         return back
 
     def _follow_restart(self) -> None:
-        """Forget what is known of the weights before, if others were loaded on purpose: no fetched ones must replace these."""
+        """Forget what is known of the weights before, if others were loaded on purpose: no fetched
+        ones must replace these.
+        """
         if self._opt.restarts != self._restarts:
             self._restarts = self._opt.restarts
             self._resynchronizer.restarted()
@@ -167,7 +180,9 @@ class OuterSync:
         self._server.offer(self._state)
 
     def at_rest(self) -> AbstractContextManager[None]:
-        """Return a block in which the slow weights do not change: peers that ask for them need not wait for its end."""
+        """Return a block in which the slow weights do not change: peers that ask for them need not
+        wait for its end.
+        """
         return self._server.at_rest(self._state)
 
     def _state(self) -> State:
@@ -215,17 +230,22 @@ class RoundReport:
     why: str = ""
     """Why the round had no partner, for people; nothing if it had one."""
     error: str = ""
-    """The first line of the error of this node's own code that ended the exchange; then ``why`` says nothing."""
+    """The first line of the error of this node's own code that ended the exchange; then ``why``
+    says nothing.
+    """
 
 
 class TrainingMember:
-    """A peer that trains in a swarm: announces itself, follows the rounds, hands out weights, and counts what a round costs.
+    """A peer that trains in a swarm: announces itself, follows the rounds, hands out weights, and
+    counts what a round costs.
 
-    All methods are for the thread that trains. Nothing is served or announced before ``serve`` or ``announce``.
+    All methods are for the thread that trains. Nothing is served or announced before ``serve`` or
+    ``announce``.
 
     Args:
         membership: this peer's place in the swarm.
-        opt, exchange, screen: the outer optimizer, its exchange, and the screen that refuses others' updates.
+        opt, exchange, screen: the outer optimizer, its exchange, and the screen that refuses
+            others' updates.
         model: digest of the model's names and shapes.
         name: of this node, for people.
         clock: seconds; a simulation has its own.
@@ -263,7 +283,9 @@ class TrainingMember:
         return self._sync
 
     def news(self) -> list[Notice]:
-        """Return the sentences for this node's user that were not returned yet; touches no network."""
+        """Return the sentences for this node's user that were not returned yet; touches no
+        network.
+        """
         self.sync.diagnosis.refused(self._membership.refused())
         own = [Notice("membership", line) for line in (self._membership.news(),) if line]
         return [*self.sync.diagnosis.news(), *self.lag_report.news(), *own]
@@ -274,7 +296,9 @@ class TrainingMember:
         )
 
     def begin(self, state: State | None = None) -> None:
-        """Start from ``state``, the swarm's weights, or from what the optimizer holds; before the first step."""
+        """Start from ``state``, the swarm's weights, or from what the optimizer holds; before the
+        first step.
+        """
         if self._sync is None:
             self.serve()
         self._tokens = self._opt.tokens  # those of a resumed run are in earlier rounds
@@ -303,7 +327,10 @@ class TrainingMember:
     def announce(
         self, state: DirectoryState, loss: float | None = None, rates: Rates = STANDING
     ) -> None:
-        """Publish where training is and how fast: to those who watch, and in the directory. Returns at once."""
+        """Publish where training is and how fast: to those who watch, and in the directory.
+
+        Returns at once.
+        """
         fields = self.fields(state, loss, rates.steps_per_s)
         speed = {
             "tokens_per_s": rate(rates.tokens_per_s),
@@ -321,7 +348,10 @@ class TrainingMember:
         self._sent, self._received = traffic.sent, traffic.received
 
     def on_round(self, info: RoundInfo, wait_s: float | None = None) -> RoundReport:
-        """Follow a round that is over: the optimizer's ``on_round``. ``wait_s`` None: the wait that the exchange measured."""
+        """Follow a round that is over: the optimizer's ``on_round``.
+
+        ``wait_s`` None: the wait that the exchange measured.
+        """
         self.sync.on_round(info)
         self._screen.newcomers.see(self._membership.directory.members())
         traffic, waited = self._membership.host.traffic, self.exchange.waited
@@ -352,35 +382,57 @@ class TrainingMember:
         )
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
-        """Send what a round came to, to those who watch. ``loss``: this node's training loss, nats."""
+        """Send what a round came to, to those who watch. ``loss``: this node's training loss,
+        nats.
+        """
         tokens, self._tokens = self._opt.tokens - self._tokens, self._opt.tokens
         if self.reporter is not None:
             self.reporter.round(
-                info.members, tokens=max(tokens, 0),
-                round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
-                wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd, why=report.why, error=report.error,
+                info.members,
+                tokens=max(tokens, 0),
+                round=info.key.round,
+                step=info.step,
+                loss=loss,
+                sent=report.sent,
+                received=report.received,
+                wait_s=report.wait_s,
+                suspicious=len(report.rejected),
+                odd=report.odd,
+                why=report.why,
+                error=report.error,
                 projection=self._opt.projection_of(info.key.fragment),
-            )  # fmt: skip
+            )
 
     def trained_alone(self) -> str:
-        """Return a sentence if nothing was ever exchanged though others were there, else nothing."""
+        """Return a sentence if nothing was ever exchanged though others were there, else
+        nothing.
+        """
         return self.sync.diagnosis.trained_alone(self._opt.fragments)
 
     def after_step(self) -> bool:
-        """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
+        """Do what is due between two steps.
+
+        True if the swarm's weights were taken over just now, after a missed round.
+        """
         return self.sync.after_step()
 
     def at_rest(self) -> AbstractContextManager[None]:
-        """Return a block in which the slow weights do not change (`OuterSync.at_rest`); only after ``serve``."""
+        """Return a block in which the slow weights do not change (`OuterSync.at_rest`); only after
+        ``serve``.
+        """
         return self.sync.at_rest()
 
     def end(self, loss: float | None = None, rates: Rates = STANDING) -> None:
-        """Tell the swarm at once that this node's last step is done: it is in no more rounds, and averages once more."""
+        """Tell the swarm at once that this node's last step is done: it is in no more rounds, and
+        averages once more.
+        """
         self.ended = True
         self.announce("training", loss, rates)
         self._membership.directory.renew()
 
     def leave(self, loss: float | None = None, rates: Rates = STANDING) -> None:
-        """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""
+        """Announce that this node leaves, so that nobody waits for it; without an answer its record
+        expires.
+        """
         self.announce("leaving", loss, rates)
         self._membership.directory.leave(LEAVE_S)

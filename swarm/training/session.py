@@ -1,16 +1,19 @@
-"""A session: a training loop of one's own in a swarm, by three lines that change nothing in the loop.
+"""A session: a training loop of one's own in a swarm, by three lines that change nothing in the
+loop.
 
     import shoal
-    with shoal.create(state=model, every=50) as s:              # the first; on all others shoal.join(link, state=model)
-        opt = NoLoCo(inner, s.exchange(), every=50)             # or s.optimizer(inner), which takes the swarm's settings
-        for batch in data:
+    with shoal.create(state=model, every=50) as s:              # the first; on all others
+    shoal.join(link, state=model)
+        opt = NoLoCo(inner, s.exchange(), every=50)             # or s.optimizer(inner), which takes
+        the swarm's settings for batch in data:
             loss(model, batch).backward()
             opt.step()
             opt.zero_grad()
 
-Making the optimizer makes this node a member: it is compared with the swarm's settings, takes over the swarm's weights, and waits
-until the swarm begins. From then on each of its steps also does a member's duties. It never raises because of a peer. A swarm of
-`shoal up` can be joined too, with a model whose parameters have the same names and shapes.
+Making the optimizer makes this node a member: it is compared with the swarm's settings, takes over
+the swarm's weights, and waits until the swarm begins. From then on each of its steps also does a
+member's duties. It never raises because of a peer. A swarm of `shoal up` can be joined too, with a
+model whose parameters have the same names and shapes.
 """
 
 from __future__ import annotations
@@ -92,7 +95,10 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """A training loop's place in a swarm, made by ``create`` or ``join``. For the thread that trains, but for ``status``."""
+    """A training loop's place in a swarm, made by ``create`` or ``join``.
+
+    For the thread that trains, but for ``status``.
+    """
 
     def __init__(
         self,
@@ -149,7 +155,8 @@ class Session:
         )
         if fragment_of and len(fragment_of) != len(params):
             raise SessionError(
-                f"The swarm's manifest divides {len(fragment_of)} parameters into fragments, not {len(params)}: make it anew."
+                f"The swarm's manifest divides {len(fragment_of)} parameters into fragments, not "
+                f"{len(params)}: make it anew."
             )
         self._fragments = [
             [p for p, at in zip(params, fragment_of, strict=True) if at == n]
@@ -158,13 +165,19 @@ class Session:
         self.settings: OuterSettings = settings
         """The swarm's settings of averaging."""
         self.train: TrainSettings = train
-        """The swarm's settings of training, which its creator can change while it runs (``lr``, ``steps``)."""
+        """The swarm's settings of training, which its creator can change while it runs (``lr``,
+        ``steps``).
+        """
         self.on_change: Callable[[TrainSettings], None] | None = None
-        """Called between two steps, in every rank of this peer, when ``train`` has changed: the loop owns its rate and its end."""
+        """Called between two steps, in every rank of this peer, when ``train`` has changed: the
+        loop owns its rate and its end.
+        """
         self.seed: int = shard.seed
         """The swarm's random seed, by which the data is assigned to shards."""
         self.shard = shard
-        """The part of the data to train on, so that peers learn from different ones; it is not checked."""
+        """The part of the data to train on, so that peers learn from different ones; it is not
+        checked.
+        """
         self._digest = model_digest(params)
         self._screen = make_screen(self.settings)
         self._exchange: SessionExchange | None = None
@@ -172,7 +185,9 @@ class Session:
         self._opt: OuterOptimizer | None = None
         self._on_round: Callable[[RoundInfo], None] | None = None
         self.on_report: Callable[[RoundInfo, RoundReport], None] | None = None
-        """Called after each exchange of this node, with what it cost, before the optimizer's own ``on_round``."""
+        """Called after each exchange of this node, with what it cost, before the optimizer's own
+        ``on_round``.
+        """
         self._began_at = 0  # the swarm's round, when this node took over its weights
         self._loads: LoadedState | None = None  # while a saved state is being loaded
         self._loss: float | None = None
@@ -194,7 +209,10 @@ class Session:
 
     @property
     def membership(self) -> Membership:
-        """The node itself: its network, the manifest and the directory. For what the session does not offer."""
+        """The node itself: its network, the manifest and the directory.
+
+        For what the session does not offer.
+        """
         return self._membership
 
     @property
@@ -204,10 +222,12 @@ class Session:
 
     @property
     def progress(self) -> int:
-        """Inner steps that the swarm has behind it by its rounds, by which a late peer can set its learning-rate schedule.
+        """Inner steps that the swarm has behind it by its rounds, by which a late peer can set its
+        learning-rate schedule.
 
-        0 before the optimizer is made, which is when the swarm's round is known. It is what members say: do not go beyond the
-        schedule's end with it. In rounds of tokens or seconds it is an estimate from the members' speeds; 0 if none says its own.
+        0 before the optimizer is made, which is when the swarm's round is known. It is what members
+        say: do not go beyond the schedule's end with it. In rounds of tokens or seconds it is an
+        estimate from the members' speeds; 0 if none says its own.
         """
         if self._opt is None:
             return 0
@@ -216,18 +236,24 @@ class Session:
         return steps_of_rounds(self.settings, rounds, members, self._membership.host.met) or 0
 
     def follow(self, schedule: LRScheduler, steps: int) -> int:
-        """Step a learning-rate ``schedule`` on to where the swarm is, for a node that joins late or returns; return that step.
+        """Step a learning-rate ``schedule`` on to where the swarm is, for a node that joins late or
+        returns; return that step.
 
-        ``steps``: of the whole schedule, which is not stepped beyond. Call it once both, and a checkpoint if any, are loaded.
+        ``steps``: of the whole schedule, which is not stepped beyond. Call it once both, and a
+        checkpoint if any, are loaded.
         """
         self._watch.late = 0
         return follow(schedule, self.progress, steps)
 
     def exchange(self) -> SessionExchange:
-        """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
+        """Return the exchange for the outer optimizer.
+
+        SessionError or OuterError if the swarm's settings do not suit the state.
+        """
         if torch.is_inference_mode_enabled():
             raise SessionError(
-                "The session's optimizer is made under torch.inference_mode(), where nothing can be trained: make it outside."
+                "The session's optimizer is made under torch.inference_mode(), where nothing can "
+                "be trained: make it outside."
             )
         if self._exchange is None:
             opt = self._expected()
@@ -250,9 +276,9 @@ class Session:
     def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
 
-        Without ``inner`` its ``step`` does the outer part alone: call it after each step that other code has taken.
-        To go on from a checkpoint, load it into the model and into this optimizer once it is made, in either order
-        (`shoal.swarm.training.loaded_state`).
+        Without ``inner`` its ``step`` does the outer part alone: call it after each step that other
+        code has taken. To go on from a checkpoint, load it into the model and into this optimizer
+        once it is made, in either order (`shoal.swarm.training.loaded_state`).
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
         Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
         """
@@ -264,7 +290,8 @@ class Session:
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if not self._fragments and self._model is None and (self.settings.fragments or 1) > 1:
             raise SessionError(
-                "The swarm cuts the model by layer: hand in the module as state, not a list of its parameters."
+                "The swarm cuts the model by layer: hand in the module as state, not a list of its "
+                "parameters."
             )
         place = options.pop("slow_device", "cpu")
         device = place if isinstance(place, Path) else torch.device(place)
@@ -283,23 +310,27 @@ class Session:
     def try_partners(
         self, loss: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]
     ) -> None:
-        """Try a partner's weights on two of ``batches`` before they count, if the swarm's settings have ``check_loss``.
+        """Try a partner's weights on two of ``batches`` before they count, if the swarm's settings
+        have ``check_loss``.
 
-        Call it once the session has its optimizer; without it all weights count untried. ``loss(model, batch)`` is called in
-        threads of the network, with a copy of the model in evaluation mode, without gradients. ``batches``: endless, of this
-        node's own data, known to no other peer, on the model's device; where they end, trying ends. SessionError without a
+        Call it once the session has its optimizer; without it all weights count untried.
+        ``loss(model, batch)`` is called in threads of the network, with a copy of the model in
+        evaluation mode, without gradients. ``batches``: endless, of this node's own data, known to
+        no other peer, on the model's device; where they end, trying ends. SessionError without a
         module as state, or without an optimizer.
         """
         if not self.settings.check_loss:
             return
         if self._ranks is not None:
             log.warning(
-                "this peer counts partners' weights untried (outer.check_loss), for no rank has all of its own"
+                "this peer counts partners' weights untried (outer.check_loss), for no rank has "
+                "all of its own"
             )
             return
         if self._model is None or self._opt is None:
             raise SessionError(
-                "Trying partners needs the module as state, and the session's optimizer: make it first."
+                "Trying partners needs the module as state, and the session's optimizer: make it "
+                "first."
             )
         self._screen.loss_check = LossCheck(
             LossTrial(loss, iter(batches), self._model, self._opt, log.warning)
@@ -315,37 +346,48 @@ class Session:
         return announced_speeds(self._membership)
 
     def _ordered(self, parameters: AveragedParameters) -> AveragedParameters:
-        """Return an optimizer's parameters in the order of the state, which all peers have, whatever their groups."""
+        """Return an optimizer's parameters in the order of the state, which all peers have,
+        whatever their groups.
+        """
         if self._closed:
             raise SessionError(
-                "This session is over, so an optimizer would have no partners: begin another session for it."
+                "This session is over, so an optimizer would have no partners: begin another "
+                "session for it."
             )
         if self._opt is not None:
             raise SessionError(
-                "This session has its optimizer already: train on with that one, hand several inner optimizers in together "
+                "This session has its optimizer already: train on with that one, hand several "
+                "inner optimizers in together "
                 "(NoLoCo([muon, adamw], ...)), or begin another session for another model."
             )
         lacking, more = self._params.compared(parameters)
         if len(lacking) == len(self._params):
             raise SessionError(
-                "None of the optimizer's parameters is in the session's state: make it of the model that is handed in as state, "
+                "None of the optimizer's parameters is in the session's state: make it of the "
+                "model that is handed in as state, "
                 "both after the model is moved, cast or wrapped."
             )
         if lacking:
             raise SessionError(
-                f"The optimizer trains {len(self._params) - len(lacking)} of the {len(self._params)} parameters of the session's "
-                f"state, and not {lacking[0]}: hand in as state what it trains, or let it train the rest too (in several "
+                f"The optimizer trains {len(self._params) - len(lacking)} of the "
+                f"{len(self._params)} parameters of the session's "
+                f"state, and not {lacking[0]}: hand in as state what it trains, or let it train "
+                "the rest too (in several "
                 "optimizers, as a list)."
             )
         if more:
             raise SessionError(
-                f"The optimizer trains {len(more)} parameters that are not in the session's state, such as one of shape "
-                f"{tuple(more[0].shape)}: hand in the whole model as state, or exclude them (exclude=[...])."
+                f"The optimizer trains {len(more)} parameters that are not in the session's state, "
+                "such as one of shape "
+                f"{tuple(more[0].shape)}: hand in the whole model as state, or exclude them "
+                "(exclude=[...])."
             )
         return self._params
 
     def _attach(self, opt: OuterOptimizer) -> None:
-        """Become a member; called while ``opt`` is made, of the parameters that ``_ordered`` returned."""
+        """Become a member; called while ``opt`` is made, of the parameters that ``_ordered``
+        returned.
+        """
         check = partial(self._check, opt)
         check() if self._ranks is None else self._ranks.alike(check)
         opt.run, self._opt = self._swarm, opt
@@ -363,10 +405,13 @@ class Session:
         opt.register_load_state_dict_post_hook(self._loaded)
 
     def _check(self, opt: OuterOptimizer) -> None:
-        """Raise SessionError unless ``opt`` averages as the swarm does, in all ranks of this peer."""
+        """Raise SessionError unless ``opt`` averages as the swarm does, in all ranks of this
+        peer.
+        """
         if opt._weights.dealt != (self._ranks is not None):
             raise SessionError(
-                "The session and its optimizer must have the same ranks: hand in ranks= where the session is made, and to the "
+                "The session and its optimizer must have the same ranks: hand in ranks= where the "
+                "session is made, and to the "
                 "optimizer too, or make that by s.optimizer(inner)."
             )
         check_alike(self.settings, opt, self._expected())
@@ -412,12 +457,15 @@ class Session:
             self.on_change(now)
         else:
             log.warning(
-                "the swarm's creator has changed %s: this loop has no session.on_change, so it goes on as before",
+                "the swarm's creator has changed %s: this loop has no session.on_change, so it "
+                "goes on as before",
                 described(changed(before, now)),
             )
 
     def _together(self, duties: Callable[[], None]) -> None:
-        """Do a member's duties, unless the session is over; this peer's other ranks, if it has some, follow meanwhile."""
+        """Do a member's duties, unless the session is over; this peer's other ranks, if it has
+        some, follow meanwhile.
+        """
         with nullcontext() if self._channel is None else self._channel.leading():
             if not self._closed:
                 duties()
@@ -442,7 +490,9 @@ class Session:
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
 
     def report(self, loss: float) -> None:
-        """Set this node's training loss, nats, that others see; one that is not finite is not sent."""
+        """Set this node's training loss, nats, that others see; one that is not finite is not
+        sent.
+        """
         self._loss = float(loss) if math.isfinite(loss) else None
 
     def _after_round(self, info: RoundInfo) -> None:
@@ -480,7 +530,9 @@ class Session:
                 log.warning("%s", notice.said)
 
     def _loading(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """Return what is loaded of a saved state: of the swarm's weights and its, those of the later round count."""
+        """Return what is loaded of a saved state: of the swarm's weights and its, those of the
+        later round count.
+        """
         if self._closed or self._finished:
             return state
         opt: OuterOptimizer = optimizer
@@ -507,9 +559,10 @@ class Session:
     def status(self) -> dict[str, Any]:
         """Return the swarm as this node sees it.
 
-        That is the object of `shoal status --json`, with this node's ``peer``, the numbers that it has ``refused`` so far, by
-        reason (`Membership.refused`), the ``internal_errors`` of its own code by place (`InternalErrors.report`), and what others
-        have ``confirmed`` of its work (`shoal.swarm.topics.tally.Tally.report`).
+        That is the object of `shoal status --json`, with this node's ``peer``, the numbers that it
+        has ``refused`` so far, by reason (`Membership.refused`), the ``internal_errors`` of its own
+        code by place (`InternalErrors.report`), and what others have ``confirmed`` of its work
+        (`shoal.swarm.topics.tally.Tally.report`).
         """
         membership, directory = self._membership, self._membership.directory
         found = overview(
@@ -531,14 +584,18 @@ class Session:
         }
 
     def trained_alone(self) -> str:
-        """Return a sentence if nothing was exchanged so far though others were there, else nothing. ``with`` logs it at its end."""
+        """Return a sentence if nothing was exchanged so far though others were there, else nothing.
+
+        ``with`` logs it at its end.
+        """
         return "" if self._member is None or self._opt is None else self._member.trained_alone()
 
     def finish(self, evaluate: Callable[[], float] | None = None) -> None:
-        """Wait for pending exchanges, and average with all members that are there (`average_at_end`), if the swarm ends so.
+        """Wait for pending exchanges, and average with all members that are there
+        (`average_at_end`), if the swarm ends so.
 
-        Call it once, after the last step; ``with`` does it too. ``evaluate``: returns the held-out loss, nats, of the model as it
-        is. `ended` says with whom, and what was gained.
+        Call it once, after the last step; ``with`` does it too. ``evaluate``: returns the held-out
+        loss, nats, of the model as it is. `ended` says with whom, and what was gained.
         """
         if self._opt is None or self._finished or self._closed:
             return
@@ -589,7 +646,9 @@ class Session:
 
 
 class FollowingSession(Session):
-    """The session of a rank besides rank 0: without a network, it does between two steps what rank 0 orders."""
+    """The session of a rank besides rank 0: without a network, it does between two steps what rank
+    0 orders.
+    """
 
     def __init__(
         self,
@@ -616,7 +675,8 @@ class FollowingSession(Session):
     def _no_network(self) -> SessionError:
         assert self._ranks is not None
         return SessionError(
-            f"Rank {self._ranks.rank} of this peer has no network: rank 0 has the link, the membership and the status."
+            f"Rank {self._ranks.rank} of this peer has no network: rank 0 has the link, the "
+            "membership and the status."
         )
 
     @property
@@ -670,21 +730,28 @@ def create(
     """Create a swarm and return its first session; others join by its ``link``.
 
     Args:
-        state: the model to average: a module or a list of parameters, of which those that require a gradient count.
+        state: the model to average: a module or a list of parameters, of which those that require a
+            gradient count.
         name: of the swarm, for people.
         node: this node's name, for people.
         start_when: peers that must be there before training begins.
         shards: parts that the data is divided into.
         seed: of the pairing and everything else that peers draw alike.
-        invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's ``identity``: name a file.
-        bucket: most members that one node reads and averages with at a time, 4 to 64; 0: all. For swarms of hundreds.
-        epoch_s: seconds after which members are reassigned to other buckets, at least 30; best four to eight rounds.
+        invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's
+            ``identity``: name a file.
+        bucket: most members that one node reads and averages with at a time, 4 to 64; 0: all. For
+            swarms of hundreds.
+        epoch_s: seconds after which members are reassigned to other buckets, at least 30; best four
+            to eight rounds.
         network: where this node listens, and other options of the network.
-        identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
-        ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each makes the session, with its own
-            model (DDP, FSDP2) as state; rank 0's other arguments count, and it alone is in the network.
-        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has. ``fragments`` may also be a list of modules (or of
-            lists of modules and parameters) in place of their number; those who join take them from the manifest.
+        identity: a key, or the file of one, made if it is not there; None: a new one that is not
+            kept.
+        ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each
+            makes the session, with its own model (DDP, FSDP2) as state; rank 0's other arguments
+            count, and it alone is in the network.
+        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has. ``fragments`` may also
+            be a list of modules (or of lists of modules and parameters) in place of their number;
+            those who join take them from the manifest.
 
     Raises:
         SessionError, IdentityError, AdmissionError: an argument cannot be used.
@@ -695,9 +762,18 @@ def create(
     def connected(params: AveragedParameters) -> Membership:
         key = identity_of(identity)
         sealed = new_swarm(
-            key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
-            model=state if isinstance(state, nn.Module) else None, bucket=bucket, epoch_s=epoch_s,
-        )  # fmt: skip
+            key,
+            params,
+            name=name,
+            seed=seed,
+            start_when=start_when,
+            shards=shards,
+            invite_only=invite_only,
+            outer=outer,
+            model=state if isinstance(state, nn.Module) else None,
+            bucket=bucket,
+            epoch_s=epoch_s,
+        )
         return members.create(key, sealed, network or NetworkOptions())
 
     return _session(connected, state, node, ranks, first=True)
@@ -713,7 +789,9 @@ def join(
     ranks: Ranks | None = None,
     **settings: Any,
 ) -> Session:
-    """Join the swarm of ``link``, made by ``create`` or `shoal up`, and return a session. The arguments are those of ``create``.
+    """Join the swarm of ``link``, made by ``create`` or `shoal up`, and return a session.
+
+    The arguments are those of ``create``.
 
     ``settings``: none, because the swarm has fixed them; SessionError names the first.
 
@@ -727,7 +805,8 @@ def join(
 
     if settings:
         raise SessionError(
-            f"The swarm has fixed {next(iter(settings))}, or has no such setting: leave it out, for who joins takes the settings "
+            f"The swarm has fixed {next(iter(settings))}, or has no such setting: leave it out, "
+            "for who joins takes the settings "
             "from the swarm."
         )
 
@@ -739,7 +818,8 @@ def join(
             membership.check_alone()
             if membership.manifest.outer.alone:
                 raise SessionError(
-                    "The peers of this swarm share no weights (method none): join it with `shoal join`."
+                    "The peers of this swarm share no weights (method none): join it with `shoal "
+                    "join`."
                 )
             own = fitting(params, membership.manifest.model)
             check_model(membership, model_digest(own), own)

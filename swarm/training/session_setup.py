@@ -1,8 +1,9 @@
 """The start of a session: a manifest for a swarm without a task, and the first weights of a member.
 
-All peers must begin with the same weights. In a swarm of `shoal up` these follow from its random seed, which a loop of one's own
-cannot use. In a swarm of own loops they are those that the first node's model holds when its optimizer is made: whoever joins asks
-a member for them, and fetches what its own model does not hold.
+All peers must begin with the same weights. In a swarm of `shoal up` these follow from its random
+seed, which a loop of one's own cannot use. In a swarm of own loops they are those that the first
+node's model holds when its optimizer is made: whoever joins asks a member for them, and fetches
+what its own model does not hold.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 EPOCH_S: float = Manifest.model_fields["epoch_s"].default
 PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its weights
-ALONE_S = 30.0  # seconds without any other member in view after which a joiner has nobody left to begin with
+# seconds without any other member in view after which a joiner has nobody left to begin with
+ALONE_S = 30.0
 LOOK_S = 0.2
 REMIND_S = 10.0
 MAX_NAME = 64  # characters
@@ -55,7 +57,8 @@ class SessionError(ShoalError):
 
 
 def parameters_of(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
-    """Return the tensors to average: those of a module, or of the given, that require a gradient (with LoRA the adapters).
+    """Return the tensors to average: those of a module, or of the given, that require a gradient
+    (with LoRA the adapters).
 
     Those of a module have its order and names, those of a list its order and none.
 
@@ -67,8 +70,10 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
     params: list[Tensor] = [p for p in given if not isinstance(p, Tensor) or p.requires_grad]
     if not params or not all(isinstance(p, Tensor) for p in params):
         raise SessionError(
-            "The state must be a module or a list of floating-point parameters, some of which require a gradient: hand in the "
-            f"model that is trained, and not {'nothing' if several and not given else 'this ' + type(state).__name__}."
+            "The state must be a module or a list of floating-point parameters, some of which "
+            "require a gradient: hand in the "
+            "model that is trained, and not "
+            f"{'nothing' if several and not given else 'this ' + type(state).__name__}."
         )
     model = state if isinstance(state, nn.Module) else None
     for name, parameter in named(model, params):
@@ -80,21 +85,29 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
 
 
 def whole_parameters(state: nn.Module | Iterable[Tensor]) -> AveragedParameters:
-    """Return the tensors to average of a peer of one process. SessionError as `parameters_of`, and for a rank's shards."""
+    """Return the tensors to average of a peer of one process.
+
+    SessionError as `parameters_of`, and for a rank's shards.
+    """
     params = parameters_of(state)
     if any(hasattr(param, "device_mesh") for param in params):
         raise SessionError(
-            "The parameters are cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks() on all "
+            "The parameters are cut into shards (FSDP2), so this process is a rank of a peer: hand "
+            "in ranks=shoal.Ranks() on all "
             "of its ranks."
         )
     return params
 
 
 def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> AveragedParameters:
-    """Return this rank's parameters. SessionError or RankFailed, on all ranks, unless they suit each other."""
+    """Return this rank's parameters.
+
+    SessionError or RankFailed, on all ranks, unless they suit each other.
+    """
     if not isinstance(ranks, Ranks):
         raise SessionError(
-            f"ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not {type(ranks).__name__}."
+            "ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not "
+            f"{type(ranks).__name__}."
         )
     params = ranks.alike(lambda: parameters_of(state))
     first = ranks.agreed(model_digest(params))
@@ -102,12 +115,14 @@ def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> Aver
     def check() -> None:
         if model_digest(params) != first:
             raise SessionError(
-                f"Rank {ranks.rank} has another model than rank 0: make the same model on all ranks of a peer."
+                f"Rank {ranks.rank} has another model than rank 0: make the same model on all "
+                "ranks of a peer."
             )
         for size in {param.device_mesh.size() for param in params if hasattr(param, "device_mesh")}:
             if ranks.size % size:
                 raise SessionError(
-                    f"The model is cut over {size} processes, and ranks= has {ranks.size}: make Ranks() of all that it is on."
+                    f"The model is cut over {size} processes, and ranks= has {ranks.size}: make "
+                    "Ranks() of all that it is on."
                 )
 
     ranks.alike(check)
@@ -115,7 +130,9 @@ def parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> Aver
 
 
 def fitting(params: AveragedParameters, model: str) -> AveragedParameters:
-    """Return the parameters without their names if those of the swarm, of the digest ``model``, are a list, which has none."""
+    """Return the parameters without their names if those of the swarm, of the digest ``model``, are
+    a list, which has none.
+    """
     unnamed = AveragedParameters(params)
     return unnamed if model_digest(unnamed) == model else params
 
@@ -129,11 +146,14 @@ def new_swarm(
     model: nn.Module | None = None,
     **settings: Any,
 ) -> bytes:
-    """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used.
+    """Return the sealed manifest of a swarm of own loops.
 
-    ``model`` is what is cut into fragments by layer; without one the parameters are cut evenly. ``outer`` may name the modules of
-    each in ``fragments``; then, and without a model, the manifest has the fragment of each parameter. ``settings``: further ones
-    of the `Manifest`, such as its ``name``.
+    SessionError names the first setting that cannot be used.
+
+    ``model`` is what is cut into fragments by layer; without one the parameters are cut evenly.
+    ``outer`` may name the modules of each in ``fragments``; then, and without a model, the manifest
+    has the fragment of each parameter. ``settings``: further ones of the `Manifest`, such as its
+    ``name``.
     """
     if not settings.get("bucket") and settings.get("epoch_s", EPOCH_S) != EPOCH_S:
         raise SessionError(
@@ -151,7 +171,8 @@ def new_swarm(
             parts = _cut(even(params, number), params) if model is None and number > 1 else []
         if averaging.alone:
             raise SessionError(
-                "The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another."
+                "The method 'none' averages with no peer, so it needs no swarm: leave it out, or "
+                "choose another."
             )
         manifest = Manifest(
             created=time.time(),
@@ -174,7 +195,8 @@ def new_swarm(
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(where, OuterSettings.model_fields, 1, cutoff=0.5)
             raise SessionError(
-                f"There is no setting {where!r} of a swarm: {f'did you mean {near[0]!r}?' if near else 'leave it out.'}"
+                f"There is no setting {where!r} of a swarm: "
+                f"{f'did you mean {near[0]!r}?' if near else 'leave it out.'}"
             ) from None
         if where == "method":
             near = difflib.get_close_matches(str(first["input"]), METHODS, 1, cutoff=0.5)
@@ -204,7 +226,9 @@ def until_started(
     look_s: float,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
-    """Yield how many peers are missing, every ``look_s`` seconds, until they are there or others train already, or ``stopped``."""
+    """Yield how many peers are missing, every ``look_s`` seconds, until they are there or others
+    train already, or ``stopped``.
+    """
     directory, wanted = membership.directory, membership.manifest.start_when
     while opt.round == 0 and not stopped() and not directory.wait_for(wanted, look_s, stopped):
         if any(
@@ -224,14 +248,15 @@ def begin(
     *,
     first: bool,
 ) -> int:
-    """Take over the swarm's weights unless this node is its ``first``, and wait until the swarm begins.
+    """Take over the swarm's weights unless this node is its ``first``, and wait until the swarm
+    begins.
 
     Return the swarm's round when they were taken over; 0 if it has not begun.
 
     Raises:
         ModelDiffersError: the model does not fit.
-        SessionError, NetworkError: no peer hands out weights, or too few peers come, within ``PATIENCE_S``, or a node that joined
-            has nobody left to begin with.
+        SessionError, NetworkError: no peer hands out weights, or too few peers come, within
+            ``PATIENCE_S``, or a node that joined has nobody left to begin with.
     """
     state = None if first else _weights(membership, model, opt, announce)
     if state is not None and any(
@@ -269,7 +294,8 @@ class _Company:
                 else "none shows itself any more"
             )
             raise SessionError(
-                f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one."
+                f"No other member is left to begin this swarm with ({how}): join a swarm that "
+                "runs, or create one."
             )
 
 
@@ -283,8 +309,9 @@ def _weights(
     directory = membership.directory
     began, company = time.monotonic(), _Company(membership)
     reminder, end = began + REMIND_S, began + PATIENCE_S
-    # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node, so announce it soon. A swarm of
-    # own loops does hand out its weights; announced with them, this node is ready for the first round.
+    # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node,
+    # so announce it soon. A swarm of own loops does hand out its weights; announced with them, this
+    # node is ready for the first round.
     announced = membership.manifest.task == OWN_LOOP
     while True:
         try:
@@ -297,7 +324,8 @@ def _weights(
         company.check()
         if time.monotonic() >= end:
             raise SessionError(
-                f"No peer served the weights that the swarm began with in {PATIENCE_S:g} s: begin with its own, or try again."
+                f"No peer served the weights that the swarm began with in {PATIENCE_S:g} s: begin "
+                "with its own, or try again."
             )
         if not announced:
             announce("waiting")
@@ -320,7 +348,8 @@ def _wait_for_start(
         if time.monotonic() >= end:
             came = wanted - missing
             raise SessionError(
-                f"Only {came} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again."
+                f"Only {came} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and "
+                "try again."
             )
         if time.monotonic() >= reminder:
             log.warning("%s", waiting_for(missing))
@@ -328,7 +357,9 @@ def _wait_for_start(
 
 
 class SessionExchange(Exchange):
-    """Exchange in front of ``inner`` that calls ``attached`` with the optimizer that it is given to."""
+    """Exchange in front of ``inner`` that calls ``attached`` with the optimizer that it is given
+    to.
+    """
 
     def __init__(
         self,
@@ -347,7 +378,10 @@ class SessionExchange(Exchange):
         self._attached(optimizer)
 
     def ordered(self, parameters: AveragedParameters) -> AveragedParameters:
-        """Return the optimizer's parameters in the session's order. SessionError if it has others, or is not the first."""
+        """Return the optimizer's parameters in the session's order.
+
+        SessionError if it has others, or is not the first.
+        """
         return self._ordered(parameters)
 
     def start(self, contribution: Contribution) -> Handle:
@@ -387,7 +421,9 @@ def checked_name(given: str) -> str:
 
 
 def default_name(peer: str) -> str:
-    """Return a name for the node of a peer id: its machine's and the end of the id, so that nodes of one machine differ."""
+    """Return a name for the node of a peer id: its machine's and the end of the id, so that nodes
+    of one machine differ.
+    """
     machine = platform.node().split(".")[0] or "node"
     return f"{machine[: MAX_NAME - NAME_ID_CHARS - 1]}-{peer[-NAME_ID_CHARS:]}"
 
@@ -413,11 +449,14 @@ def check_options(settings: OuterSettings, options: Collection[str]) -> None:
 
 
 def check_alike(settings: OuterSettings, opt: OuterOptimizer, expected: OuterOptimizer) -> None:
-    """Raise SessionError unless ``opt`` averages as one that is made of the swarm's ``settings``."""
+    """Raise SessionError unless ``opt`` averages as one that is made of the swarm's
+    ``settings``.
+    """
     unlike = config_diff(opt, expected)
     if unlike is not None:
         knobs = ", ".join(f"{name}={value}" for name, value in settings.knobs().items())
         raise SessionError(
-            f"The optimizer does not average as the swarm does: {unlike}; the swarm has {settings.method} with {knobs}, "
+            f"The optimizer does not average as the swarm does: {unlike}; the swarm has "
+            f"{settings.method} with {knobs}, "
             f"codec {settings.codec}, so make it so, or by s.optimizer(inner)."
         )

@@ -23,7 +23,9 @@ class Shard:
 
 
 def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
-    """Return the shard, of ``shards``, that the fewest other members hold; each peer breaks ties differently."""
+    """Return the shard, of ``shards``, that the fewest other members hold; each peer breaks ties
+    differently.
+    """
     return _next(
         Counter(m.shard for m in members.values() if m.shards == shards and m.peer != peer),
         shards,
@@ -34,10 +36,12 @@ def least_used(members: Mapping[str, Member], shards: int, peer: str) -> int:
 def settled(
     members: Mapping[str, Member], shard: Shard, peer: str, before: Collection[str]
 ) -> Shard:
-    """Return the shard to train on for ``peer``, which chose ``shard`` when it knew of the peers ``before``, and has not begun.
+    """Return the shard to train on for ``peer``, which chose ``shard`` when it knew of the peers
+    ``before``, and has not begun.
 
-    Peers that came at the same moment may have chosen the same. Who trains keeps it, or else the one with the lowest id; the others
-    choose again one after another, so those that see each other end with different ones.
+    Peers that came at the same moment may have chosen the same. Who trains keeps it, or else the
+    one with the lowest id; the others choose again one after another, so those that see each other
+    end with different ones.
     """
     others = [m for m in members.values() if m.peer != peer and m.shards == shard.of]
     same = [m for m in others if m.shard == shard.index and m.peer not in before]

@@ -1,1 +1,3 @@
-"""Every message that a stranger may send: fields, bounds, packing and signatures. Imports no torch."""
+"""Every message that a stranger may send: fields, bounds, packing and signatures. Imports no
+torch.
+"""

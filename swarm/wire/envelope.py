@@ -1,9 +1,11 @@
-"""Packing, signing and opening of messages; the types of their fields, each with its bounds; the digest of a payload.
+"""Packing, signing and opening of messages; the types of their fields, each with its bounds; the
+digest of a payload.
 
-A message is msgpack of ``[kind, version, fields]``. A wrong one from a peer is refused with a MessageError that names the
-difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before its size is
-known to be small, and containers are bounded one by one and in number, so that no message can make this node allocate more
-than a small multiple of the message's length.
+A message is msgpack of ``[kind, version, fields]``. A wrong one from a peer is refused with a
+MessageError that names the difference, in this order: size, kind, version, signature (if sealed),
+structure, fields. Nothing is decoded before its size is known to be small, and containers are
+bounded one by one and in number, so that no message can make this node allocate more than a small
+multiple of the message's length.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ MAX_BLAMED = 4  # (peer, failure) pairs in a record: the most frequent ones
 SKETCH = 4  # numbers in a sketch of the slow weights
 
 Reach = Literal["unknown", "direct", "local", "punched", "relayed", "unreachable"]
-"""Who can dial a node: anybody (direct); those in its own network, where all are who looked (local); nobody, but both ends punch
-holes in their routers, or a relay forwards; nobody (unreachable)."""
+"""Who can dial a node: anybody (direct); those in its own network, where all are who looked
+(local); nobody, but both ends punch holes in their routers, or a relay forwards; nobody
+(unreachable)."""
 Failure = Literal["unreachable", "timeout", "refused", "broken", "damaged", "suspicious"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
 
@@ -65,7 +68,9 @@ def _peer_id(text: str) -> str:
 
 
 def _sentence(text: object) -> object:
-    """Cut and clean a reason, at either end: it is for people and should cause no further errors."""
+    """Cut and clean a reason, at either end: it is for people and should cause no further
+    errors.
+    """
     return printable(text[:512], other=" ") if isinstance(text, str) else text
 
 
@@ -76,7 +81,9 @@ def _rate(value: float) -> float:
 
 
 def real(value: float | None) -> float | None:
-    """Return a number of this node's as a message can hold it: None for what is not finite, or beyond `MAX_REAL`."""
+    """Return a number of this node's as a message can hold it: None for what is not finite, or
+    beyond `MAX_REAL`.
+    """
     return value if value is not None and abs(value) <= MAX_REAL else None
 
 
@@ -91,7 +98,9 @@ def share(value: float | None) -> float | None:
 
 
 def _shapes(value: object) -> object:
-    """Read packed shapes (per tensor: rank as u8, sizes as little-endian u32). Raises ValueError."""
+    """Read packed shapes (per tensor: rank as u8, sizes as little-endian u32). Raises
+    ValueError.
+    """
     if not isinstance(value, bytes):
         return value
     shapes: list[tuple[int, ...]] = []
@@ -121,14 +130,19 @@ MAX_NAMES_TEXT = 8 << 20  # bytes of names that are unpacked
 
 
 def pack_names(names: Sequence[str]) -> bytes:
-    """Pack names of parameters: UTF-8, a line each, compressed by zlib; empty if they take more than ``MAX_NAMES``."""
+    """Pack names of parameters: UTF-8, a line each, compressed by zlib; empty if they take more
+    than ``MAX_NAMES``.
+    """
     text = "\n".join(printable(name) for name in names)
     packed = zlib.compress(text.encode(errors="replace"))
     return packed if len(packed) <= MAX_NAMES and len(text) <= MAX_NAMES_TEXT else b""
 
 
 def unpack_names(packed: bytes) -> tuple[str, ...]:
-    """Return the names, of which none is known to be printable. MessageError if they are malformed, or too long."""
+    """Return the names, of which none is known to be printable.
+
+    MessageError if they are malformed, or too long.
+    """
     if not packed:
         return ()
     try:
@@ -155,7 +169,9 @@ Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL)]
 Sketch = tuple[
     Count, Count, Annotated[tuple[Real, ...], Field(min_length=SKETCH, max_length=SKETCH)]
 ]
-"""A round and fragment, and a sketch of the slow weights of that fragment after it (`shoal.swarm.state.resync`)."""
+"""A round and fragment, and a sketch of the slow weights of that fragment after it
+(`shoal.swarm.state.resync`).
+"""
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Moment = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 """Unix seconds."""
@@ -167,7 +183,8 @@ MAX_WEIGHT = 1e30
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
-# One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.
+# One byte string on the wire: long msgpack arrays would have to be allocated before their content
+# is seen.
 Size = Annotated[int, Field(ge=0, lt=2**32)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_RANK)]
 Shapes = Annotated[
@@ -185,8 +202,9 @@ CHUNK = 1 << 20  # bytes
 class HashList:
     """SHA-256 over the BLAKE3 digests of the payload's 1 MiB chunks.
 
-    Plain SHA-256 of every byte, at both ends, costs more time than encrypting and moving the bytes does on a small machine
-    (`make bench`); BLAKE3 is several times faster, and a list of its digests binds the payload just as well.
+    Plain SHA-256 of every byte, at both ends, costs more time than encrypting and moving the bytes
+    does on a small machine (`make bench`); BLAKE3 is several times faster, and a list of its
+    digests binds the payload just as well.
     """
 
     def __init__(self, payload: memoryview) -> None:
@@ -210,7 +228,9 @@ class HashList:
 
 
 def digest(blocks: Iterable[memoryview]) -> bytes:
-    """Return the digest of a complete payload, of which ``blocks`` are the chunks of 1 MiB, in order."""
+    """Return the digest of a complete payload, of which ``blocks`` are the chunks of 1 MiB, in
+    order.
+    """
     hashes = hashlib.sha256()
     for block in blocks:
         hashes.update(blake3(block).digest())
@@ -227,7 +247,9 @@ NONCES: ContextVar[Callable[[int], bytes]] = ContextVar(
 
 
 def fresh_nonce() -> bytes:
-    """Return 16 bytes that make equal messages differ: the only random numbers in the protocols of an exchange."""
+    """Return 16 bytes that make equal messages differ: the only random numbers in the protocols of
+    an exchange.
+    """
     return NONCES.get()(16)
 
 
@@ -250,7 +272,10 @@ _DECODE_ERRORS = (
 
 
 class Message(BaseModel):
-    """The base of all messages. ``LIMIT`` is in packed bytes; ``AUTHOR`` names the field that must be the signer."""
+    """The base of all messages.
+
+    ``LIMIT`` is in packed bytes; ``AUTHOR`` names the field that must be the signer.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     KIND: ClassVar[str]
@@ -267,19 +292,26 @@ def pack(message: Message) -> bytes:
     data: bytes = msgpack.packb([message.KIND, message.VERSION, message.model_dump()])
     if len(data) > message.LIMIT:
         raise MessageError(
-            f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it smaller.",
+            f"A {message.KIND} of {len(data)} bytes exceeds {message.LIMIT} bytes: make it "
+            "smaller.",
             "oversized",
         )
     return data
 
 
 def unpack(data: bytes, *types: type[M]) -> M:
-    """Open the message in ``data``, which must be one of ``types``. Raises MessageError and nothing else."""
+    """Open the message in ``data``, which must be one of ``types``.
+
+    Raises MessageError and nothing else.
+    """
     return _fields(data, _kind(data, types))
 
 
 def seal(message: Message, identity: Identity) -> bytes:
-    """Sign ``message``: msgpack of ``[peer id, packed message, signature]``. Raises MessageError if it is too large."""
+    """Sign ``message``: msgpack of ``[peer id, packed message, signature]``.
+
+    Raises MessageError if it is too large.
+    """
     payload = pack(message)
     sealed: bytes = msgpack.packb(
         [identity.peer_id, payload, identity.sign(_context(type(message)), payload)]
@@ -288,12 +320,16 @@ def seal(message: Message, identity: Identity) -> bytes:
 
 
 def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
-    """Open a sealed message; return its signer's peer id and the message. Raises MessageError and nothing else."""
+    """Open a sealed message; return its signer's peer id and the message.
+
+    Raises MessageError and nothing else.
+    """
     signer, payload, signature = _opened(data, max(kind.LIMIT for kind in types))
     kind = _kind(payload, types)
     if not verify(signer, _context(kind), payload, signature):
         raise MessageError(
-            f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.",
+            f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its "
+            "way.",
             "forged",
         )
     message = _fields(payload, kind)
@@ -306,7 +342,8 @@ def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
 
 
 def peek(data: bytes, limit: int) -> dict[Any, Any]:
-    """Return the fields of a sealed message of at most ``limit`` bytes, bounded but neither verified nor validated.
+    """Return the fields of a sealed message of at most ``limit`` bytes, bounded but neither
+    verified nor validated.
 
     For data whose hash is known to be right. Raises MessageError and nothing else.
     """
@@ -314,7 +351,9 @@ def peek(data: bytes, limit: int) -> dict[Any, Any]:
 
 
 def _opened(data: bytes, limit: int) -> tuple[str, bytes, bytes]:
-    """Return the peer id, the packed message of at most ``limit`` bytes, and the signature, which is not verified."""
+    """Return the peer id, the packed message of at most ``limit`` bytes, and the signature, which
+    is not verified.
+    """
     _check_size(data, limit + ENVELOPE)
     envelope = _decode(data, "signed message")
     if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
@@ -328,7 +367,8 @@ def _context(kind: type[Message]) -> str:
 
 def _malformed(what: str, why: str, reason: str = "malformed") -> MessageError:
     return MessageError(
-        f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of shoal.",
+        f"A malformed {what} was refused ({why}): the peer is faulty or runs another version of "
+        "shoal.",
         reason,
     )
 
@@ -341,7 +381,10 @@ def _check_size(data: bytes, limit: int) -> None:
 
 
 def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
-    """Find the one of ``types`` that this is by its first bytes. Raises MessageError on another kind, version or size."""
+    """Find the one of ``types`` that this is by its first bytes.
+
+    Raises MessageError on another kind, version or size.
+    """
     _check_size(data, max(kind.LIMIT for kind in types))
     unpacker = msgpack.Unpacker(use_list=False, max_array_len=3, max_map_len=0, max_ext_len=0)
     unpacker.feed(data[:_HEAD])
@@ -360,13 +403,15 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
     kind = next((kind for kind in types if name == kind.KIND), None)
     if kind is None:
         raise MessageError(
-            f"A message of kind {name!a} came in place of {expected}: run the same shoal at both ends.",
+            f"A message of kind {name!a} came in place of {expected}: run the same shoal at both "
+            "ends.",
             "kind",
         )
     if version != kind.VERSION:
         where, spoken = "here" if version > kind.VERSION else "there", kind.VERSION
         raise MessageError(
-            f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal {where}.",
+            f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal "
+            f"{where}.",
             "version",
         )
     _check_size(data, kind.LIMIT)
@@ -392,7 +437,10 @@ def _content(data: bytes, what: str) -> dict[Any, Any]:
 
 
 def _decode(data: bytes, what: str) -> Any:
-    """Decode ``data`` to tuples, dicts and scalars, with bounds on every container. Raises MessageError."""
+    """Decode ``data`` to tuples, dicts and scalars, with bounds on every container.
+
+    Raises MessageError.
+    """
     try:
         return msgpack.unpackb(
             data,
@@ -409,7 +457,9 @@ def _decode(data: bytes, what: str) -> Any:
 
 
 def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Make ``build`` callable ``limit`` times, which bounds the number of containers in a message, empty ones included."""
+    """Make ``build`` callable ``limit`` times, which bounds the number of containers in a message,
+    empty ones included.
+    """
     count = 0
 
     def hook(content: Any) -> Any:
@@ -423,7 +473,9 @@ def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Make a dict, refusing a key given twice: two readers might otherwise see two messages under one signature."""
+    """Make a dict, refusing a key given twice: two readers might otherwise see two messages under
+    one signature.
+    """
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a key is given twice")

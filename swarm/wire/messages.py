@@ -1,5 +1,6 @@
-"""The record of a member in the directory, and the messages of: joining; an exchange between two peers; one of a group, in the
-order in which they are sent; snapshots of the weights; and bootstrap nodes (`shoal seed`), which list public swarms.
+"""The record of a member in the directory, and the messages of: joining; an exchange between two
+peers; one of a group, in the order in which they are sent; snapshots of the weights; and bootstrap
+nodes (`shoal seed`), which list public swarms.
 """
 
 from __future__ import annotations
@@ -49,24 +50,26 @@ GONE = ("leaving", "done")
 
 
 class Member(Message):
-    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
+    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix
+    seconds, loss in nats.
 
-    ``tokens_per_s``: recently, without waiting for others; 0 where none are counted. ``mfu``: model FLOPs utilisation, a share of
-    the device's published peak; None where it is not known.
+    ``tokens_per_s``: recently, without waiting for others; 0 where none are counted. ``mfu``: model
+    FLOPs utilisation, a share of the device's published peak; None where it is not known.
 
-    Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which training stood still in a round;
-    ``lag``, the inner steps that training goes on during one, ``lag_auto`` if the node chooses that by itself, and ``late``, the
-    number of those so far that came after theirs;
-    ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``).
-    ``internal_errors``: errors of its own code since its start, which no peer caused.
-    ``partnerless``: why its last rounds had no partner, and how many. ``missing``: number of the ``missing_of`` members that it
-    lost sight of at about the same moment, and some of their names. ``sketch``: the round and
-    fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
-    ``reach``: who can dial it, as peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
-    bytes a second that these moved each way, 0 where none was large enough to tell.
-    ``admission``: its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only.
-    ``change``: the number of the newest `shoal.swarm.changes.Change` that it holds; 0: none.
-    ``ended``: its last step is done, and it waits for the others to average once more: it is in no more rounds.
+    Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which
+    training stood still in a round; ``lag``, the inner steps that training goes on during one,
+    ``lag_auto`` if the node chooses that by itself, and ``late``, the number of those so far that
+    came after theirs; ``failures`` among its last ``exchanges``, by kind, and the peers in most of
+    them (``blamed``). ``internal_errors``: errors of its own code since its start, which no peer
+    caused. ``partnerless``: why its last rounds had no partner, and how many. ``missing``: number
+    of the ``missing_of`` members that it lost sight of at about the same moment, and some of their
+    names. ``sketch``: the round and fragment that it finished last, and a sketch of its slow
+    weights then, where the method keeps them equal on all peers. ``reach``: who can dial it, as
+    peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
+    bytes a second that these moved each way, 0 where none was large enough to tell. ``admission``:
+    its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only. ``change``:
+    the number of the newest `shoal.swarm.changes.Change` that it holds; 0: none. ``ended``: its
+    last step is done, and it waits for the others to average once more: it is in no more rounds.
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
@@ -131,7 +134,9 @@ class ManifestReply(Message):
 
 
 class AdmissionReply(Message):
-    """The packed `shoal.swarm.access.Admission` of the answering node; or the reason why the caller is refused."""
+    """The packed `shoal.swarm.access.Admission` of the answering node; or the reason why the caller
+    is refused.
+    """
 
     KIND, LIMIT = "admission-reply", 4 * KIB
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
@@ -140,11 +145,15 @@ class AdmissionReply(Message):
 
 MAX_REFUSED = 4096 * KIB
 Refused = Annotated[bytes, Field(max_length=MAX_REFUSED)]
-"""The blocks of the receiver's contribution that the sender refused (`shoal.optim.codecs.mod4.Reading.bits`)."""
+"""The blocks of the receiver's contribution that the sender refused
+(`shoal.optim.codecs.mod4.Reading.bits`).
+"""
 
 
 class Offer(Message):
-    """Offer of an exchange: a description of the payload, ``nbytes`` encoded bytes with digest ``sha256``."""
+    """Offer of an exchange: a description of the payload, ``nbytes`` encoded bytes with digest
+    ``sha256``.
+    """
 
     KIND, LIMIT = "offer", 1024 * KIB
     swarm: SwarmId
@@ -220,9 +229,11 @@ Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
 
 
 class GroupReady(Message):
-    """Signed description of the sender's contribution to a round, for its leader and then its group; ``patience`` in seconds.
+    """Signed description of the sender's contribution to a round, for its leader and then its
+    group; ``patience`` in seconds.
 
-    ``sketch``: that of the round that it finished last, as in its `shoal.swarm.wire.messages.Member`, which may arrive too late.
+    ``sketch``: that of the round that it finished last, as in its
+    `shoal.swarm.wire.messages.Member`, which may arrive too late.
     """
 
     KIND = "group-ready"
@@ -243,7 +254,8 @@ class GroupReady(Message):
 class GroupReceipt(Message):
     """The leader's answer to a ready message.
 
-    ``passed``: go to ``round``. ``elsewhere``: the sender itself waits at another leader, at ``addresses``; may also follow later.
+    ``passed``: go to ``round``. ``elsewhere``: the sender itself waits at another leader, at
+    ``addresses``; may also follow later.
     """
 
     KIND, LIMIT = "group-receipt", 4 * KIB
@@ -255,15 +267,19 @@ class GroupReceipt(Message):
 
 
 class GroupAlive(Message):
-    """Heartbeat of either side while it has nothing else to send, so that silence means a stopped process or a dead link."""
+    """Heartbeat of either side while it has nothing else to send, so that silence means a stopped
+    process or a dead link.
+    """
 
     KIND = "group-alive"
 
 
 class GroupFormed(Message):
-    """The leader's message to a member of its group: the signed ready messages of all, each after its length as two bytes.
+    """The leader's message to a member of its group: the signed ready messages of all, each after
+    its length as two bytes.
 
-    ``alone``: no other member was ready. A second such message calls the first attempt off and asks for another.
+    ``alone``: no other member was ready. A second such message calls the first attempt off and asks
+    for another.
     """
 
     KIND, LIMIT = "group-formed", MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
@@ -274,7 +290,9 @@ class GroupFormed(Message):
 
 
 class GroupLost(Message):
-    """The leader's list of members that died since the group was formed, so that nobody waits for their data."""
+    """The leader's list of members that died since the group was formed, so that nobody waits for
+    their data.
+    """
 
     KIND = "group-lost"
     nonce: Nonce
@@ -289,7 +307,9 @@ class GroupHello(Message):
 
 
 class GroupReport(Message):
-    """A member's report of the contributions that it holds whole; after an all-reduce: all or none."""
+    """A member's report of the contributions that it holds whole; after an all-reduce: all or
+    none.
+    """
 
     KIND = "group-report"
     nonce: Nonce
@@ -297,7 +317,10 @@ class GroupReport(Message):
 
 
 class GroupDecision(Message):
-    """Signed decision of the leader: the members whose contributions make the mean. None: the exchange is off."""
+    """Signed decision of the leader: the members whose contributions make the mean.
+
+    None: the exchange is off.
+    """
 
     KIND = "group-decision"
     swarm: SwarmId
@@ -306,23 +329,29 @@ class GroupDecision(Message):
 
 
 class GroupQuestion(Message):
-    """Question to the leader or another member for the decision, after the channel to the leader broke."""
+    """Question to the leader or another member for the decision, after the channel to the leader
+    broke.
+    """
 
     KIND = "group-question"
     nonce: Nonce
 
 
 class GroupReply(Message):
-    """The sealed decision, from the leader or a member that received it; None if the replying side does not have it."""
+    """The sealed decision, from the leader or a member that received it; None if the replying side
+    does not have it.
+    """
 
     KIND, LIMIT = "group-reply", 2 * KIB
     decision: Annotated[bytes, Field(max_length=KIB + ENVELOPE)] | None
 
 
 class StateRequest(Message):
-    """Request for a snapshot of a peer's slow weights, to start from them; ``astray``: because the sender's own have diverged.
+    """Request for a snapshot of a peer's slow weights, to start from them; ``astray``: because the
+    sender's own have diverged.
 
-    ``since``: of this round or a later one. ``round``: that of the sender's own weights if they have diverged.
+    ``since``: of this round or a later one. ``round``: that of the sender's own weights if they
+    have diverged.
     """
 
     KIND = "state-request"
@@ -334,12 +363,14 @@ class StateRequest(Message):
 
 
 class StateHeader(Message):
-    """Header of a snapshot: ``nbytes`` bytes of slow weights, of ``shapes``, and the rule's shared state. Its SHA-256 is its id.
+    """Header of a snapshot: ``nbytes`` bytes of slow weights, of ``shapes``, and the rule's shared
+    state. Its SHA-256 is its id.
 
-    ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the shared state, in order, its name
-    and the SHA-256 of its packed shapes. ``names``: of the parameters, as `shoal.swarm.wire.envelope.pack_names` packs them;
-    empty if they are too long. ``applied``: for each fragment, as a little-endian u64, one more than the round whose
-    outcome is in it. The header is the same on all peers that hold the same snapshot.
+    ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the
+    shared state, in order, its name and the SHA-256 of its packed shapes. ``names``: of the
+    parameters, as `shoal.swarm.wire.envelope.pack_names` packs them; empty if they are too long.
+    ``applied``: for each fragment, as a little-endian u64, one more than the round whose outcome is
+    in it. The header is the same on all peers that hold the same snapshot.
     """
 
     KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
@@ -354,7 +385,9 @@ class StateHeader(Message):
 
 
 class ChunkRequest(Message):
-    """Request for chunk number ``chunk`` of the snapshot with that id, or (None) for the list of the digests of all chunks."""
+    """Request for chunk number ``chunk`` of the snapshot with that id, or (None) for the list of
+    the digests of all chunks.
+    """
 
     KIND = "piece-request"
     swarm: SwarmId
@@ -379,9 +412,11 @@ Record = Annotated[bytes, Field(max_length=Member.LIMIT + ENVELOPE)]
 
 
 class SeedRequest(Message):
-    """Request for members of a swarm; ``record``: the sender's own sealed `Member`, by which others may find it.
+    """Request for members of a swarm; ``record``: the sender's own sealed `Member`, by which others
+    may find it.
 
-    ``topics``: of a sender that has a relay, kinds and versions of the swarm's topics that the bootstrap node shall forward.
+    ``topics``: of a sender that has a relay, kinds and versions of the swarm's topics that the
+    bootstrap node shall forward.
     """
 
     KIND, LIMIT = "seed-request", 8 * KIB
@@ -391,7 +426,9 @@ class SeedRequest(Message):
 
 
 class SeedReply(Message):
-    """Sealed `Member` records of others; ``reason``: why the sender's own was not noted, if it was not."""
+    """Sealed `Member` records of others; ``reason``: why the sender's own was not noted, if it was
+    not.
+    """
 
     KIND, LIMIT = "seed-reply", 48 * KIB
     members: Annotated[tuple[Record, ...], Field(max_length=MAX_NAMED)] = ()
@@ -405,11 +442,13 @@ MAX_MANIFEST = 12 * KIB  # bytes of a sealed manifest that is announced
 
 
 class Announcement(Message):
-    """What a member says of its public swarm, for people who look for one; ``issued`` in Unix seconds.
+    """What a member says of its public swarm, for people who look for one; ``issued`` in Unix
+    seconds.
 
-    ``manifest``: the swarm's sealed manifest, whose hash is ``swarm``. The rest is as the member ``peer`` says: ``params``, the
-    number of parameters; ``round_bytes``, bytes that a node sends in a round; ``memory``, bytes of main memory that averaging takes
-    beyond training alone, 0 where it was not measured; ``device``, on what it computes: cpu, cuda, xpu or mps.
+    ``manifest``: the swarm's sealed manifest, whose hash is ``swarm``. The rest is as the member
+    ``peer`` says: ``params``, the number of parameters; ``round_bytes``, bytes that a node sends in
+    a round; ``memory``, bytes of main memory that averaging takes beyond training alone, 0 where it
+    was not measured; ``device``, on what it computes: cpu, cuda, xpu or mps.
     """
 
     KIND, LIMIT, AUTHOR = "announcement", 13 * KIB, "peer"
@@ -438,7 +477,9 @@ class SwarmsRequest(Message):
 
 
 class ListedSwarm(Message):
-    """A public swarm: its sealed `Announcement`, the number of members that the bootstrap node knows, and some of their records."""
+    """A public swarm: its sealed `Announcement`, the number of members that the bootstrap node
+    knows, and some of their records.
+    """
 
     KIND, LIMIT = "listed-swarm", 24 * KIB
     announcement: Sealed

@@ -1,4 +1,6 @@
-"""One process of torch's own data parallel training over gloo: `python tests/bench/_gloo_ddp.py RANK PEERS STEPS STORE OUT`."""
+"""One process of torch's own data parallel training over gloo:
+`python tests/bench/_gloo_ddp.py RANK PEERS STEPS STORE OUT`.
+"""
 
 import os
 import sys
@@ -39,7 +41,9 @@ def main():
     destroy_process_group()
     os._exit(
         0
-    )  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort
+        # on a loaded machine a thread of torch's may still run, and the interpreter's end would be
+        # an abort
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The benchmarks are no installed package: their tests take them from the repository, however pytest was called."""
+"""The benchmarks are no installed package: their tests take them from the repository, however
+pytest was called.
+"""
 
 import os
 import subprocess
@@ -33,9 +35,13 @@ def program():
     def program(script, *options, timeout=280, code=0, nodes=False, **env):
         env |= {MARK: str(os.getpid()), **({"PYTHONPATH": str(ROOT)} if nodes else {})}
         done = subprocess.run(
-            [sys.executable, ROOT / "bench" / script, *map(str, options)], capture_output=True, text=True, timeout=timeout,
-            cwd=ROOT, env={**os.environ, **env},
-        )  # fmt: skip
+            [sys.executable, ROOT / "bench" / script, *map(str, options)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=ROOT,
+            env={**os.environ, **env},
+        )
         assert done.returncode == code, done.stderr
         return done
 
@@ -45,7 +51,9 @@ def program():
 
 @pytest.fixture
 def called(monkeypatch, capsys):
-    """Runs a benchmark's ``main`` in this process, which has imported torch already: its exit code and what it said."""
+    """Runs a benchmark's ``main`` in this process, which has imported torch already: its exit code
+    and what it said.
+    """
 
     def called(main, *options):
         monkeypatch.setattr(sys, "argv", ["bench", *map(str, options)])
@@ -61,7 +69,9 @@ def called(monkeypatch, capsys):
 
 @pytest.fixture
 def refused(called):
-    """Runs a benchmark's ``main`` in this process with options that it refuses; what it said of them."""
+    """Runs a benchmark's ``main`` in this process with options that it refuses; what it said of
+    them.
+    """
 
     def refused(main, *options):
         done = called(main, *options)

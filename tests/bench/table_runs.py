@@ -16,12 +16,27 @@ def a_run(
     params = 1000
     each = {"ddp": 4 * steps, "snoo": 0}.get(method, steps / every / 2)  # bytes of a parameter
     return {
-        "text": "t", "model": "tiny", "method": method, "inner": inner, "codec": codec, "peers": peers, "every": every,
+        "text": "t",
+        "model": "tiny",
+        "method": method,
+        "inner": inner,
+        "codec": codec,
+        "peers": peers,
+        "every": every,
         "steps": steps,
-        "lr": 0.02, "outer": {"lr": 0.7}, "seed": seed, "loss": loss, "validation": loss, "params": params, "tokens": tokens,
-        "bytes_per_token": each * params / tokens, "bytes_per_param": each * every / steps, "curve": [[10, 7.0], [steps, loss]],
-        "seconds": 1.0, **more,
-    }  # fmt: skip
+        "lr": 0.02,
+        "outer": {"lr": 0.7},
+        "seed": seed,
+        "loss": loss,
+        "validation": loss,
+        "params": params,
+        "tokens": tokens,
+        "bytes_per_token": each * params / tokens,
+        "bytes_per_param": each * every / steps,
+        "curve": [[10, 7.0], [steps, loss]],
+        "seconds": 1.0,
+        **more,
+    }
 
 
 def ddp(inner, loss, seed=0, **more):

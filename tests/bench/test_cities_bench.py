@@ -1,4 +1,6 @@
-"""Benchmarks of a swarm over the Internet: what is a fault, what is late, what is direct, and that what was measured is kept."""
+"""Benchmarks of a swarm over the Internet: what is a fault, what is late, what is direct, and that
+what was measured is kept.
+"""
 
 import copy
 import json
@@ -16,11 +18,20 @@ def good(struck=(), scenario="neighbours"):
     """A row without faults."""
     members = {name: {"reach": "punched"} for name in TEAM}
     return {
-        "scenario": scenario, "struck": list(struck), "computing": dict.fromkeys(TEAM, 0.97), "stood_s": dict.fromkeys(TEAM, 4.9),
-        "waited_s": dict.fromkeys(TEAM, 1.0), "found_s": dict.fromkeys(TEAM, 59.9), "heard_s": dict.fromkeys(TEAM, 59.9),
-        "status": [{"when": when, "seconds": 2.0, "members": dict(members), "findings": [SLOW]} for when in ("before", "after")],
-        "unheard_s": dict.fromkeys(TEAM, 30.0), "codes": dict.fromkeys(TEAM, 130),
-    }  # fmt: skip
+        "scenario": scenario,
+        "struck": list(struck),
+        "computing": dict.fromkeys(TEAM, 0.97),
+        "stood_s": dict.fromkeys(TEAM, 4.9),
+        "waited_s": dict.fromkeys(TEAM, 1.0),
+        "found_s": dict.fromkeys(TEAM, 59.9),
+        "heard_s": dict.fromkeys(TEAM, 59.9),
+        "status": [
+            {"when": when, "seconds": 2.0, "members": dict(members), "findings": [SLOW]}
+            for when in ("before", "after")
+        ],
+        "unheard_s": dict.fromkeys(TEAM, 30.0),
+        "codes": dict.fromkeys(TEAM, 130),
+    }
 
 
 @pytest.mark.parametrize(

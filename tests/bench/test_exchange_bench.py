@@ -1,4 +1,6 @@
-"""The benchmark of the exchange runs, says what it promises, and leaves nothing behind; its timings are not judged here."""
+"""The benchmark of the exchange runs, says what it promises, and leaves nothing behind; its timings
+are not judged here.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Slow links and latency: their arithmetic and closed forms, and that a link carries every byte; how fast is not judged here."""
+"""Slow links and latency: their arithmetic and closed forms, and that a link carries every byte;
+how fast is not judged here.
+"""
 
 import itertools
 import json

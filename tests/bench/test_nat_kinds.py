@@ -1,4 +1,6 @@
-"""Each kind of router that `bench/reach.py` builds does what its name says, by packets; and the probe tells the kinds apart."""
+"""Each kind of router that `bench/reach.py` builds does what its name says, by packets; and the
+probe tells the kinds apart.
+"""
 
 import select
 import time
@@ -43,7 +45,9 @@ def test_no_namespace_is_left(net):
 
 
 def asked(net, place, port=FIRST):
-    """The address from which a packet of ``place`` comes to the seed, and the seconds until its answer is there."""
+    """The address from which a packet of ``place`` comes to the seed, and the seconds until its
+    answer is there.
+    """
     with net.at(place, udp) as own, net.at("seed", partial(udp, port)) as seed:
         for _ in range(
             15

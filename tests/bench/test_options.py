@@ -1,4 +1,6 @@
-"""Small benchmarks: what they print, that each says what it promises, and options that all of them refuse; no timings."""
+"""Small benchmarks: what they print, that each says what it promises, and options that all of them
+refuse; no timings.
+"""
 
 import json
 import math
@@ -34,14 +36,24 @@ from shoal.node.training import trainer
 
 REFUSED = {
     eclipse: ["--hostile 1", "--captured 2", "--peers 5", "--entries 0"],
-    exchange: ["--mb 0", "--mb x", "--rtt 0", "--against smoke", "--repeats 0"], latency: ["--samples 1", "--runs x", "--peers 1"],
+    exchange: ["--mb 0", "--mb x", "--rtt 0", "--against smoke", "--repeats 0"],
+    latency: ["--samples 1", "--runs x", "--peers 1"],
     light: ["--peers 1", "--processes 0", "--period 30", "--share 0"],
-    overlap: ["--delay -1", "--methods smoke", "--mbit 0", "--nodes 1", "--fragments 11", "--lag 100", "--codec smoke"],
+    overlap: [
+        "--delay -1",
+        "--methods smoke",
+        "--mbit 0",
+        "--nodes 1",
+        "--fragments 11",
+        "--lag 100",
+        "--codec smoke",
+    ],
     quality: ["--methods magic", "--codecs zip", "--batch 30 --peers 4", "--steps 70", "--seeds 0"],
-    sapo: ["--nodes 1", "--seeds 0", "--policy huge"], table: ["--methods magic", "--seeds 0", "--device cuda"],
+    sapo: ["--nodes 1", "--seeds 0", "--policy huge"],
+    table: ["--methods magic", "--seeds 0", "--device cuda"],
     verification: ["--claims 0", "--calibrate 19", "--tokens 241", "--rate 0.6", "--dtypes fp64"],
     verification_135m: ["--honest 40", "--dtypes fp16"],
-}  # fmt: skip
+}
 CASES = [(bench, options) for bench, refused in REFUSED.items() for options in refused]
 
 
@@ -223,14 +235,41 @@ def test_refused(bad):
 
 
 REPORT = {
-    "peers": 4, "minutes": 2.0, "method": "noloco", "byzantine": 1, "lie": "nan", "robust": "clipped-gossip", "suspect": 3.0,
-    "seed": 7, "kills": 4, "stops": 1, "rejoins": 4, "max_stall_s": 5.0,
-    "median_stall_s": 1.0, "resume_s": 0.1, "resume_max_s": 0.7, "join_s": None,
-    "join_max_s": None, "steps": 900, "steps_lost": 0, "steps_lost_by_killed": 12, "throughput_kept": 0.987,
-    "throughput_kept_with_starts": None, "loss_first": 5.695, "loss_last": 2.0, "orphans": 0, "rss_slope": 0.5,
-    "daemon_rss_slope": None, "fd_slope": -0.1, "failed_starts": [], "troubles": [], "unharmed": None,
-    "every": 25, "load": 1.5, "cores": 2,
-}  # fmt: skip
+    "peers": 4,
+    "minutes": 2.0,
+    "method": "noloco",
+    "byzantine": 1,
+    "lie": "nan",
+    "robust": "clipped-gossip",
+    "suspect": 3.0,
+    "seed": 7,
+    "kills": 4,
+    "stops": 1,
+    "rejoins": 4,
+    "max_stall_s": 5.0,
+    "median_stall_s": 1.0,
+    "resume_s": 0.1,
+    "resume_max_s": 0.7,
+    "join_s": None,
+    "join_max_s": None,
+    "steps": 900,
+    "steps_lost": 0,
+    "steps_lost_by_killed": 12,
+    "throughput_kept": 0.987,
+    "throughput_kept_with_starts": None,
+    "loss_first": 5.695,
+    "loss_last": 2.0,
+    "orphans": 0,
+    "rss_slope": 0.5,
+    "daemon_rss_slope": None,
+    "fd_slope": -0.1,
+    "failed_starts": [],
+    "troubles": [],
+    "unharmed": None,
+    "every": 25,
+    "load": 1.5,
+    "cores": 2,
+}
 
 
 def test_a_column_for_each_run(tmp_path, capsys):

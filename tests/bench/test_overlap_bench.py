@@ -1,4 +1,6 @@
-"""The benchmark of overlap runs, says what it promises, and leaves nothing behind; its timings are not judged here."""
+"""The benchmark of overlap runs, says what it promises, and leaves nothing behind; its timings are
+not judged here.
+"""
 
 import importlib.util
 import json
@@ -9,8 +11,24 @@ from bench._overlap_report import predicted, tables, work
 from bench.overlap import Plan, flat, missing, row
 from shoal.swarm.exchange.cost import Line, forecast
 
-SMALL = ["--delay", "1", "--mbit", "1000", "--layers", "1", "--fragments", "1", "--every", "4", "--lag", "2", "--step", "5",
-         "--rounds", "2"]  # fmt: skip
+SMALL = [
+    "--delay",
+    "1",
+    "--mbit",
+    "1000",
+    "--layers",
+    "1",
+    "--fragments",
+    "1",
+    "--every",
+    "4",
+    "--lag",
+    "2",
+    "--step",
+    "5",
+    "--rounds",
+    "2",
+]
 PLAN = Plan(
     nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, warm=2, fragments=4, lag=None
 )
@@ -63,9 +81,16 @@ def test_rows_are_means_over_the_nodes():
     second = {"wall_s": 8.0, "busy_s": 9.0, "waited_s": 2.0, "rounds": 2, "lag": 7}
     found = row("noloco", [first, second], [4_000_000, 6_000_000], 90)
     assert found == {
-        "method": "noloco", "steps": 90, "rounds": 2, "wall_s": 10.0, "wait_s": 1.0, "blocked_s": 1.5, "utilisation": 0.9,
-        "sent_mb": 5.0, "lag": 7,
-    }  # fmt: skip
+        "method": "noloco",
+        "steps": 90,
+        "rounds": 2,
+        "wall_s": 10.0,
+        "wait_s": 1.0,
+        "blocked_s": 1.5,
+        "utilisation": 0.9,
+        "sent_mb": 5.0,
+        "lag": 7,
+    }
 
 
 def test_the_figures_of_all_delays_in_one_list():
@@ -74,8 +99,9 @@ def test_the_figures_of_all_delays_in_one_list():
         for at in (0, 50)
     ]
     assert flat(delays) == [
-        {"method": "co2", "delay_ms": 0, "utilisation": 0.9}, {"method": "co2", "delay_ms": 50, "utilisation": 0.85},
-    ]  # fmt: skip
+        {"method": "co2", "delay_ms": 0, "utilisation": 0.9},
+        {"method": "co2", "delay_ms": 50, "utilisation": 0.85},
+    ]
 
 
 def test_the_record_has_a_table_of_figures_and_one_of_predictions():

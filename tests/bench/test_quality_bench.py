@@ -1,4 +1,6 @@
-"""The benchmark of quality: its rows, its DDP against torch's, how it chooses, and that it goes on where it was."""
+"""The benchmark of quality: its rows, its DDP against torch's, how it chooses, and that it goes on
+where it was.
+"""
 
 import dataclasses
 import json
@@ -261,11 +263,22 @@ def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
 
 def test_overlapped_is_compared_seed_by_seed_with_blocking_and_with_its_own_data_parallel():
     run = {
-        "codec": "float32", "peers": 4, "every": 50, "steps": 500, "batch": 32, "lr": 0.02, "outer": {}, "bytes_per_token": 21.22,
-    }  # fmt: skip
+        "codec": "float32",
+        "peers": 4,
+        "every": 50,
+        "steps": 500,
+        "batch": 32,
+        "lr": 0.02,
+        "outer": {},
+        "bytes_per_token": 21.22,
+    }
     found = {
-        ("noloco-muon", 0): 2.0, ("noloco-muon", 1): 2.5, ("noloco-overlap-muon", 0): 2.2, ("ddp", 0): 1.0, ("ddp-muon", 0): 1.6,
-    }  # fmt: skip
+        ("noloco-muon", 0): 2.0,
+        ("noloco-muon", 1): 2.5,
+        ("noloco-overlap-muon", 0): 2.2,
+        ("ddp", 0): 1.0,
+        ("ddp-muon", 0): 1.6,
+    }
     lines = [
         {
             **run,

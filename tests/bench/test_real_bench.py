@@ -1,4 +1,6 @@
-"""The benchmark with a real model, here with tiny ones: its report, its runs, and that a second call goes on where it was."""
+"""The benchmark with a real model, here with tiny ones: its report, its runs, and that a second
+call goes on where it was.
+"""
 
 import json
 from itertools import islice
@@ -150,7 +152,9 @@ class FakeNodes:
 
 
 def test_a_node_is_killed_and_one_joins_and_leaves_late(tmp_path, monkeypatch):
-    """At the first look that finds the step; the killed one has its place in the list again, and the late one ends the run."""
+    """At the first look that finds the step; the killed one has its place in the list again, and
+    the late one ends the run.
+    """
     monkeypatch.setattr(real, "LOOK_S", 0.0)
     monkeypatch.setattr(real, "saved", lambda folder: [1] if nodes.looks else [])
     chosen = SimpleNamespace(
@@ -233,14 +237,21 @@ def exchange(time, step, partner="b"):
 
 
 def test_the_lives_of_a_node_are_added_up():
-    """Of the first, which was killed, by its exchanges; what it had measured after its checkpoint is measured again."""
+    """Of the first, which was killed, by its exchanges; what it had measured after its checkpoint
+    is measured again.
+    """
     events = [
-        {"event": "activity", "time": 90.0}, {"event": "start", "time": 100.0, "loss_first": 5.0}, exchange(110.0, 10),
-        {"event": "evaluation", "time": 120.0, "step": 20, "loss": 4.0}, exchange(121.0, 20, None),
-        {"event": "start", "time": 200.0, "loss_first": 4.4}, {"event": "evaluation", "time": 210.0, "step": 20, "loss": 3.0},
+        {"event": "activity", "time": 90.0},
+        {"event": "start", "time": 100.0, "loss_first": 5.0},
+        exchange(110.0, 10),
+        {"event": "evaluation", "time": 120.0, "step": 20, "loss": 4.0},
+        exchange(121.0, 20, None),
+        {"event": "start", "time": 200.0, "loss_first": 4.4},
+        {"event": "evaluation", "time": 210.0, "step": 20, "loss": 3.0},
         {"event": "evaluation", "time": 230.0, "step": 40, "loss": None},
-        {"event": "end", "time": 235.0, "steps": 40, "loss_last": 2.0, **COUNTS}, {"event": "activity", "time": 240.0},
-    ]  # fmt: skip
+        {"event": "end", "time": 235.0, "steps": 40, "loss_last": 2.0, **COUNTS},
+        {"event": "activity", "time": 240.0},
+    ]
     found = real.history(events)
     assert found["measured"] == [[0, 0.0, 5.0], [20, 31.0, 3.0], [40, 56.0, 2.0]]
     assert (

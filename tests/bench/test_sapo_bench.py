@@ -1,4 +1,6 @@
-"""The benchmark of rollout sharing runs, says what it promises, and gives the same numbers each time."""
+"""The benchmark of rollout sharing runs, says what it promises, and gives the same numbers each
+time.
+"""
 
 import json
 

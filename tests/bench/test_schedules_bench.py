@@ -1,4 +1,6 @@
-"""Benches of schedules, hostile peers, the moving picture and a GPU's check: formulas, tables, and what they take up again."""
+"""Benches of schedules, hostile peers, the moving picture and a GPU's check: formulas, tables, and
+what they take up again.
+"""
 
 import json
 import sys
@@ -20,10 +22,13 @@ from tests.node.watch.conftest import NOW, Author
 @pytest.mark.parametrize(
     ("schedule", "first", "middle", "last"),
     [
-        ("even", (1, 1), (1, 1), (1, 1)), ("qsr:25", (1, 1), (1, 1), (1, 1)), ("lr-line:1:0.5", (1, 1), (0.75, 1), (0.5, 1)),
-        ("momentum-line:0:1.5", (1, 0), (1, 0.75), (1, 1.5)), ("to-mean", (1, 1), (1.125, 0.5), (1.25, 0)),
+        ("even", (1, 1), (1, 1), (1, 1)),
+        ("qsr:25", (1, 1), (1, 1), (1, 1)),
+        ("lr-line:1:0.5", (1, 1), (0.75, 1), (0.5, 1)),
+        ("momentum-line:0:1.5", (1, 0), (1, 0.75), (1, 1.5)),
+        ("to-mean", (1, 1), (1.125, 0.5), (1.25, 0)),
     ],
-)  # fmt: skip
+)
 def test_factors_of_the_outer_rate_and_momentum(schedule, first, middle, last):
     for p, wanted in ((0.0, first), (0.5, middle), (1.0, last)):
         assert bench.factors(schedule, p, 0.8) == pytest.approx(wanted)

@@ -1,4 +1,6 @@
-"""The table of all methods and its report: its text, its arithmetic, how it chooses, and what it makes of runs."""
+"""The table of all methods and its report: its text, its arithmetic, how it chooses, and what it
+makes of runs.
+"""
 
 import json
 import math
@@ -47,10 +49,16 @@ def test_peers_lose_the_steps_that_they_wait_and_one_alone_those_that_others_mak
 def test_distances_are_taken_seed_by_seed_on_the_same_model_and_steps():
     found = results.rows(
         [
-            ddp("adamw", 2.0), ddp("adamw", 4.0, seed=1), ddp("adamw", 100.0, seed=2), ddp("muon", 1.0),
-            ddp("adamw", 50.0, steps=500), ddp("adamw", 50.0, model="small"), a_run(loss=2.2), a_run(loss=4.0, seed=1),
+            ddp("adamw", 2.0),
+            ddp("adamw", 4.0, seed=1),
+            ddp("adamw", 100.0, seed=2),
+            ddp("muon", 1.0),
+            ddp("adamw", 50.0, steps=500),
+            ddp("adamw", 50.0, model="small"),
+            a_run(loss=2.2),
+            a_run(loss=4.0, seed=1),
         ]
-    )  # fmt: skip
+    )
     row = row_of(found, "diloco")
     assert row["over_ddp_adamw"] == pytest.approx((0.1 + 0.0) / 2)
     assert row["over_ddp_muon"] == pytest.approx(1.2)
@@ -76,7 +84,8 @@ def test_one_peer_alone_sends_nothing_and_has_no_ratio():
 def test_equal_time_is_that_of_the_steps_which_the_link_leaves():
     found = results.rows([ddp("adamw", 2.0), a_run()])
     slow, fast = row_of(found, "ddp"), row_of(found, "diloco")
-    # 40 MB each way 1.5 times in a ring of four, 1.3 % of headers, for a step of 0.1 s; and six ways of 0.2 s.
+    # 40 MB each way 1.5 times in a ring of four, 1.3 % of headers, for a step of 0.1 s; and six
+    # ways of 0.2 s.
     assert slow["utilisation"]["20/0"] == pytest.approx(0.1 / 24.3, rel=0.01)
     assert slow["utilisation"]["1000/200"] == pytest.approx(0.1 / (0.486 + 1.2), rel=0.01)
     assert slow["loss_at_equal_time"]["20/0"] is None  # some four steps: before the first point
@@ -312,8 +321,13 @@ def test_tokens_are_kept_under_the_hash_of_text_and_vocabulary(small, cache, mon
 def test_held_out_halves_and_shards_share_no_piece(small, cache):
     size = train.SIZES["micro"]
     task = text.TableText(
-        text.corpus(small, 300, cache), layers=1, width=8, heads=1, context=size.context, batch=size.batch
-    )  # fmt: skip
+        text.corpus(small, 300, cache),
+        layers=1,
+        width=8,
+        heads=1,
+        context=size.context,
+        batch=size.batch,
+    )
     shards = [
         {d.name for d in task.shard_documents(train.Shard(index, 4, 0))} for index in range(4)
     ]
@@ -335,9 +349,13 @@ def test_no_text_is_one_sentence_that_names_packages(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(
     ("method", "inner", "codec", "peers", "sent"),
-    [("ddp", "muon", "float32", 2, 8 * 4), ("noloco-overlap", "muon", "int8", 2, None), ("diloco", "adamw", "float32", 2, 2 * 4),
-     ("snoo", "adamw", "float32", 1, 0)],
-)  # fmt: skip
+    [
+        ("ddp", "muon", "float32", 2, 8 * 4),
+        ("noloco-overlap", "muon", "int8", 2, None),
+        ("diloco", "adamw", "float32", 2, 2 * 4),
+        ("snoo", "adamw", "float32", 1, 0),
+    ],
+)
 def test_a_run_has_losses_a_curve_and_its_bytes(
     small, cache, method, inner, codec, peers, sent, monkeypatch
 ):
@@ -367,7 +385,9 @@ def test_a_run_has_losses_a_curve_and_its_bytes(
 
 
 def test_a_codec_that_averages_by_its_senders_does_so(small, cache, monkeypatch):
-    """Both send the same bytes; over those who sent an index the mean is larger than over all, so the losses differ."""
+    """Both send the same bytes; over those who sent an index the mean is larger than over all, so
+    the losses differ.
+    """
     monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8, 8))
     monkeypatch.setattr(train, "marks", lambda steps, every: [4])
     digest, place = text.corpus(small, 300, cache).digest, train.Place(cache)
@@ -463,8 +483,8 @@ def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, m
     shown = page.read_text()
     assert shown.startswith("above\n")
     assert (
-        "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 (one seed) | +0.0 % | +5.3 % | 400 | 0.01953 | 1 |"
-        in shown
+        "| diloco | Muon | e3m0+ef | 4 | 50 | 2.000 (one seed) | +0.0 % | +5.3 % | 400 | 0.01953 | "
+        "1 |" in shown
     )
     assert ("old" in shown, "9.000" in shown) == (False, False)
     assert "](table.svg)\n\nThe numbers of the picture: [table.csv](table.csv)." in shown

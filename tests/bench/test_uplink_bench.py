@@ -1,4 +1,6 @@
-"""Two and four nodes behind slow uplinks keep meeting and learn; in network namespaces, so as root."""
+"""Two and four nodes behind slow uplinks keep meeting and learn; in network namespaces, so as
+root.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""The benchmark of a real model goes on where it stopped, draws as it says, and judges kept evidence as a node would."""
+"""The benchmark of a real model goes on where it stopped, draws as it says, and judges kept
+evidence as a node would.
+"""
 
 import json
 import math
@@ -176,7 +178,8 @@ def test_alarms_follow_from_many_claims_and_honest_peers_have_none(kept):
             row["calibrated"],
             row["honest_claims"],
         ) == (0.0, 0.0, 100, 100)
-        # With 100 calibrated claims no p-value is below 1 / 101, so that some claims are needed however bad they are.
+        # With 100 calibrated claims no p-value is below 1 / 101, so that some claims are needed
+        # however bad they are.
         assert math.ceil(ALARM / math.log(101)) <= row["int4 weights"] <= 40
 
 

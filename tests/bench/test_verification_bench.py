@@ -1,4 +1,6 @@
-"""The benchmark of verification runs, says what it promises, and sees the coarse cheats even with few claims."""
+"""The benchmark of verification runs, says what it promises, and sees the coarse cheats even with
+few claims.
+"""
 
 import json
 
@@ -19,7 +21,8 @@ from shoal.verification.sequential import Reference, Series
 
 
 @pytest.mark.slow(
-    reason="20 s: every fingerprint and cheat of four pairs of dtypes; what it is made of is tested below"
+    reason="20 s: every fingerprint and cheat of four pairs of dtypes; what it is made of is "
+    "tested below"
 )
 def test_json_has_every_row(tmp_path, called, program):
     sizes = ("--claims", "2", "--calibrate", "20", "--tokens", "32", "--votes", "2000")
@@ -118,10 +121,14 @@ def test_a_curve_counts_what_is_above_each_threshold():
 
 
 class TestSequential:
-    """The simulation of many peers at once is the product's test, and its summary is that of its rows."""
+    """The simulation of many peers at once is the product's test, and its summary is that of its
+    rows.
+    """
 
     def test_odds_are_those_of_the_series(self):
-        """Two fingerprints of three features each, 40 calibrated claims and 30 of a peer, the numbers tied here and there."""
+        """Two fingerprints of three features each, 40 calibrated claims and 30 of a peer, the
+        numbers tied here and there.
+        """
         source = np.random.default_rng(5)
         rows = np.round(np.abs(source.normal(0.3, 0.2, (70, 6))) / 0.03) * 0.03
         known, own = rows[:40], rows[40:]

@@ -1,7 +1,9 @@
-"""What `python -m shoal` does, in a fork of a process that has imported all: with a folder and an environment of its own.
+"""What `python -m shoal` does, in a fork of a process that has imported all: with a folder and an
+environment of its own.
 
-``python -m tests.e2e.as_command FOLDER ENVIRONMENT ARGUMENTS``, the environment as JSON. Nothing that is read at an import may
-depend on either; where Python itself begins is tested by the few commands that are started as programs.
+``python -m tests.e2e.as_command FOLDER ENVIRONMENT ARGUMENTS``, the environment as JSON. Nothing
+that is read at an import may depend on either; where Python itself begins is tested by the few
+commands that are started as programs.
 """
 
 import json

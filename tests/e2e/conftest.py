@@ -1,4 +1,6 @@
-"""Real `shoal` processes in a temporary home of their own, and a way to see whether anything of them is left."""
+"""Real `shoal` processes in a temporary home of their own, and a way to see whether anything of
+them is left.
+"""
 
 import importlib.util
 import json
@@ -21,11 +23,16 @@ from shoal.optim.exchange.base import rank
 from tests.clocks import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
+TEXT = (
+    "a shoal of fish stays together while each swims its own way and no one leads them through "
+    "the deep water"
+)
 
 
 class Forks:
-    """Forks ``shoal`` commands from one process, which is started when the first is wanted: to import torch takes seconds each."""
+    """Forks ``shoal`` commands from one process, which is started when the first is wanted: to
+    import torch takes seconds each.
+    """
 
     def __init__(self):
         self._server = None
@@ -47,7 +54,10 @@ class Forks:
 
 
 class Process:
-    """One ``shoal`` command; its output is collected while it runs. Without a ``program`` it is one of ``forks``."""
+    """One ``shoal`` command; its output is collected while it runs.
+
+    Without a ``program`` it is one of ``forks``.
+    """
 
     def __init__(self, arguments, env, errors, cwd, forks, program=None, before=()):
         self.errors = errors
@@ -59,9 +69,15 @@ class Process:
                 self.popen = forks.start(arguments, env, stderr, cwd)
             else:
                 self.popen = subprocess.Popen(
-                    [*map(str, (*before, *program, *arguments))], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
-                )  # fmt: skip
+                    [*map(str, (*before, *program, *arguments))],
+                    env=env,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    start_new_session=True,
+                )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -97,7 +113,8 @@ class Process:
     def error(self, code=2):
         """The one sentence with which the command must have ended."""
         assert (self.wait(), self.lines) == (code, []), self.said()
-        # Before it may stand what Muon trains and, as a start takes over ten seconds on a busy machine, that the node is alive.
+        # Before it may stand what Muon trains and, as a start takes over ten seconds on a busy
+        # machine, that the node is alive.
         known = r"^Muon trains |, [\d.]+ (s|min|h) so far( \(nothing moves\))?$"
         said = [line for line in self.said().splitlines() if not re.search(known, line)]
         assert len(said) == 1, said
@@ -134,9 +151,11 @@ class Shoal:
             (self.text / f"{number}.txt").write_text(" ".join(shuffled))
 
     def start(self, *arguments, program=None, before=(), folder=None):
-        """Start a command in ``folder``, by default ``home``, in a fork; or as a program, with the two below or `command`.
+        """Start a command in ``folder``, by default ``home``, in a fork; or as a program, with the
+        two below or `command`.
 
-        ``program``: arguments of Python, such as ``("-m", "shoal")``; ``before``: what stands in front of all.
+        ``program``: arguments of Python, such as ``("-m", "shoal")``; ``before``: what stands in
+        front of all.
         """
         if program is not None or before:
             program = (sys.executable, *(program or ("-m", "shoal")))
@@ -181,7 +200,9 @@ class Shoal:
         return path
 
     def left(self):
-        """Processes and sockets of ours that are still there: those started here, and their daemons and guards."""
+        """Processes and sockets of ours that are still there: those started here, and their daemons
+        and guards.
+        """
         mine = str(self.home)
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
@@ -335,7 +356,9 @@ class Nursery:
         ]
 
     def pair(self, *, attack=None, **options):
-        """Two workers with hosts that know each other; the second may be an attacker (bench/_attacks.py)."""
+        """Two workers with hosts that know each other; the second may be an attacker
+        (bench/_attacks.py).
+        """
         two, places = self._hosts(2)
         for peer, other in zip(two, reversed(places), strict=True):
             lies = {} if attack is None or peer is two[0] else {"attack": attack}
@@ -345,7 +368,9 @@ class Nursery:
         return two
 
     def group(self, count, **timeouts):
-        """Workers with hosts that know each other, for group exchanges; in the order in which they lead round 0."""
+        """Workers with hosts that know each other, for group exchanges; in the order in which they
+        lead round 0.
+        """
         peers, places = self._hosts(count)
         for peer in peers:
             peer.tell("group", places=places, **timeouts)

@@ -1,4 +1,6 @@
-"""A task whose loss fails for a copy of the model in evaluation, as only the trial of a partner's weights makes one."""
+"""A task whose loss fails for a copy of the model in evaluation, as only the trial of a partner's
+weights makes one.
+"""
 
 from shoal.node.templates.pretrain.task import Pretrain
 

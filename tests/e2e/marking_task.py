@@ -1,4 +1,6 @@
-"""The task text, which notes in the folder of the environment's SHOAL_TEST_MARKS how many steps each process has begun."""
+"""The task text, which notes in the folder of the environment's SHOAL_TEST_MARKS how many steps
+each process has begun.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Two processes exchange 40 MB: the mean is exact, and neither needs memory for more than three payloads."""
+"""Two processes exchange 40 MB: the mean is exact, and neither needs memory for more than three
+payloads.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Nodes that train over libp2p end with the very bits of the same training in one process without a network."""
+"""Nodes that train over libp2p end with the very bits of the same training in one process without a
+network.
+"""
 
 import threading
 from pathlib import Path
@@ -80,9 +82,11 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     )  # the default of the built-in task
     outer = blocking(every=every, wait_s=60.0, codec="float32")
     file = shoal.toml(
-        options=options, swarm={"start_when": PEERS, "shards": PEERS},
-        outer={"every": every, "wait_s": 60.0, "lag": 0, "codec": "float32"}, train={"steps": train.steps, "seed": SEED},
-    )  # fmt: skip
+        options=options,
+        swarm={"start_when": PEERS, "shards": PEERS},
+        outer={"every": every, "wait_s": 60.0, "lag": 0, "codec": "float32"},
+        train={"steps": train.steps, "seed": SEED},
+    )
     nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]
     link = nodes[0].line()
     nodes += [
@@ -131,14 +135,26 @@ def hosts():
     "outer",
     [
         blocking(every=3, weights="tokens"),  # two tensors travel
-        blocking(every=3, codec="bfloat16"), blocking(every=3, method="local", codec="float16"),
+        blocking(every=3, codec="bfloat16"),
+        blocking(every=3, method="local", codec="float16"),
         blocking(every=3, method="gasloc", codec="int8", finish="average"),
-        blocking(every=3, weights="tokens", buffers="average"),  # two tensors and what no codec may touch
-        blocking(every=3, codec="mod4"), blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
+        # two tensors and what no codec may touch
+        blocking(every=3, weights="tokens", buffers="average"),
+        blocking(every=3, codec="mod4"),
+        blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
         OuterSettings(every=3, codec="mod4", fragments=1, lag=2, buffers="average"),
     ],
-    ids=["weights", "bfloat16", "local", "gasloc", "buffers", "mod4", "mod4-buffers", "mod4-overlapped"],
-)  # fmt: skip
+    ids=[
+        "weights",
+        "bfloat16",
+        "local",
+        "gasloc",
+        "buffers",
+        "mod4",
+        "mod4-buffers",
+        "mod4-overlapped",
+    ],
+)
 def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
     rounds = 5
     train = TrainSettings(steps=rounds * outer.every, seed=SEED)

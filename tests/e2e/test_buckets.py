@@ -1,4 +1,6 @@
-"""Real nodes in a swarm of buckets: eight of which four are the most in one, so that all are reassigned every half minute."""
+"""Real nodes in a swarm of buckets: eight of which four are the most in one, so that all are
+reassigned every half minute.
+"""
 
 import itertools
 import signal
@@ -41,7 +43,8 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
         node.signal(signal.SIGINT)
     assert [node.wait() for node in nodes] == [130] * PEERS, [node.said() for node in nodes]
 
-    # A visitor sees eight buckets, and estimates a multiple of what is in them; here it sees them all, or nearly.
+    # A visitor sees eight buckets, and estimates a multiple of what is in them; here it sees them
+    # all, or nearly.
     totals = seen["totals"]
     assert 1 <= totals["listed"] <= PEERS
     assert totals["peers"] % totals["listed"] == 0

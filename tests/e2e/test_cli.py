@@ -1,4 +1,6 @@
-"""The commands as a person types them: bad input, joining, leaving, Ctrl-C, kill -9, and what is left behind (nothing)."""
+"""The commands as a person types them: bad input, joining, leaving, Ctrl-C, kill -9, and what is
+left behind (nothing).
+"""
 
 import json
 import os
@@ -70,19 +72,25 @@ def swarm(shared, eventually):
     return node, link
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["join", "http://example.org"], "does not start with shoal://"),
-    (["join", f"shoal://tooshort?peer={NOBODY}"], "is not 52 characters"),
-    (["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"], "its port is not a number from 1 to 65535"),
-    (["status", f"shoal://{SWARM}"], "names no peer"),
-    (["up", "absent.toml"], "There is no settings file 'absent.toml'"),
-    (["up", "typo.toml"], "There is no setting 'outer.evry': did you mean 'outer.every'?"),
-    (["up", "--shard", "4/4"], "index from 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["join", "http://example.org"], "does not start with shoal://"),
+        (["join", f"shoal://tooshort?peer={NOBODY}"], "is not 52 characters"),
+        (
+            ["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"],
+            "its port is not a number from 1 to 65535",
+        ),
+        (["status", f"shoal://{SWARM}"], "names no peer"),
+        (["up", "absent.toml"], "There is no settings file 'absent.toml'"),
+        (["up", "typo.toml"], "There is no setting 'outer.evry': did you mean 'outer.every'?"),
+        (["up", "--shard", "4/4"], "index from 0"),
+    ],
+)
 def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_done(
     shared, arguments, sentence
 ):
@@ -96,11 +104,16 @@ def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_don
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
-    (["--folder", "file/below"], "file/below' (Not a directory): choose another one"), (["--identity", "file"], "file"),
-    (["--resume"], "There is no checkpoint"), (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
+        (["--folder", "file/below"], "file/below' (Not a directory): choose another one"),
+        (["--identity", "file"], "file"),
+        (["--resume"], "There is no checkpoint"),
+        (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
+    ],
+)
 def test_a_node_that_cannot_start_says_why_and_leaves_nothing(shoal, arguments, sentence):
     (shoal.home / "broken.py").write_text("1 / 0\n")
     (shoal.home / "file").write_text("no key\n")
@@ -161,7 +174,7 @@ def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
     assert "The swarm trains 'slow.py:Slow', and a link carries no code" in process.error()
 
 
-# -- a swarm at work -----------------------------------------------------------------------------------------------------
+# -- a swarm at work -------------------------------------------------------------------------------
 
 
 def test_a_node_that_takes_more_memory_than_ram_says_so_once(shoal):
@@ -214,7 +227,8 @@ def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(
     assert (result["steps"], result["interrupted"], result["name"]) == (60, False, "late")
     assert result["exchanges"] == len([r for r in shared.rounds("late") if r["partner"]]) > 0
     assert result == shared.result("late")
-    # The fit was under way already: its start is not that of a fresh model, and did not wait for an evaluation.
+    # The fit was under way already: its start is not that of a fresh model, and did not wait for an
+    # evaluation.
     assert result["loss_first"] is None
     assert shared.rounds("late")[0]["loss"] < shared.rounds("first")[0]["loss"]
 
@@ -233,7 +247,7 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
     assert key.read_bytes() == content
 
 
-# -- ends of every kind --------------------------------------------------------------------------------------------------
+# -- ends of every kind ----------------------------------------------------------------------------
 
 
 def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
@@ -254,7 +268,8 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
         node.said()
     )  # what else was said last, if it ever is not
     assert end.startswith(
-        f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of {first['tried']} exchanges with others: "
+        f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of {first['tried']} "
+        "exchanges with others: "
     )
     assert overlapped.startswith("training went on for ")
     assert "tokens/s in inner steps" in speed
@@ -285,7 +300,8 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     result = resumed.json()
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
     assert (
-        f"rounds, 0 of {result['tried']} exchanges with others: held-out loss {result['loss_last']:.4f}, "
+        f"rounds, 0 of {result['tried']} exchanges with others: held-out loss "
+        f"{result['loss_last']:.4f}, "
         f"{result['loss_first']:.4f} at first" in resumed.said()
     )
     assert result["loss_first"] < first["loss_first"]
@@ -377,10 +393,12 @@ def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, even
 def test_a_node_whose_evaluations_are_not_finite_trains_to_its_end_and_reports_json(shoal):
     task = shoal.home / "blind.py"
     task.write_text(
-        "import torch\nfrom shoal import Task\nclass Blind(Task):\n    def model(self): return torch.nn.Linear(4, 1)\n"
+        "import torch\nfrom shoal import Task\nclass Blind(Task):\n    def model(self): return "
+        "torch.nn.Linear(4, 1)\n"
         "    def batches(self, shard):\n        while True: yield torch.ones(2, 4)\n"
         "    def loss(self, model, batch): return model(batch).square().mean()\n"
-        "    def evaluate(self, model): return float('nan')\n    def extra_results(self, loss): return {'twice': 2 * loss}\n"
+        "    def evaluate(self, model): return float('nan')\n    def extra_results(self, loss): "
+        "return {'twice': 2 * loss}\n"
     )
     own = [
         "--name",

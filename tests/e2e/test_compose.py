@@ -1,6 +1,8 @@
-"""What `docker compose up` starts (compose.yaml), without Docker: each command and each health check of it, as processes.
+"""What `docker compose up` starts (compose.yaml), without Docker: each command and each health
+check of it, as processes.
 
-Names of containers become this machine, their ports free ones, and their volume a folder; all else is the file's.
+Names of containers become this machine, their ports free ones, and their volume a folder; all else
+is the file's.
 """
 
 import json
@@ -65,7 +67,9 @@ class Compose:
         )
 
     def up(self, *names):
-        """Start services in the order in which they depend on each other, each once those it needs are healthy."""
+        """Start services in the order in which they depend on each other, each once those it needs
+        are healthy.
+        """
         for name in names:
             for other, needs in self.services[name].get("depends_on", {}).items():
                 assert needs == {"condition": "service_healthy"}

@@ -1,7 +1,9 @@
-"""Real processes that are killed (-9) or stopped at a named point of a protocol: the others have one whole outcome, and go on.
+"""Real processes that are killed (-9) or stopped at a named point of a protocol: the others have
+one whole outcome, and go on.
 
-One case of each point runs with every change; the others, so that every role meets both signals, are marked slow. What a save that
-was killed at each of its points leaves is in tests/node/checkpoint/test_writer.py.
+One case of each point runs with every change; the others, so that every role meets both signals,
+are marked slow. What a save that was killed at each of its points leaves is in
+tests/node/checkpoint/test_writer.py.
 """
 
 import signal
@@ -14,8 +16,9 @@ from shoal.optim import Alone, Simulation
 FLOATS = 1_000_000  # 4 MB: several chunks, so that "in the middle" means something
 ALONE, PAIR = {"alone"}, {"pair"}
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# A process which only waits for its turn on a busy machine is not to be taken for a dead one. So silence is short only where
-# silence is what shows the end of the other: who is killed is noticed by its connections.
+# A process which only waits for its turn on a busy machine is not to be taken for a dead one. So
+# silence is short only where silence is what shows the end of the other: who is killed is noticed
+# by its connections.
 WAIT, SILENCE = 60.0, {KILL: 30.0, STOP: 3.0}
 GROUP = {"wait": 30.0, "chunk": 4.0, "exchange": 30.0}
 LONG = 120.0  # seconds that an event may take; how soon it comes is bench/latency.py's to say
@@ -23,7 +26,9 @@ LONG = 120.0  # seconds that an event may take; how soon it comes is bench/laten
 
 @pytest.fixture(scope="module")
 def outcomes(worker_module):
-    """For each peer: digest of its slow weights -> which outcome that is. (The bits of the mean of two depend on no order.)"""
+    """For each peer: digest of its slow weights -> which outcome that is. (The bits of the mean of
+    two depend on no order.)
+    """
 
     def slow(number, exchange, codec):
         return worker_module.sha256(worker_module.train(number, FLOATS, exchange, codec=codec))
@@ -41,12 +46,18 @@ def outcomes(worker_module):
     return found
 
 
-# Where a message is on its way when its sender dies it may arrive or not; both outcomes are whole then.
+# Where a message is on its way when its sender dies it may arrive or not; both outcomes are whole
+# then.
 OFTEN = [
-    (KILL, "caller", "offer", ALONE), (STOP, "callee", "offer", ALONE), (KILL, "callee", "chunk", ALONE),
-    (STOP, "caller", "chunk", ALONE), (KILL, "callee", "ready", ALONE | PAIR), (STOP, "caller", "decided", ALONE),
-    (KILL, "callee", "heard", PAIR), (STOP, "caller", "commit", PAIR),
-]  # fmt: skip
+    (KILL, "caller", "offer", ALONE),
+    (STOP, "callee", "offer", ALONE),
+    (KILL, "callee", "chunk", ALONE),
+    (STOP, "caller", "chunk", ALONE),
+    (KILL, "callee", "ready", ALONE | PAIR),
+    (STOP, "caller", "decided", ALONE),
+    (KILL, "callee", "heard", PAIR),
+    (STOP, "caller", "commit", PAIR),
+]
 NAMED = [
     (KILL, "callee", "ready", ALONE | PAIR),
     (KILL, "callee", "heard", PAIR),
@@ -54,10 +65,15 @@ NAMED = [
 ]
 """Those at messages that name refused blocks."""
 SELDOM = [
-    (KILL, "caller", "chunk", ALONE), (KILL, "caller", "ready", ALONE), (KILL, "caller", "decided", ALONE),
-    (KILL, "caller", "commit", ALONE | PAIR), (KILL, "callee", "offer", ALONE), (STOP, "caller", "ready", ALONE),
-    (STOP, "callee", "chunk", ALONE), (STOP, "callee", "ready", PAIR),
-]  # fmt: skip
+    (KILL, "caller", "chunk", ALONE),
+    (KILL, "caller", "ready", ALONE),
+    (KILL, "caller", "decided", ALONE),
+    (KILL, "caller", "commit", ALONE | PAIR),
+    (KILL, "callee", "offer", ALONE),
+    (STOP, "caller", "ready", ALONE),
+    (STOP, "callee", "chunk", ALONE),
+    (STOP, "callee", "ready", PAIR),
+]
 
 
 @pytest.mark.thinned(4)
@@ -119,14 +135,27 @@ def run(peers, round):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("count", "point", "number"), [
-    pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
-    pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
-    pytest.param(
-        3, "chunk", STOP, id="gather-SIGSTOP", marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
-    ),
-    pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow(reason="four processes in a group")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "point", "number"),
+    [
+        pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
+        pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
+        pytest.param(
+            3,
+            "chunk",
+            STOP,
+            id="gather-SIGSTOP",
+            marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"),
+        ),
+        pytest.param(
+            4,
+            "part",
+            KILL,
+            id="allreduce-SIGKILL",
+            marks=pytest.mark.slow(reason="four processes in a group"),
+        ),
+    ],
+)
 def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(
     nursery, eventually, count, point, number
 ):
@@ -237,7 +266,9 @@ def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, numbe
 def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(
     nursery, outcomes, tmp_path, number
 ):
-    """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its save when it is let go on."""
+    """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its
+    save when it is let go on.
+    """
     survivor, victim = nursery.pair(wait=WAIT, chunk=SILENCE[number])
     victim.ask("save", "saved", folder=str(tmp_path), step=1, floats=FLOATS)
     victim.tell("save", folder=str(tmp_path), step=2, floats=FLOATS, number=int(number))

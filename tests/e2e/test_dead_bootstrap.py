@@ -64,7 +64,8 @@ def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, even
     creator.signal(signal.SIGKILL)
     creator.wait()
 
-    # The old link alone leads nowhere; with what a folder of this machine knows it does, and a member makes a new one.
+    # The old link alone leads nowhere; with what a folder of this machine knows it does, and a
+    # member makes a new one.
     assert "no bootstrap peer can be reached" in shoal.start("status", old).error()
     assert "bert" in [
         member["name"]
@@ -124,7 +125,8 @@ def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
     said = again.said()
     assert "nobody of this swarm answers: trying the link and" in said
     assert re.search(
-        r"going on without a partner from the checkpoint; others find this node again, or by the link shoal://\S+",
+        r"going on without a partner from the checkpoint; others find this node again, or by the "
+        r"link shoal://\S+",
         said,
     )
 

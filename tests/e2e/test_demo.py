@@ -12,9 +12,24 @@ from shoal.node.checkpoint import store
 from shoal.node.tasks.loader import load_task
 
 FIELDS = {
-    "peers", "method", "rounds", "steps", "loss_first", "loss_last", "loss_local", "exchanges", "pairs_none", "bytes_sent",
-    "bytes_received", "wait_s", "wall_s", "spread", "params", "start_s", "seconds",
-}  # fmt: skip
+    "peers",
+    "method",
+    "rounds",
+    "steps",
+    "loss_first",
+    "loss_last",
+    "loss_local",
+    "exchanges",
+    "pairs_none",
+    "bytes_sent",
+    "bytes_received",
+    "wait_s",
+    "wall_s",
+    "spread",
+    "params",
+    "start_s",
+    "seconds",
+}
 FAILING = f"{Path(__file__).with_name('failing_trial_task.py')}:Failing"
 TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
 
@@ -64,7 +79,8 @@ def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
         3,
         4,
     )  # a node that comes a round late takes over the weights of that round
-    # How many meet where a round takes a second depends on the machine: of 256, 99 to 127 pairs on two processors.
+    # How many meet where a round takes a second depends on the machine: of 256, 99 to 127 pairs on
+    # two processors.
     assert report["exchanges"] >= 16 * report["fragments"]
     assert report["loss_last"] < report["loss_first"]
     assert 0 < report["start_s"] < report["seconds"]
@@ -125,9 +141,24 @@ def slow_weights(kept, peers):
 def test_three_nodes_end_with_three_equal_models_the_mean_of_theirs(shoal):
     """Pairs leave one of three out in each round, and so three models."""
     report = shoal.start(
-        "demo", "--task", TEACHER, "--peers", "3", "--rounds", "4", "--every", "5", "--no-compare", "--keep", "kept", "--json",
-        "--set", "outer.lag=0", "--set", "outer.fragments=1",
-    ).json(150)  # fmt: skip
+        "demo",
+        "--task",
+        TEACHER,
+        "--peers",
+        "3",
+        "--rounds",
+        "4",
+        "--every",
+        "5",
+        "--no-compare",
+        "--keep",
+        "kept",
+        "--json",
+        "--set",
+        "outer.lag=0",
+        "--set",
+        "outer.fragments=1",
+    ).json(150)
     kept = shoal.home / "kept"
     task = load_task(TEACHER, {})
     model = task.model()
@@ -160,13 +191,32 @@ def test_three_nodes_end_with_three_equal_models_the_mean_of_theirs(shoal):
 @pytest.mark.slow(reason="two real nodes, twice")
 def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     demo = shoal.start(
-        "demo", "--task", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",
-        "--set", "outer.finish=average", "--set", "outer.lag=2", "--keep", "kept", "--json",
-    )  # fmt: skip
+        "demo",
+        "--task",
+        TEACHER,
+        "--peers",
+        "2",
+        "--rounds",
+        "4",
+        "--every",
+        "5",
+        "--method",
+        "gasloc",
+        "--codec",
+        "int8",
+        "--set",
+        "outer.finish=average",
+        "--set",
+        "outer.lag=2",
+        "--keep",
+        "kept",
+        "--json",
+    )
     report = demo.json(150)
     # The last average is of float32, and no round.
     assert (report["method"], report["rounds"], report["steps"]) == ("gasloc", 4, 20)
-    # What was learnt since each fragment's last exchange goes first: since that of the last fragment, nothing.
+    # What was learnt since each fragment's last exchange goes first: since that of the last
+    # fragment, nothing.
     assert report["exchanges"] == 4 * report["fragments"] + (report["fragments"] - 1)
     assert report["spread"][-1] > 0.001
     assert report["ended"]["members"] == 2
@@ -199,11 +249,24 @@ def test_forty_rounds_together_are_better_than_alone(shoal):
 
 @pytest.mark.ci
 def test_an_error_in_every_trial_is_shown_as_what_it_is(shoal):
-    """The fault: "no partner", advice about the length of rounds, exit code 0, and "better together" of one node alone."""
+    """The fault: "no partner", advice about the length of rounds, exit code 0, and "better
+    together" of one node alone.
+    """
     demo = shoal.start(
-        "demo", "--task", FAILING, "--peers", "2", "--rounds", "4", "--every", "5", "--keep", "kept",
-        "--set", "outer.check_loss=true",
-    )  # fmt: skip
+        "demo",
+        "--task",
+        FAILING,
+        "--peers",
+        "2",
+        "--rounds",
+        "4",
+        "--every",
+        "5",
+        "--keep",
+        "kept",
+        "--set",
+        "outer.check_loss=true",
+    )
     assert demo.wait(120) == 6
     planted = "RuntimeError: planted in the trial"
     shown = "\n".join(demo.lines)

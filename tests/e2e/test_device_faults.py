@@ -1,4 +1,6 @@
-"""Nodes whose device fails, or has no memory left: one sentence, the documented exit code, and the last whole step saved."""
+"""Nodes whose device fails, or has no memory left: one sentence, the documented exit code, and the
+last whole step saved.
+"""
 
 import pytest
 
@@ -44,7 +46,7 @@ class Fit(Task):
         self.starve("evaluate")
         device = next(model.parameters()).device
         return float((model(torch.ones(4, 4, device=device)) - 4).square().mean())
-"""
+"""  # noqa: E501
 
 
 def up(shoal, *arguments, fails="", at=7, program=None):
@@ -52,10 +54,29 @@ def up(shoal, *arguments, fails="", at=7, program=None):
     path.write_text(TASK)
     path.with_name("fails").write_text(f"{fails},{at}")
     return shoal.start(
-        "up", "--name", "anna", "--folder", shoal.home / "anna", "--identity", shoal.home / "anna.key", "--task", f"{path}:Fit",
-        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--json",
-        "--every", "5", "--set", "outer.wait_s=1.0", "--set", "node.checkpoint_every_rounds=0", *arguments, program=program,
-    )  # fmt: skip
+        "up",
+        "--name",
+        "anna",
+        "--folder",
+        shoal.home / "anna",
+        "--identity",
+        shoal.home / "anna.key",
+        "--task",
+        f"{path}:Fit",
+        "--listen",
+        "/ip4/127.0.0.1/tcp/0",
+        "--threads",
+        "1",
+        "--json",
+        "--every",
+        "5",
+        "--set",
+        "outer.wait_s=1.0",
+        "--set",
+        "node.checkpoint_every_rounds=0",
+        *arguments,
+        program=program,
+    )
 
 
 def steps(shoal):

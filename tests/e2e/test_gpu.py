@@ -1,4 +1,6 @@
-"""Real nodes on a GPU: they average with nodes on the CPU, go on elsewhere, and several GPUs are one peer."""
+"""Real nodes on a GPU: they average with nodes on the CPU, go on elsewhere, and several GPUs are
+one peer.
+"""
 
 import math
 import os

@@ -1,4 +1,6 @@
-"""Real nodes that average over everyone: all hold the same slow weights, also who came late or missed rounds."""
+"""Real nodes that average over everyone: all hold the same slow weights, also who came late or
+missed rounds.
+"""
 
 import signal
 
@@ -13,7 +15,9 @@ def held(shoal, name):
 
 
 def together(shoal, names, after):
-    """The rounds later than ``after`` in which all of ``names`` were, and ended with the same weights."""
+    """The rounds later than ``after`` in which all of ``names`` were, and ended with the same
+    weights.
+    """
     each = [held(shoal, name) for name in names]
     common = set.intersection(*map(set, each))
     return sorted(r for r in common if r > after and len({weights[r] for weights in each}) == 1)
@@ -26,9 +30,11 @@ def stop(*nodes):
 
 
 OUTER = {
-    "diloco": {"method": "diloco", "every": 20}, "streaming": {"method": "streaming", "every": 40, "fragments": 2, "lag": 3},
-    "co2": {"method": "co2", "every": 20}, "sparse": {"method": "sparseloco", "every": 20},
-}  # fmt: skip
+    "diloco": {"method": "diloco", "every": 20},
+    "streaming": {"method": "streaming", "every": 40, "fragments": 2, "lag": 3},
+    "co2": {"method": "co2", "every": 20},
+    "sparse": {"method": "sparseloco", "every": 20},
+}
 
 
 @pytest.mark.slow(reason="real nodes, one of which joins late")

@@ -1,4 +1,6 @@
-"""Real processes, one of which lies: its contribution never counts, and the other takes its own step whole."""
+"""Real processes, one of which lies: its contribution never counts, and the other takes its own
+step whole.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Two nodes behind two NATs, which nobody can dial, meet through a seed that forwards, and average; also after a break."""
+"""Two nodes behind two NATs, which nobody can dial, meet through a seed that forwards, and average;
+also after a break.
+"""
 
 import contextlib
 import json
@@ -16,7 +18,9 @@ SEED = "11.0.1.2"
 
 @pytest.fixture
 def internet():
-    """The homes ``home-0`` and ``home-1`` behind routers that let in nobody who was not sent to; ``seed``, ``peer-1`` outside."""
+    """The homes ``home-0`` and ``home-1`` behind routers that let in nobody who was not sent to;
+    ``seed``, ``peer-1`` outside.
+    """
     try:
         made = Internet(["port", "port"], peers=1)
     except NatError as error:
@@ -29,9 +33,15 @@ def internet():
 def seeded(internet, shoal, *flags):
     """A seed, its address, and settings for a swarm."""
     seed = shoal.start(
-        "seed", "--json", *flags, "--listen", f"/ip4/{SEED}/tcp/4001", "--identity", shoal.home / "seed.key",
+        "seed",
+        "--json",
+        *flags,
+        "--listen",
+        f"/ip4/{SEED}/tcp/4001",
+        "--identity",
+        shoal.home / "seed.key",
         before=internet.enter("seed"),
-    )  # fmt: skip
+    )
     (address,) = [a for a in json.loads(seed.line())["addresses"] if SEED in a]
     outer, options = {"every": 5, "wait_s": 5.0}, {"layers": 1, "width": 64, "context": 32}
     return (
@@ -42,10 +52,18 @@ def seeded(internet, shoal, *flags):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("relay", [
-    pytest.param("auto", marks=pytest.mark.slow(reason="relay=auto waits for libp2p to find out that nobody can dial it")),
-    "only",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "relay",
+    [
+        pytest.param(
+            "auto",
+            marks=pytest.mark.slow(
+                reason="relay=auto waits for libp2p to find out that nobody can dial it"
+            ),
+        ),
+        "only",
+    ],
+)
 def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, eventually, relay):
     _, address, settings = seeded(internet, shoal, "--relay")
     assert subprocess.run(
@@ -175,8 +193,13 @@ def opening(internet, router, tmp_path, protocol):
     settings = tmp_path / "miniupnpd.conf"
     speaks = {f"enable_{each}": "yes" if each == protocol else "no" for each in ("upnp", "natpmp")}
     lines = {
-        "ext_ifname": "out", "listening_ip": "in", "port": 0, "secure_mode": "yes", **speaks, "lease_file": tmp_path / "leases",
-    }  # fmt: skip
+        "ext_ifname": "out",
+        "listening_ip": "in",
+        "port": 0,
+        "secure_mode": "yes",
+        **speaks,
+        "lease_file": tmp_path / "leases",
+    }
     rule = "allow 1024-65535 192.168.0.0/16 1024-65535\n"
     settings.write_text("".join(f"{name}={value}\n" for name, value in lines.items()) + rule)
     command = ["miniupnpd", "-d", "-f", str(settings), "-P", str(tmp_path / "pid")]
@@ -192,7 +215,8 @@ def opening(internet, router, tmp_path, protocol):
 
 
 @pytest.mark.slow(
-    reason="libp2p finds after a minute and a half that a port was opened, if a relay is there at the start"
+    reason="libp2p finds after a minute and a half that a port was opened, if a relay is there at "
+    "the start"
 )
 @pytest.mark.parametrize(("protocol", "relay"), [("upnp", "auto"), ("natpmp", "off")])
 def test_a_node_whose_router_opens_ports_is_dialled_by_one_that_nobody_can_dial(

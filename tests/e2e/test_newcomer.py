@@ -1,7 +1,8 @@
-"""A newcomer's first hour, with the wheel in a clean venv outside the checkout: from `shoal init` to a sample of pulled weights.
+"""A newcomer's first hour, with the wheel in a clean venv outside the checkout: from `shoal init`
+to a sample of pulled weights.
 
-Needs a package index, because pip installs PyTorch and all else anew. SHOAL_NEWCOMER_VENV names a venv to keep between runs: what
-is in it stays, and only Shoal itself is installed again.
+Needs a package index, because pip installs PyTorch and all else anew. SHOAL_NEWCOMER_VENV names a
+venv to keep between runs: what is in it stays, and only Shoal itself is installed again.
 """
 
 import json
@@ -40,7 +41,9 @@ class Steps:
 
 
 def install(home, step):
-    """Build the wheel and install it with its extra `watch`; return the folder of the venv's commands."""
+    """Build the wheel and install it with its extra `watch`; return the folder of the venv's
+    commands.
+    """
     kept = os.environ.get("SHOAL_NEWCOMER_VENV")
     folder = Path(kept) if kept else home / "venv"
     # Of the checkout, nothing may be seen; and no compiler is needed.
@@ -123,8 +126,11 @@ def play(shoal, eventually, step, commands):
         (address,) = json.loads(seed.line(0, step.left()))["addresses"]
     with step("shoal up --public", 120):
         table = shoal.toml(
-            swarm={"name": "common"}, outer={"every": 5, "wait_s": 3.0}, options=SIZE, train={"steps": 0},
-        )  # fmt: skip
+            swarm={"name": "common"},
+            outer={"every": 5, "wait_s": 3.0},
+            options=SIZE,
+            train={"steps": 0},
+        )
         anna = shoal.node("up", table, "anna", "--public", "--bootstrap", address)
         link = anna.line(0, step.left())
         assert link.startswith("shoal://")

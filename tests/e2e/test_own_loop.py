@@ -1,4 +1,6 @@
-"""A loop of one's own in a swarm of `shoal up`: the same protocol, so they average with each other."""
+"""A loop of one's own in a swarm of `shoal up`: the same protocol, so they average with each
+other.
+"""
 
 import pytest
 import torch

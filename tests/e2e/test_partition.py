@@ -1,4 +1,6 @@
-"""Four nodes in four namespaces, between two and two of which the network is cut and then healed: they end as one swarm again."""
+"""Four nodes in four namespaces, between two and two of which the network is cut and then healed:
+they end as one swarm again.
+"""
 
 import pytest
 
@@ -17,7 +19,10 @@ table ip shoal {
 
 
 class Halves(Internet):
-    """Four public machines, ``a`` to ``d``, until the network between two and two of them is cut. NatError if that fails."""
+    """Four public machines, ``a`` to ``d``, until the network between two and two of them is cut.
+
+    NatError if that fails.
+    """
 
     def __init__(self):
         super().__init__(["none"] * 4, peers=0)
@@ -45,9 +50,14 @@ def halves():
 
 @pytest.mark.slow(reason="the halves of a swarm train apart in network namespaces")
 @pytest.mark.parametrize(
-    "outer", [{"method": "diloco"}, {"method": "noloco", "lag": 0}, {"method": "noloco", "lag": "auto", "fragments": 2}],
+    "outer",
+    [
+        {"method": "diloco"},
+        {"method": "noloco", "lag": 0},
+        {"method": "noloco", "lag": "auto", "fragments": 2},
+    ],
     ids=["diloco", "blocking", "overlapped"],
-)  # fmt: skip
+)
 def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, outer):
     method = outer["method"]
     settings = shoal.toml(

@@ -1,6 +1,8 @@
-"""The platforms that docs/install.md names: wheels of all dependencies for each, and an emulated node for arm64 in a swarm.
+"""The platforms that docs/install.md names: wheels of all dependencies for each, and an emulated
+node for arm64 in a swarm.
 
-What was asked and fetched stays in the user's cache; where no registry is reached the tests are skipped.
+What was asked and fetched stays in the user's cache; where no registry is reached the tests are
+skipped.
 """
 
 import hashlib
@@ -31,7 +33,8 @@ PLATFORMS = {
     "linux-arm64": (ARM64, "linux", "Linux", "aarch64"),
     "macos-arm64": (["macosx_14_0_arm64"], "darwin", "Darwin", "arm64"),
 }
-# The wheel for arm64 of the release in constraints.txt is for CUDA, without whose libraries it is not imported. This one is not.
+# The wheel for arm64 of the release in constraints.txt is for CUDA, without whose libraries it is
+# not imported. This one is not.
 TORCH_OF_ARM64 = "torch==2.9.1"
 SIZE = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2}
 INSIDE = r"""
@@ -45,12 +48,17 @@ for folder in /proc /dev /sys "$3"; do mkdir -p "$1/root$folder"; mount --rbind 
 mount --rbind "$2" "$1/root/checkout"
 root=$1; shift 4
 exec env PATH=/usr/sbin:/usr/bin:/sbin:/bin PYTHONPATH=/checkout:/site chroot "$root/root" /usr/bin/python3 "$@"
+"""  # noqa: E501
+"""Runs Python in a root for arm64.
+
+Since Linux 6.7 the namespace of a user has its own table of formats: no other is changed.
 """
-"""Runs Python in a root for arm64. Since Linux 6.7 the namespace of a user has its own table of formats: no other is changed."""
 
 
 def needed(platform, python=PYTHON):
-    """What `shoal[watch]` needs there, as ``name==version`` of this environment, and which of it have compiled parts."""
+    """What `shoal[watch]` needs there, as ``name==version`` of this environment, and which of it
+    have compiled parts.
+    """
     _, system, named, machine = PLATFORMS[platform]
     there = {
         "sys_platform": system,
@@ -131,7 +139,7 @@ def test_all_dependencies_with_compiled_parts_have_wheels(platform):
     }
     said = (
         CACHE
-        / f"wheels-{platform}-{PYTHON}-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:16]}.json"
+        / f"wheels-{platform}-{PYTHON}-{hashlib.sha256(' '.join(names).encode()).hexdigest()[:16]}.json"  # noqa: E501
     )
     if not said.exists():
         if isinstance(wheels_of("linux-x86_64", ["hivemind==1.1.12"]), str):
@@ -147,7 +155,9 @@ def test_all_dependencies_with_compiled_parts_have_wheels(platform):
 
 
 def fetch_arm64(into):
-    """A root with Debian's Python for arm64, our dependencies, and the emulator: nothing of it is installed. Raises what failed."""
+    """A root with Debian's Python for arm64, our dependencies, and the emulator: nothing of it is
+    installed. Raises what failed.
+    """
     for folder in ("state/lists/partial", "cache/archives/partial", "root"):
         (into / folder).mkdir(parents=True, exist_ok=True)
     (into / "status").touch()
@@ -156,7 +166,8 @@ def fetch_arm64(into):
     ).stdout.strip()
     (into / "apt.conf").write_text(
         f'APT::Architecture "arm64"; APT::Architectures {{ "arm64"; "{here}"; }};\n'
-        f'Dir::State "{into}/state"; Dir::State::status "{into}/status"; Dir::Cache "{into}/cache";\n'
+        f'Dir::State "{into}/state"; Dir::State::status "{into}/status"; Dir::Cache '
+        f'"{into}/cache";\n'
     )
 
     def apt(*arguments):

@@ -1,4 +1,6 @@
-"""A public swarm is found by its name at a seed, joined, and listed no more when its last member has left."""
+"""A public swarm is found by its name at a seed, joined, and listed no more when its last member
+has left.
+"""
 
 import json
 
@@ -18,13 +20,15 @@ def test_a_public_swarm_is_found_and_joined_by_its_name(shoal, eventually):
     assert listed() == []
     unlisted = shoal.start("join", "common", "--bootstrap", address, "--yes")
     assert (
-        "No public swarm is called 'common': `shoal swarms` lists those that the bootstrap nodes know."
-        in unlisted.error()
+        "No public swarm is called 'common': `shoal swarms` lists those that the bootstrap nodes "
+        "know." in unlisted.error()
     )
     settings = shoal.toml(
-        swarm={"name": "common"}, outer={"every": 5}, options={"layers": 1, "width": 16, "heads": 1, "context": 16},
+        swarm={"name": "common"},
+        outer={"every": 5},
+        options={"layers": 1, "width": 16, "heads": 1, "context": 16},
         train={"steps": 0},
-    )  # fmt: skip
+    )
     shoal.node("up", settings, "anna", "--public", "--bootstrap", address)
     found = []
     eventually(lambda: found.extend(listed()) or found, 60, "the swarm being listed")

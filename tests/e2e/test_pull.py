@@ -1,4 +1,6 @@
-"""`shoal pull` from real nodes: what it writes loads into plain PyTorch, and holds what the nodes hold."""
+"""`shoal pull` from real nodes: what it writes loads into plain PyTorch, and holds what the nodes
+hold.
+"""
 
 import json
 
@@ -43,7 +45,8 @@ def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually)
     model = GPT(**SIZE)
     model.load_state_dict(state)
     assert torch.isfinite(model(torch.zeros(1, 8, dtype=torch.int64))).all()
-    # The slow weights before round r are those after round r - 1, of which the node kept a copy each.
+    # The slow weights before round r are those after round r - 1, of which the node kept a copy
+    # each.
     kept = [load_file(path) for path in sorted((shoal.home / "a" / "rounds").iterdir())]
     held = [parameter.detach() for parameter in model.parameters()]
     assert any(

@@ -1,4 +1,6 @@
-"""Peers of several processes average with peers of one, and hold the bits that one process would."""
+"""Peers of several processes average with peers of one, and hold the bits that one process
+would.
+"""
 
 import os
 import signal
@@ -37,8 +39,8 @@ def kept(shoal, name):
 def reference(shoal, outer, steps, peers, total=0, optimizer="muon"):
     """The slow weights of single-process peers of one group that cut each batch into halves.
 
-    ``steps``: those of each of ``peers``; ``total``: the setting. Muon is what the built-in task has
-    by default, and a task of one's own has not.
+    ``steps``: those of each of ``peers``; ``total``: the setting. Muon is what the built-in task
+    has by default, and a task of one's own has not.
     """
 
     def peer(exchange):
@@ -116,7 +118,9 @@ def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(
 
 
 def together(shoal, names, after):
-    """The rounds later than ``after`` in which all of ``names`` were, and ended with the same bits."""
+    """The rounds later than ``after`` in which all of ``names`` were, and ended with the same
+    bits.
+    """
     held = [
         {e["round"]: e["weights"] for e in shoal.rounds(name) if e["members"] == len(names)}
         for name in names
@@ -141,9 +145,12 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     every, names = 12, ("single", "sharded", "copied")
     outer = {"method": "diloco", "every": every, "wait_s": 30.0}
     table = shoal.toml(
-        options=OPTIONS, outer=outer, train={"steps": 0, "seed": SEED}, swarm={"start_when": 3, "shards": 3},
+        options=OPTIONS,
+        outer=outer,
+        train={"steps": 0, "seed": SEED},
+        swarm={"start_when": 3, "shards": 3},
         task={"hooks": TASK},
-    )  # fmt: skip
+    )
     (shoal.home / "marks").mkdir()
     shoal.env["SHOAL_TEST_MARKS"] = str(shoal.home / "marks")
     often = ("--set", "node.checkpoint_every_rounds=1")
@@ -182,7 +189,8 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     assert [node.wait() for node in (copied, sharded, single)] == [130, 130, 130]
     assert "rank 1 was ended by SIGKILL" in copied.said()
 
-    # Up to the return of the lost peer, what the other two hold is known: that of as many single processes, without it at last.
+    # Up to the return of the lost peer, what the other two hold is known: that of as many single
+    # processes, without it at last.
     members = [event["members"] for event in shoal.rounds("single")]
     alone = members.index(2) if 2 in members else len(members)
     until = next((n for n in range(alone, len(members)) if members[n] != 2), len(members))

@@ -1,4 +1,6 @@
-"""Real nodes that return: from their checkpoint or the swarm's weights, whichever is newer, and into swarms of another method."""
+"""Real nodes that return: from their checkpoint or the swarm's weights, whichever is newer, and
+into swarms of another method.
+"""
 
 import json
 import re
@@ -78,16 +80,18 @@ def killed(node):
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
 @pytest.mark.parametrize(
-    "outer", [["noloco", "--set", "outer.lag=0"], ["noloco", "--set", "outer.lag=auto"], ["diloco"]],
+    "outer",
+    [["noloco", "--set", "outer.lag=0"], ["noloco", "--set", "outer.lag=auto"], ["diloco"]],
     ids=["blocking", "overlapped", "diloco"],
-)  # fmt: skip
+)
 def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, outer):
     first = up(shoal, "first", "--method", *outer)
     link = first.line()
     second = join(shoal, link, "second")
     eventually(lambda: saved(shoal, "second"), 60, "a checkpoint")
     killed(second)
-    # Who was late counts its rounds from behind, so what the swarm has by now is the first's to say.
+    # Who was late counts its rounds from behind, so what the swarm has by now is the first's to
+    # say.
     left, steps = shoal.rounds("first")[-1]["round"], saved(shoal, "second")[-1]
     eventually(lambda: shoal.rounds("first")[-1]["round"] > left + 3, 60, "rounds without it")
     done = len(shoal.rounds("second"))
@@ -100,7 +104,8 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
     assert "took over the swarm's weights at round" in again.said()
     new = shoal.rounds("second")[done:]
     assert new[0]["round"] > left
-    # Its own steps, learning rates and data go on from the checkpoint; with a lag a round is over up to a round after it was sent.
+    # Its own steps, learning rates and data go on from the checkpoint; with a lag a round is over
+    # up to a round after it was sent.
     assert new[0]["step"] - steps <= (2 * EVERY if "outer.lag=auto" in outer else EVERY)
     assert starts(shoal, "second")[0]["shard"] == starts(shoal, "second")[1]["shard"]
     shoal.interrupt(first, again)
@@ -225,13 +230,16 @@ def test_a_task_whose_optimizer_keeps_what_no_file_holds_ends_at_its_first_step(
     assert node.wait() == 2
     last = node.said().splitlines()[-1]
     assert last.startswith(
-        "Error: Cannot save a checkpoint: the optimizer keeps a slice (slice(None, 3, None)) at ['trainer']['opt"
+        "Error: Cannot save a checkpoint: the optimizer keeps a slice (slice(None, 3, None)) at "
+        "['trainer']['opt"
     )
     assert not list((shoal.home / "first").glob("step-*"))
 
 
 def test_where_nothing_can_be_saved_training_goes_on_and_the_end_says_so(shoal, eventually):
-    """A file in the place of the node's folder stands for a full disk: nothing can be made there, for root neither."""
+    """A file in the place of the node's folder stands for a full disk: nothing can be made there,
+    for root neither.
+    """
     node = up(shoal, "first", "--steps", 0, "--json")
     eventually(lambda: shoal.rounds("first"), 60, "a round")
     (shoal.home / "first").rename(shoal.home / "moved")

@@ -19,9 +19,24 @@ def rounds(shoal, name):
 @pytest.mark.slow(reason="two real nodes learn for several rounds")
 def test_two_nodes_learn_from_each_others_rollouts(shoal):
     demo = shoal.start(
-        "demo", "--task", "rl", "--peers", "2", "--rounds", "40", "--option", "families=last", *QUICK, "--set", "rl.local=2",
-        "--set", "rl.external=2", "--keep", "kept", "--json",
-    )  # fmt: skip
+        "demo",
+        "--task",
+        "rl",
+        "--peers",
+        "2",
+        "--rounds",
+        "40",
+        "--option",
+        "families=last",
+        *QUICK,
+        "--set",
+        "rl.local=2",
+        "--set",
+        "rl.external=2",
+        "--keep",
+        "kept",
+        "--json",
+    )
     report = demo.json(150)
     assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (
         2,
@@ -60,11 +75,14 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     up = shoal.node(
         "up",
         shoal.toml(
-            task={"hooks": "rl"}, rl={"env": f"{EXAMPLE}:Add", "policy": "tiny:copy:60", "held_out": 50}, train={"steps": 8},
-            swarm={"start_when": 2}, outer={"method": "noloco", "every": 2},
+            task={"hooks": "rl"},
+            rl={"env": f"{EXAMPLE}:Add", "policy": "tiny:copy:60", "held_out": 50},
+            train={"steps": 8},
+            swarm={"start_when": 2},
+            outer={"method": "noloco", "every": 2},
         ),
         "anna",
-    )  # fmt: skip
+    )
     link = up.line(0, 120)
     unable = shoal.node("join", link, "carl")
     assert "name your copy with --env" in unable.error()
@@ -93,9 +111,15 @@ def random_model(folder):
         folder
     )
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, eos_token_id=0,
-        bos_token_id=None, max_position_embeddings=128,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=0,
+        bos_token_id=None,
+        max_position_embeddings=128,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -110,11 +134,25 @@ def test_a_node_with_another_model_learns_from_text(shoal):
         options={"families": "last"},
     )
     up = shoal.node("up", settings, "anna")
-    # Many steps, because for the first seconds all of anna's answers are wrong, and there is nothing to learn from.
+    # Many steps, because for the first seconds all of anna's answers are wrong, and there is
+    # nothing to learn from.
     joined = shoal.node(
-        "join", up.line(0, 120), "bert", "--policy", f"hf:{model}", "--set", "rl.local=1", "--set", "rl.held_out=5", "--set",
-        "rl.max_tokens=6", "--steps", "120", "--device", "cpu",
-    )  # fmt: skip
+        "join",
+        up.line(0, 120),
+        "bert",
+        "--policy",
+        f"hf:{model}",
+        "--set",
+        "rl.local=1",
+        "--set",
+        "rl.held_out=5",
+        "--set",
+        "rl.max_tokens=6",
+        "--steps",
+        "120",
+        "--device",
+        "cpu",
+    )
     assert joined.wait(150) == 0, joined.said()
     shoal.interrupt(up)
     theirs, mine = shoal.result("anna"), shoal.result("bert")

@@ -1,4 +1,6 @@
-"""Two real nodes sign for each other's work: the tally of each holds what the other took, and a watcher adds it up."""
+"""Two real nodes sign for each other's work: the tally of each holds what the other took, and a
+watcher adds it up.
+"""
 
 import json
 import signal

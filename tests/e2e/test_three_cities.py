@@ -1,7 +1,8 @@
-"""A team at home in three cities trains, and goes on when a line, an address, a machine or the bootstrap node is gone for a while.
+"""A team at home in three cities trains, and goes on when a line, an address, a machine or the
+bootstrap node is gone for a while.
 
-The world, what happens in it and what is promised are in bench/cities.py, which also keeps the figures; what is late is no fault
-here, on a machine that may do other things.
+The world, what happens in it and what is promised are in bench/cities.py, which also keeps the
+figures; what is late is no fault here, on a machine that may do other things.
 """
 
 import json

@@ -79,5 +79,6 @@ def test_a_round_that_is_none_is_said_before_anything_starts(shoal):
     error = shoal.start("up", "--round", "seconds:0").error()
     assert (
         error
-        == "The setting outer.round='seconds:0' cannot be used: a round must take between 0.1 and 86400 seconds."
+        == "The setting outer.round='seconds:0' cannot be used: a round must take between 0.1 and "
+        "86400 seconds."
     )

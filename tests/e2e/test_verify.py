@@ -30,10 +30,12 @@ def banned(shoal, name):
 @pytest.mark.timeout(900)
 def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventually):
     settings = shoal.toml(
-        task={"hooks": "rl"}, rl={"policy": "tiny:copy:60", "held_out": 50, "group": 8, "max_tokens": 12}, swarm={"start_when": 7},
+        task={"hooks": "rl"},
+        rl={"policy": "tiny:copy:60", "held_out": 50, "group": 8, "max_tokens": 12},
+        swarm={"start_when": 7},
         verify={"audit_rate": 1.0, "round_s": ROUND_S},
         options={"families": "last"},
-    )  # fmt: skip
+    )
     own = (
         "--set",
         "rl.local=1",

@@ -1,4 +1,6 @@
-"""`shoal watch` on a real swarm: it sees every node, survives garbage, a node that dies and the one it came in through."""
+"""`shoal watch` on a real swarm: it sees every node, survives garbage, a node that dies and the one
+it came in through.
+"""
 
 import json
 import signal

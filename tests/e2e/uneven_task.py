@@ -1,4 +1,6 @@
-"""A task whose inner steps take as long as the options say: shard 0 is quick, every other one slow."""
+"""A task whose inner steps take as long as the options say: shard 0 is quick, every other one
+slow.
+"""
 
 import threading
 
@@ -10,7 +12,9 @@ NOBODY = threading.Event()
 
 
 class Uneven(Task):
-    """Least squares in 64 dimensions; a step takes ``quick_s`` or ``slow_s`` seconds, in which the processor is free."""
+    """Least squares in 64 dimensions; a step takes ``quick_s`` or ``slow_s`` seconds, in which the
+    processor is free.
+    """
 
     def __init__(self, quick_s=0.02, slow_s=0.2, data=""):
         self.quick_s, self.slow_s = (

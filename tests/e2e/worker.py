@@ -1,8 +1,10 @@
-"""One peer of an exchange in a process of its own, which can end or stop itself at a named point of the protocol.
+"""One peer of an exchange in a process of its own, which can end or stop itself at a named point of
+the protocol.
 
-Run as a program it is a nursery: it has everything imported and forks a worker for each line on stdin (a path of a Unix
-socket to which the worker connects and takes its orders, one JSON object a line). The points are reached by wrapping methods
-of the product here, in the worker; the product knows nothing of it.
+Run as a program it is a nursery: it has everything imported and forks a worker for each line on
+stdin (a path of a Unix socket to which the worker connects and takes its orders, one JSON object a
+line). The points are reached by wrapping methods of the product here, in the worker; the product
+knows nothing of it.
 """
 
 import hashlib
@@ -63,7 +65,10 @@ def train(
     lag=0,
     codec="float32",
 ):
-    """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step. Returns the slow weights."""
+    """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step.
+
+    Returns the slow weights.
+    """
     weight = torch.nn.Parameter(torch.zeros(floats))
     opt = NoLoCo(
         torch.optim.SGD([weight], lr=0.1),
@@ -122,7 +127,8 @@ class Worker:
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
     def do_meet(self, other, screen=None, attack=None, overlap=False, **timeouts):
-        # What an exchange may hold of training follows from the time of a round, and rounds of real nodes take minutes.
+        # What an exchange may hold of training follows from the time of a round, and rounds of real
+        # nodes take minutes.
         TrainingTime.period = lambda *_: 4 * timeouts["wait"]
         self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
@@ -201,7 +207,9 @@ class Worker:
         self.say("measured", right=right, grown=peak - before)
 
     def do_serve(self, floats):
-        """Hand out a state to whoever asks, as a node that trains: between two steps of a thread of its own."""
+        """Hand out a state to whoever asks, as a node that trains: between two steps of a thread of
+        its own.
+        """
         state = State(round=3, slow=[values(7, floats)])
         server = StateServer(self.host, SWARM, MODEL, [(floats,)])
 

@@ -103,7 +103,9 @@ def whole_of(opt):
 
 
 def saved_and_loaded(folder, layout, method, dtype="float32", full=False):
-    """Save, load into a new optimizer of another seed, train both on; return whether they are equal at both times."""
+    """Save, load into a new optimizer of another seed, train both on; return whether they are equal
+    at both times.
+    """
     warnings.simplefilter("ignore")
     kind, options = getattr(torch, dtype), StateDictOptions(full_state_dict=full)
     model, opt = make(layout, method, 0, kind)
@@ -157,7 +159,9 @@ def load(folder, layout, method="diloco"):
 
 
 def peers(folder):
-    """Two peers of two shards each, with slow weights of their own: each saves and loads in its folder, over its shards' group."""
+    """Two peers of two shards each, with slow weights of their own: each saves and loads in its
+    folder, over its shards' group.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("peer", "shard"))
     group, peer = mesh.get_group("shard"), mesh.get_local_rank("peer")
 

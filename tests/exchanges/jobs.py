@@ -1,4 +1,6 @@
-"""Programs of the ranks in the tests of ``Distributed``; each runs in all ranks of a job and returns something for JSON."""
+"""Programs of the ranks in the tests of ``Distributed``; each runs in all ranks of a job and
+returns something for JSON.
+"""
 
 import logging
 import os
@@ -52,7 +54,10 @@ def training(method, size, codec="float32"):
 
 
 def read_by_own_weights(shards=1, fails_in=None):
-    """Exchange 3 rounds in pairs; the first block of peer 0 is far from all others. Members and gains, and who learnt from it."""
+    """Exchange 3 rounds in pairs; the first block of peer 0 is far from all others.
+
+    Members and gains, and who learnt from it.
+    """
     rank = dist.get_rank()
     exchange, codec, found = Distributed(size=2, seed=3, shards=shards), codec_named("mod4"), []
     means, base = (
@@ -91,7 +96,9 @@ def read_by_own_weights(shards=1, fails_in=None):
 
 
 def stalling(method, rounds=8):
-    """Train; the last rank comes to round 2 when the others are through it, and they go on when it has come."""
+    """Train; the last rank comes to round 2 when the others are through it, and they go on when it
+    has come.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     exchange, members = Distributed(wait=1.0), []
     marks = dist.PrefixStore(
@@ -139,7 +146,9 @@ def linear():
 
 
 def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.0, spoil=None):
-    """Exchange ``values[rank]`` once; return the mean or None and the warnings, or the ValueError."""
+    """Exchange ``values[rank]`` once; return the mean or None and the warnings, or the
+    ValueError.
+    """
     rank, logged = dist.get_rank(), Warnings()
     exchange = Distributed(wait=wait, exchange_timeout=exchange_timeout)
     if spoil is not None:
@@ -209,9 +218,12 @@ def loses_its_store(rank, exchange):
 
 
 SPOILERS = {
-    "dies in transfer": dies_in_transfer, "dies before its vote": dies_before_its_vote, "stalls in transfer": stalls_in_transfer,
-    "leaves before": leaves_before, "store": loses_its_store,
-}  # fmt: skip
+    "dies in transfer": dies_in_transfer,
+    "dies before its vote": dies_before_its_vote,
+    "stalls in transfer": stalls_in_transfer,
+    "leaves before": leaves_before,
+    "store": loses_its_store,
+}
 
 
 def weightless(rounds=3):
@@ -220,9 +232,12 @@ def weightless(rounds=3):
     weight = torch.nn.Parameter(torch.tensor([float(rank)]))
     exchange = Distributed()
     opt = DiLoCo(
-        torch.optim.SGD([weight], lr=0.1), exchange, every=1, weight=lambda tokens, steps: float(next(round) != rank),
+        torch.optim.SGD([weight], lr=0.1),
+        exchange,
+        every=1,
+        weight=lambda tokens, steps: float(next(round) != rank),
         on_round=lambda info: members.append(list(info.members)),
-    )  # fmt: skip
+    )
     began = time.monotonic()
     for _ in range(rounds):
         weight.grad = torch.ones(1)
@@ -232,7 +247,9 @@ def weightless(rounds=3):
 
 
 def same_key_again():
-    """Use a key again, as after a resume, soon and long after the last use of the store's entries."""
+    """Use a key again, as after a resume, soon and long after the last use of the store's
+    entries.
+    """
     exchange, rank, found = Distributed(), dist.get_rank(), []
     for round in [0, 1, 0, 1, *range(2, 200), 0]:
         value = torch.tensor([float(rank + len(found))])

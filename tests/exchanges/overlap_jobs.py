@@ -1,4 +1,6 @@
-"""Programs of the ranks in the tests of ``Distributed`` with lags that each peer finds by itself (see ``jobs``)."""
+"""Programs of the ranks in the tests of ``Distributed`` with lags that each peer finds by itself
+(see ``jobs``).
+"""
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,9 @@ STEPS, EVERY, FRAGMENTS = 30, 8, 4
 
 
 class Driven(Exchange):
-    """Exchange whose outcome is seen after a number of polls that depends on peer and round, and is there by then."""
+    """Exchange whose outcome is seen after a number of polls that depends on peer and round, and is
+    there by then.
+    """
 
     def __init__(self, real):
         self.real, self.peer, self.compares, self.absent = (
@@ -57,9 +61,14 @@ class Training:
         inner = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.infos = []
         self.opt = getattr(optim, method)(
-            inner, exchange, every=EVERY, fragments=[[p] for p in self.model.parameters()], lag=lag, on_round=self.infos.append,
+            inner,
+            exchange,
+            every=EVERY,
+            fragments=[[p] for p in self.model.parameters()],
+            lag=lag,
+            on_round=self.infos.append,
             **options,
-        )  # fmt: skip
+        )
 
     def step(self, number):
         self.opt.zero_grad()
@@ -118,7 +127,9 @@ def ahead(method, size):
 
 
 def resumed(method, size, at):
-    """Save all ranks at a step at which not all have the same exchanges in flight, and go on from that."""
+    """Save all ranks at a step at which not all have the same exchanges in flight, and go on from
+    that.
+    """
     rank, exchange = dist.get_rank(), Distributed(size=size, seed=5)
     first = Training(rank, Driven(exchange), method).train(0, at)
     state, weights = first.opt.state_dict(), first.model.state_dict()

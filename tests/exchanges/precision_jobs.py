@@ -1,4 +1,6 @@
-"""Inner steps of the ranks of a peer in mixed precision, run in the processes of a job (``rank.py``)."""
+"""Inner steps of the ranks of a peer in mixed precision, run in the processes of a job
+(``rank.py``).
+"""
 
 import math
 from contextlib import contextmanager
@@ -21,7 +23,10 @@ class Rows(Task):
 
 
 def steps(kind, precision):
-    """Return which steps were taken and the weights after them. In step BAD the batch of rank 0 is not finite."""
+    """Return which steps were taken and the weights after them.
+
+    In step BAD the batch of rank 0 is not finite.
+    """
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
     wrapped = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)

@@ -1,8 +1,9 @@
 """Ranks of a torch.distributed job, each a process that a test can kill.
 
-As a program it is a nursery: it imports everything once, and forks a rank for each line on stdin, which connects to a socket and
-takes orders there, one JSON object a line: {"steps": [...], "options": {...}} for a ``script``, or
-{"file": PATH, "function": NAME, "arguments": {...}} for anything else. The store lives in the test's process.
+As a program it is a nursery: it imports everything once, and forks a rank for each line on stdin,
+which connects to a socket and takes orders there, one JSON object a line: {"steps": [...],
+"options": {...}} for a ``script``, or {"file": PATH, "function": NAME, "arguments": {...}} for
+anything else. The store lives in the test's process.
 """
 
 import json
@@ -17,7 +18,9 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first optimizer of a process does, for seconds: here once for all ranks
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict  # this and those below: what the jobs import, here once for all ranks
+
+# this and those below: what the jobs import, here once for all ranks
+import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 

@@ -1,7 +1,8 @@
-"""A peer's script in a test of the exchanges: a list of steps, played by every kind of exchange, in any process.
+"""A peer's script in a test of the exchanges: a list of steps, played by every kind of exchange, in
+any process.
 
-["start", NAME, {"round": 0, "fragment": 0, "values": [...], "weight": 1, "codec": "float32", "spoil": false}]
-["done", NAME]                     notes whether that exchange is over
+["start", NAME, {"round": 0, "fragment": 0, "values": [...], "weight": 1, "codec": "float32",
+"spoil": false}] ["done", NAME]                     notes whether that exchange is over
 ["result", NAME, DEADLINE]         notes its outcome: null, or {"values", "weight", "members"}
 ["mark", WHAT], ["after", WHAT]    "after" waits until a peer has reached the "mark"
 ["die"]                            at once, as by kill -9

@@ -32,7 +32,9 @@ def batches(peer):
 
 
 def train(peer, model, exchange, method, part=slice(None), evaluate=None):
-    """Train on the rows ``part`` of the peer's batches; return the optimizer and the members of each round."""
+    """Train on the rows ``part`` of the peer's batches; return the optimizer and the members of
+    each round.
+    """
     warnings.filterwarnings(
         "error", message=".*changed outside"
     )  # what FSDP2 does between steps changes no weight
@@ -66,7 +68,10 @@ def reference(exchange, method="DiLoCo"):
 
 
 def sharded(kind, method="DiLoCo", fails_in=None, evaluates=False):
-    """Train 2 peers of 2 processes each. ``fails_in``: the round whose exchange fails in one of the four."""
+    """Train 2 peers of 2 processes each.
+
+    ``fails_in``: the round whose exchange fails in one of the four.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("peer", "shard"))
     model = trained = make_model()
     if kind == "fsdp":

@@ -1,4 +1,6 @@
-"""Checkpoints of sharded peers by torch.distributed.checkpoint: exact in every layout, and from one layout into another."""
+"""Checkpoints of sharded peers by torch.distributed.checkpoint: exact in every layout, and from one
+layout into another.
+"""
 
 from pathlib import Path
 
@@ -12,7 +14,8 @@ LAYOUTS, METHODS = ["fsdp", "hsdp", "tp"], ["diloco", "noloco", "co2", "sparselo
 
 
 EACH = [
-    # Not co2 with tensor parallelism: its penalty is of the local parts, so what is replicated differs from rank to rank.
+    # Not co2 with tensor parallelism: its penalty is of the local parts, so what is replicated
+    # differs from rank to rank.
     *(
         (layout, method, {})
         for layout in LAYOUTS
@@ -22,7 +25,8 @@ EACH = [
     *(
         (layout, "diloco", {"dtype": "bfloat16"}) for layout in LAYOUTS
     ),  # with the rounding errors of a coarse model
-    # Gathered whole. Torch does not cut a whole tensor into uneven parts for FSDP over tensor parallelism.
+    # Gathered whole. Torch does not cut a whole tensor into uneven parts for FSDP over tensor
+    # parallelism.
     *((layout, "co2", {"full": True}) for layout in ("fsdp", "hsdp")),
 ]
 

@@ -1,4 +1,6 @@
-"""``Distributed`` beyond the guarantees of every exchange: training, failures, and their warnings."""
+"""``Distributed`` beyond the guarantees of every exchange: training, failures, and their
+warnings.
+"""
 
 import re
 from pathlib import Path
@@ -61,10 +63,17 @@ def test_training_with_everybody_equals_the_simulation(ranks):
             assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"codecs": ["float32", "float16", "float16"]}, r"bytes of float\d\d and .* bytes of float\d\d; all must be set up alike"),
-    ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"codecs": ["float32", "float16", "float16"]},
+            r"bytes of float\d\d and .* bytes of "
+            r"float\d\d; all must be set up alike",
+        ),
+        ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
+    ],
+)
 def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, reason):
     found = ranks(3).call(JOBS, "one_round", **{"values": [[1.0]] * 3, **options})
     for rank in found:
@@ -95,7 +104,9 @@ def test_a_contribution_that_is_no_number_leaves_out_its_rank_alone_with_one_sen
 def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_the_others(
     ranks, method
 ):
-    """One rank stalls in round 2 until the others have given it up; its progress alone must not last."""
+    """One rank stalls in round 2 until the others have given it up; its progress alone must not
+    last.
+    """
     found = ranks(4).call(JOBS, "stalling", method=method)
     stalled = found[3]["members"]
     assert stalled[2] == []
@@ -168,7 +179,8 @@ def test_without_the_store_no_round_has_a_partner_and_one_warning_is_logged(rank
         assert (rank["mean"], rank["next"]) == (None, None)
         (sentence,) = rank["logged"]
         assert sentence.startswith(
-            "the store of torch.distributed is gone (connection reset): later rounds have no partner."
+            "the store of torch.distributed is gone (connection reset): later rounds have no "
+            "partner."
         )
 
 

@@ -1,4 +1,6 @@
-"""The guarantees of the ``Exchange`` protocol, for every implementation (``worlds``): the same scripts, played in each world."""
+"""The guarantees of the ``Exchange`` protocol, for every implementation (``worlds``): the same
+scripts, played in each world.
+"""
 
 import pytest
 import torch
@@ -64,7 +66,10 @@ def test_the_codec_rounds_what_all_sides_have_of_a_peer(world):
 
 
 def test_a_codec_that_averages_by_sender_does_so_everywhere(world):
-    """Each peer sends index 0 and one of its own: 2 of 128 values. The largest is shortened to the median, the lower of two."""
+    """Each peer sends index 0 and one of its own: 2 of 128 values.
+
+    The largest is shortened to the median, the lower of two.
+    """
     largest = [8.0, 16.0, 4.0]
 
     def script(peer):
@@ -163,7 +168,10 @@ def test_a_late_peer_is_waited_for(world):
 
 @pytest.mark.thinned(3)
 def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
-    """The last peer leaves out round 0. In rounds 1 and 2 it may be too late for peers that do not know of its return."""
+    """The last peer leaves out round 0.
+
+    In rounds 1 and 2 it may be too late for peers that do not know of its return.
+    """
     last = world.size - 1
 
     def play(r):
@@ -191,7 +199,9 @@ def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_
 
 @pytest.mark.thinned(3)
 def test_after_a_deadline_the_exchange_is_over_for_all(world):
-    """No peer gets a mean that another member misses: a peer that comes after the deadline finds no partner."""
+    """No peer gets a mean that another member misses: a peer that comes after the deadline finds no
+    partner.
+    """
 
     def script(peer):
         if peer == 0:
@@ -211,7 +221,10 @@ def test_after_a_deadline_the_exchange_is_over_for_all(world):
 
 @pytest.mark.thinned(3)
 def test_a_killed_peer_leaves_whole_means_or_none_and_the_others_go_on(world):
-    """The last of three dies in round 1, with its contribution in flight. The others begin each later round together."""
+    """The last of three dies in round 1, with its contribution in flight.
+
+    The others begin each later round together.
+    """
     rounds = 8
 
     def script(peer):

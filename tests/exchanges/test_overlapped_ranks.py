@@ -1,4 +1,6 @@
-"""``Distributed`` with lags that each peer finds by itself: the order of rounds, their outcome, and a job that starts again."""
+"""``Distributed`` with lags that each peer finds by itself: the order of rounds, their outcome, and
+a job that starts again.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The ranks of a peer in float16: a gradient that is not finite on one of them lets all leave out the step."""
+"""The ranks of a peer in float16: a gradient that is not finite on one of them lets all leave out
+the step.
+"""
 
 import math
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Peers of several processes each: FSDP2 and DDP inside a peer equal the same training in one process a peer."""
+"""Peers of several processes each: FSDP2 and DDP inside a peer equal the same training in one
+process a peer.
+"""
 
 from pathlib import Path
 

@@ -1,8 +1,9 @@
 """The exchanges under test, each as a world in which peers play scripts.
 
-Another exchange needs a class here and a line in WORLDS. A world has ``size``, the peers that average with each other;
-``overlaps``, whether a peer may be in two exchanges at once; and ``play(scripts, wait)``: each peer's notes, None for a dead
-one. In ``members`` peers are named by their index.
+Another exchange needs a class here and a line in WORLDS. A world has ``size``, the peers that
+average with each other; ``overlaps``, whether a peer may be in two exchanges at once; and
+``play(scripts, wait)``: each peer's notes, None for a dead one. In ``members`` peers are named by
+their index.
 """
 
 import contextlib
@@ -35,7 +36,9 @@ from shoal.swarm.p2p.host import Host
 from tests.records import member_of
 
 RANK = Path(__file__).parent / "rank.py"
-LIMIT_S = 240.0  # a net for what hangs, below the 300 s of a whole test: how long ranks take says how busy the machine is
+# a net for what hangs, below the 300 s of a whole test: how long ranks take says how busy the
+# machine is
+LIMIT_S = 240.0
 
 
 class Dead(BaseException):
@@ -227,7 +230,8 @@ class OnSwarm:
             except Dead:
                 self._hosts.remove(hosts[number])
 
-        # What others are waited for follows from the time of a round, and rounds of real nodes take minutes.
+        # What others are waited for follows from the time of a round, and rounds of real nodes take
+        # minutes.
         with (
             mock.patch.object(TrainingTime, "period", return_value=4 * wait),
             ThreadPoolExecutor(len(scripts)) as pool,
@@ -238,7 +242,9 @@ class OnSwarm:
             ]
 
     def suits(self, seed, ids):
-        """Return True if, of three, the last has a partner in round 1, and the others are partners from round 4 on."""
+        """Return True if, of three, the last has a partner in round 1, and the others are partners
+        from round 4 on.
+        """
         partners = {1: (1, 2), **dict.fromkeys(range(4, 8), (0, 1))} if len(ids) == 3 else {}
         return all(partner_of(seed, r, ids[a], ids) == ids[b] for r, (a, b) in partners.items())
 
@@ -256,11 +262,15 @@ class OnSwarmGroup(OnSwarm):
     size, overlaps = 3, True
 
     def suits(self, seed, ids):
-        """Return True if the peer that informs a latecomer of round 1 also waits for it in round 2."""
+        """Return True if the peer that informs a latecomer of round 1 also waits for it in round
+        2.
+        """
         return order(seed, 1, ids)[0] == order(seed, 2, ids)[0] == ids[0]
 
     def exchange(self, context, timeouts):
-        """Drop a contribution that is too late, as the other exchanges do, instead of sending it in the next round."""
+        """Drop a contribution that is too late, as the other exchanges do, instead of sending it in
+        the next round.
+        """
         return GroupExchange(context, timeouts, follow=False)
 
 

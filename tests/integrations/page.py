@@ -1,4 +1,5 @@
-"""Writes "Your script in Shoal" in docs/python-api.md: the diffs between the scripts beside this file, and `TEXTS`.
+"""Writes "Your script in Shoal" in docs/python-api.md: the diffs between the scripts beside this
+file, and `TEXTS`.
 
 python tests/integrations/page.py
 """
@@ -13,39 +14,41 @@ TEXTS = {
     "nanogpt": (
         "A loop like nanoGPT's",
         """Two lines and a `with`, into which the loop moves. Peers average in the model's order, whatever the groups. The state in
-the checkpoint holds the outer state too; load it into the session's optimizer, and not into the bare one.""",
+the checkpoint holds the outer state too; load it into the session's optimizer, and not into the bare one.""",  # noqa: E501
     ),
     "trainer": (
         "The Trainer of transformers",
         """A callback. The session is finished before the last checkpoint is saved and before the best model is loaded, so
 `load_best_model_at_end` ends with exactly that checkpoint. `SwarmCallback(session, evaluate="slow")` evaluates the averaged
-weights.""",
+weights.""",  # noqa: E501
     ),
     "grpo": (
         "GRPOTrainer of trl",
         """The same callback. Each peer writes and judges its own completions and averages the policy. To share rollouts as well,
-see [Reinforcement learning](rl.md).""",
+see [Reinforcement learning](rl.md).""",  # noqa: E501
     ),
     "lightning_fit": (
         "Lightning",
         """A callback. Only steps of the optimizer count, not accumulated batches. Where `EarlyStopping` looks at a training epoch,
-its checkpoint is saved before the last mean.""",
+its checkpoint is saved before the last mean.""",  # noqa: E501
     ),
     "accelerate_loop": (
         "accelerate",
         """The session's optimizer is prepared in place of the inner one. Micro-batches of `accumulate` are no steps.
-`accelerator.save_state` and `load_state` keep and restore the outer state too.""",
+`accelerator.save_state` and `load_state` keep and restore the outer state too.""",  # noqa: E501
     ),
     "torchft_diloco": (
         "A DiLoCo loop of torchft",
         """Fragments are the same modules, named at `create`; a joining peer has them from the swarm. No launcher, no store and no
-lighthouse: the link is enough. The plain script is not run here, since it needs a lighthouse of torchft's.""",
+lighthouse: the link is enough. The plain script is not run here, since it needs a lighthouse of torchft's.""",  # noqa: E501
     ),
 }
 
 
 def diff(plain: str, swarm: str) -> str:
-    """Return the changed lines between two files, whatever their indentation, with a line of context."""
+    """Return the changed lines between two files, whatever their indentation, with a line of
+    context.
+    """
     old, new = plain.splitlines(), swarm.splitlines()
     matcher = difflib.SequenceMatcher(
         None, [line.strip() for line in old], [line.strip() for line in new], autojunk=False

@@ -1,4 +1,5 @@
-"""One peer of a test: runs a script whose `shoal.create` prints its link, or joins by the one given, on the loopback interface.
+"""One peer of a test: runs a script whose `shoal.create` prints its link, or joins by the one
+given, on the loopback interface.
 
 python peer.py SCRIPT LINK|- [SETTINGS]
 """

@@ -1,7 +1,9 @@
-"""A training loop that is killed and started again: `python returning_loop.py LINK|- CHECKPOINT STEPS`, on the loopback interface.
+"""A training loop that is killed and started again:
+`python returning_loop.py LINK|- CHECKPOINT STEPS`, on the loopback interface.
 
-It creates a swarm with noloco's defaults, or joins, goes on from its checkpoint as docs/python-api.md shows, saves one in every 10
-steps, and prints each exchange that ended: `round NUMBER of FRAGMENTS met PEERS`.
+It creates a swarm with noloco's defaults, or joins, goes on from its checkpoint as
+docs/python-api.md shows, saves one in every 10 steps, and prints each exchange that ended:
+`round NUMBER of FRAGMENTS met PEERS`.
 """
 
 import os

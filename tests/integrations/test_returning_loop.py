@@ -1,4 +1,6 @@
-"""Two own loops, of which one is killed and started again: it meets the other at once, and the other stays where it is."""
+"""Two own loops, of which one is killed and started again: it meets the other at once, and the
+other stays where it is.
+"""
 
 import os
 import re

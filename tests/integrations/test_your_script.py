@@ -1,4 +1,6 @@
-"""The programs of "Your script in Shoal" (docs/python-api.md): two peers each, which meet and learn as the plain script does."""
+"""The programs of "Your script in Shoal" (docs/python-api.md): two peers each, which meet and learn
+as the plain script does.
+"""
 
 import json
 import os
@@ -14,14 +16,19 @@ from tests.integrations.page import PAGE, SCRIPTS, TEXTS, page
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NEEDS = {
-    "trainer": ["transformers"], "grpo": ["trl", "datasets"], "lightning_fit": ["lightning"], "accelerate_loop": ["accelerate"],
-}  # fmt: skip
+    "trainer": ["transformers"],
+    "grpo": ["trl", "datasets"],
+    "lightning_fit": ["lightning"],
+    "accelerate_loop": ["accelerate"],
+}
 IMPORTS = pytest.mark.slow(reason="three processes import the library")
 PLAIN = [  # and how much higher the peers' loss may be, of the plain script's
-    pytest.param("nanogpt", 0.15), pytest.param("lightning_fit", 0.3, marks=IMPORTS), pytest.param("accelerate_loop", 0.3),
+    pytest.param("nanogpt", 0.15),
+    pytest.param("lightning_fit", 0.3, marks=IMPORTS),
+    pytest.param("accelerate_loop", 0.3),
     pytest.param("trainer", 0.15, marks=IMPORTS),
     pytest.param("grpo", 0.6, marks=IMPORTS),  # a reward, of few completions
-]  # fmt: skip
+]
 
 
 class Script:
@@ -38,9 +45,14 @@ class Script:
             **env,
         }
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, command)], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, *map(str, command)],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def link(self):
         line = self.process.stdout.readline()
@@ -98,7 +110,9 @@ def test_a_loop_in_torchfts_form_meets_with_the_fragments_that_it_names(tmp_path
 
 @pytest.mark.slow(reason="six processes, two after two")
 def test_nanogpt_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
-    """Bit for bit: weights, both optimizers' state and the place in the data; by what the script itself saves and loads."""
+    """Bit for bit: weights, both optimizers' state and the place in the data; by what the script
+    itself saves and loads.
+    """
     whole = two_peers(tmp_path / "whole", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40")
     two_peers(
         tmp_path / "halves", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40", UNTIL="20"

@@ -1,4 +1,6 @@
-"""Whatever holds the tensors of a batch, all that look at it find them: device, tokens, parts, workers, digests and callbacks."""
+"""Whatever holds the tensors of a batch, all that look at it find them: device, tokens, parts,
+workers, digests and callbacks.
+"""
 
 import logging
 import types
@@ -85,11 +87,19 @@ KINDS = {
     "ordered": lambda x, scale: OrderedDict(x=x, scale=scale, note="n"),
     "UserDict": lambda x, scale: UserDict(x=x, scale=scale, note="n"),
     "attributes": lambda x, scale: Attributes(x=x, scale=scale, note="n"),
-    "proxy": lambda x, scale: MappingProxyType({"x": x, "scale": scale}), "BatchEncoding": encoding, "ModelOutput": output,
-    "namedtuple": lambda x, scale: Named(x, scale, "n"), "list": lambda x, scale: [x, (scale, "n")],
-    "UserList": lambda x, scale: UserList([x, scale, "n"]), "deque": lambda x, scale: deque([x, scale, "n"]), "dataclass": Data,
-    "frozen": Frozen, "slots": Slotted, "to": Moves, "deep": lambda x, scale: {"in": [UserDict(b=Frozen(x, scale))]},
-}  # fmt: skip
+    "proxy": lambda x, scale: MappingProxyType({"x": x, "scale": scale}),
+    "BatchEncoding": encoding,
+    "ModelOutput": output,
+    "namedtuple": lambda x, scale: Named(x, scale, "n"),
+    "list": lambda x, scale: [x, (scale, "n")],
+    "UserList": lambda x, scale: UserList([x, scale, "n"]),
+    "deque": lambda x, scale: deque([x, scale, "n"]),
+    "dataclass": Data,
+    "frozen": Frozen,
+    "slots": Slotted,
+    "to": Moves,
+    "deep": lambda x, scale: {"in": [UserDict(b=Frozen(x, scale))]},
+}
 
 
 def tensors(batch):
@@ -200,8 +210,10 @@ def test_an_object_that_cannot_be_looked_into_is_named_once(caplog):
             assert elements(batch) == 1
             assert to_device(batch, META)["x"] is batch["x"]
     assert [record.getMessage() for record in caplog.records] == [
-        "A batch holds an object of type Opaque, which Shoal cannot look into: its tensors are neither counted nor moved, so yield "
-        "a dict, a list or a dataclass of tensors, or give it a to(device) and the task a tokens(batch)."
+        "A batch holds an object of type Opaque, which Shoal cannot look into: its tensors are "
+        "neither counted nor moved, so yield "
+        "a dict, a list or a dataclass of tensors, or give it a to(device) and the task a "
+        "tokens(batch)."
     ]
     assert elements(["text", b"", 3, None, 2.5]) == 1
     assert len(caplog.records) == 1
@@ -245,15 +257,23 @@ def test_lightnings_callback_counts_them(kind):
     callback = SwarmCallback(None)
     callback.opt = Steps()
     trainer = types.SimpleNamespace(
-        global_step=1, is_last_batch=False, current_epoch=0, min_epochs=1, max_epochs=1, min_steps=0, max_steps=-1,
+        global_step=1,
+        is_last_batch=False,
+        current_epoch=0,
+        min_epochs=1,
+        max_epochs=1,
+        min_steps=0,
+        max_steps=-1,
         should_stop=False,
-    )  # fmt: skip
+    )
     callback.on_train_batch_end(trainer, None, None, made(kind), 0)
     assert callback.opt.counted == 12
 
 
 class Graphs:
-    """As PyTorch Geometric has them: an object whose tensors have a row for each vertex, edge or graph."""
+    """As PyTorch Geometric has them: an object whose tensors have a row for each vertex, edge or
+    graph.
+    """
 
     def __init__(self):
         self.x = torch.zeros(8, 3)
@@ -269,8 +289,10 @@ def test_graphs_of_a_library_are_not_cut_between_their_vertices():
     with pytest.raises(inner_step.TrainingError) as error:
         inner_step.cut_batch((Graphs(), 1), 2)
     assert str(error.value) == (
-        "The batch holds an object of type Graphs with tensors of other lengths than 8, such as a graph's edges, and cannot be "
-        "cut into 2 parts: leave train.accumulate at 1, on one device, or yield dicts of tensors with a row for each example."
+        "The batch holds an object of type Graphs with tensors of other lengths than 8, such as a "
+        "graph's edges, and cannot be "
+        "cut into 2 parts: leave train.accumulate at 1, on one device, or yield dicts of tensors "
+        "with a row for each example."
     )
     halves = inner_step.cut_batch({"x": torch.zeros(8, 3), "mask": torch.ones(3)}, 2)
     assert [(half["x"].shape[0], half["mask"].shape[0]) for half in halves] == [(4, 3), (4, 3)]

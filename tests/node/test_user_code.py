@@ -1,4 +1,6 @@
-"""What goes wrong in code of the user's own is called his: every command, every kind of error, raised from a file of his."""
+"""What goes wrong in code of the user's own is called his: every command, every kind of error,
+raised from a file of his.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -121,20 +123,29 @@ class StateHook(Good):
 """
 
 FAULTS = {
-    "Constructor": ("when it is made", "ValueError: no luck"), "Model": ("failed in model()", "ValueError: no luck"),
-    "NoModule": ("model() returned an object of type function", None), "Frozen": ("every parameter is frozen", None),
-    "Lazy": ("has no shape yet (a lazy layer)", None), "Batches": ("failed in batches()", "ValueError: no luck"),
-    "BatchList": ("batches() returned an object of type list", None), "Loss": ("failed in loss()", "in helper"),
-    "Dtype": ("failed in loss()", "RuntimeError: mat1 and mat2"), "FloatLoss": ("loss() returned an object of type float", None),
-    "VectorLoss": ("loss() returned a torch.float32 tensor of shape [2]", None), "DetachedLoss": ("without a gradient", None),
+    "Constructor": ("when it is made", "ValueError: no luck"),
+    "Model": ("failed in model()", "ValueError: no luck"),
+    "NoModule": ("model() returned an object of type function", None),
+    "Frozen": ("every parameter is frozen", None),
+    "Lazy": ("has no shape yet (a lazy layer)", None),
+    "Batches": ("failed in batches()", "ValueError: no luck"),
+    "BatchList": ("batches() returned an object of type list", None),
+    "Loss": ("failed in loss()", "in helper"),
+    "Dtype": ("failed in loss()", "RuntimeError: mat1 and mat2"),
+    "FloatLoss": ("loss() returned an object of type float", None),
+    "VectorLoss": ("loss() returned a torch.float32 tensor of shape [2]", None),
+    "DetachedLoss": ("without a gradient", None),
     "Exit": ("failed in loss(): SystemExit: 7", "SystemExit"),
     "Memory": ("make the model or its batches smaller", "torch.empty(2**60)"),
     "Backward": ("failed in the backward pass of loss()", "inplace operation"),
     "Hook": ("failed in loss(): ZeroDivisionError", "lambda"),
     "GradientHook": ("failed in the backward pass of loss()", "lambda grad"),
-    "Evaluate": ("failed in evaluate()", "ValueError: no luck"), "EvaluateNone": ("evaluate() returned None", None),
-    "Tokens": ("failed in tokens()", 'batch["no luck"]'), "NoTokens": ("tokens() returned 0", None),
-    "Optimizer": ("failed in inner_optimizer()", "ValueError: no luck"), "NoOptimizer": ("inner_optimizer() returned None", None),
+    "Evaluate": ("failed in evaluate()", "ValueError: no luck"),
+    "EvaluateNone": ("evaluate() returned None", None),
+    "Tokens": ("failed in tokens()", 'batch["no luck"]'),
+    "NoTokens": ("tokens() returned 0", None),
+    "Optimizer": ("failed in inner_optimizer()", "ValueError: no luck"),
+    "NoOptimizer": ("inner_optimizer() returned None", None),
     "OwnOptimizer": ("failed in the optimizer of inner_optimizer()", "ValueError: no luck"),
     "TorchsOptimizer": ("failed in the optimizer of inner_optimizer()", "TypeError"),
     "Scheduler": ("failed in the scheduler of lr_scheduler()", "lambda step"),
@@ -142,7 +153,7 @@ FAULTS = {
     "Results": ("extra_results() returned an object of type dict", None),
     "Agreed": ("agreed_options() returned an object of type list", None),
     "StateHook": ("Your code failed in <lambda>()", "lambda *args: 1 / 0"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -276,10 +287,12 @@ def test_torchs_own_error_of_devices_is_one_whatever_it_says(capsys, monkeypatch
 
 
 OF_MEMORY = [
-    "CUDA out of memory. Tried to allocate 2.00 GiB", "CUDA error: out of memory",
-    "MPS backend out of memory (MPS allocated: 1 GB)", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "CUDA error: out of memory",
+    "MPS backend out of memory (MPS allocated: 1 GB)",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -313,8 +326,12 @@ def test_every_command_that_makes_a_task_names_its_fault(
                 f"some log\n{caught.value.trace}Error: {caught.value}\n"
             )
             process = SimpleNamespace(
-                poll=lambda: 2, wait=lambda seconds=None: 2, returncode=2, stdout=SimpleNamespace(readline=str, close=str), pid=1,
-            )  # fmt: skip
+                poll=lambda: 2,
+                wait=lambda seconds=None: 2,
+                returncode=2,
+                stdout=SimpleNamespace(readline=str, close=str),
+                pid=1,
+            )
             nodes.processes.append(process)
             return process
 
@@ -399,8 +416,19 @@ def test_an_environment_that_fails_is_the_users(
     monkeypatch.setattr("shoal.node.demo.rl.make_task", run)
     link = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     arguments = {
-        "up": ["up", "--task", "rl"], "join": ["join", link, "--task", "rl"], "demo": ["demo", "--task", "rl"],
-        "verify": ["verify", "calibrate", "--model", "tiny:copy:1", "--claims", 20, "--out", tmp_path / "c"],
-    }[command]  # fmt: skip
+        "up": ["up", "--task", "rl"],
+        "join": ["join", link, "--task", "rl"],
+        "demo": ["demo", "--task", "rl"],
+        "verify": [
+            "verify",
+            "calibrate",
+            "--model",
+            "tiny:copy:1",
+            "--claims",
+            20,
+            "--out",
+            tmp_path / "c",
+        ],
+    }[command]
     code, err = said([*arguments, "--env", spec], capsys, monkeypatch)
     assert_own(code, err, path, words, inside)

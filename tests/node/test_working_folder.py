@@ -1,4 +1,6 @@
-"""Commands in their surroundings: paths when the folder changes, output as JSON, a reader that goes, a missing package."""
+"""Commands in their surroundings: paths when the folder changes, output as JSON, a reader that
+goes, a missing package.
+"""
 
 import ast
 import importlib.util
@@ -217,13 +219,16 @@ def test_what_is_not_finite_is_null():
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["demo"], "shoal.node.demo.demo.run_demo"), (["demo", "--task", "rl"], "shoal.node.demo.rl.run_demo"),
-        (["status", LINK], "shoal.node.commands.status.read_status"), (["peers", LINK], "shoal.node.verify.peers.read_peers"),
+        (["demo"], "shoal.node.demo.demo.run_demo"),
+        (["demo", "--task", "rl"], "shoal.node.demo.rl.run_demo"),
+        (["status", LINK], "shoal.node.commands.status.read_status"),
+        (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
         (["merge", "x", "--out", "y"], "shoal.node.checkpoint.export.merge"),
-        (["invite", LINK], "shoal.node.commands.creator.invite"), (["verify", "odds"], "shoal.node.verify.history.odds_report"),
+        (["invite", LINK], "shoal.node.commands.creator.invite"),
+        (["verify", "odds"], "shoal.node.verify.history.odds_report"),
     ],
-)  # fmt: skip
+)
 def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):
     monkeypatch.setattr(
         where,
@@ -320,7 +325,7 @@ for display in displays:
     display.close()
 open(sys.argv[1], "w").write(f"{is_lost(sys.stdout)} {is_lost(sys.stderr)}")
 sys.exit(5)
-"""
+"""  # noqa: E501
 
 
 def without_a_reader(kind):
@@ -365,7 +370,10 @@ def test_every_kind_of_writing_goes_on(tmp_path, kind, unbuffered, which):
 def test_messages_for_a_full_disk_are_dropped_and_results_are_not():
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
-    script = "import sys\nfrom shoal.node.console import drop_lost_output\ndrop_lost_output()\nprint('x', file=sys.{}, flush=True)"
+    script = (
+        "import sys\nfrom shoal.node.console import "
+        "drop_lost_output\ndrop_lost_output()\nprint('x', file=sys.{}, flush=True)"
+    )
     with open("/dev/full", "w") as full:
         assert run(["-c", script.format("stderr")], subprocess.PIPE, full).returncode == 0
         result = run(["-c", script.format("stdout")], full, subprocess.PIPE)
@@ -439,21 +447,43 @@ def watch(*arguments):
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: scaffold("x", "finetune"), ScaffoldError, "finetune needs the package transformers, .*'shoal[hf]'."),
         (
-            lambda: load_tokenizer("gpt2"), DataError,
+            lambda: scaffold("x", "finetune"),
+            ScaffoldError,
+            "finetune needs the package transformers, .*'shoal[hf]'.",
+        ),
+        (
+            lambda: load_tokenizer("gpt2"),
+            DataError,
             "'gpt2' needs the package tokenizers, .*'shoal[data]', or set tokenizer=bytes.",
         ),
-        (lambda: load_hf("x"), PolicyError, "'hf:x' needs the package transformers, .*'shoal[rl]', or choose tiny."),
-        (lambda: Gym("sapo9"), EnvError, "'sapo9' needs the package reasoning_gym, .*'shoal[rl]', or choose strings."),
         (
-            lambda: watch(LINK, "--web", "0"), WatchError,
+            lambda: load_hf("x"),
+            PolicyError,
+            "'hf:x' needs the package transformers, .*'shoal[rl]', or choose tiny.",
+        ),
+        (
+            lambda: Gym("sapo9"),
+            EnvError,
+            "'sapo9' needs the package reasoning_gym, .*'shoal[rl]', or choose strings.",
+        ),
+        (
+            lambda: watch(LINK, "--web", "0"),
+            WatchError,
             "watch --web needs the packages aiohttp, segno, .*'shoal[watch]', or use --json",
         ),
-        (lambda: watch(LINK, "--tui"), WatchError, "watch --tui needs the package textual, .*'shoal[watch]', or use --json"),
-        (lambda: watch("--replay", "x", "--tui"), WatchError, "needs the package textual, .*, or use --json, which needs none."),
+        (
+            lambda: watch(LINK, "--tui"),
+            WatchError,
+            "watch --tui needs the package textual, .*'shoal[watch]', or use --json",
+        ),
+        (
+            lambda: watch("--replay", "x", "--tui"),
+            WatchError,
+            "needs the package textual, .*, or use --json, which needs none.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_is_named_with_its_extra(call, error, words, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(error, match=words.replace("[", r"\[")) as caught:

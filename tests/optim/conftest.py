@@ -1,4 +1,6 @@
-"""A small world for the methods' equivalences: four peers, each with its own least squares over five weights."""
+"""A small world for the methods' equivalences: four peers, each with its own least squares over
+five weights.
+"""
 
 from types import SimpleNamespace
 
@@ -45,7 +47,9 @@ def least_squares(peer, weights):
 
 
 def linear(peer, weights):
-    """Return a loss of constant gradient: a round's displacement does not depend on the slow weights."""
+    """Return a loss of constant gradient: a round's displacement does not depend on the slow
+    weights.
+    """
     return torch.cat(list(weights)) @ torch.tensor(problem(peer)[0][0], dtype=torch.float32)
 
 
@@ -63,7 +67,8 @@ def run(
     finish=False,
     **o,
 ):
-    """Return {peer: slow and fast weights after each step (steps, 5), members of each exchange, virtual seconds, optimizer}.
+    """Return {peer: slow and fast weights after each step (steps, 5), members of each exchange,
+    virtual seconds, optimizer}.
 
     The parameters are weights 0-2 and 3-4. ``method(inner, exchange, **o)`` makes the optimizer.
     """
@@ -108,6 +113,16 @@ def close(found, expected, atol=1e-6):
 @pytest.fixture(scope="session")
 def lab():
     return SimpleNamespace(
-        PEERS=PEERS, RATE=RATE, STEP_S=STEP_S, problem=problem, start=start, own_start=own_start, gradient=gradient,
-        trained=trained, least_squares=least_squares, linear=linear, run=run, close=close,
-    )  # fmt: skip
+        PEERS=PEERS,
+        RATE=RATE,
+        STEP_S=STEP_S,
+        problem=problem,
+        start=start,
+        own_start=own_start,
+        gradient=gradient,
+        trained=trained,
+        least_squares=least_squares,
+        linear=linear,
+        run=run,
+        close=close,
+    )

@@ -27,7 +27,8 @@ def forgotten():
     "error",
     [
         TypeError(
-            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support "
+            "float64."
         ),
         RuntimeError("Required aspect fp64 is not supported on the device"),
     ],
@@ -158,7 +159,7 @@ for method in METHODS:
         for name in here:
             for one, other in zip(there[name], here[name], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.gpu(standin=True)

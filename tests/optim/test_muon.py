@@ -1,4 +1,6 @@
-"""Muon: which parameters go to it, its steps by the papers' formulas, and its place in an outer optimizer."""
+"""Muon: which parameters go to it, its steps by the papers' formulas, and its place in an outer
+optimizer.
+"""
 
 import copy
 import math
@@ -37,7 +39,9 @@ def gradients(net, steps=STEPS, first=0):
 
 
 def orthogonalised(matrix):
-    """Newton and Schulz's iteration as in the post on Muon: five quintic steps from the matrix over its Frobenius norm."""
+    """Newton and Schulz's iteration as in the post on Muon: five quintic steps from the matrix over
+    its Frobenius norm.
+    """
     x = matrix / (matrix.norm() + 1e-7)
     for _ in range(5):
         gram = x @ x.T
@@ -52,7 +56,9 @@ SCALES = {
 
 
 def step_of_muon(weight, gradient, momentum, scale, *, lr, decay, beta):
-    """Return weight and momentum after a step: heavy ball, Nesterov's look ahead, decoupled decay."""
+    """Return weight and momentum after a step: heavy ball, Nesterov's look ahead, decoupled
+    decay.
+    """
     momentum = beta * momentum + gradient
     ahead = gradient + beta * momentum
     return weight - lr * decay * weight - lr * scale(*weight.shape) * orthogonalised(
@@ -68,7 +74,9 @@ def step_of_adamw(weight, gradient, moments, step, *, lr, decay):
 
 
 def in_float32(monkeypatch):
-    """Let torch iterate in float32, to compare formulas and not roundings; as it is, it iterates in bfloat16."""
+    """Let torch iterate in float32, to compare formulas and not roundings; as it is, it iterates in
+    bfloat16.
+    """
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
@@ -176,7 +184,10 @@ def test_a_saved_pair_goes_on_bit_by_bit(dtype, form):
 
 
 def test_a_torch_without_muon_is_named_and_has_all_else():
-    code = "import torch; del torch.optim.Muon; from shoal.optim import NoLoCo, muon; muon(torch.nn.Linear(2, 2))"
+    code = (
+        "import torch; del torch.optim.Muon; from shoal.optim import NoLoCo, muon; "
+        "muon(torch.nn.Linear(2, 2))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
@@ -217,7 +228,9 @@ def test_a_head_that_shares_an_embedding_is_adamws_wherever_it_stands():
 
 
 class Mixed(nn.Module):
-    """A block with an attention, a kernel of a convolution, a table that is looked up, a layer that is frozen and a bare matrix."""
+    """A block with an attention, a kernel of a convolution, a table that is looked up, a layer that
+    is frozen and a bare matrix.
+    """
 
     def __init__(self):
         super().__init__()

@@ -94,7 +94,9 @@ def saved_in_the_order_of_groups(model, **options):
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_what_was_saved_in_the_order_of_groups_goes_on_in_the_models_bit_for_bit(fragments):
-    """Checkpoints of nodes were saved so: read by place, a weight would go on with another one's slow weights and residuals."""
+    """Checkpoints of nodes were saved so: read by place, a weight would go on with another one's
+    slow weights and residuals.
+    """
     first = net()
     layers = [first.query, [first.key, first.head]] if fragments == 2 else 1
     before = saved_in_the_order_of_groups(first, fragments=layers)
@@ -134,13 +136,16 @@ def test_state_of_parameters_that_have_changed_places_in_the_inner_optimizer_is_
     for state in (opt.whole_state(), opt.state_dict()):
         with pytest.raises(
             ValueError,
-            match=r"number 2 of the inner optimizer's parameters was 'key.weight' when the state was saved, and is 'query.weight'",
+            match=r"number 2 of the inner optimizer's parameters was 'key.weight' when the state "
+            r"was saved, and is 'query.weight'",
         ):
             other.load_state_dict(state)
 
 
 def test_a_part_that_is_added_later_is_refused_within_a_round_and_names_itself():
-    """A second adapter stayed at 0, or was trained and averaged with nobody: the inner optimizer does not hold it."""
+    """A second adapter stayed at 0, or was trained and averaged with nobody: the inner optimizer
+    does not hold it.
+    """
     model = net()
     opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=2, lag=0, model=model)
     train(model, opt, 3)
@@ -166,7 +171,8 @@ def test_a_frozen_layer_of_the_model_that_the_inner_optimizer_lacks_is_seen_when
     with pytest.raises(ValueError, match="frozen at first") as error:
         train(model, opt, 1, first=2)
     assert str(error.value) == (
-        "the parameter 'query.weight', frozen at first, is trained now, and would never be averaged: on all peers, finish() and "
+        "the parameter 'query.weight', frozen at first, is trained now, and would never be "
+        "averaged: on all peers, finish() and "
         "make a new outer optimizer after unfreezing or adding it, or freeze it again"
     )
 
@@ -175,7 +181,12 @@ def test_what_is_excluded_may_be_unfrozen():
     model = net()
     model.query.requires_grad_(False)
     opt = NoLoCo(
-        torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=2, lag=0, model=model, exclude=["query"],
-    )  # fmt: skip
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Alone(),
+        every=2,
+        lag=0,
+        model=model,
+        exclude=["query"],
+    )
     model.query.requires_grad_(True)
     train(model, opt, 4)

@@ -1,4 +1,6 @@
-"""A small model, its training by inner and outer optimizers, and the comparison of what they send and end with, bit by bit."""
+"""A small model, its training by inner and outer optimizers, and the comparison of what they send
+and end with, bit by bit.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +24,9 @@ class Recording(Alone):
 
 
 class GoesBack(torch.optim.SGD):
-    """Every fifth step ends halfway back at where the fifth one before ended, as Lookahead's does."""
+    """Every fifth step ends halfway back at where the fifth one before ended, as Lookahead's
+    does.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,6 +1,8 @@
-"""A client of libp2p in one file, with Noise and yamux on asyncio: thousands of keys, from chosen addresses, in one process.
+"""A client of libp2p in one file, with Noise and yamux on asyncio: thousands of keys, from chosen
+addresses, in one process.
 
-It answers no stream and checks no signature: it is an attacker's, made to cost little. What it says is what any client may say.
+It answers no stream and checks no signature: it is an attacker's, made to cost little. What it says
+is what any client may say.
 """
 
 import asyncio
@@ -33,7 +35,9 @@ class Key(Identity):
         super().__init__(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed).digest()))
 
     def shown(self, static):
-        """Noise's proof that ``static`` is this peer's: protobuf of the public key and of its signature."""
+        """Noise's proof that ``static`` is this peer's: protobuf of the public key and of its
+        signature.
+        """
         public, signed = (
             b"\x08\x01\x12\x20" + self.public_key,
             self._key.sign(b"noise-libp2p-static-key:" + static),
@@ -163,7 +167,9 @@ class Connection:
         )
 
     async def _read(self):
-        """Take in frames: answer pings, reset what the node opens, hand on what answers a stream of ours."""
+        """Take in frames: answer pings, reset what the node opens, hand on what answers a stream of
+        ours.
+        """
         try:
             while True:
                 _, kind, flags, stream, length = struct.unpack(">BBHII", await self._exactly(12))
@@ -191,7 +197,9 @@ class Connection:
         return self.task is not None and not self.task.done()
 
     def stream(self, protocol, first=b""):
-        """Open a stream of ``protocol`` with ``first`` as its first bytes; return its number and its answers, to be read."""
+        """Open a stream of ``protocol`` with ``first`` as its first bytes; return its number and
+        its answers, to be read.
+        """
         if not self.open:
             raise EOFError("the connection has ended")
         number, self.next = self.next, self.next + 2
@@ -200,7 +208,10 @@ class Connection:
         return number, self.streams[number]
 
     async def ask(self, protocol, data):
-        """Send one of our framed messages by a stream of its own; return the answer. EOFError: there is none."""
+        """Send one of our framed messages by a stream of its own; return the answer.
+
+        EOFError: there is none.
+        """
         number, answers = self.stream(protocol, struct.pack(">I", len(data)) + data)
         try:
             await answers.readuntil(_line(protocol))

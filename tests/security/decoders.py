@@ -1,4 +1,5 @@
-"""Every function that makes something of a stranger's bytes, with good bytes for it and the exceptions that it may raise.
+"""Every function that makes something of a stranger's bytes, with good bytes for it and the
+exceptions that it may raise.
 
 `test_fuzz` finds such functions in the source, and fails for one that is neither here nor in `OWN`.
 """
@@ -108,7 +109,11 @@ TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8}
 
 
 class Decoder(NamedTuple):
-    """A decoder. ``covers``: the functions, as ``path:name``, that it goes through and that call what opens bytes."""
+    """A decoder.
+
+    ``covers``: the functions, as ``path:name``, that it goes through and that call what opens
+    bytes.
+    """
 
     name: str
     covers: tuple[str, ...]
@@ -121,15 +126,21 @@ class Decoder(NamedTuple):
     sound: Callable[[Any], bool] = lambda value: True
     """Whether a value is within its bounds."""
     tree: bool = True
-    """Whether other values in one place are tried; not of messages, for which `test_message_fields` does that."""
+    """Whether other values in one place are tried; not of messages, for which `test_message_fields`
+    does that.
+    """
     cases: int = 300
     """Of these, at most."""
     times: int = 24
-    """How many bytes Python may hold for one that comes: a list of small numbers in JSON takes up to 20."""
+    """How many bytes Python may hold for one that comes: a list of small numbers in JSON takes up
+    to 20.
+    """
 
 
 def one(name, covers, read, sample, form=None, *refuses, **more):
-    """Return a decoder of which ``sample`` makes good bytes; ``covers``: its functions, between spaces."""
+    """Return a decoder of which ``sample`` makes good bytes; ``covers``: its functions, between
+    spaces.
+    """
     return Decoder(name, tuple(covers.split()), read, lambda: [sample()], form, refuses, **more)
 
 
@@ -154,15 +165,26 @@ def messages():
     for kind in kinds():
         if issubclass(kind, Message) and kind is not Manifest:
             yield one(
-                f"message {kind.KIND}", "swarm/wire/envelope.py:_kind swarm/wire/envelope.py:_decode",
-                lambda data, kind=kind: unpack(data, kind), lambda kind=kind: pack(good(kind)), MSGPACK, MessageError, tree=False,
-            )  # fmt: skip
+                f"message {kind.KIND}",
+                "swarm/wire/envelope.py:_kind swarm/wire/envelope.py:_decode",
+                lambda data, kind=kind: unpack(data, kind),
+                lambda kind=kind: pack(good(kind)),
+                MSGPACK,
+                MessageError,
+                tree=False,
+            )
         elif kind is not Manifest:
             yield one(
-                f"record {kind.KIND}", "verification/consensus/records.py:decode", decode_record,
-                lambda kind=kind: good(kind).encoded, MSGPACK, ValueError, sentence=False, tree=False,
+                f"record {kind.KIND}",
+                "verification/consensus/records.py:decode",
+                decode_record,
+                lambda kind=kind: good(kind).encoded,
+                MSGPACK,
+                ValueError,
+                sentence=False,
+                tree=False,
                 sound=lambda record: decode_record(record.encoded) == record,
-            )  # fmt: skip
+            )
 
 
 def listed():
@@ -255,7 +277,8 @@ def codecs():
         size = codec.nbytes(shapes)
 
         def read(data, codec=codec, size=size):
-            # A payload of another size is refused before it is received; the rest is filled as it comes.
+            # A payload of another size is refused before it is received; the rest is filled as it
+            # comes.
             whole = (
                 data
                 if len(data) >= size // 2
@@ -271,32 +294,51 @@ def codecs():
             )
 
         yield one(
-            f"payload {name}", "optim/codecs/topk.py:_restore", read, lambda codec=codec: codec.encode(tensors).numpy().tobytes(),
-            None, ValueError, sound=lambda found: [tuple(one.shape) for one in found] == shapes, sentence=False,
-        )  # fmt: skip
+            f"payload {name}",
+            "optim/codecs/topk.py:_restore",
+            read,
+            lambda codec=codec: codec.encode(tensors).numpy().tobytes(),
+            None,
+            ValueError,
+            sound=lambda found: [tuple(one.shape) for one in found] == shapes,
+            sentence=False,
+        )
     message = Mod4Codec().post(tensors)
     half = Mod4Codec().post([tensor * 2 for tensor in tensors]).payload
     yield one(
-        "payload mod4", "optim/codecs/mod4.py:_stream",
-        lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)), lambda: half.numpy().tobytes(),
-        None, ValueError,
-        sound=lambda reading: reading.kept.shape == message.own.sizes.shape and bool(reading.values[reading.kept].isfinite().all()),
+        "payload mod4",
+        "optim/codecs/mod4.py:_stream",
+        lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)),
+        lambda: half.numpy().tobytes(),
+        None,
+        ValueError,
+        sound=lambda reading: (
+            reading.kept.shape == message.own.sizes.shape
+            and bool(reading.values[reading.kept].isfinite().all())
+        ),
         sentence=False,
-    )  # fmt: skip
+    )
     yield Decoder(
-        "refused blocks of mod4", ("optim/codecs/mod4.py:PairMessage.refused",), message.refused,
-        lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)], refuses=(ValueError,),
-        sound=lambda refused: refused.shape == message.own.sizes.shape, sentence=False,
-    )  # fmt: skip
+        "refused blocks of mod4",
+        ("optim/codecs/mod4.py:PairMessage.refused",),
+        message.refused,
+        lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)],
+        refuses=(ValueError,),
+        sound=lambda refused: refused.shape == message.own.sizes.shape,
+        sentence=False,
+    )
 
 
 def proofs():
     torch.manual_seed(2)
     states, made = torch.randn(40, 64), ActivationProof()
     yield one(
-        f"proof {made.name}", "verification/fingerprints/activations.py:ActivationProof._pairs",
-        lambda data: made.compare(data, states), lambda: made.make(states), sound=lambda found: isinstance(found, Evidence),
-    )  # fmt: skip
+        f"proof {made.name}",
+        "verification/fingerprints/activations.py:ActivationProof._pairs",
+        lambda data: made.compare(data, states),
+        lambda: made.make(states),
+        sound=lambda found: isinstance(found, Evidence),
+    )
 
 
 class Folder:
@@ -340,7 +382,9 @@ def checkpoint():
 
 
 def resumed(path):
-    """What ``up --resume-from`` makes of a folder: the run, its settings, and a trainer that goes on from it."""
+    """What ``up --resume-from`` makes of a folder: the run, its settings, and a trainer that goes
+    on from it.
+    """
     saved = resume._read(path)
     own = trainer(1, 0)
     resume.restore(own, saved, "b" * 52)
@@ -480,37 +524,100 @@ def decoders():
     return [
         *messages(),
         one(
-            "sealed message", "swarm/wire/envelope.py:_decode", lambda data: unseal(data, Member), lambda: seal(member(), ME),
-            MSGPACK, MessageError, tree=False,
-        ),
-        one("fields of a sealed message", "", lambda data: peek(data, 4096), lambda: seal(member(), ME), MSGPACK, MessageError),
-        one("manifest", "swarm/manifest.py:open_manifest", open_manifest, manifest, MSGPACK, MessageError),
-        one("title of a manifest", "swarm/manifest.py:title_of", title_of, manifest, MSGPACK, MessageError),
-        one("whether it is public", "swarm/manifest.py:is_public", is_public, manifest, MSGPACK, MessageError),
-        one(
-            "listed swarm", "swarm/membership/swarm_list.py:read_listed",
-            lambda data: read_listed(data, f"/ip4/1.2.3.4/tcp/5/p2p/{ME.peer_id}"), listed, MSGPACK, MessageError,
+            "sealed message",
+            "swarm/wire/envelope.py:_decode",
+            lambda data: unseal(data, Member),
+            lambda: seal(member(), ME),
+            MSGPACK,
+            MessageError,
+            tree=False,
         ),
         one(
-            "record of the directory", "swarm/membership/dht.py:open_record", open_record, lambda: make_record("", member(), ME),
+            "fields of a sealed message",
+            "",
+            lambda data: peek(data, 4096),
+            lambda: seal(member(), ME),
+            MSGPACK,
+            MessageError,
+        ),
+        one(
+            "manifest",
+            "swarm/manifest.py:open_manifest",
+            open_manifest,
+            manifest,
+            MSGPACK,
+            MessageError,
+        ),
+        one(
+            "title of a manifest",
+            "swarm/manifest.py:title_of",
+            title_of,
+            manifest,
+            MSGPACK,
+            MessageError,
+        ),
+        one(
+            "whether it is public",
+            "swarm/manifest.py:is_public",
+            is_public,
+            manifest,
+            MSGPACK,
+            MessageError,
+        ),
+        one(
+            "listed swarm",
+            "swarm/membership/swarm_list.py:read_listed",
+            lambda data: read_listed(data, f"/ip4/1.2.3.4/tcp/5/p2p/{ME.peer_id}"),
+            listed,
+            MSGPACK,
+            MessageError,
+        ),
+        one(
+            "record of the directory",
+            "swarm/membership/dht.py:open_record",
+            open_record,
+            lambda: make_record("", member(), ME),
             MSGPACK,
         ),
         Decoder(
-            "value to store", ("swarm/membership/dht.py:_unpacked",), dht,
-            lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")], MSGPACK,
+            "value to store",
+            ("swarm/membership/dht.py:_unpacked",),
+            dht,
+            lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")],
+            MSGPACK,
         ),
         one(
-            "members of a group", "swarm/exchange/group/roster.py:_each swarm/exchange/group/roster.py:open_roster", roster,
-            lambda: encode_roster(readies()), frames(2), MessageError,
+            "members of a group",
+            "swarm/exchange/group/roster.py:_each swarm/exchange/group/roster.py:open_roster",
+            roster,
+            lambda: encode_roster(readies()),
+            frames(2),
+            MessageError,
         ),
-        one("gossiped record", "swarm/gossip/envelope.py:open_body", body, rollout, MSGPACK, MessageError),
         one(
-            "gossiped envelope", "swarm/gossip/envelope.py:open_envelope",
+            "gossiped record",
+            "swarm/gossip/envelope.py:open_body",
+            body,
+            rollout,
+            MSGPACK,
+            MessageError,
+        ),
+        one(
+            "gossiped envelope",
+            "swarm/gossip/envelope.py:open_envelope",
             lambda data: envelope.open_envelope(data, SWARM, 1 << 20),
-            lambda: envelope.make_envelope(SWARM, envelope.Body("plain", len(rollout()), rollout())), MSGPACK, MessageError,
+            lambda: envelope.make_envelope(
+                SWARM, envelope.Body("plain", len(rollout()), rollout())
+            ),
+            MSGPACK,
+            MessageError,
         ),
         one(
-            "compressed record", "swarm/gossip/envelope.py:expand", packed_body, lambda: zlib.compress(rollout()), None,
+            "compressed record",
+            "swarm/gossip/envelope.py:expand",
+            packed_body,
+            lambda: zlib.compress(rollout()),
+            None,
             MessageError,
         ),
         Decoder(
@@ -520,92 +627,227 @@ def decoders():
             lambda: [
                 LINK.encode(),
                 f"{LINK}&invite={INVITED}".encode(),
-                LINK.replace("/p2p/", "/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N/p2p-circuit/p2p/", 1).encode(),
+                LINK.replace(
+                    "/p2p/",
+                    "/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N/p2p-circuit/p2p/",
+                    1,
+                ).encode(),
             ],
             PARTS,
             (LinkError,),
         ),
         one(
-            "invitation", "swarm/access.py:_parts swarm/access.py:admission", text(lambda invite: admission(invite, OTHER)),
-            lambda: INVITED.encode(), INVITE, AdmissionError,
+            "invitation",
+            "swarm/access.py:_parts swarm/access.py:admission",
+            text(lambda invite: admission(invite, OTHER)),
+            lambda: INVITED.encode(),
+            INVITE,
+            AdmissionError,
         ),
         one(
-            "shown invitation", "swarm/access.py:entry_of", lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
-            lambda: admission(INVITED, OTHER), MSGPACK,
+            "shown invitation",
+            "swarm/access.py:entry_of",
+            lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
+            lambda: admission(INVITED, OTHER),
+            MSGPACK,
         ),
-        one("address", "swarm/p2p/addresses.py:to_text", multiaddr.to_text, lambda: ADDRESS, None, ValueError, sentence=False),
         one(
-            "address in words", "swarm/p2p/addresses.py:peer_bytes", text(multiaddr.to_bytes),
-            lambda: multiaddr.to_text(ADDRESS).encode(), PARTS, ValueError, sentence=False,
+            "address",
+            "swarm/p2p/addresses.py:to_text",
+            multiaddr.to_text,
+            lambda: ADDRESS,
+            None,
+            ValueError,
+            sentence=False,
+        ),
+        one(
+            "address in words",
+            "swarm/p2p/addresses.py:peer_bytes",
+            text(multiaddr.to_bytes),
+            lambda: multiaddr.to_text(ADDRESS).encode(),
+            PARTS,
+            ValueError,
+            sentence=False,
         ),
         one("origin", "", multiaddr.origin, lambda: ADDRESS[:8]),
         one(
-            "log of verification", "verification/consensus/participant.py:_frames", decode_log, log, frames(4), ValueError,
-            sound=lambda log: decode_log(encode_log(log)) == log, sentence=False,
+            "log of verification",
+            "verification/consensus/participant.py:_frames",
+            decode_log,
+            log,
+            frames(4),
+            ValueError,
+            sound=lambda log: decode_log(encode_log(log)) == log,
+            sentence=False,
         ),
-        one("odds in a vote", "node/verify/history.py:_carried", _carried, lambda: b'{"odds": 3.5}', JSON, sound=finite),
+        one(
+            "odds in a vote",
+            "node/verify/history.py:_carried",
+            _carried,
+            lambda: b'{"odds": 3.5}',
+            JSON,
+            sound=finite,
+        ),
         *codecs(),
         *proofs(),
         one(
-            "material of a claim", "node/verify/material.py:decode_material node/verify/material.py:Material.rows",
-            lambda data: decode_material(data).rows(), lambda: MATERIAL, MSGPACK, MessageError,
-        ),
-        one("stored claim", "node/verify/material.py:_opened", inspected, stored, MSGPACK, VerifyError, EnvError),
-        one(
-            "environment of a claim", "node/verify/completions.py:_environment", environment, lambda: b'{"letters": 4}', JSON,
-            VerifyError, EnvError,
-        ),
-        one("weights of a policy", "", lambda data: audit.load_snapshot(policy(), data), policy_snapshot, SAFETENSORS, VerifyError),
-        one(
-            "calibration", "verification/calibration.py:load_calibration", lambda data: calibrated(data), calibration, SAFETENSORS,
-            CalibrationError, sentence=False,
+            "material of a claim",
+            "node/verify/material.py:decode_material node/verify/material.py:Material.rows",
+            lambda data: decode_material(data).rows(),
+            lambda: MATERIAL,
+            MSGPACK,
+            MessageError,
         ),
         one(
-            "calibrated pairs", "verification/calibration.py:load_calibration", pairs, lambda: pairs_of(calibration()), JSON,
-            CalibrationError, sentence=False,
+            "stored claim",
+            "node/verify/material.py:_opened",
+            inspected,
+            stored,
+            MSGPACK,
+            VerifyError,
+            EnvError,
         ),
         one(
-            "state of a checkpoint", "node/checkpoint/store.py:_read node/checkpoint/store.py:_unpack node/runtime/resume.py:_read",
-            read_state, lambda: checkpoint()[1], DIGESTED, store.CheckpointError, TrainingError,
+            "environment of a claim",
+            "node/verify/completions.py:_environment",
+            environment,
+            lambda: b'{"letters": 4}',
+            JSON,
+            VerifyError,
+            EnvError,
         ),
         one(
-            "tensors of a checkpoint", "node/checkpoint/store.py:load", read_tensors, lambda: checkpoint()[2], SAFETENSORS,
-            store.CheckpointError, TrainingError,
+            "weights of a policy",
+            "",
+            lambda data: audit.load_snapshot(policy(), data),
+            policy_snapshot,
+            SAFETENSORS,
+            VerifyError,
         ),
-        one("weights to merge", "node/checkpoint/export.py:merge", merged, lambda: pulled()[0], SAFETENSORS, export.MergeError),
         one(
-            "checkpoint to merge", "node/checkpoint/export.py:merge", merged_state, lambda: checkpoint()[1], DIGESTED,
-            export.MergeError, store.CheckpointError,
+            "calibration",
+            "verification/calibration.py:load_calibration",
+            lambda data: calibrated(data),
+            calibration,
+            SAFETENSORS,
+            CalibrationError,
+            sentence=False,
         ),
         one(
-            "pulled weights", "node/commands/sample.py:_model", pulled_weights, lambda: pulled()[0], SAFETENSORS, SampleError,
+            "calibrated pairs",
+            "verification/calibration.py:load_calibration",
+            pairs,
+            lambda: pairs_of(calibration()),
+            JSON,
+            CalibrationError,
+            sentence=False,
+        ),
+        one(
+            "state of a checkpoint",
+            "node/checkpoint/store.py:_read "
+            "node/checkpoint/store.py:_unpack node/runtime/resume.py:_read",
+            read_state,
+            lambda: checkpoint()[1],
+            DIGESTED,
+            store.CheckpointError,
+            TrainingError,
+        ),
+        one(
+            "tensors of a checkpoint",
+            "node/checkpoint/store.py:load",
+            read_tensors,
+            lambda: checkpoint()[2],
+            SAFETENSORS,
+            store.CheckpointError,
+            TrainingError,
+        ),
+        one(
+            "weights to merge",
+            "node/checkpoint/export.py:merge",
+            merged,
+            lambda: pulled()[0],
+            SAFETENSORS,
+            export.MergeError,
+        ),
+        one(
+            "checkpoint to merge",
+            "node/checkpoint/export.py:merge",
+            merged_state,
+            lambda: checkpoint()[1],
+            DIGESTED,
+            export.MergeError,
+            store.CheckpointError,
+        ),
+        one(
+            "pulled weights",
+            "node/commands/sample.py:_model",
+            pulled_weights,
+            lambda: pulled()[0],
+            SAFETENSORS,
+            SampleError,
             DataError,
         ),
-        one("what was pulled", "node/commands/sample.py:_about", pulled_about, lambda: pulled()[1], JSON, SampleError, DataError),
         one(
-            "link of a node", "node/commands/status.py:current_link", current,
-            lambda: json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode(), JSON, LinkError,
+            "what was pulled",
+            "node/commands/sample.py:_about",
+            pulled_about,
+            lambda: pulled()[1],
+            JSON,
+            SampleError,
+            DataError,
         ),
         one(
-            "names of parameters", "swarm/wire/envelope.py:unpack_names", unpack_names,
-            lambda: pack_names(("0.weight", "0.bias")), None, MessageError,
+            "link of a node",
+            "node/commands/status.py:current_link",
+            current,
+            lambda: json.dumps(
+                {"link": LINK, "written": 1.0, "name": "n", "invite_only": False}
+            ).encode(),
+            JSON,
+            LinkError,
         ),
         one(
-            "key of a node", "node/commands/creator.py:_keys_of_nodes", keys_named,
-            lambda: json.dumps({"link": LINK, "identity": "anna.key"}).encode(), JSON,
+            "names of parameters",
+            "swarm/wire/envelope.py:unpack_names",
+            unpack_names,
+            lambda: pack_names(("0.weight", "0.bias")),
+            None,
+            MessageError,
         ),
         one(
-            "completions of a server", "node/rl/serving.py:_Server.read",
+            "key of a node",
+            "node/commands/creator.py:_keys_of_nodes",
+            keys_named,
+            lambda: json.dumps({"link": LINK, "identity": "anna.key"}).encode(),
+            JSON,
+        ),
+        one(
+            "completions of a server",
+            "node/rl/serving.py:_Server.read",
             lambda data: _Server("http://[::1]:1").read(data, 1, 4, 9),
-            lambda: b'{"choices": [{"index": 0, "logprobs": {"tokens": ["token_id:3"], "token_logprobs": [-0.5]}}]}', JSON,
+            lambda: (
+                b'{"choices": [{"index": 0, "logprobs": {"tokens": ["token_id:3"], '
+                b'"token_logprobs": [-0.5]}}]}'
+            ),
+            JSON,
             PolicyError,
         ),
-        one("error of a server", "node/rl/serving.py:_said", _said, lambda: b'{"error": {"message": "no such model"}}', JSON),
         one(
-            "recording", "node/watch/swarm_view.py:event_of", text(event_of),
-            lambda: line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode(), JSON, WatchError,
+            "error of a server",
+            "node/rl/serving.py:_said",
+            _said,
+            lambda: b'{"error": {"message": "no such model"}}',
+            JSON,
         ),
-    ]  # fmt: skip
+        one(
+            "recording",
+            "node/watch/swarm_view.py:event_of",
+            text(event_of),
+            lambda: line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode(),
+            JSON,
+            WatchError,
+        ),
+    ]
 
 
 def calibrated(data):

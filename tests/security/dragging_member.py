@@ -1,10 +1,13 @@
-"""A member that turns hostile: ``python dragging_member.py SECONDS FREE join ...``, the rest as for ``python -m shoal``.
+"""A member that turns hostile: ``python dragging_member.py SECONDS FREE join ...``, the rest as for
+``python -m shoal``.
 
-And an honest one that writes down how far such words move it: ``python dragging_member.py FILE up ...``.
+And an honest one that writes down how far such words move it: ``python dragging_member.py FILE up
+...``.
 
-For ``SECONDS`` the first is honest. Then it answers every call with a round far ahead, its record says the same, and so do those
-of ``FREE`` keys that it makes up, each in the directory as a member's should be. When it calls it exchanges as before, so that it
-stays one of those that the others have met.
+For ``SECONDS`` the first is honest. Then it answers every call with a round far ahead, its record
+says the same, and so do those of ``FREE`` keys that it makes up, each in the directory as a
+member's should be. When it calls it exchanges as before, so that it stays one of those that the
+others have met.
 """
 
 import asyncio
@@ -38,7 +41,9 @@ class Lie:
         return time.monotonic() > self.hostile_at
 
     async def spread(self, directory):
-        """Keep the made-up members in the directory, and say how many of them another reader would find."""
+        """Keep the made-up members in the directory, and say how many of them another reader would
+        find.
+        """
         told = False
         while True:
             mine = directory.members().get(directory._identity.peer_id)
@@ -89,7 +94,8 @@ def hostile(seconds, free):
 def watched(path):
     """Patch the node that is about to be started: each word of a liar becomes a line of a file.
 
-    The line is the number of rounds by which it moved the node beyond where that was, and beyond all that others had told it.
+    The line is the number of rounds by which it moved the node beyond where that was, and beyond
+    all that others had told it.
     """
     note = Caller._note
 

@@ -1,7 +1,8 @@
-"""What strangers send: bytes at random, and valid ones that were cut, flipped, or have another value in one place.
+"""What strangers send: bytes at random, and valid ones that were cut, flipped, or have another
+value in one place.
 
-A `Form` opens bytes into a tree of dicts, lists and scalars, and makes bytes of a tree again. What was signed in it is signed anew,
-so that a signature does not shield what lies behind it.
+A `Form` opens bytes into a tree of dicts, lists and scalars, and makes bytes of a tree again. What
+was signed in it is signed anew, so that a signature does not shield what lies behind it.
 """
 
 import base64
@@ -30,25 +31,73 @@ DEEP: Any = ()
 for _ in range(200):
     DEEP = [DEEP]
 ODD = (
-    math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 5e-324, -1.7e308, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
-    None, True, False, "", "x" * 70, "x" * 3000,
-    "\x1b[2J", "../x", "\ud800", b"", b"x" * 70, b"\xff" * 70, [], [0], [[0]], {}, {"x": 0},
-    DEEP, *RAW,
-)  # fmt: skip
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    0,
+    1,
+    0.5,
+    5e-324,
+    -1.7e308,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    None,
+    True,
+    False,
+    "",
+    "x" * 70,
+    "x" * 3000,
+    "\x1b[2J",
+    "../x",
+    "\ud800",
+    b"",
+    b"x" * 70,
+    b"\xff" * 70,
+    [],
+    [0],
+    [[0]],
+    {},
+    {"x": 0},
+    DEEP,
+    *RAW,
+)
 """Of a wrong type, or of no use as what they stand for."""
 WHOLE = (
-    b"", b"[" * 10**5, b'{"a":' * 10**5, b"\x91" * 10**5, b"\x81\xa1a" * 10**5, b"9" * 10**5, b"\xdd\x7f\xff\xff\xff",
+    b"",
+    b"[" * 10**5,
+    b'{"a":' * 10**5,
+    b"\x91" * 10**5,
+    b"\x81\xa1a" * 10**5,
+    b"9" * 10**5,
+    b"\xdd\x7f\xff\xff\xff",
     b"\xdf\xff\xff\xff\xff",
-    b"\xc6\xff\xff\xff\xff", b"\xc1", b"\xff" * 8, b"\xff\xff\xff\x7f" + bytes(60), b"null", b"NaN", bytes(10**6), b"x" * 10**6,
-)  # fmt: skip
-"""In place of all there is: deep nesting, long numbers, containers and byte strings that claim to be long."""
+    b"\xc6\xff\xff\xff\xff",
+    b"\xc1",
+    b"\xff" * 8,
+    b"\xff\xff\xff\x7f" + bytes(60),
+    b"null",
+    b"NaN",
+    bytes(10**6),
+    b"x" * 10**6,
+)
+"""In place of all there is: deep nesting, long numbers, containers and byte strings that claim to
+be long.
+"""
 MILLION = ([0] * 10**6, "x" * 10**6, b"\x00" * 10**6)
 SIGNERS: dict[str, Identity] = {}
 """Peer id -> the key with which what it signed is signed anew."""
 
 
 class Form(NamedTuple):
-    """How bytes are opened into a tree, and made of one; ``make`` raises one of `CANNOT` for a value that it cannot hold."""
+    """How bytes are opened into a tree, and made of one; ``make`` raises one of `CANNOT` for a
+    value that it cannot hold.
+    """
 
     open: Callable[[bytes], Any]
     make: Callable[[Any], bytes]
@@ -145,7 +194,9 @@ SAFETENSORS = Form(_tensors, _tensor_file)
 
 
 def frames(width):
-    """Return the form of messages one after the other, each behind its length of ``width`` bytes."""
+    """Return the form of messages one after the other, each behind its length of ``width``
+    bytes.
+    """
 
     def opened(data):
         found, at = [], 0
@@ -204,7 +255,9 @@ def at(tree, path):
 
 
 def put(tree, path, value):
-    """Return a tree with ``value`` at ``path``; ... removes what is there, and `Twice` repeats it."""
+    """Return a tree with ``value`` at ``path``; ... removes what is there, and `Twice` repeats
+    it.
+    """
     if not path:
         return value
     first, *rest = path
@@ -256,7 +309,9 @@ CANNOT = (
 
 
 def changes(form, data, most=500):
-    """Yield what comes of one other value in one place of ``data``: all, or so many drawn ones, always the same."""
+    """Yield what comes of one other value in one place of ``data``: all, or so many drawn ones,
+    always the same.
+    """
     tree = form.open(data)
     every = [
         (path, value)

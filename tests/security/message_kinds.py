@@ -1,4 +1,6 @@
-"""Every kind of message and of verification's records, a good one of each, and the fields of them that state a number or a size."""
+"""Every kind of message and of verification's records, a good one of each, and the fields of them
+that state a number or a size.
+"""
 
 import importlib
 import itertools
@@ -28,7 +30,9 @@ SKIPPED = (
 
 
 class Leaf(NamedTuple):
-    """A part of a field: ``path`` begins with the field's name; 0 stands for each element of a list."""
+    """A part of a field: ``path`` begins with the field's name; 0 stands for each element of a
+    list.
+    """
 
     path: tuple[str | int, ...]
     type: type
@@ -43,7 +47,9 @@ class Leaf(NamedTuple):
 
     @property
     def states(self):
-        """True where it states a number or a size; what has one length alone, as a hash, or one of a few words does not."""
+        """True where it states a number or a size; what has one length alone, as a hash, or one of
+        a few words does not.
+        """
         least, most = self.bound("min_length"), self.bound("max_length")
         return self.type in (int, float, tuple) or (
             self.type is bytes and (most is None or least != most)
@@ -101,42 +107,123 @@ def _leaves(annotation, rules, path):
 
 
 COMMON = {
-    "swarm": "a" * 52, "peer": ME, "creator": ME, "name": "x", "addresses": ("/ip4/1.2.3.4/tcp/5",), "loss": 1.5,
-    "model": "0" * 64, "state": "training", "lag_auto": True, "astray": True, "version": "0",
-    "sketch": (1, 0, (0.5, 0.5, 0.5, 0.5)), "sha256": bytes(32), "snapshot": bytes(32),
-    "nonce": bytes(16), "shapes": ((2, 3), ()), "dtype": "float32", "codec": "none", "reason": "x", "encoding": "plain",
-    "env": "e", "env_version": "1", "env_config": b"", "finish": ("stop",), "address": "1.2.3.4", "token": bytes(16), "kernel": "k",
-    "policy": "tiny", "before": bytes(32), "run": "r", "case": bytes(32), "digest": bytes(32), "prompt": bytes(32),
+    "swarm": "a" * 52,
+    "peer": ME,
+    "creator": ME,
+    "name": "x",
+    "addresses": ("/ip4/1.2.3.4/tcp/5",),
+    "loss": 1.5,
+    "model": "0" * 64,
+    "state": "training",
+    "lag_auto": True,
+    "astray": True,
+    "version": "0",
+    "sketch": (1, 0, (0.5, 0.5, 0.5, 0.5)),
+    "sha256": bytes(32),
+    "snapshot": bytes(32),
+    "nonce": bytes(16),
+    "shapes": ((2, 3), ()),
+    "dtype": "float32",
+    "codec": "none",
+    "reason": "x",
+    "encoding": "plain",
+    "env": "e",
+    "env_version": "1",
+    "env_config": b"",
+    "finish": ("stop",),
+    "address": "1.2.3.4",
+    "token": bytes(16),
+    "kernel": "k",
+    "policy": "tiny",
+    "before": bytes(32),
+    "run": "r",
+    "case": bytes(32),
+    "digest": bytes(32),
+    "prompt": bytes(32),
     "claim": bytes(32),
-    "sampling": bytes(32), "output": bytes(32), "fingerprint": bytes(32), "salt": bytes(32), "anchor": bytes(32), "link": bytes(32),
-    "operator": "o", "root": bytes(32), "table": bytes(32), "device": "cpu", "id": bytes(16), "after": "a" * 52, "task": "text",
-    "failures": (("timeout", 1),), "blamed": ((OTHER, "timeout", 1),), "partnerless": ("timeout", 1), "missing_names": ("y",),
-    "mfu": 0.5, "leader": OTHER,
-    "rounds": (RoundStatus(round=1, step=1, loss=1.0, members=2, partners=("y" * 8,), sent=1, received=1, wait_s=1.0),),
-    "reward": 1.0, "banned": (OTHER,), "faults": (("refused", 1),), "projection": (1, 1.0, (0.5,) * 16),
-    "doing": "x", "tokens_per_s": 1.0, "lag": 1, "late": 1,
-    "mean": 3, "lost": 1, "held": 3, "members": b"x", "extra": (("momentum", bytes(32)),), "more": False, "alone": False,
-}  # fmt: skip
+    "sampling": bytes(32),
+    "output": bytes(32),
+    "fingerprint": bytes(32),
+    "salt": bytes(32),
+    "anchor": bytes(32),
+    "link": bytes(32),
+    "operator": "o",
+    "root": bytes(32),
+    "table": bytes(32),
+    "device": "cpu",
+    "id": bytes(16),
+    "after": "a" * 52,
+    "task": "text",
+    "failures": (("timeout", 1),),
+    "blamed": ((OTHER, "timeout", 1),),
+    "partnerless": ("timeout", 1),
+    "missing_names": ("y",),
+    "mfu": 0.5,
+    "leader": OTHER,
+    "rounds": (
+        RoundStatus(
+            round=1,
+            step=1,
+            loss=1.0,
+            members=2,
+            partners=("y" * 8,),
+            sent=1,
+            received=1,
+            wait_s=1.0,
+        ),
+    ),
+    "reward": 1.0,
+    "banned": (OTHER,),
+    "faults": (("refused", 1),),
+    "projection": (1, 1.0, (0.5,) * 16),
+    "doing": "x",
+    "tokens_per_s": 1.0,
+    "lag": 1,
+    "late": 1,
+    "mean": 3,
+    "lost": 1,
+    "held": 3,
+    "members": b"x",
+    "extra": (("momentum", bytes(32)),),
+    "more": False,
+    "alone": False,
+}
 """What a field of that name holds where its bounds do not say."""
 OWN = {
-    "member": {"shard": 0, "shards": 2}, "group-ready": {"shapes": bytes(32)},
+    "member": {"shard": 0, "shards": 2},
+    "group-ready": {"shapes": bytes(32)},
     "invitation": {"key": None, "peer": OTHER, "uses": 1},
-    "attestation": {"signature": bytes(64)}, "seed-request": {"topics": ("status/1",)},
-    "seed-reply": {"members": (b"x",)}, "listed-swarm": {"contacts": (b"x",)},
-    "swarms-reply": {"swarms": (b"x",)}, "shuffle": {"offered": (b"x",)}, "shuffle-reply": {"offered": (b"x",)},
-    "claim-material": {"tokens": (bytes(8),), "snapshot": 1}, "training-material": {"snapshot": 1, "projection": b"x"},
-    "rollout": {"completions": ("x",), "tokens": (bytes(8),), "logps": (bytes(8),), "tokenizer": "0" * 64},
-    "claim": {"model": bytes(32)}, "view": {"table": bytes(32)}, "verdict": {"marks": ("valid", "absent")},
+    "attestation": {"signature": bytes(64)},
+    "seed-request": {"topics": ("status/1",)},
+    "seed-reply": {"members": (b"x",)},
+    "listed-swarm": {"contacts": (b"x",)},
+    "swarms-reply": {"swarms": (b"x",)},
+    "shuffle": {"offered": (b"x",)},
+    "shuffle-reply": {"offered": (b"x",)},
+    "claim-material": {"tokens": (bytes(8),), "snapshot": 1},
+    "training-material": {"snapshot": 1, "projection": b"x"},
+    "rollout": {
+        "completions": ("x",),
+        "tokens": (bytes(8),),
+        "logps": (bytes(8),),
+        "tokenizer": "0" * 64,
+    },
+    "claim": {"model": bytes(32)},
+    "view": {"table": bytes(32)},
+    "verdict": {"marks": ("valid", "absent")},
     "receipts": {"work": ((OTHER, 1, 1.0, 1.0, 1, 1.0, 1),)},
     "change": {"parts": (ChangePart(round=1, lr=0.5, steps=1),)},
-    "change-request": {"change": b"x"}, "change-reply": {"change": b"x"},
+    "change-request": {"change": b"x"},
+    "change-reply": {"change": b"x"},
     "punch": {"addresses": ("/ip4/1.2.3.4/udp/4001/quic-v1",), "proof": bytes(64)},
-}  # fmt: skip
+}
 """The same of one kind of message."""
 
 
 def good(kind):
-    """Return a good message of that class, with something in each of its fields where that goes together."""
+    """Return a good message of that class, with something in each of its fields where that goes
+    together.
+    """
     fields = {}
     for name, field in kind.model_fields.items():
         given = {**COMMON, **OWN.get(kind.KIND, {})}
@@ -156,18 +243,35 @@ def good(kind):
 
 WIDE = "\U0001d538"  # a character of four bytes
 LONGEST = {
-    r"^[a-z2-7]{52}$": "a" * 52, r"^[0-9a-f]{64}$": "f" * 64, r"^[a-z0-9_.:,=+-]{1,64}$": "x" * 64, r"^[0-9a-f.:]*$": "f" * 64,
-    r"^/[\x21-\x7e]+$": "/" + "a" * 255, r"^[1-9A-HJ-NP-Za-km-z]{8}$": "y" * 8, r"^[A-Za-z0-9_.:+-]{1,128}$": "x" * 128,
-    r"^[a-z0-9_]{1,32}$": "x" * 32, r"^[a-z-]{1,32}/[0-9]{1,4}$": "x" * 32 + "/9999",
-}  # fmt: skip
+    r"^[a-z2-7]{52}$": "a" * 52,
+    r"^[0-9a-f]{64}$": "f" * 64,
+    r"^[a-z0-9_.:,=+-]{1,64}$": "x" * 64,
+    r"^[0-9a-f.:]*$": "f" * 64,
+    r"^/[\x21-\x7e]+$": "/" + "a" * 255,
+    r"^[1-9A-HJ-NP-Za-km-z]{8}$": "y" * 8,
+    r"^[A-Za-z0-9_.:+-]{1,128}$": "x" * 128,
+    r"^[a-z0-9_]{1,32}$": "x" * 32,
+    r"^[a-z-]{1,32}/[0-9]{1,4}$": "x" * 32 + "/9999",
+}
 PEERS = {"peer", "creator", "leader", "banned", "blamed"}
 LARGEST = {
-    "member": {"shard": 2**53 - 1}, "invitation": {"key": OTHER, "peer": None},
-    "offer": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536}, "state-header": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},
-    "change": {"parts": tuple(ChangePart(round=2**53 - at, lr=1 / 3, steps=2**53) for at in range(MAX_PARTS)[::-1])},
+    "member": {"shard": 2**53 - 1},
+    "invitation": {"key": OTHER, "peer": None},
+    "offer": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},
+    "state-header": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},
+    "change": {
+        "parts": tuple(
+            ChangePart(round=2**53 - at, lr=1 / 3, steps=2**53) for at in range(MAX_PARTS)[::-1]
+        )
+    },
     "parcel": {"body": bytes(256 * 1024 - 512)},
-    "receipts": {"work": tuple((Identity.ephemeral().peer_id, 2**53, 1.0, 1.0, 2**53, -1.0, 2**53) for _ in range(NAMED))},
-}  # fmt: skip
+    "receipts": {
+        "work": tuple(
+            (Identity.ephemeral().peer_id, 2**53, 1.0, 1.0, 2**53, -1.0, 2**53)
+            for _ in range(NAMED)
+        )
+    },
+}
 """What does not follow from the bounds of single fields."""
 
 

@@ -1,10 +1,11 @@
-"""Attackers of a bootstrap node: a thousand keys from three address ranges that take what it has to give, and renew it.
+"""Attackers of a bootstrap node: a thousand keys from three address ranges that take what it has to
+give, and renew it.
 
     python -m tests.security.siege ADDRESS SWARM KEYS PERIOD
 
-Each key reports to as many swarms as it may and announces one of them as public; each eighth reports to SWARM, which is honest, and
-holds silent streams open. It asks for a slot of the relay. Prints a line of JSON once all keys had their turn, and then one each
-period, until it is killed.
+Each key reports to as many swarms as it may and announces one of them as public; each eighth
+reports to SWARM, which is honest, and holds silent streams open. It asks for a slot of the relay.
+Prints a line of JSON once all keys had their turn, and then one each period, until it is killed.
 """
 
 import asyncio
@@ -43,8 +44,13 @@ class Attacker:
         self.key, self.counts, self.open = Key(b"siege %d" % number), counts, None
         self.source = f"127.{1 + number % 3}.{1 + number // 600}.{1 + number // 3 % 200}"
         manifest = Manifest(
-            name=f"m{number}", created=0.0, creator=self.key.peer_id, task="text", model="0" * 64, public=True
-        )  # fmt: skip
+            name=f"m{number}",
+            created=0.0,
+            creator=self.key.peer_id,
+            task="text",
+            model="0" * 64,
+            public=True,
+        )
         sealed, draw = seal(manifest, self.key), random.Random(number)
         self.swarms = [
             swarm_id(sealed),
@@ -54,9 +60,15 @@ class Attacker:
         if self.silent:
             self.swarms[-1] = honest
         said = Announcement(
-            swarm=self.swarms[0], peer=self.key.peer_id, manifest=sealed, params=1, round_bytes=1, memory=0, device="cpu",
+            swarm=self.swarms[0],
+            peer=self.key.peer_id,
+            manifest=sealed,
+            params=1,
+            round_bytes=1,
+            memory=0,
+            device="cpu",
             issued=0.0,
-        )  # fmt: skip
+        )
         self.announcement = seal(said, self.key)
 
     async def turn(self, host, port):

@@ -1,4 +1,5 @@
-"""A member that is slow within all rules: what it sends of a payload comes in pieces 4.5 s apart, at most 24 of them.
+"""A member that is slow within all rules: what it sends of a payload comes in pieces 4.5 s apart,
+at most 24 of them.
 
 ``python slow_member.py join ...``, the rest as for ``python -m shoal``.
 """

@@ -1,4 +1,6 @@
-"""A member whose streams are all held by free keys of one address range still serves whoever comes from another."""
+"""A member whose streams are all held by free keys of one address range still serves whoever comes
+from another.
+"""
 
 import asyncio
 
@@ -15,7 +17,9 @@ async def echo(stream):
 
 
 def test_silent_streams_of_one_range_do_not_keep_a_stranger_of_another_out():
-    """The fault: the first 64 strangers kept all others out, newcomers that ask for the manifest or for weights among them."""
+    """The fault: the first 64 strangers kept all others out, newcomers that ask for the manifest or
+    for weights among them.
+    """
     with Host.start(Identity.ephemeral(), timeout=60) as member:
         member.serve(ECHO, echo)
         member.resource_manager.known = lambda peer: False

@@ -1,5 +1,5 @@
-"""Two public nodes, and a member that after a while says that it is nine thousand million million rounds ahead, with a hundred free
-records that say the same.
+"""Two public nodes, and a member that after a while says that it is nine thousand million million
+rounds ahead, with a hundred free records that say the same.
 
 python -m tests.security.test_dragging STEPS      # prints the figures of docs/security.md
 """
@@ -21,7 +21,9 @@ FREE, HONEST_S = 100, 10  # records; seconds for which it is an honest member
 MOVED, DRIFT = (
     2,
     0.1,
-)  # rounds of every fragment by lies; part of all rounds that honest peers of unlike speed make of themselves
+    # rounds of every fragment by lies; part of all rounds that honest peers of unlike speed make of
+    # themselves
+)
 LOSS = 1.01
 WORDS = (
     "the",
@@ -45,7 +47,9 @@ SETTINGS = {
 
 
 def swarm(shoal, steps, hostile_at):
-    """Train for so many steps, with a third that turns hostile after others, if any; return what came of the two honest nodes."""
+    """Train for so many steps, with a third that turns hostile after others, if any; return what
+    came of the two honest nodes.
+    """
     seed = shoal.start(
         "seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key"
     )
@@ -92,16 +96,21 @@ def swarm(shoal, steps, hostile_at):
         rounds = [event for event in events if event["event"] == "round"]
         told = [int(line) for line in lies[name].read_text().split()] if lies[name].exists() else []
         rows[name] = {
-            "steps": shoal.result(name)["steps"], "seconds": round(shoal.result(name)["wall_s"], 1),
-            "loss": shoal.result(name)["loss_last"], "round": max(event["round"] for event in rounds),
-            "exchanges": sum(event["members"] > 1 for event in rounds), "lies": len(told),
+            "steps": shoal.result(name)["steps"],
+            "seconds": round(shoal.result(name)["wall_s"], 1),
+            "loss": shoal.result(name)["loss_last"],
+            "round": max(event["round"] for event in rounds),
+            "exchanges": sum(event["members"] > 1 for event in rounds),
+            "lies": len(told),
             "moved": sum(told) / rounds[0]["fragments"],
-        }  # fmt: skip
+        }
     return {"counted": max(counted(shoal, name) for name in (*lies, "third")), **rows}
 
 
 def counted(shoal, name):
-    """The rounds that a node ended, and those before it came: the swarm's go as the quickest counts, also if that is hostile."""
+    """The rounds that a node ended, and those before it came: the swarm's go as the quickest
+    counts, also if that is hostile.
+    """
     rounds = [event["round"] for event in shoal.metrics(name) if event["event"] == "round"]
     return min(rounds, default=0) + len(rounds)
 

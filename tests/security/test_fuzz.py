@@ -1,4 +1,5 @@
-"""Whatever bytes come in place of right ones: a value within its bounds, or the one exception that the decoder is known to raise.
+"""Whatever bytes come in place of right ones: a value within its bounds, or the one exception that
+the decoder is known to raise.
 
 A place in the source that opens bytes and is missing in `decoders` fails the last test.
 """
@@ -77,7 +78,9 @@ LARGE = [decoder for decoder in DECODERS if decoder.tree]
 @pytest.mark.slow(reason="every call of some 1,500 decodings of a megabyte is counted")
 @pytest.mark.parametrize("decoder", LARGE, ids=[decoder.name for decoder in LARGE])
 def test_what_is_large_or_deep_costs_little(decoder):
-    """A small multiple of its bytes in memory, and in calls, of which as many are made on any machine."""
+    """A small multiple of its bytes in memory, and in calls, of which as many are made on any
+    machine.
+    """
     judged(decoder, WHOLE[0])  # what is made once is made
     large = (
         (millions(decoder.form, data) for data in decoder.samples()[:1])
@@ -99,54 +102,100 @@ def test_a_tensor_of_a_checkpoint_has_a_text_for_a_name():
     )
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 OPENERS = {
-    "unpackb", "Unpacker", "unpack_from", "loads", "load_file", "safe_open", "frombuffer", "from_bytes", "b64decode", "b58decode",
-    "fromhex", "decompress", "decompressobj", "unquote", "ParseFromString", "validate_json", "model_validate_json", "readexactly",
-}  # fmt: skip
-"""What makes something of bytes or text. ``unpack`` and ``unseal`` of messages go through two of these."""
+    "unpackb",
+    "Unpacker",
+    "unpack_from",
+    "loads",
+    "load_file",
+    "safe_open",
+    "frombuffer",
+    "from_bytes",
+    "b64decode",
+    "b58decode",
+    "fromhex",
+    "decompress",
+    "decompressobj",
+    "unquote",
+    "ParseFromString",
+    "validate_json",
+    "model_validate_json",
+    "readexactly",
+}
+"""What makes something of bytes or text.
+
+``unpack`` and ``unseal`` of messages go through two of these.
+"""
 DIGESTS = {
-    "node/data/source.py:number", "node/data/source.py:held_out", "node/rl/environment.py:Gym.question",
-    "node/rl/task.py:RLTask._number", "node/task.py:LoadedBatches._begin_epoch",
+    "node/data/source.py:number",
+    "node/data/source.py:held_out",
+    "node/rl/environment.py:Gym.question",
+    "node/rl/task.py:RLTask._number",
+    "node/task.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",
-    "optim/rules/gossip.py:chosen", "swarm/membership/dht.py:bits_of",
-    "swarm/membership/dht.py:bits_in", "verification/consensus/records.py:must_plant",
+    "optim/rules/gossip.py:chosen",
+    "swarm/membership/dht.py:bits_of",
+    "swarm/membership/dht.py:bits_in",
+    "verification/consensus/records.py:must_plant",
     "verification/consensus/records.py:is_audited",
-    "swarm/identity.py:", "swarm/identity.py:b58encode",
-}  # fmt: skip
+    "swarm/identity.py:",
+    "swarm/identity.py:b58encode",
+}
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {
-    "optim/codecs/mod4.py:Mod4Codec.load_state_dict", "optim/codecs/mod4.py:_read_text",
-    "node/checkpoint/store.py:_pack", "node/checkpoint/store.py:prove", "node/doctor/checks.py:_event",
-    "node/config/settings.py:_read", "node/config/settings.py:assignment", "node/data/source.py:HubDataset.documents",
-    "node/data/source.py:RecordFiles._text", "node/data/reader.py:Bytes.encode", "node/demo/demo.py:run_nodes",
-    "node/demo/demo.py:consensus_distances", "node/demo/fork_server.py:ForkServer._fork", "node/demo/nodes.py:EventReader.read",
-    "node/parallel/launcher.py:read_ends", "node/parallel/ranks.py:NodeRanks.follow",
-    "node/commands/status.py:read_refusals", "node/runtime/run_options.py:_own_link",
+    "optim/codecs/mod4.py:Mod4Codec.load_state_dict",
+    "optim/codecs/mod4.py:_read_text",
+    "node/checkpoint/store.py:_pack",
+    "node/checkpoint/store.py:prove",
+    "node/doctor/checks.py:_event",
+    "node/config/settings.py:_read",
+    "node/config/settings.py:assignment",
+    "node/data/source.py:HubDataset.documents",
+    "node/data/source.py:RecordFiles._text",
+    "node/data/reader.py:Bytes.encode",
+    "node/demo/demo.py:run_nodes",
+    "node/demo/demo.py:consensus_distances",
+    "node/demo/fork_server.py:ForkServer._fork",
+    "node/demo/nodes.py:EventReader.read",
+    "node/parallel/launcher.py:read_ends",
+    "node/parallel/ranks.py:NodeRanks.follow",
+    "node/commands/status.py:read_refusals",
+    "node/runtime/run_options.py:_own_link",
     "node/templates/finetune/task.py:Finetune.tokens_of",
-    "node/templates/pretrain/task.py:Pretrain.text", "node/verify/history.py:EvidenceFile.series",
-    "node/verify/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",
-    "optim/exchange/gloo_groups.py:StoreConsensus._offered", "optim/outer/torch_form.py:TorchForm.unpack",
-    "optim/ranks/orders.py:Channel.send", "optim/ranks/orders.py:Channel.receive", "swarm/p2p/addresses.py:Peerstore._load",
-    "swarm/topics/tally.py:_read", "swarm/topics/tally.py:Tally._load",
-    "swarm/training/session.py:FollowingSession.__init__", "swarm/state/snapshot.py:Spool.mapped",
-}  # fmt: skip
+    "node/templates/pretrain/task.py:Pretrain.text",
+    "node/verify/history.py:EvidenceFile.series",
+    "node/verify/history.py:EvidenceFile.claims",
+    "optim/codecs/base.py:buffer",
+    "optim/exchange/gloo_groups.py:StoreConsensus._offered",
+    "optim/outer/torch_form.py:TorchForm.unpack",
+    "optim/ranks/orders.py:Channel.send",
+    "optim/ranks/orders.py:Channel.receive",
+    "swarm/p2p/addresses.py:Peerstore._load",
+    "swarm/topics/tally.py:_read",
+    "swarm/topics/tally.py:Tally._load",
+    "swarm/training/session.py:FollowingSession.__init__",
+    "swarm/state/snapshot.py:Spool.mapped",
+}
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""
 ELSEWHERE = {
     "swarm/p2p/host.py:Host._echo": "32 bytes of libp2p's ping: any are an echo",
-    "swarm/p2p/hivemind_adapter.py:_Calls.call_protobuf_handler": "tests/swarm/p2p/test_dial_backoff.py: a node id of 21 bytes",
+    "swarm/p2p/hivemind_adapter.py:_Calls.call_protobuf_handler": "tests/swarm/p2p/test_dial_backoff.py: a node id of 21 bytes",  # noqa: E501
     "swarm/p2p/reachability.py:_dial": "a token, compared whole",
     "swarm/p2p/stream.py:Stream._head": "test_fuzz_streams",
     "swarm/p2p/stream.py:Stream._receive": "test_fuzz_streams",
-    "swarm/p2p/daemon.py:read_message": "frames of the daemon on this machine; what strangers say in them is opened elsewhere",
-    "swarm/exchange/group/reduction.py:AllReduce._received": "all-reduce: sizes follow from the shapes",
-    "swarm/state/selection.py:_sample": "tests/swarm/state: a piece whose size and digest are known",
+    "swarm/p2p/daemon.py:read_message": "frames of the daemon on this machine; what strangers say "
+    "in them is opened elsewhere",
+    "swarm/exchange/group/reduction.py:AllReduce._received": "all-reduce: sizes follow from the "
+    "shapes",
+    "swarm/state/selection.py:_sample": "tests/swarm/state: a piece whose size and digest are "
+    "known",
     "swarm/topics/rollout.py:_parts": "message rollout, and test_message_fields",
     "swarm/topics/rollout.py:_tensor": "message rollout, and test_message_fields",
     "swarm/wire/envelope.py:_shapes": "message offer, and test_message_fields",
     "swarm/identity.py:public_key_of": "link, and every peer id of a message",
-}  # fmt: skip
+}
 
 
 def openers():

@@ -1,7 +1,9 @@
-"""Swarms in the simulator in which a third of the peers send messages with other values in them, signed as they should be.
+"""Swarms in the simulator in which a third of the peers send messages with other values in them,
+signed as they should be.
 
-Every message of every protocol that such a swarm speaks goes through this, as a question and as an answer. No peer fails, and the
-others go on to meet. The small protocols beside exchanges, and the pages over HTTP, get such questions one by one.
+Every message of every protocol that such a swarm speaks goes through this, as a question and as an
+answer. No peer fails, and the others go on to meet. The small protocols beside exchanges, and the
+pages over HTTP, get such questions one by one.
 """
 
 import ast
@@ -56,7 +58,9 @@ SIGNERS[STRANGER.peer_id] = STRANGER
 
 
 def changed(data, chance):
-    """Return a message with another value in one place, or cut, or other bytes; signed anew by those in `SIGNERS`."""
+    """Return a message with another value in one place, or cut, or other bytes; signed anew by
+    those in `SIGNERS`.
+    """
     way = chance.random()
     if way < 0.1:
         return data[: chance.randrange(len(data))]
@@ -108,7 +112,7 @@ def test_a_third_of_a_swarm_sends_other_values(method, more):
     assert result.counts.alone < len(result.counts.waits) * 0.8
 
 
-# -- the small protocols, one question at a time -----------------------------------------------------------------------------
+# -- the small protocols, one question at a time ---------------------------------------------------
 
 
 class Host:
@@ -149,14 +153,26 @@ def served(host):
 
     reachability, speed, seed = ReachabilityProbe(), ThroughputProbe(), Seed(ME, listen=())
     others = {
-        "dial": reachability.answer, "speed": speed.answer, "seed": seed._answer, "swarms": seed._list,
-        "dial at a seed": seed._reachability.answer, "punch": punch,
-    }  # fmt: skip
+        "dial": reachability.answer,
+        "speed": speed.answer,
+        "seed": seed._answer,
+        "swarms": seed._list,
+        "dial at a seed": seed._reachability.answer,
+        "punch": punch,
+    }
     questions = {
-        "manifest": ManifestRequest, "admission": None, "shuffle": Shuffle, "body": BodyRequest, "verification-log": LogRequest,
-        "dial": DialRequest, "speed": SpeedRequest, "seed": SeedRequest, "swarms": SwarmsRequest, "dial at a seed": DialRequest,
+        "manifest": ManifestRequest,
+        "admission": None,
+        "shuffle": Shuffle,
+        "body": BodyRequest,
+        "verification-log": LogRequest,
+        "dial": DialRequest,
+        "speed": SpeedRequest,
+        "seed": SeedRequest,
+        "swarms": SwarmsRequest,
+        "dial at a seed": DialRequest,
         "punch": Punch,
-    }  # fmt: skip
+    }
     names = {
         protocol.split("/")[2]: handler for protocol, handler in host.handlers.items()
     } | others
@@ -233,36 +249,97 @@ def test_every_protocol_is_asked():
         "protocols.leader",
     }  # fmt: skip
     asked = {
-        "MANIFEST_PROTOCOL", "CHANGE_PROTOCOL", "ADMISSION_PROTOCOL", "SHUFFLE_PROTOCOL", "LOG_PROTOCOL", "DIAL_PROTOCOL",
-        "SPEED_PROTOCOL", "SEEN_PROTOCOL", "PUNCH_PROTOCOL", "SEED_PROTOCOL", "SWARMS_PROTOCOL",
-    }  # fmt: skip
+        "MANIFEST_PROTOCOL",
+        "CHANGE_PROTOCOL",
+        "ADMISSION_PROTOCOL",
+        "SHUFFLE_PROTOCOL",
+        "LOG_PROTOCOL",
+        "DIAL_PROTOCOL",
+        "SPEED_PROTOCOL",
+        "SEEN_PROTOCOL",
+        "PUNCH_PROTOCOL",
+        "SEED_PROTOCOL",
+        "SWARMS_PROTOCOL",
+    }
     assert found == swarms | asked | {"protocol"}, (
         "protocol: of a store of bodies, of a group's streams, and of the host itself"
     )
 
 
-# -- pages -------------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 GET = "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{more}\r\n"
 HOSTS = (
-    "127.0.0.1", "127.0.0.1:9", "localhost", "", "[::1]", "[::1", "]", "a]b", "[", "::", "\x00", "é", "a b", "x" * 9000,
-    "127.0.0.1:99999999", "%", "user@127.0.0.1", "[v1.x]",
-)  # fmt: skip
+    "127.0.0.1",
+    "127.0.0.1:9",
+    "localhost",
+    "",
+    "[::1]",
+    "[::1",
+    "]",
+    "a]b",
+    "[",
+    "::",
+    "\x00",
+    "é",
+    "a b",
+    "x" * 9000,
+    "127.0.0.1:99999999",
+    "%",
+    "user@127.0.0.1",
+    "[v1.x]",
+)
 PATHS = (
-    "/", "/events/", "/metrics", "/metrics?name[]=x", "/at?time=1", "/at?time=nan", "/at?time=inf", "/at?time=-1e400",
-    "/at?time=1e308", "/at?time=", "/at?time=" + "9" * 400, "/at?time=1&time=2", "/at?time=%00", "/at?time=%ff", "//x",
-    "/../../etc/passwd", "/%2e%2e/x", "*", "http://x/", "http://[::1/", "/" + "x" * 9000, "/%", "/?" + "a=b&" * 3000, "x", "/\x00",
+    "/",
+    "/events/",
+    "/metrics",
+    "/metrics?name[]=x",
+    "/at?time=1",
+    "/at?time=nan",
+    "/at?time=inf",
+    "/at?time=-1e400",
+    "/at?time=1e308",
+    "/at?time=",
+    "/at?time=" + "9" * 400,
+    "/at?time=1&time=2",
+    "/at?time=%00",
+    "/at?time=%ff",
+    "//x",
+    "/../../etc/passwd",
+    "/%2e%2e/x",
+    "*",
+    "http://x/",
+    "http://[::1/",
+    "/" + "x" * 9000,
+    "/%",
+    "/?" + "a=b&" * 3000,
+    "x",
+    "/\x00",
     "/é",
-)  # fmt: skip
+)
 MORE = (
-    "", "Content-Length: -1\r\n", "Content-Length: 99999999999\r\n", "Transfer-Encoding: chunked\r\n", "Expect: x\r\n",
-    "Range: bytes=9-1\r\n", "Accept-Encoding: x\r\n", "Accept: " + "a," * 2000 + "\r\n", "Upgrade: websocket\r\n", ": x\r\n",
+    "",
+    "Content-Length: -1\r\n",
+    "Content-Length: 99999999999\r\n",
+    "Transfer-Encoding: chunked\r\n",
+    "Expect: x\r\n",
+    "Range: bytes=9-1\r\n",
+    "Accept-Encoding: x\r\n",
+    "Accept: " + "a," * 2000 + "\r\n",
+    "Upgrade: websocket\r\n",
+    ": x\r\n",
     "X" * 70_000 + ": y\r\n",
-)  # fmt: skip
+)
 RAW = (
-    b"", b"\r\n\r\n", b"\x00" * 100, b"\xff" * 100 + b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
-    b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-)  # fmt: skip
+    b"",
+    b"\r\n\r\n",
+    b"\x00" * 100,
+    b"\xff" * 100 + b"\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"\x16\x03\x01\x02\x00",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+)
 
 
 def requests():

@@ -1,4 +1,6 @@
-"""1,100 half requests, and 300 event streams that nobody reads, against pages that may open 1,024 files: others are served."""
+"""1,100 half requests, and 300 event streams that nobody reads, against pages that may open 1,024
+files: others are served.
+"""
 
 import contextlib
 import json
@@ -29,7 +31,7 @@ class Source:
     ended = threading.Event()
 said = lambda text: print(text.rstrip("/").rpartition(":")[2], flush=True)
 web.serve(web.Page(queue.Queue(), Source(), live=True, shared=True), web.Address(web.HERE, 0), 300, said)
-"""
+"""  # noqa: E501
 
 
 @contextlib.contextmanager

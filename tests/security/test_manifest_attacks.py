@@ -1,4 +1,6 @@
-"""A stranger's manifest against real commands: what `join`, `pull` and `up --resume-from` make of it, and what that costs."""
+"""A stranger's manifest against real commands: what `join`, `pull` and `up --resume-from` make of
+it, and what that costs.
+"""
 
 import json
 import os
@@ -33,7 +35,7 @@ import json, resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))  # where the door is open, this machine stays usable
 code = subprocess.run(sys.argv[1:], timeout=150, stdin=subprocess.DEVNULL).returncode
 print(json.dumps([code, 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]))
-"""
+"""  # noqa: E501
 """A small process that starts the command: the peak of a child counts from its parent's size on."""
 
 
@@ -43,12 +45,18 @@ class Home:
     def __init__(self, folder):
         self.folder = folder
         self.env = {
-            **os.environ, "XDG_CONFIG_HOME": str(folder), "HOME": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            **os.environ,
+            "XDG_CONFIG_HOME": str(folder),
+            "HOME": str(folder),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        }  # fmt: skip
+        }
 
     def refused(self, *arguments):
-        """Run ``shoal``; return the one sentence with which it must refuse, and its peak memory in bytes."""
+        """Run ``shoal``; return the one sentence with which it must refuse, and its peak memory in
+        bytes.
+        """
         command = [sys.executable, "-c", ONLY, sys.executable, "-m", "shoal", *map(str, arguments)]
         done = subprocess.run(
             command, env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=180
@@ -78,7 +86,9 @@ def signed(identity, **fields):
 
 @pytest.fixture(scope="module")
 def huge(tmp_path_factory):
-    """The link of a real node whose swarm trains 200 thousand million parameters, with the digest that these have."""
+    """The link of a real node whose swarm trains 200 thousand million parameters, with the digest
+    that these have.
+    """
     identity, folder = Identity.ephemeral(), tmp_path_factory.mktemp("node")
     settings = load(None, {"node.folder": folder, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
     digest = model_digest(AveragedParameters.of(sized(**HUGE, heads=4, context=64)))
@@ -98,11 +108,13 @@ def huge(tmp_path_factory):
 def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(
     huge, home, verb, more, sentence
 ):
-    """The fault: layers and width of a manifest became tensors before anything was compared; 6 GB in 12 s."""
+    """The fault: layers and width of a manifest became tensors before anything was compared; 6 GB
+    in 12 s.
+    """
     said, peak = home.refused(verb, huge, *more)
     assert (
-        f"The swarm's model has {COUNT:,} parameters or more, which take 824.69 GB of memory, {sentence}"
-        in said
+        f"The swarm's model has {COUNT:,} parameters or more, which take 824.69 GB of memory, "
+        f"{sentence}" in said
     )
     assert peak < MOST, f"{peak / 2**20:.0f} MB"
 
@@ -118,7 +130,9 @@ class Task:
 
 
 def checkpoint(folder, identity, **fields):
-    """A checkpoint such as a stranger puts beside weights: everything right, but for the manifest."""
+    """A checkpoint such as a stranger puts beside weights: everything right, but for the
+    manifest.
+    """
     task = TextTask(layers=1, width=8, heads=2, context=8, batch=1)
     trainer = Trainer(task, OuterSettings(method="none"), TrainSettings())
     trainer.connect(Alone(), "x", Shard(0, 2, 0))
@@ -140,7 +154,9 @@ def checkpoint(folder, identity, **fields):
     ("text", HUGE, "The swarm's model has 206,"),
 ])  # fmt: skip
 def test_a_strangers_checkpoint_names_neither_code_nor_paths(home, task, options, sentence):
-    """The fault: `--resume-from` took environment, data and sizes from the manifest in the folder, and ran what they named."""
+    """The fault: `--resume-from` took environment, data and sizes from the manifest in the folder,
+    and ran what they named.
+    """
     weights, mark = home.folder / "dl" / "weights", home.folder / "ran"
     weights.mkdir(parents=True)
     for place in (weights, home.folder):

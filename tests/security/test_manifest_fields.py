@@ -1,6 +1,8 @@
-"""Every field of a manifest, at its bounds and beyond: it is taken, or refused in one sentence; nothing moves, nothing is loaded.
+"""Every field of a manifest, at its bounds and beyond: it is taken, or refused in one sentence;
+nothing moves, nothing is loaded.
 
-The manifests are signed as they are, past all checks of who makes one, and go through the door that every command uses.
+The manifests are signed as they are, past all checks of who makes one, and go through the door that
+every command uses.
 """
 
 import importlib.util
@@ -43,8 +45,12 @@ DIGEST = model_digest(
 )
 TERMS = {"policy": "tiny", "base": "0" * 64, "group": 2, "temperature": 1.0, "max_tokens": 8}
 TABLES = {
-    (): Manifest, ("outer",): OuterSettings, ("train",): TrainSettings, ("verify",): VerifySettings, ("terms",): Terms,
-}  # fmt: skip
+    (): Manifest,
+    ("outer",): OuterSettings,
+    ("train",): TrainSettings,
+    ("verify",): VerifySettings,
+    ("terms",): Terms,
+}
 OPTIONS = (
     *TINY,
     "max_bytes",
@@ -61,15 +67,52 @@ OPTIONS = (
     "",
 )
 NUMBERS = (
-    None, True, -1, 0, 1, 2, 0.5, math.nan, math.inf, -math.inf, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
-    5e-324, 1.7e308,
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2,
+    0.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    5e-324,
+    1.7e308,
+)
 CANARY = "canary_of_a_manifest"
 TEXTS = (
-    "", "x", "x" * 64, "x" * 65, "x" * 1025, "\x1b[2J", "../x", "/etc/passwd", "hf: /etc", f"{CANARY}:Task", f"{CANARY}.py:Task",
-    f"./{CANARY}.py:Env", "os:system", "text", "rl", "own-loop", "seconds:auto", "tokens:0", "int8+ef", "auto:99",
-    "topk2:nan", b"", b"x",
-)  # fmt: skip
+    "",
+    "x",
+    "x" * 64,
+    "x" * 65,
+    "x" * 1025,
+    "\x1b[2J",
+    "../x",
+    "/etc/passwd",
+    "hf: /etc",
+    f"{CANARY}:Task",
+    f"{CANARY}.py:Task",
+    f"./{CANARY}.py:Env",
+    "os:system",
+    "text",
+    "rl",
+    "own-loop",
+    "seconds:auto",
+    "tokens:0",
+    "int8+ef",
+    "auto:99",
+    "topk2:nan",
+    b"",
+    b"x",
+)
 LARGE = (
     [0] * 10**6,
     dict.fromkeys(range(10**6), 0),

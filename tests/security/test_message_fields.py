@@ -1,4 +1,5 @@
-"""Every field of every message, at its bounds and beyond: it is taken, or refused in one sentence with a reason that is counted.
+"""Every field of every message, at its bounds and beyond: it is taken, or refused in one sentence
+with a reason that is counted.
 
 The manifest has the same for itself, with all that a command makes of it (`test_manifest_fields`).
 """
@@ -18,9 +19,26 @@ from tests.security.message_kinds import ME, good, kinds, leaves
 
 KINDS = [kind for kind in kinds() if kind is not Manifest]
 NUMBERS = (
-    math.nan, math.inf, -math.inf, -1, 0, 1, 0.5, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 5e-324, 1.7e308,
-    -1.7e308, True, None,
-)  # fmt: skip
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    0,
+    1,
+    0.5,
+    2**31,
+    2**53,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    -(2**63),
+    5e-324,
+    1.7e308,
+    -1.7e308,
+    True,
+    None,
+)
 OTHERS = (
     "",
     "x" * 70,
@@ -44,7 +62,9 @@ MILLION = {
 PACKED = {name: msgpack.packb(value) for name, value in MILLION.items()}
 REASONS = ("malformed", "oversized", "truncated", "nested")
 BY_HAND = {"shapes", "tokens", "logps", "completions", "finish"}
-"""Fields that travel as one byte string, which is read by hand (`test_what_is_read_by_hand_has_its_bounds`)."""
+"""Fields that travel as one byte string, which is read by hand
+(`test_what_is_read_by_hand_has_its_bounds`).
+"""
 BY_LIMIT = {"parcel": {"body"}}
 """Bounded by the size of the message alone."""
 TOGETHER = {
@@ -217,7 +237,9 @@ def test_whatever_a_field_holds_costs_one_sentence(kind):
 
 @each
 def test_a_million_entries_cost_no_memory(kind):
-    """The bytes themselves are there already; at most twice as much is made of them, for two readers see a text."""
+    """The bytes themselves are there already; at most twice as much is made of them, for two
+    readers see a text.
+    """
     fields = fields_of(kind)
     for name, (what, value) in itertools.product(fields, PACKED.items()):
         data = raw(kind, {**fields, name: value})
@@ -240,17 +262,54 @@ def parts(count, size=4):
     return (size.to_bytes(4, "little") + bytes(size)) * count
 
 
-@pytest.mark.parametrize(("kind", "name", "good_ones", "bad_ones"), [
-    ("offer", "shapes", [b"", shapes(MAX_TENSORS), shapes(MAX_DIMS // MAX_RANK, MAX_RANK)],
-     [shapes(MAX_TENSORS + 1), shapes(MAX_DIMS // MAX_RANK + 1, MAX_RANK), shapes(1, MAX_RANK + 1), b"\x01\x00"]),
-    ("state-header", "shapes", [b"", shapes(MAX_TENSORS)], [shapes(MAX_TENSORS + 1), shapes(1, MAX_RANK + 1), b"\x01\x00"]),
-    ("rollout", "completions", [parts(1), parts(1, 32 * 1024)], [b"", parts(65), parts(1, 32 * 1024 + 1), b"\x01\x00"]),
-    ("rollout", "tokens", [], [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"]),
-    ("rollout", "logps", [], [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"]),
-    ("rollout", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
-    ("claim-material", "tokens", [parts(1), parts(1, 4 * 16_384)], [b"", parts(65), parts(1, 0), parts(1, 6), b"\x01"]),
-    ("claim-material", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name", "good_ones", "bad_ones"),
+    [
+        (
+            "offer",
+            "shapes",
+            [b"", shapes(MAX_TENSORS), shapes(MAX_DIMS // MAX_RANK, MAX_RANK)],
+            [
+                shapes(MAX_TENSORS + 1),
+                shapes(MAX_DIMS // MAX_RANK + 1, MAX_RANK),
+                shapes(1, MAX_RANK + 1),
+                b"\x01\x00",
+            ],
+        ),
+        (
+            "state-header",
+            "shapes",
+            [b"", shapes(MAX_TENSORS)],
+            [shapes(MAX_TENSORS + 1), shapes(1, MAX_RANK + 1), b"\x01\x00"],
+        ),
+        (
+            "rollout",
+            "completions",
+            [parts(1), parts(1, 32 * 1024)],
+            [b"", parts(65), parts(1, 32 * 1024 + 1), b"\x01\x00"],
+        ),
+        (
+            "rollout",
+            "tokens",
+            [],
+            [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"],
+        ),
+        (
+            "rollout",
+            "logps",
+            [],
+            [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"],
+        ),
+        ("rollout", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
+        (
+            "claim-material",
+            "tokens",
+            [parts(1), parts(1, 4 * 16_384)],
+            [b"", parts(65), parts(1, 0), parts(1, 6), b"\x01"],
+        ),
+        ("claim-material", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
+    ],
+)
 def test_what_is_read_by_hand_has_its_bounds(kind, name, good_ones, bad_ones):
     kind = next(one for one in KINDS if kind == one.KIND)
     fields = fields_of(kind)

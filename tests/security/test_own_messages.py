@@ -1,4 +1,6 @@
-"""Whatever state a node gets into, it can say so: none of its own messages fails for a number out of bounds, or for its size."""
+"""Whatever state a node gets into, it can say so: none of its own messages fails for a number out
+of bounds, or for its size.
+"""
 
 import asyncio
 import time
@@ -167,9 +169,17 @@ def test_a_status_holds_whatever_a_round_comes_to(sent, received, wait_s, loss, 
     reporter = StatusReporter(place, "anna")
     for number in range(9):
         reporter.round(
-            [ME.peer_id, *(OTHER.peer_id,) * 20], round=number, step=MAX_COUNT, loss=loss, sent=sent, received=received,
-            wait_s=wait_s, suspicious=3, why="x" * 600, projection=tuple(projection),
-        )  # fmt: skip
+            [ME.peer_id, *(OTHER.peer_id,) * 20],
+            round=number,
+            step=MAX_COUNT,
+            loss=loss,
+            sent=sent,
+            received=received,
+            wait_s=wait_s,
+            suspicious=3,
+            why="x" * 600,
+            projection=tuple(projection),
+        )
     reporter.event("rl", reward=loss, own=2, foreign=3, used=[(OTHER.peer_id, loss)] * 3, shared=4)
     reporter.event("verify", banned=[OTHER.peer_id] * 99, votes={OTHER.peer_id: 2}, voted=3)
     reporter.verified({"claimed": 2**40, "checked": 2**40, "invalid": 2**40})
@@ -206,9 +216,10 @@ def test_an_offer_and_a_ready_message_hold_whatever_is_contributed(
 def test_a_refusal_holds_whatever_went_wrong(text, round):
     for error in (NetworkError(text), MessageError(text)):
         for made in (
-            Answer(verdict="refuse", reason=str(error), round=round), Abort(nonce=bytes(16), reason=str(error)),
+            Answer(verdict="refuse", reason=str(error), round=round),
+            Abort(nonce=bytes(16), reason=str(error)),
             GroupReceipt(verdict="refuse", reason=str(error), round=round),
-        ):  # fmt: skip
+        ):
             assert unpack(pack(made), type(made)) == made
 
 
@@ -260,7 +271,9 @@ sentences = st.text(max_size=2000)
 
 @given(st.lists(standings, max_size=4), rounds, st.integers(0, 3))
 def test_a_log_holds_whatever_standings_come_to(rows, round, more):
-    """Also after more events of each kind than a count can hold: a table that no other peer reads is no table."""
+    """Also after more events of each kind than a count can hold: a table that no other peer reads
+    is no table.
+    """
     held = {f"p{number}": Standing.of(row) for number, row in enumerate(rows)}
     for standing in held.values():
         for group in (standing.claims, standing.votes, standing.appeals):

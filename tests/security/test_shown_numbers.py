@@ -1,4 +1,6 @@
-"""Records and statuses in which all numbers are at their bounds: `shoal status`, `pull` and `watch` show them, as JSON too."""
+"""Records and statuses in which all numbers are at their bounds: `shoal status`, `pull` and `watch`
+show them, as JSON too.
+"""
 
 import json
 
@@ -43,7 +45,9 @@ def several(kind):
 
 
 def test_status_shows_whatever_records_say():
-    """The fault: the mean of two speeds of 1.7e308 ended `shoal status` with an error, and so did that of two free records."""
+    """The fault: the mean of two speeds of 1.7e308 ended `shoal status` with an error, and so did
+    that of two free records.
+    """
     members = several(Member)
     manifest = Manifest(
         name="m", created=0.0, creator=Identity.ephemeral().peer_id, task="text", model="0" * 64

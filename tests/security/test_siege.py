@@ -1,4 +1,5 @@
-"""A bootstrap node under siege: a thousand keys of three address ranges, and honest swarms that are to be listed and joined.
+"""A bootstrap node under siege: a thousand keys of three address ranges, and honest swarms that are
+to be listed and joined.
 
 python -m tests.security.test_siege SECONDS      # prints the figures of docs/security.md
 """
@@ -38,11 +39,23 @@ class Siege:
 
     def __init__(self, home):
         self.seed = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "seed", "--relay", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity",
-             f"{home}/seed.key"],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            [
+                sys.executable,
+                "-m",
+                "shoal",
+                "seed",
+                "--relay",
+                "--json",
+                "--listen",
+                "/ip4/127.0.0.1/tcp/0",
+                "--identity",
+                f"{home}/seed.key",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT)),
-        )  # fmt: skip
+        )
         (self.address,) = json.loads(self.seed.stdout.readline())["addresses"]
         self.processes = [
             psutil.Process(self.seed.pid),
@@ -88,7 +101,9 @@ class Siege:
 
 
 class Node:
-    """An honest node of the swarm of ``manifest``, announced if it is public; it knows the bootstrap node alone."""
+    """An honest node of the swarm of ``manifest``, announced if it is public; it knows the
+    bootstrap node alone.
+    """
 
     def __init__(self, address, identity, manifest, *, first):
         swarm = swarm_id(seal(manifest, identity)) if first else manifest
@@ -135,7 +150,9 @@ def seconds_until(condition):
 
 
 def besieged(seconds, say=lambda row: None):
-    """Run a siege for so many seconds; return the seconds that honest people waited for each thing, and what the seed held."""
+    """Run a siege for so many seconds; return the seconds that honest people waited for each thing,
+    and what the seed held.
+    """
     took = {"listed": [], "join public": [], "join private": []}
     nodes = []
     with tempfile.TemporaryDirectory() as home:
@@ -203,6 +220,7 @@ if __name__ == "__main__":
     )
     for what, seconds in found.items():
         print(
-            f"{what}: {len(seconds)} times, median {sorted(seconds)[len(seconds) // 2]:.2f} s, at most {max(seconds):.2f} s"
+            f"{what}: {len(seconds)} times, median {sorted(seconds)[len(seconds) // 2]:.2f} s, at "
+            f"most {max(seconds):.2f} s"
         )
     print(f"at most {held['descriptors']} of {LIMIT} descriptors, {held['bytes'] / 1e6:.0f} MB")

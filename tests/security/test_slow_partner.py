@@ -1,4 +1,5 @@
-"""Two public nodes, and a third that keeps every rule of an exchange and takes 108 s for it: they train on as if it were not there.
+"""Two public nodes, and a third that keeps every rule of an exchange and takes 108 s for it: they
+train on as if it were not there.
 
 python -m tests.security.test_slow_partner SECONDS      # prints the figures of docs/security.md
 """
@@ -26,15 +27,19 @@ HONEST = ("anna", "bert")
 
 
 def swarm(shoal, seconds, lag, slow):
-    """Train for so many seconds; return the honest nodes' inner steps a second, exchanges and memory."""
+    """Train for so many seconds; return the honest nodes' inner steps a second, exchanges and
+    memory.
+    """
     seed = shoal.start(
         "seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key"
     )
     (address,) = json.loads(seed.line())["addresses"]
     settings = shoal.toml(
-        swarm={"name": "common", "start_when": 2 + slow}, outer={"every": 20, "lag": lag}, train={"steps": 0},
+        swarm={"name": "common", "start_when": 2 + slow},
+        outer={"every": 20, "lag": lag},
+        train={"steps": 0},
         options={"quick_s": STEP_S, "slow_s": STEP_S},
-    )  # fmt: skip
+    )
     nodes = {
         "anna": shoal.node(
             "up", settings, "anna", "--task", TASK, "--public", "--bootstrap", address
@@ -89,7 +94,9 @@ def compare(seconds, lag):
 
 
 def test_a_slow_partner_costs_a_tenth_of_the_steps_at_most():
-    """Where training goes on meanwhile, as by default; without that each round waits for its partner, by design."""
+    """Where training goes on meanwhile, as by default; without that each round waits for its
+    partner, by design.
+    """
     found = compare(90.0, "auto")  # of which its first 4 s are spared (SPARE_S)
     assert min(found["kept"].values()) >= KEPT
     assert all(found["slow"][name]["bytes"] < MUCH for name in HONEST)

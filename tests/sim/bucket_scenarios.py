@@ -1,10 +1,12 @@
-"""What may happen to a swarm of buckets, each drawn from a seed; the first thing that does not hold raises `BucketBroken`.
+"""What may happen to a swarm of buckets, each drawn from a seed; the first thing that does not hold
+raises `BucketBroken`.
 
-1. Left in peace for some readings or epochs, all members of a bucket see each other, and no more than it may hold.
-2. At the moment of a change all change over: the same holds just before it and just after it, and a peer still knows with whom it
-   was paired before.
-3. Members that have a bucket's key in common are not cut off from each other by records of made-up peers, as long as these do not
-   fill the bucket; if they do, the next epoch ends it.
+1. Left in peace for some readings or epochs, all members of a bucket see each other, and no more
+   than it may hold.
+2. At the moment of a change all change over: the same holds just before it and just after it, and a
+   peer still knows with whom it was paired before.
+3. Members that have a bucket's key in common are not cut off from each other by records of made-up
+   peers, as long as these do not fill the bucket; if they do, the next epoch ends it.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from tests.sim.bucket_swarm import EPOCH_S, FIRST, SWARM, BucketSwarm
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING
 
-FEW = 0.15  # one whom chance leaves alone in its bucket sees the bucket above, and those there do not see it
-MISSED = 0.3  # share of sights: a few peers two levels below the others keep to themselves until estimates have come together
+# one whom chance leaves alone in its bucket sees the bucket above, and those there do not see it
+FEW = 0.15
+# share of sights: a few peers two levels below the others keep to themselves until estimates have
+# come together
+MISSED = 0.3
 
 
 class BucketBroken(AssertionError):
@@ -85,7 +90,9 @@ def epoch_change(swarm: BucketSwarm, chance: random.Random) -> None:
 
 
 def disagreement(swarm: BucketSwarm, chance: random.Random) -> None:
-    """Peers begin with other notions of the swarm's size, a factor of two or so apart: as much as chance makes of it."""
+    """Peers begin with other notions of the swarm's size, a factor of two or so apart: as much as
+    chance makes of it.
+    """
     count = chance.randint(2 * swarm.bucket, 4 * swarm.bucket)
     for part in (count // 2, count - count // 2):
         swarm.add(part, size=max(int(count * 2 ** chance.uniform(-0.6, 0.6)), 2))
@@ -109,7 +116,9 @@ def partition(swarm: BucketSwarm, chance: random.Random) -> None:
 
 
 def eclipse(swarm: BucketSwarm, chance: random.Random) -> None:
-    """Made-up peers stand in the bucket of a victim: as many as have room in it, or so many that they fill it."""
+    """Made-up peers stand in the bucket of a victim: as many as have room in it, or so many that
+    they fill it.
+    """
     count = chance.randint(2 * swarm.bucket, 4 * swarm.bucket)
     swarm.add(count, size=count)
     swarm.until(FIRST + 2 * PERIOD)
@@ -135,7 +144,8 @@ def eclipse(swarm: BucketSwarm, chance: random.Random) -> None:
     swarm.run(2 * PERIOD)
     if not fill and not before <= swarm.views()[victim]:
         raise BucketBroken(
-            f"{len(forged)} made-up peers hide {len(before - swarm.views()[victim])} of {len(before)} members"
+            f"{len(forged)} made-up peers hide {len(before - swarm.views()[victim])} of "
+            f"{len(before)} members"
         )
     swarm.until(ends + 0.001)
     agree(swarm, "an epoch after the made-up peers")
@@ -167,7 +177,9 @@ def run_scenario(name: str, seed: int) -> BucketBroken | None:
 
 
 def agree(swarm: BucketSwarm, when: str) -> None:
-    """Check that a bucket's members see each other, and no more than it holds; but for the few that chance leaves in small ones."""
+    """Check that a bucket's members see each other, and no more than it holds; but for the few that
+    chance leaves in small ones.
+    """
     views = swarm.views()
     if any(peer not in view for peer, view in views.items()):
         raise BucketBroken(f"a peer does not see itself {when}")
@@ -201,12 +213,15 @@ def _one_bucket(swarm: BucketSwarm) -> None:
     views = swarm.views()
     if any(view != views.keys() for view in views.values()):
         raise BucketBroken(
-            f"{len(views)} peers that fit into one bucket of {swarm.bucket} do not all see each other"
+            f"{len(views)} peers that fit into one bucket of {swarm.bucket} do not all see each "
+            "other"
         )
 
 
 def _made_up(epoch: int, way: str, count: int, chance: random.Random) -> list[str]:
-    """Return names whose position of an epoch begins in a way, as an attacker finds them: by trying."""
+    """Return names whose position of an epoch begins in a way, as an attacker finds them: by
+    trying.
+    """
     found: list[str] = []
     while len(found) < count:
         name = f"forged {chance.getrandbits(64):x}"

@@ -1,4 +1,6 @@
-"""Directories of a simulated swarm in epoch buckets: no training, peers that come and go, and several tables as in a partition."""
+"""Directories of a simulated swarm in epoch buckets: no training, peers that come and go, and
+several tables as in a partition.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FIRST = EPOCH_S - EPOCH % EPOCH_S  # virtual second at which the second epoch be
 
 
 class BucketSwarm:
-    """Directories of peers that come and go; ``boards``: tables that know nothing of each other, as in a partition."""
+    """Directories of peers that come and go; ``boards``: tables that know nothing of each other, as
+    in a partition.
+    """
 
     def __init__(
         self, boards: int = 1, bucket: int = BUCKET, seed: int = 0, limit: int = ROOM
@@ -34,7 +38,9 @@ class BucketSwarm:
     def add(
         self, count: int, size: int = 0, board: int = 0, over: float = PERIOD
     ) -> list[tuple[SimHost, SimDirectory]]:
-        """Let so many peers begin within some seconds; with ``size`` they know that the swarm has so many."""
+        """Let so many peers begin within some seconds; with ``size`` they know that the swarm has
+        so many.
+        """
         added = []
         for number in range(len(self.all), len(self.all) + count):
             name = f"p{number}"
@@ -73,7 +79,9 @@ class BucketSwarm:
         )
 
     def forge(self, peer: str, prefix: str, until: float) -> None:
-        """Put the record of a made-up peer under a key of the first table, and again every few seconds up to a virtual time."""
+        """Put the record of a made-up peer under a key of the first table, and again every few
+        seconds up to a virtual time.
+        """
         record = self.member(self.all[0][0].peer_id, "forged").model_copy(update={"peer": peer})
         self.boards[0].put(prefix, Posted(record, 300, self.loop.time() + TTL))
         if self.loop.time() + PERIOD < until:
@@ -90,7 +98,7 @@ class BucketSwarm:
         self.network.end()
         self.loop.close()
 
-    # -- what there is to see --------------------------------------------------------------------------------------------
+    # -- what there is to see ----------------------------------------------------------------------
 
     def there(self) -> dict[str, SimDirectory]:
         """Return the directories of those that live, by peer."""

@@ -1,12 +1,14 @@
-"""A virtual clock: an asyncio event loop whose time jumps to the next timer as soon as nothing is left to do.
+"""A virtual clock: an asyncio event loop whose time jumps to the next timer as soon as nothing is
+left to do.
 
-It has no sockets, no threads and no sleep, so what runs on it is a function of its inputs, and an hour takes as long as the
-callbacks in it. A worker thread (``asyncio.to_thread``) becomes a call at once, in between. Its futures and tasks are hashed by
-number and not by address: asyncio and hivemind keep them in sets, whose order would differ from run to run.
+It has no sockets, no threads and no sleep, so what runs on it is a function of its inputs, and an
+hour takes as long as the callbacks in it. A worker thread (``asyncio.to_thread``) becomes a call at
+once, in between. Its futures and tasks are hashed by number and not by address: asyncio and
+hivemind keep them in sets, whose order would differ from run to run.
 
-A `Process` owns callbacks that can be stopped and ended: every callback belongs to the process in whose context it was scheduled. A
-callback of a dead process is never called, as after ``kill -9``; one of a sleeping process is called when it wakes, as after
-SIGCONT.
+A `Process` owns callbacks that can be stopped and ended: every callback belongs to the process in
+whose context it was scheduled. A callback of a dead process is never called, as after ``kill -9``;
+one of a sleeping process is called when it wakes, as after SIGCONT.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Process:
         """Its tasks that have not ended, by number."""
         self.begun = 0
         self.held: list[asyncio.Handle] = []
-        """Callbacks that are called when it wakes, in order; of a dead process only at the end of a simulation."""
+        """Callbacks that are called when it wakes, in order; of a dead process only at the end of a
+        simulation.
+        """
         self.context = contextvars.Context()
         self.context.run(_process.set, self)
 
@@ -98,7 +102,10 @@ class _Task(asyncio.Task[Any]):
 
 
 class VirtualLoop(BaseEventLoop):
-    """An event loop on virtual time. ``busy``: turns without progress of the clock after which it raises `Stuck`."""
+    """An event loop on virtual time.
+
+    ``busy``: turns without progress of the clock after which it raises `Stuck`.
+    """
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -115,7 +122,10 @@ class VirtualLoop(BaseEventLoop):
         return self._now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Let the time pass at once. Raises Stuck if nothing would end the wait, or if time no longer progresses."""
+        """Let the time pass at once.
+
+        Raises Stuck if nothing would end the wait, or if time no longer progresses.
+        """
         if timeout is None:
             raise Stuck(f"at {self._now:.6f} s nothing is left that could happen")
         self._at_once = 0 if timeout else self._at_once + 1
@@ -126,8 +136,9 @@ class VirtualLoop(BaseEventLoop):
         return []
 
     def reach(self, when: float) -> None:
-        """Set the clock to the time of a timer that is called: asyncio calls those of the next nanosecond too, and what compares
-        the clock with its deadline would find it early, again and again.
+        """Set the clock to the time of a timer that is called: asyncio calls those of the next
+        nanosecond too, and what compares the clock with its deadline would find it early, again and
+        again.
         """
         self._now = max(self._now, when)
 

@@ -33,7 +33,9 @@ class Seeds:
 
 @pytest.fixture
 def seeds():
-    """What was alive before is no garbage: a collection after a simulation looks at its objects only."""
+    """What was alive before is no garbage: a collection after a simulation looks at its objects
+    only.
+    """
     gc.collect()
     gc.freeze()  # and stays so: to look at it all again takes most of a second in each test
     return Seeds()

@@ -1,8 +1,10 @@
-"""Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that is one table.
+"""Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that
+is one table.
 
-Real: the keys of records and of reads (`shoal.swarm.membership.dht`, `shoal.swarm.membership.dht`), the number and rate
-of reads, the lifetime and size of records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing
-and replicas. A key is read, or a record stored, in one round trip, and nothing of that is ever lost.
+Real: the keys of records and of reads (`shoal.swarm.membership.dht`, `shoal.swarm.membership.dht`),
+the number and rate of reads, the lifetime and size of records, and each peer's own view, seconds
+old. Not simulated: the DHT itself, with its routing and replicas. A key is read, or a record
+stored, in one round trip, and nothing of that is ever lost.
 """
 
 from __future__ import annotations
@@ -74,11 +76,11 @@ class Board:
 
 
 class SimDirectory:
-    """A peer's view and its own record: the part of a `Directory` that exchanges and `shoal.swarm.training.member.OuterSync`
-    use.
+    """A peer's view and its own record: the part of a `Directory` that exchanges and
+    `shoal.swarm.training.member.OuterSync` use.
 
-    ``record``: returns the peer's current record. ``chance``: source of random numbers. ``limit``: about as many records are read.
-    ``bucket``, ``epoch_s``: as in a manifest.
+    ``record``: returns the peer's current record. ``chance``: source of random numbers. ``limit``:
+    about as many records are read. ``bucket``, ``epoch_s``: as in a manifest.
     """
 
     def __init__(
@@ -110,10 +112,12 @@ class SimDirectory:
         self.nbytes = self.calls = 0
         """Bytes of records read and stored, and keys that were read or stored to."""
 
-    # -- what others ask ---------------------------------------------------------------------------------------------------
+    # -- what others ask ---------------------------------------------------------------------------
 
     def members(self) -> dict[str, Member]:
-        """Return peer id -> newest record of all that are waiting or training, this peer included."""
+        """Return peer id -> newest record of all that are waiting or training, this peer
+        included.
+        """
         if self._now() >= self._stale:
             self._sort()
         return self._here
@@ -123,7 +127,9 @@ class SimDirectory:
         return {peer: member for peer, member in self._seen.items() if member.state in HERE}
 
     def departed(self) -> dict[str, Member]:
-        """Return peer id -> last record of all that recently announced that they left or are done."""
+        """Return peer id -> last record of all that recently announced that they left or are
+        done.
+        """
         self.members()
         return self._left
 
@@ -145,10 +151,12 @@ class SimDirectory:
         self._note(self._record())
         self._wake.set()
 
-    # -- what it does ------------------------------------------------------------------------------------------------------
+    # -- what it does ------------------------------------------------------------------------------
 
     def settle(self, size: int = 1) -> None:
-        """Enter the table at the start, as if this peer had come after all that are in it already, to a swarm of ``size``."""
+        """Enter the table at the start, as if this peer had come after all that are in it already,
+        to a swarm of ``size``.
+        """
         self.index.begin(size)
         keys: dict[str, Names] = {}
         bits, depth = bits_of(self._host.peer_id), 0

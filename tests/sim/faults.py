@@ -1,6 +1,8 @@
-"""The faults of a simulation: a plan that follows from the seed, each fault at the n-th event rather than at a time.
+"""The faults of a simulation: a plan that follows from the seed, each fault at the n-th event
+rather than at a time.
 
-Most of the time nothing is in flight. Counted in events, a fault hits the middle of an exchange as often as not.
+Most of the time nothing is in flight. Counted in events, a fault hits the middle of an exchange as
+often as not.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ def plan(
     *,
     hostile: bool = False,
 ) -> list[Fault]:
-    """Return at most ``most`` faults within the first ``events`` events. ``hostile``: and one member that drags the others."""
+    """Return at most ``most`` faults within the first ``events`` events.
+
+    ``hostile``: and one member that drags the others.
+    """
     chance = random.Random(f"faults {seed}")
     found = []
     for _ in range(chance.randint(0, most)):
@@ -112,7 +117,9 @@ class FaultInjector:
         self.troubles.append(FaultPlan(frozenset(touched), since, since + seconds))
 
     def _kill(self, fault: Fault, seconds: float, victim: SimPeer) -> bool:
-        """Kill a peer for some time or, unless only two are left, for good; one that drags the others turns hostile."""
+        """Kill a peer for some time or, unless only two are left, for good; one that drags the
+        others turns hostile.
+        """
         swarm, hostile = self._swarm, fault.kind == "drag"
         for_good = hostile or fault.dice < 0.5
         if for_good and sum(not peer.gone for peer in swarm.peers) <= 2:

@@ -1,4 +1,5 @@
-"""A member that turns hostile: it answers every call with a round that it makes up, calls others, and sends free records of it.
+"""A member that turns hostile: it answers every call with a round that it makes up, calls others,
+and sends free records of it.
 
 Its numbers follow from the seed. It is known to those with which it exchanged while it was honest.
 """
@@ -25,7 +26,10 @@ PERIOD = 0.3  # seconds between two of its calls
 
 
 class Liar:
-    """What runs in the place of ``victim``, whose process is dead, until ``until``. ``dice``: in [0, 1), chooses its numbers."""
+    """What runs in the place of ``victim``, whose process is dead, until ``until``.
+
+    ``dice``: in [0, 1), chooses its numbers.
+    """
 
     def __init__(self, swarm: SimSwarm, victim: SimPeer, dice: float, until: float) -> None:
         self._swarm, self._victim, self._until = swarm, victim, until
@@ -51,7 +55,9 @@ class Liar:
         await stream.send(pack(Answer(verdict="passed", round=self._round())), 1.0)
 
     async def _answer_member(self, stream: Stream) -> None:
-        """Send the member on by whole cycles of fragments, as an honest leader does: another round is no round of its fragment."""
+        """Send the member on by whole cycles of fragments, as an honest leader does: another round
+        is no round of its fragment.
+        """
         _, ready = unseal(await stream.receive(GroupReady.LIMIT + ENVELOPE, 1.0), GroupReady)
         fragments = self._swarm.setting.fragments
         round = ready.round + (self._round() - ready.round) // fragments * fragments
@@ -73,9 +79,18 @@ class Liar:
 
     async def _call(self, other: SimPeer) -> None:
         offer = Offer(
-            swarm=SWARM, round=0 if self._back else self._round(), fragment=0, nbytes=0, shapes=(), dtype="float32", codec="none",
-            sha256=bytes(32), weight=1.0, model=MODEL, nonce=bytes(16),
-        )  # fmt: skip
+            swarm=SWARM,
+            round=0 if self._back else self._round(),
+            fragment=0,
+            nbytes=0,
+            shapes=(),
+            dtype="float32",
+            codec="none",
+            sha256=bytes(32),
+            weight=1.0,
+            model=MODEL,
+            nonce=bytes(16),
+        )
         stream = await self._host.open(other.id, EXCHANGE_PROTOCOL, timeout=1.0)
         try:
             await stream.send(seal(offer, self._victim.identity), 1.0)

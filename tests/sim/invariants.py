@@ -1,18 +1,21 @@
-"""The invariants of a simulated swarm, checked after every event and at its end; the first violation raises `Broken`.
+"""The invariants of a simulated swarm, checked after every event and at its end; the first
+violation raises `Broken`.
 
-1. Whole or nothing. A peer takes the weighted mean of whole contributions, its own among them. Each contribution carries
-   the name of its peer and its number, so the mean itself says whose it is.
-2. A contribution counts in one mean. All peers that take a mean with it take the same bits (in mod4: move by opposite amounts); the
-   others keep their own step whole.
+1. Whole or nothing. A peer takes the weighted mean of whole contributions, its own among them. Each
+   contribution carries the name of its peer and its number, so the mean itself says whose it is.
+2. A contribution counts in one mean. All peers that take a mean with it take the same bits (in
+   mod4: move by opposite amounts); the others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
-4. Rounds grow, but for a peer that returns to the others, and each is of one fragment. Whatever a hostile one says, no peer is more
-   than `AHEAD` rounds of every fragment beyond the number of rounds that the most diligent peer began, but for one that knew of no
-   other member.
+4. Rounds grow, but for a peer that returns to the others, and each is of one fragment. Whatever a
+   hostile one says, no peer is more than `AHEAD` rounds of every fragment beyond the number of
+   rounds that the most diligent peer began, but for one that knew of no other member.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
-6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer. In mod4
-   they do not go apart: who is too far away to be read takes over the others' weights, which nothing does here.
-7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for `REMEMBERED`.
+6. Left in peace, the replicas come together within the swarm's patience: in groups of all they
+   become equal, else nearer. In mod4 they do not go apart: who is too far away to be read takes
+   over the others' weights, which nothing does here.
+7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for
+   `REMEMBERED`.
 """
 
 from __future__ import annotations
@@ -29,12 +32,40 @@ from tests.sim.isolation import ErrorCollector
 from tests.sim.peers import SimContribution, SimPeer, SimSwarm
 
 REMEMBERED = {
-    "_outcomes": 1024, "_sealed": 1024, "_formed": 1024, "_begun": 8, "_over": 8, "_usual": 8, "needed": 8, "_absent": 64,
-    "_silent": 64, "_unreached": 64, "misses": 64, "_met": 64, "_said": 64, "_shared": 64, "_begins": 64, "_pushes": 64,
-    "holds": 16, "took": 16, "_nbytes": 16, "_waits": 16, "_owed": 64, "_behind": 64, "_been": 8, "_began": 8, "sizes": 8,
-    "_receiving": 8, "_periods": 8, "_passed": 8,
-    "_events": 64, "_seconds": 64, "_odd": 8, "_own_errors": 8, "_unread": 64,
-}  # fmt: skip
+    "_outcomes": 1024,
+    "_sealed": 1024,
+    "_formed": 1024,
+    "_begun": 8,
+    "_over": 8,
+    "_usual": 8,
+    "needed": 8,
+    "_absent": 64,
+    "_silent": 64,
+    "_unreached": 64,
+    "misses": 64,
+    "_met": 64,
+    "_said": 64,
+    "_shared": 64,
+    "_begins": 64,
+    "_pushes": 64,
+    "holds": 16,
+    "took": 16,
+    "_nbytes": 16,
+    "_waits": 16,
+    "_owed": 64,
+    "_behind": 64,
+    "_been": 8,
+    "_began": 8,
+    "sizes": 8,
+    "_receiving": 8,
+    "_periods": 8,
+    "_passed": 8,
+    "_events": 64,
+    "_seconds": 64,
+    "_odd": 8,
+    "_own_errors": 8,
+    "_unread": 64,
+}
 """Tables that may hold something when all is over, by name, and how much."""
 AHEAD = 10  # rounds of every fragment
 GROWN = 64  # entries of any other table, at any time
@@ -81,7 +112,8 @@ class Checks:
                 self._dragged(peer, now > most)
             if (peer.round - peer.turn) % swarm.setting.fragments:
                 self._fail(
-                    f"{peer.name} sends fragment {peer.turn} in round {peer.round}, where nobody else does"
+                    f"{peer.name} sends fragment {peer.turn} in round {peer.round}, where nobody "
+                    "else does"
                 )
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
@@ -109,7 +141,7 @@ class Checks:
             peer.swarm.network.trace.note(peer.swarm.network.loop.time(), peer.name, "committed")
         self._decided[id(decision)] = (decision, decision.received, decision.closed)
 
-    # -- outcomes --------------------------------------------------------------------------------------------------------
+    # -- outcomes ----------------------------------------------------------------------------------
 
     def outcome(self, peer: SimPeer, mine: SimContribution) -> None:
         assert mine.ended is not None
@@ -149,7 +181,8 @@ class Checks:
             for a, b in zip(mean.tensors, expected.tensors, strict=True)
         ):
             self._fail(
-                f"the mean of {peer.name} is not that of {[(self._swarm.named[p.peer], p.serial) for p in parts]}"
+                f"the mean of {peer.name} is not that of "
+                f"{[(self._swarm.named[p.peer], p.serial) for p in parts]}"
             )
         bits = b"".join(tensor.numpy().tobytes() for tensor in mean.tensors)
         if self._swarm.setting.mod4:
@@ -166,8 +199,8 @@ class Checks:
     def _opposite(
         self, peer: SimPeer, mine: SimContribution, other: SimContribution, mean: Mean
     ) -> None:
-        """Check that a peer moves its share of the way to its partner, but for two roundings, or not at all; and its partner as far
-        the other way.
+        """Check that a peer moves its share of the way to its partner, but for two roundings, or
+        not at all; and its partner as far the other way.
         """
         moved = (mean.tensors[0] - mine.tensors[0]) * (mean.weight / other.weight)
         attempt = next(handle._attempt for one, handle in peer.in_flight.values() if one is mine)
@@ -215,7 +248,8 @@ class Checks:
                 return
         names = self._swarm.named
         self._fail(
-            f"{names[taker.peer]} took a mean with contribution {alone.serial} of {names[alone.peer]}, who went on alone"
+            f"{names[taker.peer]} took a mean with contribution {alone.serial} of "
+            f"{names[alone.peer]}, who went on alone"
         )
 
     def _bounded(self, peer: SimPeer, most: int) -> None:
@@ -223,7 +257,7 @@ class Checks:
             if size > REMEMBERED.get(path.rpartition(".")[2], most):
                 self._fail(f"{peer.name} has {size} in {path}")
 
-    # -- the end ---------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def end(self) -> None:
         self.look()
@@ -245,12 +279,15 @@ class Checks:
         ]
         if open_now:
             self._fail(
-                f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}"
+                "streams are open: "
+                f"{[(w.number, *(host.name for host in w.hosts)) for w in open_now]}"
             )
 
 
 def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
-    """Yield the path and the size of every container that an object of ours holds, directly or in another."""
+    """Yield the path and the size of every container that an object of ours holds, directly or in
+    another.
+    """
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return

@@ -1,4 +1,6 @@
-"""A virtual loop run in isolation: no garbage collector interferes, and the protocols' log is collected."""
+"""A virtual loop run in isolation: no garbage collector interferes, and the protocols' log is
+collected.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.sim.memory_stream import Ends, stream_pair
 
 
 class ErrorCollector(logging.Handler):
-    """Collects the log records with an exception: after one the protocols go on, but something is wrong in shoal."""
+    """Collects the log records with an exception: after one the protocols go on, but something is
+    wrong in shoal.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -33,7 +37,9 @@ async def _connected() -> tuple[Ends, Ends]:
 
 @contextlib.contextmanager
 def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
-    """Run a block with no garbage collection, which finalizes at arbitrary moments; yield the log, and close the loop."""
+    """Run a block with no garbage collection, which finalizes at arbitrary moments; yield the log,
+    and close the loop.
+    """
     errors, logger, collecting = ErrorCollector(), logging.getLogger("shoal"), gc.isenabled()
     level, propagate = logger.level, logger.propagate
     logger.addHandler(errors)
@@ -43,7 +49,8 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
     logger.propagate = False
     gc.disable()
     try:
-        # A virtual loop has no sockets; streams that are kept have to be gone when a simulation rests, and payloads are small.
+        # A virtual loop has no sockets; streams that are kept have to be gone when a simulation
+        # rests, and payloads are small.
         with (
             patch.object(group_exchange, "connected", _connected),
             patch.object(context, "KEPT_S", 5.0),

@@ -1,7 +1,9 @@
-"""Streams within this process: two connected transports, as asyncio's readers, writers and protocols expect them.
+"""Streams within this process: two connected transports, as asyncio's readers, writers and
+protocols expect them.
 
 The simulator's hosts use links that take time. A `MemoryTransport` has
-the features of asyncio's socket transports: flow control both ways, buffered protocols, end of file, reset.
+the features of asyncio's socket transports: flow control both ways, buffered protocols, end of
+file, reset.
 """
 
 from __future__ import annotations
@@ -27,12 +29,18 @@ class MemoryLink:
         self._loop = loop
 
     def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
-        """Call ``deliver`` when ``nbytes`` bytes have arrived; in the order of the calls. An end of file has 0 bytes."""
+        """Call ``deliver`` when ``nbytes`` bytes have arrived; in the order of the calls.
+
+        An end of file has 0 bytes.
+        """
         self._loop.call_soon(deliver, context=NOTHING)
 
 
 class MemoryTransport(_FlowControlMixin):
-    """One end of a stream. ``link`` carries what it sends; ``owner``: the context of the callbacks into its protocol."""
+    """One end of a stream.
+
+    ``link`` carries what it sends; ``owner``: the context of the callbacks into its protocol.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, link: MemoryLink, owner: contextvars.Context
@@ -48,7 +56,7 @@ class MemoryTransport(_FlowControlMixin):
         self._feeding = self._reading_paused = self._closing = self._lost = False
         self._peer_closed = False
 
-    # -- asyncio's interface of a transport ------------------------------------------------------------------------------
+    # -- asyncio's interface of a transport --------------------------------------------------------
 
     def get_protocol(self) -> asyncio.BaseProtocol:
         return cast(asyncio.BaseProtocol, self._protocol)
@@ -100,10 +108,12 @@ class MemoryTransport(_FlowControlMixin):
         """End at once; what is buffered is lost."""
         self._break(None)
 
-    # -- events ----------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def vanish(self) -> None:
-        """Act as if this process had died: call nothing here any more, and let the other side read an end of file."""
+        """Act as if this process had died: call nothing here any more, and let the other side read
+        an end of file.
+        """
         self._closing = True
         if not self._lost:
             self._lost = True
@@ -142,7 +152,10 @@ class MemoryTransport(_FlowControlMixin):
             self._link.carry(len(chunk), lambda chunk=chunk: self.other._arrive(chunk))  # type: ignore[misc]
 
     def _taken(self, nbytes: int) -> None:
-        """Make room for the bytes that the other side has read. In the context `NOTHING`, for a kernel does this."""
+        """Make room for the bytes that the other side has read.
+
+        In the context `NOTHING`, for a kernel does this.
+        """
         self._away -= nbytes
         if not self._lost:
             self._pump()

@@ -1,16 +1,17 @@
-"""An internet in one process: hosts on a virtual clock, streams with latency and bandwidth, and faults; all from one seed.
+"""An internet in one process: hosts on a virtual clock, streams with latency and bandwidth, and
+faults; all from one seed.
 
-`SimHost` is the part of `shoal.swarm.p2p.host.Host` that exchanges use. The protocols above it, and the streams, are the
-production code.
+`SimHost` is the part of `shoal.swarm.p2p.host.Host` that exchanges use. The protocols above it, and
+the streams, are the production code.
 
 The effects of faults on the other hosts:
 
-    kill        its callbacks are never called again; the others' streams to it end, and no new ones can be opened
-    sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking streams and bytes, as the real one does
-    partition   bytes wait at the border until it is lifted; streams across it cannot be opened
-    sever       one stream breaks, with an end of file or with a reset
-    stall       one stream carries nothing any more, unannounced, as when a router forgets a connection
-    slow        every link of a host gets so many seconds longer, for a while
+    kill        its callbacks are never called again; the others' streams to it end, and no new ones
+    can be opened sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking
+    streams and bytes, as the real one does partition   bytes wait at the border until it is lifted;
+    streams across it cannot be opened sever       one stream breaks, with an end of file or with a
+    reset stall       one stream carries nothing any more, unannounced, as when a router forgets a
+    connection slow        every link of a host gets so many seconds longer, for a while
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ LINGER = 2.0  # seconds that an answered stream waits for the caller to end it, 
 
 @dataclass(frozen=True)
 class Links:
-    """The properties of every link. ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream.
+    """The properties of every link.
+
+    ``latency``, ``jitter``: seconds one way; ``bandwidth``: bytes per second of one stream.
 
     ``shared``: that bandwidth is of all that a host sends.
     """
@@ -76,7 +79,10 @@ class Trace:
 
 
 class SimNetwork:
-    """All hosts and the links between them. ``watch``: called with a peer's name after every event of it."""
+    """All hosts and the links between them.
+
+    ``watch``: called with a peer's name after every event of it.
+    """
 
     def __init__(self, loop: VirtualLoop, seed: int, links: Links, trace: Trace) -> None:
         self.loop, self.links, self.trace = loop, links, trace
@@ -139,7 +145,9 @@ class SimNetwork:
         lose: float = 0.0,
         again: float = 0.0,
     ) -> None:
-        """Call ``deliver`` in the other's process after a while; never with the chance ``lose``, twice with ``again``."""
+        """Call ``deliver`` in the other's process after a while; never with the chance ``lose``,
+        twice with ``again``.
+        """
         for _ in range(2 if self.chance.random() < again else 1):
             if self.chance.random() >= lose and not self.apart(one.peer_id, two.peer_id):
                 late = (
@@ -149,7 +157,7 @@ class SimNetwork:
                     self.latency(one, two) + late, deliver, context=two.process.context
                 )
 
-    # -- faults ----------------------------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def kill(self, peer: str) -> None:
         """Kill a process, like ``kill -9``."""
@@ -196,7 +204,9 @@ class SimNetwork:
             wire.stalled = True
 
     def keep_alive(self) -> None:
-        """End the streams that carry nothing any more, as the daemons' keep-alive does in half a minute."""
+        """End the streams that carry nothing any more, as the daemons' keep-alive does in half a
+        minute.
+        """
         for number, wire in list(self.wires.items()):
             if wire.stalled:
                 self.sever(number, reset=True)
@@ -253,7 +263,9 @@ class Wire:
 
 
 class _Delayed(MemoryLink):
-    """A link whose bytes take its latency, one after the other at its bandwidth, and wait at the border of a partition."""
+    """A link whose bytes take its latency, one after the other at its bandwidth, and wait at the
+    border of a partition.
+    """
 
     def __init__(self, wire: Wire, source: SimHost, target: SimHost) -> None:
         super().__init__(wire.network.loop)
@@ -297,7 +309,9 @@ class _Delayed(MemoryLink):
 
 
 class SimHost:
-    """The part of a `shoal.swarm.p2p.host.Host` that exchanges use, in a process of its own on a `SimNetwork`."""
+    """The part of a `shoal.swarm.p2p.host.Host` that exchanges use, in a process of its own on a
+    `SimNetwork`.
+    """
 
     def __init__(self, network: SimNetwork, name: str, identity: Identity) -> None:
         self.network, self.name, self.identity, self.peer_id = (
@@ -337,13 +351,17 @@ class SimHost:
         return self.process.context.copy().run(self.network.loop.create_task, coroutine)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine, like ``Host.submit``; do not block on the result, because the caller is on the loop too."""
+        """Run a coroutine, like ``Host.submit``; do not block on the result, because the caller is
+        on the loop too.
+        """
         return self.process.context.copy().run(
             asyncio.run_coroutine_threadsafe, coroutine, self.network.loop
         )
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run a coroutine that need not wait, like ``Host.call``: the caller is on the loop too. Raises RuntimeError if it would
+        """Run a coroutine that need not wait, like ``Host.call``: the caller is on the loop too.
+
+        Raises RuntimeError if it would
         wait.
         """
         try:

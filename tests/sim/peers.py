@@ -1,8 +1,10 @@
-"""A swarm on a simulated network: peers that train a little, exchange by the production code, and know of each other by records.
+"""A swarm on a simulated network: peers that train a little, exchange by the production code, and
+know of each other by records.
 
-Each peer holds a small tensor, its weights. A round is: compute for a while, hand in the weights and what names the contribution,
-take the mean if there is one. `tests.sim.invariants` checks what the mean holds, and that it counts once. With several fragments it
-computes on meanwhile, and waits only where the same fragment is due again.
+Each peer holds a small tensor, its weights. A round is: compute for a while, hand in the weights
+and what names the contribution, take the mean if there is one. `tests.sim.invariants` checks what
+the mean holds, and that it counts once. With several fragments it computes on meanwhile, and waits
+only where the same fragment is due again.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the exchange."""
     mod4: bool = False
-    """Partners read each other's weights by their own; what names a contribution travels as float32."""
+    """Partners read each other's weights by their own; what names a contribution travels as
+    float32.
+    """
 
     @property
     def fragments(self) -> int:
@@ -92,7 +96,10 @@ class SimContribution:
     ended: float | None = None
     mean: Mean | None = None
     leaders: set[str] = field(default_factory=set)
-    """Peers at which it waited for its group. A leader's own contribution may be in another group, or in none."""
+    """Peers at which it waited for its group.
+
+    A leader's own contribution may be in another group, or in none.
+    """
 
 
 class SimPeer:
@@ -108,9 +115,13 @@ class SimPeer:
         self.skew = self.chance.uniform(-swarm.setting.skew, swarm.setting.skew)
         self.weights = torch.rand(VALUES, generator=torch.Generator().manual_seed(number))
         self.serial = self.round = self.turn = 0
-        """The number of the newest contribution, the next round, and the fragment that is sent in it."""
+        """The number of the newest contribution, the next round, and the fragment that is sent in
+        it.
+        """
         self.left_out: list[tuple[int, float]] = []
-        """Fragments, and when, that were due while their exchange still moved bytes: as the optimizer does with lag "auto"."""
+        """Fragments, and when, that were due while their exchange still moved bytes: as the
+        optimizer does with lag "auto".
+        """
         self.went_back = 0
         """Times that it returned to an earlier round, where the others were."""
         self.slept = 0.0
@@ -153,7 +164,7 @@ class SimPeer:
         self.host.start(self._announce())
         self.host.start(self._train())
 
-    # -- who is there ----------------------------------------------------------------------------------------------------
+    # -- who is there ------------------------------------------------------------------------------
 
     def wall(self) -> float:
         return EPOCH + self.swarm.network.loop.time() + self.skew
@@ -203,7 +214,7 @@ class SimPeer:
             self._send_record()
             await asyncio.sleep(PERIOD * self.chance.uniform(0.8, 1.0))
 
-    # -- what it does ----------------------------------------------------------------------------------------------------
+    # -- what it does ------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         swarm = self.swarm
@@ -236,7 +247,9 @@ class SimPeer:
         swarm.network.note(self.name, "left")
 
     def _lasts(self, fragment: int) -> bool:
-        """Return whether the exchange of a fragment that is due still moves bytes, and has been left its time fewer than twice."""
+        """Return whether the exchange of a fragment that is due still moves bytes, and has been
+        left its time fewer than twice.
+        """
         if fragment not in self.in_flight or self.swarm.setting.fragments == 1:
             return False
         mine, handle = self.in_flight[fragment]

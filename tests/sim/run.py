@@ -22,7 +22,10 @@ REST = 20.0  # virtual seconds after the end of training in which everything mus
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a simulation. ``failure``: the violated invariant, or an error of ours, or None."""
+    """The outcome of a simulation.
+
+    ``failure``: the violated invariant, or an error of ours, or None.
+    """
 
     seed: int
     setting: Setting
@@ -53,10 +56,14 @@ def setting_of(seed: int, hostile: bool = False) -> Setting:
         )  # from dice of its own: the others stay
     return Setting(
         kind,  # type: ignore[arg-type]
-        chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)), calm=15.0 if hostile else 6.0,
-        skew=chance.choice((0.0, 0.0, 3.0)), lose=chance.choice((0.0, 0.0, 0.2)), again=chance.choice((0.0, 0.3)), options=options,
+        chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),
+        calm=15.0 if hostile else 6.0,
+        skew=chance.choice((0.0, 0.0, 3.0)),
+        lose=chance.choice((0.0, 0.0, 0.2)),
+        again=chance.choice((0.0, 0.3)),
+        options=options,
         mod4=kind == "pair" and seed % 4 == 1,
-    )  # fmt: skip
+    )
 
 
 def simulate(
@@ -68,7 +75,9 @@ def simulate(
     keep: bool = False,
     prepare: Callable[[SimSwarm], None] = lambda swarm: None,
 ) -> Report:
-    """Run a simulation to its end, or to the first violated invariant. ``hostile``: one member turns against the others. ``keep``:
+    """Run a simulation to its end, or to the first violated invariant.
+
+    ``hostile``: one member turns against the others. ``keep``:
     keep the trace's lines too. ``prepare``: called with the swarm before it begins.
     """
     setting = setting or setting_of(seed, hostile)
@@ -136,7 +145,8 @@ def simulate(
 
 
 def main(argv: list[str]) -> int:
-    """Run the named seeds, after the word ``hostile`` with a hostile member, and print their traces.
+    """Run the named seeds, after the word ``hostile`` with a hostile member, and print their
+    traces.
 
     Returns the exit code: 1 if an invariant did not hold.
     """

@@ -1,4 +1,5 @@
-"""A peer that is slow within all rules, and what the others lose by it: their rounds in a swarm with it and in one without it.
+"""A peer that is slow within all rules, and what the others lose by it: their rounds in a swarm
+with it and in one without it.
 
 latency   each message to it and from it takes so many seconds longer, as over a bad link
 pieces    what it sends of a payload comes in pieces, so many seconds apart
@@ -26,7 +27,9 @@ OPTIONS: dict[Kind, dict[str, Any]] = {"overlapped": {"fragments": 4}, "gather":
 
 
 class InPieces(Stream):
-    """A stream on which a payload leaves in pieces, each before its receiver takes the silence for a broken link."""
+    """A stream on which a payload leaves in pieces, each before its receiver takes the silence for
+    a broken link.
+    """
 
     async def _pump(
         self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
@@ -69,9 +72,15 @@ def rounds_of(
                 InPieces if traffic is slow.traffic else Stream
             )(peer, reader, writer, traffic)
 
-    setting = Setting("pair" if kind in ("waiting", "overlapped") else "group", honest + 1, calm=trained, patience=0.0,
-                      options=OPTIONS.get(kind, {}))  # fmt: skip
-    # From before the first round to the end of training; what touches it may come apart, as two generals do.
+    setting = Setting(
+        "pair" if kind in ("waiting", "overlapped") else "group",
+        honest + 1,
+        calm=trained,
+        patience=0.0,
+        options=OPTIONS.get(kind, {}),
+    )
+    # From before the first round to the end of training; what touches it may come apart, as two
+    # generals do.
     dice = (SECONDS["latency"] - 0.1) / 1.5 if way == "latency" else -0.1 / 1.5
     faults = [Fault(1, "slow", last, trained, dice) if way else Fault(1, "kill", last, 0.0, 0.0)]
     report = simulate(seed, setting=setting, faults=faults, keep=keep, prepare=prepare)
@@ -91,9 +100,12 @@ def main(argv: list[str]) -> int:
             for seed in range(int(argv[3])):
                 without, slow = (rounds_of(kind, seed, one) for one in (None, way))  # type: ignore[arg-type]
                 print(
-                    f"{kind:10} {way:7} seed {seed}: {slow.all / without.all:.2f} of {without.all} rounds,"
-                    f" {slow.met / max(without.met, 1):.2f} of {without.met} means, {slow.report.failure!r:.120}", flush=True
-                )  # fmt: skip
+                    f"{kind:10} {way:7} seed {seed}: {slow.all / without.all:.2f} of {without.all} "
+                    "rounds,"
+                    f" {slow.met / max(without.met, 1):.2f} of {without.met} means, "
+                    f"{slow.report.failure!r:.120}",
+                    flush=True,
+                )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Members of a group that went on alone while the others slept are rounds ahead, and nobody waits for them there."""
+"""Members of a group that went on alone while the others slept are rounds ahead, and nobody waits
+for them there.
+"""
 
 from collections import defaultdict
 
@@ -28,7 +30,10 @@ def rounds_after_waking(lines):
 
 
 def test_five_that_slept_wait_in_no_round_for_the_sixth_that_went_on(seeds):
-    """They waited for all of ``wait`` in two rounds. Besides, an all-reduce in which they fell asleep left a stream open."""
+    """They waited for all of ``wait`` in two rounds.
+
+    Besides, an all-reduce in which they fell asleep left a stream open.
+    """
     # When the first of them has called the others with its share.
     report = simulate(
         1,

@@ -1,4 +1,6 @@
-"""Scenarios of a swarm in buckets (`tests.sim.bucket_scenarios`), by seed; and faults put in on purpose, which seeds find."""
+"""Scenarios of a swarm in buckets (`tests.sim.bucket_scenarios`), by seed; and faults put in on
+purpose, which seeds find.
+"""
 
 import re
 
@@ -31,7 +33,8 @@ def test_seeds(scenario, first):
 
 
 FOUND = {
-    182: "half of a swarm did not count the other half, which had gone a level deeper, and stayed with too many for four epochs"
+    182: "half of a swarm did not count the other half, which had gone a level deeper, and stayed "
+    "with too many for four epochs"
 }
 """Seeds of a partition that failed once, and how."""
 
@@ -55,7 +58,7 @@ def test_one_seed_is_one_trace(monkeypatch):
     assert traces[0] == traces[1] != traces[2]
 
 
-# -- faults put in on purpose ----------------------------------------------------------------------------------------------
+# -- faults put in on purpose ----------------------------------------------------------------------
 
 
 def never_deeper(patch):
@@ -102,7 +105,9 @@ def own_level_alone(patch):
 
 
 def beside_alone(patch):
-    """A peer that is new in an epoch does not read all levels on its way, and an estimate is never thrown away."""
+    """A peer that is new in an epoch does not read all levels on its way, and an estimate is never
+    thrown away.
+    """
     patch.setattr(
         Index,
         "_levels",

@@ -1,4 +1,6 @@
-"""Epoch buckets on a simulated network: peers of a bucket see each other, through splits, merges, epochs and partitions."""
+"""Epoch buckets on a simulated network: peers of a bucket see each other, through splits, merges,
+epochs and partitions.
+"""
 
 import pytest
 
@@ -114,7 +116,9 @@ def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
 
 @pytest.mark.ci
 def test_rounds_go_on_while_buckets_change():
-    """Few are alone, mostly the odd ones of four buckets, though two epochs begin in the middle of rounds."""
+    """Few are alone, mostly the odd ones of four buckets, though two epochs begin in the middle of
+    rounds.
+    """
     options = {"peers": 36, "minutes": 1.2, "parameters": 64, "uneven": 0.0}
     report = run_sim(
         None,

@@ -1,4 +1,6 @@
-"""The virtual clock: time jumps, processes die and sleep, and what can never happen is said at once."""
+"""The virtual clock: time jumps, processes die and sleep, and what can never happen is said at
+once.
+"""
 
 import asyncio
 

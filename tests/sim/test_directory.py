@@ -1,4 +1,6 @@
-"""Membership on a simulated network: everybody is seen within the bounds, and the dead for as long as their records live."""
+"""Membership on a simulated network: everybody is seen within the bounds, and the dead for as long
+as their records live.
+"""
 
 import asyncio
 
@@ -70,7 +72,9 @@ def test_an_announcement_is_published_once(full):
 
 
 def test_one_link_carries_all_that_a_host_sends(full):
-    """Two streams of 1 MB at 1 MB/s: together they take two seconds where the link is shared, else one."""
+    """Two streams of 1 MB at 1 MB/s: together they take two seconds where the link is shared, else
+    one.
+    """
     swarm = full(3)
     sender, *receivers = (host for host, _ in swarm.all)
 

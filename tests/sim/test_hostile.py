@@ -1,5 +1,5 @@
-"""Two thousand small swarms in which one member turns hostile and says that it is far ahead: nobody follows it, and it does no harm
-that lasts (`tests.sim.hostile`)."""
+"""Two thousand small swarms in which one member turns hostile and says that it is far ahead: nobody
+follows it, and it does no harm that lasts (`tests.sim.hostile`)."""
 
 import pytest
 

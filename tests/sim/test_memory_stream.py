@@ -1,4 +1,6 @@
-"""A stream in memory behaves as one over a socket: flow control, bulk transfers, ends of file, and links that break."""
+"""A stream in memory behaves as one over a socket: flow control, bulk transfers, ends of file, and
+links that break.
+"""
 
 import asyncio
 

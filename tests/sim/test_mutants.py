@@ -1,4 +1,6 @@
-"""The simulator can fail: each of these faults of ours, put into the protocols on purpose, is found by one of the seeds."""
+"""The simulator can fail: each of these faults of ours, put into the protocols on purpose, is found
+by one of the seeds.
+"""
 
 import asyncio
 import itertools
@@ -29,8 +31,10 @@ def half_of_the_other(patch):
 
     async def halved(self, stream, attempt, *args):
         received = await swap(self, stream, attempt, *args)
-        tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
-                   for a, b in zip(received.values, attempt.contribution.payload.tensors(), strict=True)]  # fmt: skip
+        tensors = [
+            torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
+            for a, b in zip(received.values, attempt.contribution.payload.tensors(), strict=True)
+        ]
         return PartnerContribution(received.peer, received.weight, tensors)
 
     patch.setattr(PairTransfer, "_swap", halved)

@@ -1,4 +1,6 @@
-"""Five hundred small swarms, each with faults of its own: the invariants (`tests.sim.invariants`) hold after every event."""
+"""Five hundred small swarms, each with faults of its own: the invariants (`tests.sim.invariants`)
+hold after every event.
+"""
 
 import asyncio
 import os
@@ -35,11 +37,13 @@ def test_seeds(seeds, first):
 FOUND = {
     10197: "a leader's deadline lay less than a nanosecond ahead, and virtual time stood still",
     10995: "the leader of a group, itself in no group, slept when its decision was on its way",
-    11060: "four waited in each round for the fifth, which waited a round ahead of them for the four",
+    11060: "four waited in each round for the fifth, which waited a round ahead of them for the "
+    "four",
     11207: "a leader in no group again, by another fault",
     11999: "a member slept in an all-reduce, and woke to an exception that nobody retrieves",
     91531: "a member that heard much sent its leader no heartbeat, and was left behind as dead",
-    71291: "two pairs passed each other over, and came back by turns: for 110 s no pair met the other",
+    71291: "two pairs passed each other over, and came back by turns: for 110 s no pair met the "
+    "other",
 }
 """Seeds that failed once, and how."""
 
@@ -68,14 +72,20 @@ def test_the_first_seeds_are_of_every_kind():
 
 @pytest.mark.ci
 def test_one_seed_is_one_trace(seeds):
-    """Here twice, and in another process, where sets of strings, and of objects by their addresses, have another order."""
+    """Here twice, and in another process, where sets of strings, and of objects by their addresses,
+    have another order.
+    """
     wanted = [0, 2, 3, 8, 31]  # seed 8 was another in each process
     one, two = ([simulate(seed) for seed in wanted] for _ in range(2))
     assert [report.trace for report in one] == [report.trace for report in two]
     again = subprocess.run(
-        [sys.executable, "-m", "tests.sim.run", *map(str, wanted)], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "77"},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.sim.run", *map(str, wanted)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert again.returncode == 0, f"{again.stdout[-3000:]}\n{again.stderr[-3000:]}"
     said = [line for line in again.stdout.splitlines() if line.startswith("seed ")]
     assert said == [

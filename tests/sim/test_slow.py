@@ -1,4 +1,6 @@
-"""A peer that is slow within all rules costs the others a tenth of their rounds at most, and without budgets it would cost more."""
+"""A peer that is slow within all rules costs the others a tenth of their rounds at most, and
+without budgets it would cost more.
+"""
 
 from functools import cache
 
@@ -34,7 +36,9 @@ def without(kind, seed):
 
 
 def kept(kind, way, seeds):
-    """The share of their rounds that the honest make in spite of a slow peer, over all seeds: one swarm is much by chance."""
+    """The share of their rounds that the honest make in spite of a slow peer, over all seeds: one
+    swarm is much by chance.
+    """
     found = [rounds_of(kind, seed, way, trained=SECONDS[kind]) for seed in seeds]
     failures = [one.report.failure for one in found if one.report.failure is not None]
     assert failures == []
@@ -48,7 +52,9 @@ def test_the_others_make_nine_of_ten_rounds(seeds, kind, way):
 
 
 def no_budget(patch):
-    """An exchange may hold training for as long as it takes, and who costs more than it gives is not passed over."""
+    """An exchange may hold training for as long as it takes, and who costs more than it gives is
+    not passed over.
+    """
     patch.setattr(TrainingTime, "budget", lambda *args: 1e6)
     patch.setattr(TrainingTime, "spent", lambda *args, **options: {})
 

@@ -1,8 +1,8 @@
 """Compile the stand-in, once for each release of PyTorch and each change of its source.
 
-``python tests/standin/build.py`` prints the folder that has to be on PYTHONPATH, or says in one sentence why there is none, and
-ends with 1. It wants g++ (12 or newer) and the CPU's build of the release of PyTorch that constraints.txt names, whose inner
-interfaces the stand-in is written for.
+``python tests/standin/build.py`` prints the folder that has to be on PYTHONPATH, or says in one
+sentence why there is none, and ends with 1. It wants g++ (12 or newer) and the CPU's build of the
+release of PyTorch that constraints.txt names, whose inner interfaces the stand-in is written for.
 """
 
 import hashlib
@@ -45,10 +45,12 @@ def _torch() -> Path:
 
 
 def built() -> Path:
-    """Return the folder with the stand-in of this source, compiled if it is not there yet (half a minute, 3 GB of memory)."""
+    """Return the folder with the stand-in of this source, compiled if it is not there yet (half a
+    minute, 3 GB of memory).
+    """
     library = (
         CACHE
-        / f"{version('torch')}-{sys.implementation.cache_tag}-{_digest(*HERE.glob('*.cpp'), HERE / 'standin.h')}.so"
+        / f"{version('torch')}-{sys.implementation.cache_tag}-{_digest(*HERE.glob('*.cpp'), HERE / 'standin.h')}.so"  # noqa: E501
     )
     folder = library.with_name(f"{library.stem}-{_digest(HERE / 'standin.py', Path(__file__))}")
     if folder.is_dir():

@@ -1,23 +1,30 @@
-"""A stand-in GPU: PyTorch's device "cuda" on a machine without one, in a build of PyTorch for the CPU alone.
+"""A stand-in GPU: PyTorch's device "cuda" on a machine without one, in a build of PyTorch for the
+CPU alone.
 
-Every tensor on it is a tensor on "cuda": an operation that mixes it with a tensor of the CPU raises, ``numpy()`` raises, `is_cuda`
-is true, backward runs in the device's own thread, autocast and GradScaler are those of CUDA. What computes is the CPU, so results
-have the CPU's bits (but for convolutions and fused attention, of which PyTorch takes other kernels here). What only a real device
-does is imitated as unkindly as its documentation allows:
+Every tensor on it is a tensor on "cuda": an operation that mixes it with a tensor of the CPU
+raises, ``numpy()`` raises, `is_cuda` is true, backward runs in the device's own thread, autocast
+and GradScaler are those of CUDA. What computes is the CPU, so results have the CPU's bits (but for
+convolutions and fused attention, of which PyTorch takes other kernels here). What only a real
+device does is imitated as unkindly as its documentation allows:
 
-* memory holds NaN until it is written; a non-blocking copy into pinned memory is NaN until the host has waited for it;
+* memory holds NaN until it is written; a non-blocking copy into pinned memory is NaN until the host
+  has waited for it;
 * pinned memory may not change before a non-blocking copy from it has ended: the next wait raises;
-* a stream that reads what another may still write, or writes what another may still use, raises; so does the next wait after
-  memory was freed that another stream may still use;
-* it cannot be used in a fork of a process that used it; its memory has a limit and is counted; an error sticks;
+* a stream that reads what another may still write, or writes what another may still use, raises; so
+  does the next wait after memory was freed that another stream may still use;
+* it cannot be used in a fork of a process that used it; its memory has a limit and is counted; an
+  error sticks;
 * everything that makes the host wait is counted, and can be traced (`waits`).
 
-It says nothing about speed, CUDA's kernels and their rounding, NCCL, graphs, or torch.compile for CUDA.
+It says nothing about speed, CUDA's kernels and their rounding, NCCL, graphs, or torch.compile for
+CUDA.
 
-``make standin`` compiles it and prints the folder for PYTHONPATH; PyTorch itself loads it then (the entry point "torch.backends"),
-in every process that a node starts. STANDIN_DEVICES (1), STANDIN_MEMORY (bytes of each), STANDIN_CAPABILITY (8.0) and STANDIN_NAME
-say what device it plays, STANDIN_NO_FLOAT64=1 that it has no float64, as Apple's; STANDIN_BREAKS=N has the Nth wait find an error
-that sticks, STANDIN_WAITS=FILE gets what made the host wait, by thread and line, from each process at its end.
+``make standin`` compiles it and prints the folder for PYTHONPATH; PyTorch itself loads it then (the
+entry point "torch.backends"), in every process that a node starts. STANDIN_DEVICES (1),
+STANDIN_MEMORY (bytes of each), STANDIN_CAPABILITY (8.0) and STANDIN_NAME say what device it plays,
+STANDIN_NO_FLOAT64=1 that it has no float64, as Apple's; STANDIN_BREAKS=N has the Nth wait find an
+error that sticks, STANDIN_WAITS=FILE gets what made the host wait, by thread and line, from each
+process at its end.
 """
 
 import os
@@ -54,9 +61,14 @@ def _devices(torch, lib):
     def properties(index):
         memory = torch.accelerator.get_memory_info(index)[1]
         return types.SimpleNamespace(
-            name=name, major=major, minor=minor, total_memory=memory, multi_processor_count=1, gcnArchName="",
+            name=name,
+            major=major,
+            minor=minor,
+            total_memory=memory,
+            multi_processor_count=1,
+            gcnArchName="",
             uuid=f"standin-{index}",
-        )  # fmt: skip
+        )
 
     def init():
         lib.touch()
@@ -238,7 +250,8 @@ def _trace_to(file):
         with open(file, "a") as out:
             for device in range(torch.accelerator.device_count()):
                 out.write(
-                    f"{os.getpid()} {torch.accelerator.max_memory_allocated(device)} bytes, the peak of device {device}\n"
+                    f"{os.getpid()} {torch.accelerator.max_memory_allocated(device)} bytes, the "
+                    f"peak of device {device}\n"
                 )
             out.writelines(
                 f"{os.getpid()} {number} {what}\n" for what, number in found.most_common()
@@ -248,7 +261,9 @@ def _trace_to(file):
 
 
 def pinned_bytes():
-    """Return the bytes of pinned memory that are taken from the system, with what PyTorch keeps for later."""
+    """Return the bytes of pinned memory that are taken from the system, with what PyTorch keeps for
+    later.
+    """
     import _standin as lib
 
     return lib.pinned_bytes()

@@ -5,10 +5,15 @@ import pytest
 from tests.standin import build
 
 
-@pytest.mark.parametrize(("torch", "compiler", "said"), [
-    ("2.12.1+cpu", "/usr/bin/g++", "is written for PyTorch 2.13.0, and this is 2.12.1+cpu"), ("2.13.0+cpu", None, "g++ is missing"),
-    ("2.13.0+cpu", "/usr/bin/g++", None), ("2.13.0", "/usr/bin/g++", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("torch", "compiler", "said"),
+    [
+        ("2.12.1+cpu", "/usr/bin/g++", "is written for PyTorch 2.13.0, and this is 2.12.1+cpu"),
+        ("2.13.0+cpu", None, "g++ is missing"),
+        ("2.13.0+cpu", "/usr/bin/g++", None),
+        ("2.13.0", "/usr/bin/g++", None),
+    ],
+)
 def test_what_is_missing_is_named(monkeypatch, tmp_path, torch, compiler, said):
     monkeypatch.setattr(build, "version", lambda package: torch)
     monkeypatch.setattr(build, "_torch", lambda: tmp_path)

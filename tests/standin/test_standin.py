@@ -185,7 +185,8 @@ def test_a_fork_of_a_process_that_used_it_cannot(standin):
         ),
         (
             {"STANDIN_BREAKS": "1"},
-            "x = torch.ones(1, device='cuda')\nwith __import__('contextlib').suppress(RuntimeError): x.item()\nx + 1",
+            "x = torch.ones(1, device='cuda')\nwith "
+            "__import__('contextlib').suppress(RuntimeError): x.item()\nx + 1",
             "torch.AcceleratorError: CUDA error: device-side assert triggered",
         ),
         (

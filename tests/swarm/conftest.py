@@ -1,4 +1,6 @@
-"""A network in memory: real streams over socket pairs between fake hosts on one loop, and peers that can be cut off at will."""
+"""A network in memory: real streams over socket pairs between fake hosts on one loop, and peers
+that can be cut off at will.
+"""
 
 import asyncio
 import contextlib
@@ -112,7 +114,9 @@ def network():
 
 
 def paired(network, count, timeouts, seed=0):
-    """Return so many exchanges in pairs, each on a fake host of its own, that all see each other."""
+    """Return so many exchanges in pairs, each on a fake host of its own, that all see each
+    other.
+    """
     hosts = [network.host() for _ in range(count)]
     members = {host.peer_id: network.member(host.peer_id) for host in hosts}
     return [

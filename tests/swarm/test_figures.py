@@ -18,9 +18,18 @@ def test_bytes(value, said):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (0.0, "0 s"), (1.97e-05, "under 1 ms"), (0.25, "250 ms"), (0.9999, "1 s"), (1.254, "1.25 s"),
-        (119, "119 s"), (120, "2 min"), (9000, "2.5 h"), (3.6e7, "10,000 h"), (None, "-"), (math.nan, "-"),
+        (0.0, "0 s"),
+        (1.97e-05, "under 1 ms"),
+        (0.25, "250 ms"),
+        (0.9999, "1 s"),
+        (1.254, "1.25 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (9000, "2.5 h"),
+        (3.6e7, "10,000 h"),
+        (None, "-"),
+        (math.nan, "-"),
     ],
-)  # fmt: skip
+)
 def test_seconds(value, said):
     assert duration(value) == said

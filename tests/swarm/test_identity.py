@@ -210,7 +210,7 @@ if sys.argv[2] == "program":
 if sys.argv[2] == "alone":
     print("ready", os.getpid(), flush=True)
 sys.stdin.readline()
-"""
+"""  # noqa: E501
 
 
 def holder(path, kind="alone"):
@@ -276,10 +276,15 @@ def test_a_lock_taken_between_the_release_of_another_and_its_removal_is_on_the_f
         take(path)
 
 
-@pytest.mark.parametrize(("content", "shown"), [
-    (b"", "another process"), (b"\xff\x00 x", "another process"), (b"12 elsewhere\n", "process 12 on elsewhere"),
-    (b"12 \x1b[2J", "process 12"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (b"", "another process"),
+        (b"\xff\x00 x", "another process"),
+        (b"12 elsewhere\n", "process 12 on elsewhere"),
+        (b"12 \x1b[2J", "process 12"),
+    ],
+)
 def test_what_the_file_says_is_not_believed_blindly(tmp_path, content, shown):
     path = tmp_path / "lock"
     with take(path):

@@ -1,4 +1,6 @@
-"""Errors of a node's own code: counted by place, logged once with their traceback, and never a peer's to cause."""
+"""Errors of a node's own code: counted by place, logged once with their traceback, and never a
+peer's to cause.
+"""
 
 import logging
 
@@ -43,7 +45,8 @@ def test_each_kind_is_said_once_with_where_its_traceback_is():
     for _ in range(3):
         caught(errors)
     assert errors.news() == [
-        "an error in this node's own code, and not in the network, was caught in gossip (RuntimeError: planted); its traceback is "
+        "an error in this node's own code, and not in the network, was caught in gossip "
+        "(RuntimeError: planted); its traceback is "
         "in runs/anna/node.log: please report it"
     ]
     assert errors.news() == []
@@ -86,7 +89,10 @@ def failing_trial():
     ],
 )
 def test_an_error_in_the_screen_is_this_nodes_and_blames_nobody(network, screen, place, first):
-    """The fault: it became "no partner". Mutants: the partner is blamed for it; the partner waits; it is counted twice."""
+    """The fault: it became "no partner".
+
+    Mutants: the partner is blamed for it; the partner waits; it is counted twice.
+    """
     faulty, whole = Peer(network, screen=screen()), Peer(network)
     handles = [faulty.start(0), whole.start(0)]
     assert [handle.result() for handle in handles] == [None, None]

@@ -1,21 +1,26 @@
-"""One peer's whole part in the vote: entering, claiming, planting, voting, scoring; no I/O and no clock of its own.
+"""One peer's whole part in the vote: entering, claiming, planting, voting, scoring; no I/O and no
+clock of its own.
 
     participant.tick()            do what is due; may take as long as a check takes
     participant.take(signed)      take a record that came by gossip
     participant.slots()           claims to be made now; participant.claim(claim) publishes one
-    participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) gives the own
-    participant.table             everybody's scores; whoever is banned by it is left out
+    participant.wanted            whose log to pull now; participant.learn(log) takes it in,
+    participant.log(since) gives the own participant.table             everybody's scores; whoever
+    is banned by it is left out
 
-Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows; `ViewQuorum` and `records` give the timetable.
-Records of rounds against which nobody can appeal any more are forgotten; their consequences live on in a base table.
+Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows; `ViewQuorum` and
+`records` give the timetable. Records of rounds against which nobody can appeal any more are
+forgotten; their consequences live on in a base table.
 
-A log, for a peer that missed records, has the base, the electorates and the signed records of the last rounds. It is a sequence of
-frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built before it is
-checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
+A log, for a peer that missed records, has the base, the electorates and the signed records of the
+last rounds. It is a sequence of frames, each a length (4 bytes, big-endian) and that many bytes of
+msgpack, so nothing larger than a frame is built before it is checked: hostile bytes cannot make a
+reader allocate more than a small multiple of what they take themselves.
 
     ["base", round]  ["standing", peer, 14 integers]*
-    (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*      all: claims is None
-    ["record", encoded, signature]*                                                        newest first, claims before votes
+    (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*      all:
+    claims is None ["record", encoded, signature]*
+    newest first, claims before votes
 """
 
 from __future__ import annotations
@@ -74,7 +79,9 @@ MOST_BYTES = 8 << 20
 MOST_FRAMES = 1 << 18
 MOST_PAIRS = (
     1 << 24
-)  # voters times claims of their round: each pair costs a hash at the draw, all of them about a minute
+    # voters times claims of their round: each pair costs a hash at the draw, all of them about a
+    # minute
+)
 MOST_FRAME = LIMIT + 512
 MOST_SIGNATURE = 256
 IDS = 64  # claims in a frame
@@ -88,7 +95,9 @@ _NONE = Table(-1, {}, {})
 
 @dataclass(frozen=True)
 class Log:
-    """Decoded log, of which only the form has been checked. ``base`` is the table of the rounds whose records are forgotten, of
+    """Decoded log, of which only the form has been checked.
+
+    ``base`` is the table of the rounds whose records are forgotten, of
     round -1 if there are none.
     """
 
@@ -98,7 +107,10 @@ class Log:
 
 
 def encode(log: Log) -> bytes:
-    """Encode ``log`` in at most 8 MiB, without the last records that do not fit. Raises ValueError if the head is too large."""
+    """Encode ``log`` in at most 8 MiB, without the last records that do not fit.
+
+    Raises ValueError if the head is too large.
+    """
     data = bytearray(b"".join(map(_framed, _head(log))))
     if len(data) > MOST_BYTES:
         raise ValueError(f"base and electorates take {len(data)} bytes, above {MOST_BYTES}")
@@ -162,7 +174,8 @@ def decode_log(data: bytes) -> Log:
         RecursionError,
     ) as error:
         raise ValueError(
-            f"A log is malformed: {str(error).splitlines()[0] if str(error) else 'a frame is damaged'}."
+            "A log is malformed: "
+            f"{str(error).splitlines()[0] if str(error) else 'a frame is damaged'}."
         ) from error
     made_in = Counter(signed.record.round for signed in records if isinstance(signed.record, Claim))
     pairs = sum(len(voters) * made_in[round] for round, _, voters, _ in electorates)
@@ -215,18 +228,23 @@ def _frames(data: bytes) -> Iterator[list[object]]:
         at += 4 + size
 
 
-# Electorate of a round: who can be drawn, and for which claims. It follows from records; peers agree on it by `ViewQuorum`.
+# Electorate of a round: who can be drawn, and for which claims. It follows from records; peers
+# agree on it by `ViewQuorum`.
 #
-# Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they
-# work (`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
-# Absent peers (`Table.is_absent`) do not, unless no more than sit in a draw are left.
+# Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have
+# shown by valid claims that they work (`Rules.proven`): fresh keys cost nothing. As long as no more
+# peers than sit in a draw have shown it, all who entered vote. Absent peers (`Table.is_absent`) do
+# not, unless no more than sit in a draw are left.
 
 
 def electorate(
     run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table
 ) -> Electorate:
-    """Compute the electorate of ``round``. Verifiers are drawn for claims of voters, and by lot for `Rules.strangers` of others,
-    if the audit picks them, unless their author used the slot twice, had not entered in time, or is banned.
+    """Compute the electorate of ``round``.
+
+    Verifiers are drawn for claims of voters, and by lot for `Rules.strangers` of others,
+    if the audit picks them, unless their author used the slot twice, had not entered in time, or is
+    banned.
     """
     begins = round + OPENS
     entered = {}
@@ -259,7 +277,9 @@ def electorate(
 
 
 def void(run: str, round: int) -> Electorate:
-    """Return the electorate of a round on which peers did not agree: nobody is drawn, so its claims stay unverified."""
+    """Return the electorate of a round on which peers did not agree: nobody is drawn, so its claims
+    stay unverified.
+    """
     return Electorate(round, beacon(run, round, ()), {}, frozenset())
 
 
@@ -272,18 +292,22 @@ def root(electorate: Electorate) -> bytes:
     ).digest()
 
 
-# Agreement on the electorate of a round, without a leader: each peer states a digest of what it computed (`records.View`).
+# Agreement on the electorate of a round, without a leader: each peer states a digest of what it
+# computed (`records.View`).
 #
 #     begin of round r + 2      votes on claims of r - 1 are over
 #       + skew_s                each computes its electorate of r, and publishes its view
-#       + 2 skew_s              one root counts; a peer that computed another pulls the log of one that states it, and opens that
+#       + 2 skew_s              one root counts; a peer that computed another pulls the log of one
+#       that states it, and opens that
 #                               electorate as soon as it has it
-#       + 3 skew_s              draws begin. If no root counts nobody is drawn for r, by anybody (`electorate.void`)
+#       + 3 skew_s              draws begin. If no root counts nobody is drawn for r, by anybody
+#       (`electorate.void`)
 #
-# A root counts that more than half of the last known electorate state; or, if they are divided, the commonest that more than a
-# third state, the smallest if several are: with fewer colluders than that somebody honest has computed it. Only peers count that
-# could vote now: those gone for long do not block the others. A peer that knows no electorate yet follows the commonest view that
-# it receives, and trusts its authors. Two views of one peer count as none.
+# A root counts that more than half of the last known electorate state; or, if they are divided, the
+# commonest that more than a third state, the smallest if several are: with fewer colluders than
+# that somebody honest has computed it. Only peers count that could vote now: those gone for long do
+# not block the others. A peer that knows no electorate yet follows the commonest view that it
+# receives, and trusts its authors. Two views of one peer count as none.
 
 
 class ViewQuorum:
@@ -301,7 +325,10 @@ class ViewQuorum:
         return len(self._views)
 
     def take(self, view: View) -> None:
-        """Count ``view``. Raises ValueError if it is of another round, or its author stated another one."""
+        """Count ``view``.
+
+        Raises ValueError if it is of another round, or its author stated another one.
+        """
         if view.round != self.round:
             raise ValueError(f"a view of round {view.round} is not one of round {self.round}")
         if self._views.setdefault(view.peer, view) != view:
@@ -309,7 +336,10 @@ class ViewQuorum:
             raise ValueError("a peer stated two views of one round")
 
     def propose(self, own: View, electorate: Electorate, voters: Collection[str] | None) -> None:
-        """Set what this peer computed. ``voters``: those whose views count; None if not known, then everybody's count."""
+        """Set what this peer computed.
+
+        ``voters``: those whose views count; None if not known, then everybody's count.
+        """
         self._own, self._voters = own, None if voters is None else frozenset(voters)
         self._views.setdefault(own.peer, own)
         self._known[own.root] = electorate
@@ -338,7 +368,8 @@ class ViewQuorum:
         return self._known.get(self.root or b"")
 
     def sources(self) -> tuple[str, ...]:
-        """Return the peers whose log to pull: those who state what counts if that is not the own, or the commonest if none counts.
+        """Return the peers whose log to pull: those who state what counts if that is not the own,
+        or the commonest if none counts.
 
         Empty if there is nothing to learn. Peers that may know most come first.
         """
@@ -380,22 +411,39 @@ class Slot:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Request to pull the log of one of ``peers`` (best first) since round ``since``, soon: draws wait for it."""
+    """Request to pull the log of one of ``peers`` (best first) since round ``since``, soon: draws
+    wait for it.
+    """
 
     peers: tuple[str, ...]
     since: int
 
 
 class Participant:
-    """State machine of ``peer`` in ``run``. ``operator``: who runs it. ``publish`` spreads a record and never waits. ``clock``:
-    Unix seconds; if it goes back the participant waits. ``salt``: 32 fresh secret bytes with each call.
+    """State machine of ``peer`` in ``run``.
+
+    ``operator``: who runs it. ``publish`` spreads a record and never waits. ``clock``:
+    Unix seconds; if it goes back the participant waits. ``salt``: 32 fresh secret bytes with each
+    call.
     """
 
     def __init__(
-        self, peer: str, run: str, *, operator: str, sign: Sign, verify: Verify, publish: Callable[[Signed], None], check: Check,
-        clock: Callable[[], float], salt: Callable[[], bytes], rules: Rules, prices: ScoreRules, round_s: float,
+        self,
+        peer: str,
+        run: str,
+        *,
+        operator: str,
+        sign: Sign,
+        verify: Verify,
+        publish: Callable[[Signed], None],
+        check: Check,
+        clock: Callable[[], float],
+        salt: Callable[[], bytes],
+        rules: Rules,
+        prices: ScoreRules,
+        round_s: float,
         limits: Limits | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.peer, self.run, self.operator, self.round_s = peer, run, operator, round_s
         self.rules, self.prices, self.times = rules, prices, Times.of(round_s)
         self._read_clock, self._latest, self._sign = clock, clock(), sign
@@ -411,11 +459,15 @@ class Participant:
         self._pulled, self._started = 0, False
         self._kept = rules.appeal_rounds + SETTLED + SPARE  # rounds whose records are kept
         self.consensus.advance(self.round, self.round * round_s)
-        # A peer that joins while views of the round are out has missed some: it states none until the next.
+        # A peer that joins while views of the round are out has missed some: it states none until
+        # the next.
         self._stated = self.round if self._latest > self.round * round_s + self.times.skew_s else -1
 
     def tick(self, most: int = 1) -> int:
-        """Do what is due; check at most ``most`` claims, which is what costs. Returns how many were checked."""
+        """Do what is due; check at most ``most`` claims, which is what costs.
+
+        Returns how many were checked.
+        """
         now = self._now()
         if (round := int(now // self.round_s)) > self.round or not self._started:
             self._begin(round)
@@ -427,11 +479,15 @@ class Participant:
         return self.member.work(most)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
-        """Take a record that came ``at`` that Unix time, by default now; it matters if records wait for a check. Raises Refused."""
+        """Take a record that came ``at`` that Unix time, by default now; it matters if records wait
+        for a check. Raises Refused.
+        """
         self.consensus.take(signed, at)
 
     def slots(self) -> list[Slot]:
-        """Return the claims to make in this round: none while banned, or until the own entry is old enough and draws are agreed."""
+        """Return the claims to make in this round: none while banned, or until the own entry is old
+        enough and draws are agreed.
+        """
         before, link = self.consensus.electorates.get(self.round - BEHIND), self._link(self.round)
         if (
             before is None
@@ -448,7 +504,10 @@ class Participant:
         ]
 
     def claim(self, claim: Claim) -> None:
-        """Publish ``claim`` for one of `slots`. Raises Refused, for example if its round is over; then it is not sent."""
+        """Publish ``claim`` for one of `slots`.
+
+        Raises Refused, for example if its round is over; then it is not sent.
+        """
         if claim.peer != self.peer or claim.run != self.run:
             raise ValueError("a participant publishes its own claims only")
         if (claim.round, claim.slot) not in {(slot.round, slot.slot) for slot in self.slots()}:
@@ -469,7 +528,9 @@ class Participant:
         return Wanted(peers[at:] + peers[:at], self._oldest()) if peers else None
 
     def learn(self, log: Log) -> int:
-        """Take in another peer's log; return how many records were new. Its electorates and base count only if they match the
+        """Take in another peer's log; return how many records were new.
+
+        Its electorates and base count only if they match the
         views, or give the table that does; otherwise only the signed records are used.
         """
         self._pulled += 1
@@ -497,7 +558,9 @@ class Participant:
         return new
 
     def log(self, since: int) -> Log:
-        """Return the log to hand out: base, electorates, and the records since round ``since``, newest first."""
+        """Return the log to hand out: base, electorates, and the records since round ``since``,
+        newest first.
+        """
         ledger = self.consensus.ledger
         kept = [
             record
@@ -512,7 +575,7 @@ class Participant:
         electorates = tuple(known[round] for round in sorted(known))
         return Log(self.base, electorates, tuple(map(self.consensus.signed, kept)))
 
-    # -- rounds ----------------------------------------------------------------------------------------------------------
+    # -- rounds ------------------------------------------------------------------------------------
 
     def _now(self) -> float:
         self._latest = max(self._latest, self._read_clock())
@@ -522,7 +585,9 @@ class Participant:
         return max(self.base.round + 1, self.round - self._kept)
 
     def _begin(self, round: int) -> None:
-        """Do what is due when ``round`` begins; rounds during which the process slept are left out."""
+        """Do what is due when ``round`` begins; rounds during which the process slept are left
+        out.
+        """
         if self._agreements.get(self.round - OPENS) is not None and self.round < round:
             self._open(final=True)
         self.round, self._pulled, self._started = round, 0, True
@@ -549,23 +614,27 @@ class Participant:
         )
 
     def _chain(self, round: int) -> Chain:
-        """Return the chain of the entry of ``round``: always the same, so that a node that was started again can open what it
-        planted before. Only the holder of the key can compute it, and no record begins like what is signed here.
+        """Return the chain of the entry of ``round``: always the same, so that a node that was
+        started again can open what it planted before. Only the holder of the key can compute it,
+        and no record begins like what is signed here.
         """
         secret = self._sign(b"shoal/verification/1/secret\x00" + f"{self.run} {round}".encode())
         return Chain(hashlib.sha256(secret).digest(), round, self.rules.life + BEHIND)
 
     def _link(self, round: int) -> bytes | None:
-        """Return the link of ``round`` in the own chain that counts then; None if there is none, or its entry has another chain."""
+        """Return the link of ``round`` in the own chain that counts then; None if there is none, or
+        its entry has another chain.
+        """
         entry = anchored(self.consensus.ledger, self.peer, round, self.rules)
         if entry is None or (chain := self._chain(entry.round)).anchor != entry.anchor:
             return None
         return chain.link(round)
 
     def _appeal(self) -> None:
-        """Open planted claims once all claims of their round are settled; and ask for a second draw where one that was to be right
-        is rejected, as by colluders drawn together. By the records alone, so also after a restart; but who was away when it was
-        checked, with its evidence, was rejected rightly.
+        """Open planted claims once all claims of their round are settled; and ask for a second draw
+        where one that was to be right is rejected, as by colluders drawn together. By the records
+        alone, so also after a restart; but who was away when it was checked, with its evidence, was
+        rejected rightly.
         """
         known = self.consensus
         for round in range(max(self.round - self.rules.appeal_rounds, 0), self.round - SETTLED + 2):
@@ -636,7 +705,9 @@ class Participant:
         return compute_scores(ledger, electorates, self.rules, self.prices, settled, base)
 
     def _open(self, final: bool) -> None:
-        """Open the draws of the agreed electorate, also if it is learned late; nobody is drawn if there is no agreement."""
+        """Open the draws of the agreed electorate, also if it is learned late; nobody is drawn if
+        there is no agreement.
+        """
         round = self.round - OPENS
         agreement = self._agreements.get(round)
         if agreement is None or agreement.proposed is None or round in self.consensus.electorates:
@@ -647,14 +718,14 @@ class Participant:
         if found is not None:
             self.consensus.open(found, (round + OPENS) * self.round_s + 3 * self.times.skew_s)
 
-    # -- records of others -----------------------------------------------------------------------------------------------
+    # -- records of others -------------------------------------------------------------------------
 
     def _view(self, view: View) -> None:
         self._agreements.setdefault(view.round, ViewQuorum(view.round)).take(view)
 
     def _adopt(self, log: Log, agreement: ViewQuorum) -> None:
-        """Adopt another peer's electorates and base if they give the table that counts; if need be without records that it does
-        not have, such as those that came too late for most peers.
+        """Adopt another peer's electorates and base if they give the table that counts; if need be
+        without records that it does not have, such as those that came too late for most peers.
         """
         known, settled = self.consensus, max(self.round - SETTLED, -1)
         mine = self._reckon(known.ledger, self.base, known.electorates)

@@ -1,14 +1,16 @@
-"""The protocol as a state machine without sockets, threads or a clock: signed records go in, duties and rulings come out.
+"""The protocol as a state machine without sockets, threads or a clock: signed records go in, duties
+and rulings come out.
 
     consensus.advance(round)          a new round has begun: claims of it are taken from now on
-    consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn for what was published in it
-    consensus.take(signed)            a record came; Refused says why not, and is counted
-    consensus.learn(signed)           a record from another peer's log, whatever its time: for rulings, not for marks
-    consensus.duties(peer)            what ``peer`` has to do now (see `Voter`)
-    consensus.ruling(claim)           what a quorum has settled
+    consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn
+    for what was published in it consensus.take(signed)            a record came; Refused says why
+    not, and is counted consensus.learn(signed)           a record from another peer's log, whatever
+    its time: for rulings, not for marks consensus.duties(peer)            what ``peer`` has to do
+    now (see `Voter`) consensus.ruling(claim)           what a quorum has settled
 
-The records that a peer sees in time decide what it states as a verifier. Rulings and reputation follow only from what a quorum
-stated, so late records of verifiers are kept too: refused as votes, but there for others' rulings.
+The records that a peer sees in time decide what it states as a verifier. Rulings and reputation
+follow only from what a quorum stated, so late records of verifiers are kept too: refused as votes,
+but there for others' rulings.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ from shoal.verification.consensus.rulings import (
 #     |-- commit_s --|-- skew_s --|-- reveal_s --|        the next draw, if this one decided nothing
 #       commitments                 reveals
 #
-# A verifier reveals when all have committed, or ``skew_s`` after commitments are no longer taken, so that with clocks that are
-# within ``skew_s`` of each other no vote is seen by anybody who could still commit. Times are seconds of the injected clock.
+# A verifier reveals when all have committed, or ``skew_s`` after commitments are no longer taken,
+# so that with clocks that are within ``skew_s`` of each other no vote is seen by anybody who could
+# still commit. Times are seconds of the injected clock.
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ class Times:
 
     @classmethod
     def of(cls, round_s: float) -> Times:
-        """Divide a round of ``round_s`` seconds: three draws after three skews (see `ViewQuorum`) are 99 % of it."""
+        """Divide a round of ``round_s`` seconds: three draws after three skews (see `ViewQuorum`)
+        are 99 % of it.
+        """
         return cls(commit_s=0.19 * round_s, skew_s=0.04 * round_s, reveal_s=0.06 * round_s)
 
 
@@ -97,7 +102,10 @@ class Draw:
         return now < self.starts + self.times.commit_s
 
     def takes_reveals(self, now: float) -> bool:
-        """Return whether a reveal is in time. An early one is kept and harms only its author, whose vote can be copied."""
+        """Return whether a reveal is in time.
+
+        An early one is kept and harms only its author, whose vote can be copied.
+        """
         return now < self.starts + self.times.total_s
 
     def is_revealing(self, now: float) -> bool:
@@ -154,15 +162,30 @@ class Case:
 
 
 REASONS = (
-    "forged", "foreign", "banned", "replayed", "future", "stale", "late", "unknown", "not-drawn", "contradiction", "unfit", "quota",
+    "forged",
+    "foreign",
+    "banned",
+    "replayed",
+    "future",
+    "stale",
+    "late",
+    "unknown",
+    "not-drawn",
+    "contradiction",
+    "unfit",
+    "quota",
     "overflow",
-)  # fmt: skip
-TWICE = 2  # claims of one slot, entries of one round: two are the proof that their author contradicts itself
+)
+# claims of one slot, entries of one round: two are the proof that their author contradicts itself
+TWICE = 2
 MOST = 4  # different records of one peer where there should be one: enough for a proof
 
 
 class Consensus:
-    """One peer's view of a run. ``clock``: monotonic seconds; ``banned`` says whose records to ignore (`Table.is_banned`)."""
+    """One peer's view of a run.
+
+    ``clock``: monotonic seconds; ``banned`` says whose records to ignore (`Table.is_banned`).
+    """
 
     def __init__(
         self,
@@ -192,8 +215,8 @@ class Consensus:
         )  # verifiers with something to do
 
     def advance(self, round: int, since: float | None = None) -> None:
-        """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can appeal any more. Raises
-        ValueError for an earlier round.
+        """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can
+        appeal any more. Raises ValueError for an earlier round.
         """
         if round < self.round:
             raise ValueError(f"round {round} is before {self.round}")
@@ -206,13 +229,16 @@ class Consensus:
         self._drop_duties()
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
-        """Draw verifiers for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by
-        default ``skew_s`` from now: no vote is seen while any peer might still take claims of the round whose beacon these salts
-        make. Raises ValueError if that is too early, or was done.
+        """Draw verifiers for all that was published in ``electorate.round``, `OPENS` rounds ago.
+
+        First draws begin at ``begin``, by
+        default ``skew_s`` from now: no vote is seen while any peer might still take claims of the
+        round whose beacon these salts make. Raises ValueError if that is too early, or was done.
         """
         if electorate.round > self.round - OPENS or electorate.round in self.electorates:
             raise ValueError(
-                f"round {electorate.round} cannot be opened in round {self.round}: it is too early, or was done"
+                f"round {electorate.round} cannot be opened in round {self.round}: it is too "
+                "early, or was done"
             )
         self.electorates[electorate.round] = electorate
         for item in [item for item in self._waiting.values() if item.round <= electorate.round]:
@@ -222,8 +248,8 @@ class Consensus:
             self._start(item, self.now() + self.times.skew_s if begin is None else begin)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
-        """Take one record, which came ``at`` that time (now if None), and count it as accepted or under the reason of its refusal.
-        Raises Refused.
+        """Take one record, which came ``at`` that time (now if None), and count it as accepted or
+        under the reason of its refusal. Raises Refused.
         """
         self._at = at
         try:
@@ -238,8 +264,9 @@ class Consensus:
         self.counts["accepted"] += 1
 
     def learn(self, signed: Signed) -> bool:
-        """Add a record that another peer has kept, whatever its time; return False if it was there, is of another run or out of
-        bounds. It makes no marks, and duties only if its draw is still to come.
+        """Add a record that another peer has kept, whatever its time; return False if it was there,
+        is of another run or out of bounds. It makes no marks, and duties only if its draw is still
+        to come.
         """
         record = signed.record
         if record.id in self.ledger or not self._may_keep(record) or not self._is_signed(signed):
@@ -253,7 +280,9 @@ class Consensus:
         return Signed(record, self._signatures[record.id])
 
     def forget(self, before: int) -> None:
-        """Drop what was published in rounds before ``before``, and electorates that nothing depends on any more."""
+        """Drop what was published in rounds before ``before``, and electorates that nothing depends
+        on any more.
+        """
         self.keep(self.ledger.newer(before, self.rules.life + BEHIND))
         for round in [round for round in self.electorates if round < before - BEHIND]:
             del self.electorates[round]
@@ -269,7 +298,9 @@ class Consensus:
         self._drop_duties()
 
     def _drop_duties(self) -> None:
-        """Drop those of cases that are gone: only a peer's own are asked for, and dropped by `duties`."""
+        """Drop those of cases that are gone: only a peer's own are asked for, and dropped by
+        `duties`.
+        """
         left = {
             peer: {key: due for key, due in cases.items() if key in self._cases}
             for peer, cases in self._drawn.items()
@@ -298,7 +329,9 @@ class Consensus:
         return found
 
     def ruling(self, claim: bytes) -> Ruling | None:
-        """Return the ruling on the claim with this id, bans apart (`Table.rulings` heeds them); None if it is not known."""
+        """Return the ruling on the claim with this id, bans apart (`Table.rulings` heeds them);
+        None if it is not known.
+        """
         record = self.ledger.get(claim)
         return (
             rule(record, self.ledger, self.electorates, self.rules)
@@ -306,7 +339,7 @@ class Consensus:
             else None
         )
 
-    # -- records ---------------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def _take(self, signed: Signed) -> None:
         record = signed.record
@@ -338,7 +371,9 @@ class Consensus:
         return self._clock() if self._at is None else self._at
 
     def _check_number(self, record: Claim | Entry) -> None:
-        """Refuse a record that is one too many of its author in its round, or the entry of one peer too many."""
+        """Refuse a record that is one too many of its author in its round, or the entry of one peer
+        too many.
+        """
         if isinstance(record, Claim):
             others = self.ledger.claims_of(record.peer, record.round)
             same, most = (
@@ -475,7 +510,9 @@ class Consensus:
                 )
 
     def _check_round(self, kind: str, round: int) -> None:
-        """Refuse a claim, an entry or an appeal of another round, but for those that a neighbour's clock explains."""
+        """Refuse a claim, an entry or an appeal of another round, but for those that a neighbour's
+        clock explains.
+        """
         if round > self.round + 1:
             raise Refused(f"A {kind} was refused: its round has not begun.", "future")
         if (
@@ -487,7 +524,7 @@ class Consensus:
         if round < self.round:
             raise Refused(f"A {kind} was refused: its round is over.", "late")
 
-    # -- cases -----------------------------------------------------------------------------------------------------------
+    # -- cases -------------------------------------------------------------------------------------
 
     def _wait(self, item: Claim | Dispute | Opening) -> None:
         known = self._voters()
@@ -565,8 +602,11 @@ Check = Callable[[Claim], Checked | None]
 
 
 class Voter:
-    """``peer`` as a verifier: it turns duties in ``consensus`` into signed records. ``publish`` spreads a record soon, and never
-    waits; it may come back to this peer. ``salt``: 32 fresh secret bytes with each call, which also feed the next beacon.
+    """``peer`` as a verifier: it turns duties in ``consensus`` into signed records.
+
+    ``publish`` spreads a record soon, and never
+    waits; it may come back to this peer. ``salt``: 32 fresh secret bytes with each call, which also
+    feed the next beacon.
     """
 
     def __init__(
@@ -585,13 +625,18 @@ class Voter:
         self._takes = 0.0  # seconds that a check is expected to take
 
     def publish(self, record: VoteRecord) -> None:
-        """Sign, take and spread a record of this peer. Raises Refused if the own consensus refuses it; then it is not sent."""
+        """Sign, take and spread a record of this peer.
+
+        Raises Refused if the own consensus refuses it; then it is not sent.
+        """
         signed = Signed.by(self._sign, record)
         self.consensus.take(signed)
         self._publish(signed)
 
     def try_publish(self, record: VoteRecord) -> bool:
-        """Publish; return False if the own consensus refuses the record, as after a long check: it has counted that."""
+        """Publish; return False if the own consensus refuses the record, as after a long check: it
+        has counted that.
+        """
         try:
             self.publish(record)
         except Refused:
@@ -599,13 +644,18 @@ class Voter:
         return True
 
     def reveal(self) -> None:
-        """Reveal every vote that waits, before leaving: one that never comes costs its author; an early one can only be copied."""
+        """Reveal every vote that waits, before leaving: one that never comes costs its author; an
+        early one can only be copied.
+        """
         for reveal in self._hidden.values():
             self.try_publish(reveal)
         self._hidden.clear()
 
     def work(self, most: int = 1) -> int:
-        """Do what is due, first what others wait for; check at most ``most`` claims, which costs. Returns how many."""
+        """Do what is due, first what others wait for; check at most ``most`` claims, which costs.
+
+        Returns how many.
+        """
         if len(self._left) > MAX_VOTES:
             self._left.clear()
         self._publish_due()

@@ -1,31 +1,34 @@
 """Signed records about generated outputs: claims, commitments, votes, verdicts and appeals.
 
-    Entry        "I take part from round r on": the operator behind the key, and the anchor of the lottery for planted claims
-    Claim        "this model made this output from this prompt", by hashes; output and proof are asked for by those who check
-    Commitment   a drawn verifier's vote, hidden: without this step a lazy one would copy the first vote it sees
-    Reveal       the vote, with the salt that shows that it was the hidden one
-    Verdict      what a drawn verifier saw of all verifiers when time was up: a quorum attests lateness, not each reader's clock
-    Dispute      "that was decided wrongly": a second, larger draw
-    Opening      "that claim of mine was planted": shows the link of the lottery's chain
-    View         who can be drawn for a round and for which claims, and the table, as this peer sees them: digests to agree on
+    Entry        "I take part from round r on": the operator behind the key, and the anchor of the
+    lottery for planted claims Claim        "this model made this output from this prompt", by
+    hashes; output and proof are asked for by those who check Commitment   a drawn verifier's vote,
+    hidden: without this step a lazy one would copy the first vote it sees Reveal       the vote,
+    with the salt that shows that it was the hidden one Verdict      what a drawn verifier saw of
+    all verifiers when time was up: a quorum attests lateness, not each reader's clock Dispute
+    "that was decided wrongly": a second, larger draw Opening      "that claim of mine was planted":
+    shows the link of the lottery's chain View         who can be drawn for a round and for which
+    claims, and the table, as this peer sees them: digests to agree on
 
-Every record has one encoding, so that a signature and an id belong to a record and not to one spelling of it. A record is
-immutable, of at most ``LIMIT`` bytes, and every field is bounded.
+Every record has one encoding, so that a signature and an id belong to a record and not to one
+spelling of it. A record is immutable, of at most ``LIMIT`` bytes, and every field is bounded.
 
-Sortition: verifiers of a claim are drawn by rank of HMAC(beacon, case, peer), from a seed that nobody controls alone.
+Sortition: verifiers of a claim are drawn by rank of HMAC(beacon, case, peer), from a seed that
+nobody controls alone.
 
-A prover must not know who will check a claim while it can still try others, so the beacon of a round is made of salts that are
-revealed when no claim of the round is taken any more:
+A prover must not know who will check a claim while it can still try others, so the beacon of a
+round is made of salts that are revealed when no claim of the round is taken any more:
 
     round r        claims of r are published
-    round r + 1    the votes on claims of r - 1 are hidden and revealed; their salts make the beacon of r
-    round r + 2    begins with views (`quorum`) and `Consensus.open`: verifiers are drawn for the claims of r, and check them
-    round r + 3    authors open what they planted in r, if it is decided
-    round r + 4    the reputation of r can be computed; later it changes by disputes only
+    round r + 1    the votes on claims of r - 1 are hidden and revealed; their salts make the beacon
+    of r round r + 2    begins with views (`quorum`) and `Consensus.open`: verifiers are drawn for
+    the claims of r, and check them round r + 3    authors open what they planted in r, if it is
+    decided round r + 4    the reputation of r can be computed; later it changes by disputes only
 
-A salt is fixed by its commitment before any other is seen; the last one to reveal can only withhold its own, which chooses between
-two beacons and costs as much as a wrong vote. Beacons are not chained: that of r follows from the records of r - 1 alone, so a
-newcomer needs no history. A round whose claims got no vote gives a beacon that could be known beforehand.
+A salt is fixed by its commitment before any other is seen; the last one to reveal can only withhold
+its own, which chooses between two beacons and costs as much as a wrong vote. Beacons are not
+chained: that of r follows from the records of r - 1 alone, so a newcomer needs no history. A round
+whose claims got no vote gives a beacon that could be known beforehand.
 """
 
 from __future__ import annotations
@@ -53,15 +56,22 @@ Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 Attempt = Annotated[int, Field(ge=0, lt=ATTEMPTS)]
 Vote = Literal["valid", "invalid"]
 Mark = Literal["valid", "invalid", "absent", "withheld"]
-"""A verifier's vote; ``absent`` without a commitment in time; ``withheld`` with one, but without the vote that fits it."""
+"""A verifier's vote; ``absent`` without a commitment in time; ``withheld`` with one, but without
+the vote that fits it.
+"""
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[str, bytes, bytes], bool]
-"""Maps (peer, encoded record, signature) to whether that peer signed it; must not raise, whatever it is given."""
+"""Maps (peer, encoded record, signature) to whether that peer signed it; must not raise, whatever
+it is given.
+"""
 
 
 class VoteRecord(BaseModel):
-    """Base of all records. Raises pydantic's ValidationError, a ValueError, for a field out of bounds."""
+    """Base of all records.
+
+    Raises pydantic's ValidationError, a ValueError, for a field out of bounds.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     KIND: ClassVar[str]
@@ -78,7 +88,10 @@ class VoteRecord(BaseModel):
 
 
 class Entry(VoteRecord):
-    """Entry of a peer. ``operator`` runs it; peers of one operator are never drawn together. ``anchor``: see `Chain`."""
+    """Entry of a peer.
+
+    ``operator`` runs it; peers of one operator are never drawn together. ``anchor``: see `Chain`.
+    """
 
     KIND = "entry"
     run: Peer
@@ -88,7 +101,11 @@ class Entry(VoteRecord):
 
 
 class Claim(VoteRecord):
-    """Claim of an output. ``slot`` counts a peer's claims of a round from 0; hashes are SHA-256, ``sampling`` of the parameters."""
+    """Claim of an output.
+
+    ``slot`` counts a peer's claims of a round from 0; hashes are SHA-256, ``sampling`` of the
+    parameters.
+    """
 
     KIND = "claim"
     run: Peer
@@ -104,7 +121,11 @@ class Claim(VoteRecord):
 
 
 class Commitment(VoteRecord):
-    """Hidden vote. ``case``: the id of the claim, or of the dispute or opening that made a second draw. ``digest``: of `hide`."""
+    """Hidden vote.
+
+    ``case``: the id of the claim, or of the dispute or opening that made a second draw. ``digest``:
+    of `hide`.
+    """
 
     KIND = "commitment"
     case: Hash
@@ -132,7 +153,10 @@ class Reveal(VoteRecord):
 
 
 class Verdict(VoteRecord):
-    """Statement of a verifier. ``marks``: of every verifier, in the order of the draw, as this peer saw them at the end."""
+    """Statement of a verifier.
+
+    ``marks``: of every verifier, in the order of the draw, as this peer saw them at the end.
+    """
 
     KIND = "verdict"
     case: Hash
@@ -150,7 +174,10 @@ class Dispute(VoteRecord):
 
 
 class Opening(VoteRecord):
-    """Proof by the author of ``claim`` that it had to plant it. If draw ``attempt`` approved it, that is a dispute too."""
+    """Proof by the author of ``claim`` that it had to plant it.
+
+    If draw ``attempt`` approved it, that is a dispute too.
+    """
 
     KIND = "opening"
     round: Round
@@ -160,7 +187,10 @@ class Opening(VoteRecord):
 
 
 class View(VoteRecord):
-    """View of ``round``. ``root``: of the electorate, see `electorate.root`; ``table``: digest of the table at that time."""
+    """View of ``round``.
+
+    ``root``: of the electorate, see `electorate.root`; ``table``: digest of the table at that time.
+    """
 
     KIND = "view"
     run: Peer
@@ -188,12 +218,17 @@ class Signed:
 
 
 def hide(reveal: Reveal) -> bytes:
-    """Return the digest that commits to ``reveal``; it covers the author, so another peer's commitment is of no use to a copier."""
+    """Return the digest that commits to ``reveal``; it covers the author, so another peer's
+    commitment is of no use to a copier.
+    """
     return hashlib.sha256(b"shoal/verification/1/hidden\x00" + reveal.encoded).digest()
 
 
 def decode(data: bytes) -> VoteRecord:
-    """Decode a record. Raises ValueError if ``data`` is too large, malformed, or another spelling of a record."""
+    """Decode a record.
+
+    Raises ValueError if ``data`` is too large, malformed, or another spelling of a record.
+    """
     if len(data) > LIMIT:
         raise ValueError(f"a record of {len(data)} bytes is above {LIMIT}")
     try:
@@ -239,7 +274,9 @@ class Limits:
     waiting: int = 16_384
     """Claims and appeals whose verifiers are not drawn yet."""
     strangers: int = 4096
-    """Waiting claims and appeals of authors who could not be drawn themselves: fresh keys cost nothing."""
+    """Waiting claims and appeals of authors who could not be drawn themselves: fresh keys cost
+    nothing.
+    """
     peers: int = 16_384
     """Peers that have entered."""
     cases: int = 16_384
@@ -248,7 +285,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Duty:
-    """Duty of a verifier: ``check`` (fetch, verify, commit), ``reveal`` the vote, or ``state`` the ``marks`` as a verdict."""
+    """Duty of a verifier: ``check`` (fetch, verify, commit), ``reveal`` the vote, or ``state`` the
+    ``marks`` as a verdict.
+    """
 
     what: Literal["check", "reveal", "state"]
     case: bytes
@@ -264,9 +303,11 @@ Place = tuple[str, bytes, int, str]  # kind, case, attempt, peer
 
 
 class Ledger:
-    """Set of records, whose signatures were checked: added in any order and any number of times, they make the same ledger.
+    """Set of records, whose signatures were checked: added in any order and any number of times,
+    they make the same ledger.
 
-    Of records that should be unique, such as a verifier's vote, it keeps those that differ: they prove a contradiction.
+    Of records that should be unique, such as a verifier's vote, it keeps those that differ: they
+    prove a contradiction.
     """
 
     def __init__(self, records: Iterable[VoteRecord] = ()) -> None:
@@ -306,7 +347,9 @@ class Ledger:
         return True
 
     def ballots(self, kind: type[R], case: bytes, attempt: int, peer: str) -> list[R]:
-        """Return the commitments, reveals or verdicts of ``peer`` in one draw; more than one is a contradiction."""
+        """Return the commitments, reveals or verdicts of ``peer`` in one draw; more than one is a
+        contradiction.
+        """
         return [
             record
             for record in self._ballots.get((kind.KIND, case, attempt, peer), ())
@@ -326,7 +369,9 @@ class Ledger:
         return self._claims.get((peer, round), [])
 
     def entry(self, peer: str, round: int, life: int | None = None) -> Entry | None:
-        """Return the newest entry of ``peer`` in the ``life`` rounds before ``round``; None if none, or two of one round."""
+        """Return the newest entry of ``peer`` in the ``life`` rounds before ``round``; None if
+        none, or two of one round.
+        """
         least = 0 if life is None else round - life
         earlier = [entry for entry in self._entries.get(peer, ()) if least <= entry.round < round]
         newest = max((entry.round for entry in earlier), default=-1)
@@ -349,8 +394,8 @@ class Ledger:
         return sorted(found, key=lambda item: item.id)
 
     def stamp(self, record: VoteRecord) -> int:
-        """Return the round to which ``record`` belongs: its own for a claim or an entry, else that of the claim which it concerns;
-        -1 if that claim is not known.
+        """Return the round to which ``record`` belongs: its own for a claim or an entry, else that
+        of the claim which it concerns; -1 if that claim is not known.
         """
         if isinstance(record, Claim | Entry):
             return record.round
@@ -361,7 +406,8 @@ class Ledger:
         return claim.round if isinstance(claim, Claim) else -1
 
     def newer(self, before: int, life: int) -> Ledger:
-        """Return the ledger without claims of rounds before ``before``, their records, and entries ``life`` rounds older than that.
+        """Return the ledger without claims of rounds before ``before``, their records, and entries
+        ``life`` rounds older than that.
 
         Their consequences have to live on in a base (`compute_scores`).
         """
@@ -370,15 +416,19 @@ class Ledger:
         )
 
 
-# Lottery of planted claims: known wrong ones that look like others, so that voting without checking does not pay.
+# Lottery of planted claims: known wrong ones that look like others, so that voting without checking
+# does not pay.
 #
-# Each peer has a secret chain of hashes, link(r) = H(link(r + 1)), whose end, the anchor, it publishes `BEHIND` rounds before its
-# first round or earlier. The link of a round and the beacon of `BEHIND` rounds before decide which slots of the round the peer
-# has to fill with a wrong claim. Others learn that only when the peer opens the claim by showing the link, which it should do
-# when all its claims of the round are settled. The peer cannot choose: the chain was fixed before the beacon was known. So "that
-# one was planted" is no excuse for a lie, except in the slots that the lottery set aside, whose outputs are for no use.
+# Each peer has a secret chain of hashes, link(r) = H(link(r + 1)), whose end, the anchor, it
+# publishes `BEHIND` rounds before its first round or earlier. The link of a round and the beacon of
+# `BEHIND` rounds before decide which slots of the round the peer has to fill with a wrong claim.
+# Others learn that only when the peer opens the claim by showing the link, which it should do when
+# all its claims of the round are settled. The peer cannot choose: the chain was fixed before the
+# beacon was known. So "that one was planted" is no excuse for a lie, except in the slots that the
+# lottery set aside, whose outputs are for no use.
 #
-# Known right claims need no lottery: every honest claim is one, and whoever rejects blindly is outvoted on it.
+# Known right claims need no lottery: every honest claim is one, and whoever rejects blindly is
+# outvoted on it.
 
 BEHIND = 3  # rounds: the newest beacon that is known when a round begins (see `sortition.OPENS`)
 MAX_LENGTH = 2**14  # rounds of a chain; checking a link takes as many hashes at most (about 10 ms)
@@ -389,7 +439,9 @@ def _hash(link: bytes) -> bytes:
 
 
 class Chain:
-    """Hash chain with a peer's links for the ``length`` rounds after ``start``, from 32 secret bytes. ValueError out of bounds."""
+    """Hash chain with a peer's links for the ``length`` rounds after ``start``, from 32 secret
+    bytes. ValueError out of bounds.
+    """
 
     def __init__(self, secret: bytes, start: int, length: int = MAX_LENGTH) -> None:
         if len(secret) != 32 or not 1 <= length <= MAX_LENGTH:
@@ -403,10 +455,14 @@ class Chain:
         return self._links[-1]
 
     def link(self, round: int) -> bytes:
-        """Return the link of ``round``; showing it reveals those of all earlier rounds. Raises ValueError outside the chain."""
+        """Return the link of ``round``; showing it reveals those of all earlier rounds.
+
+        Raises ValueError outside the chain.
+        """
         if not self.start < round < self.start + len(self._links):
             raise ValueError(
-                f"the chain covers rounds {self.start + 1} to {self.start + len(self._links) - 1}, not {round}"
+                f"the chain covers rounds {self.start + 1} to {self.start + len(self._links) - 1}, "
+                f"not {round}"
             )
         return self._links[-1 - (round - self.start)]
 
@@ -421,19 +477,25 @@ def belongs(link: bytes, anchor: bytes, steps: int) -> bool:
 
 
 def must_plant(link: bytes, beacon: bytes, slot: int, share: float) -> bool:
-    """Return whether the claim in ``slot`` of the link's round is planted; ``beacon``: of `BEHIND` rounds before."""
+    """Return whether the claim in ``slot`` of the link's round is planted; ``beacon``: of `BEHIND`
+    rounds before.
+    """
     drawn = hmac.new(link, b"plant\x00" + beacon + slot.to_bytes(4, "big"), hashlib.sha256).digest()
     return int.from_bytes(drawn[:8], "big") < share * 2**64
 
 
 OPENS = 2  # rounds after its own in which a round's verifiers are drawn
-SETTLED = 4  # rounds after its own in which a round's claims are decided, and the planted ones opened: its scores are settled
+# rounds after its own in which a round's claims are decided, and the planted ones opened: its
+# scores are settled
+SETTLED = 4
 LEAST = 3  # verifiers: with fewer a single peer would decide
 
 
 @dataclass(frozen=True)
 class Electorate:
-    """Peers that may be drawn for what was published in ``round``. All must use the same electorate: another leads to another draw,
+    """Peers that may be drawn for what was published in ``round``.
+
+    All must use the same electorate: another leads to another draw,
     whose votes count for nobody else.
     """
 
@@ -451,7 +513,9 @@ class Electorate:
 
 
 def beacon(run: str, round: int, salts: Iterable[bytes]) -> bytes:
-    """Make the beacon of ``round`` from the salts of votes that count on claims of the round before, in any order, once each."""
+    """Make the beacon of ``round`` from the salts of votes that count on claims of the round
+    before, in any order, once each.
+    """
     place = len(run).to_bytes(4, "big") + run.encode() + round.to_bytes(8, "big")
     mixed = hashlib.sha256(b"shoal/verification/1/beacon\x00" + place)
     for salt in sorted(set(salts)):
@@ -465,7 +529,9 @@ def rank(beacon: bytes, case: bytes, peer: str) -> bytes:
 
 
 def is_audited(beacon: bytes, claim: bytes, rate: float) -> bool:
-    """Return whether the claim is among the share ``rate`` (0 to 1) that is checked; its author cannot know beforehand."""
+    """Return whether the claim is among the share ``rate`` (0 to 1) that is checked; its author
+    cannot know beforehand.
+    """
     drawn = hmac.new(beacon, b"audit\x00" + claim, hashlib.sha256).digest()
     return int.from_bytes(drawn[:8], "big") < rate * 2**64
 
@@ -473,11 +539,12 @@ def is_audited(beacon: bytes, claim: bytes, rate: float) -> bool:
 def draw_verifiers(
     electorate: Electorate, case: bytes, size: int, without: Collection[str] = ()
 ) -> tuple[tuple[str, ...], ...]:
-    """Draw the verifiers of each attempt at ``case``: disjoint, ``size`` peers of different operators, none of ``without``'s.
+    """Draw the verifiers of each attempt at ``case``: disjoint, ``size`` peers of different
+    operators, none of ``without``'s.
 
-    ``without``: operators. If there are too few peers an attempt has the largest odd number there is, if that is at least
-    `LEAST`; later attempts have as many verifiers as the first, or do not exist. Raises ValueError for an even size, or one
-    beyond 31.
+    ``without``: operators. If there are too few peers an attempt has the largest odd number there
+    is, if that is at least `LEAST`; later attempts have as many verifiers as the first, or do not
+    exist. Raises ValueError for an even size, or one beyond 31.
     """
     if size % 2 == 0 or not LEAST <= size <= MAX_SEATS:
         raise ValueError(

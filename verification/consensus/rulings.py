@@ -1,24 +1,30 @@
-"""Rulings on claims: a pure function of a set of signed records, with no clock, so that all peers rule alike.
+"""Rulings on claims: a pure function of a set of signed records, with no clock, so that all peers
+rule alike.
 
-In each draw the verifiers state, when time is up, how they saw every verifier. A mark counts if more than half of all verifiers
-state it, banned peers' statements apart; a vote counts only if the signed vote itself is there. So nobody can invent a vote of
-another, and a quorum of clocks decides who was late. The claim is valid or invalid by strict majority of the votes that count,
-if they are a quorum; else the next draw decides; after the last it is unverified, never valid.
+In each draw the verifiers state, when time is up, how they saw every verifier. A mark counts if
+more than half of all verifiers state it, banned peers' statements apart; a vote counts only if the
+signed vote itself is there. So nobody can invent a vote of another, and a quorum of clocks decides
+who was late. The claim is valid or invalid by strict majority of the votes that count, if they are
+a quorum; else the next draw decides; after the last it is unverified, never valid.
 
-A dispute, and an opening of a planted claim that was approved, makes a larger draw, which is final. The minority is judged against
-the final outcome. Of several appeals against a claim the first by round and id that reached a decision counts.
+A dispute, and an opening of a planted claim that was approved, makes a larger draw, which is final.
+The minority is judged against the final outcome. Of several appeals against a claim the first by
+round and id that reached a decision counts.
 
 Reputation of each peer: a table of scores that follows from the signed records alone.
 
-Rounds are processed in order; the changes of a round are summed in integers, so neither the order of arrival nor the machine
-matters. A score fades towards 0 and cannot be saved up beyond a ceiling that is less than one lie costs, so farming does not pay
-for a defection. At the floor a peer is banned for some rounds, each time for longer, and comes back on probation.
+Rounds are processed in order; the changes of a round are summed in integers, so neither the order
+of arrival nor the machine matters. A score fades towards 0 and cannot be saved up beyond a ceiling
+that is less than one lie costs, so farming does not pay for a defection. At the floor a peer is
+banned for some rounds, each time for longer, and comes back on probation.
 
-Every loss is a mark or a decision that more than half of a draw's verifiers have signed, so nobody is banned by fewer.
+Every loss is a mark or a decision that more than half of a draw's verifiers have signed, so nobody
+is banned by fewer.
 
-Nobody is banned for votes that did not come, as those of an overloaded machine. They count as absence, beside the score: with three
-a peer is absent and not drawn, until that has faded. Where nothing is decided they count for nobody, so an author who shows its
-evidence to no verifier takes no seat from them.
+Nobody is banned for votes that did not come, as those of an overloaded machine. They count as
+absence, beside the score: with three a peer is absent and not drawn, until that has faded. Where
+nothing is decided they count for nobody, so an author who shows its evidence to no verifier takes
+no seat from them.
 """
 
 from __future__ import annotations
@@ -82,16 +88,22 @@ class Rules:
     claims: int = 1
     """Claims of a peer in a round; slots count from 0."""
     strangers: int = 8
-    """Claims that are verified in a round, of all authors who cannot be drawn themselves together: fresh keys cost nothing."""
+    """Claims that are verified in a round, of all authors who cannot be drawn themselves together:
+    fresh keys cost nothing.
+    """
     life: int = 8
     """Rounds that an entry holds; it is renewed every half of them."""
     proven: int = 2
-    """Claims of a peer that were found valid before it can be drawn, once more peers than a draw needs have as many."""
+    """Claims of a peer that were found valid before it can be drawn, once more peers than a draw
+    needs have as many.
+    """
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One draw: its verifiers, the marks that count (None where no mark has a quorum), and who signed two different records."""
+    """One draw: its verifiers, the marks that count (None where no mark has a quorum), and who
+    signed two different records.
+    """
 
     verifiers: tuple[str, ...]
     marks: tuple[Mark | None, ...]
@@ -110,7 +122,8 @@ class Ruling:
     claim: Claim
     outcome: Outcome
     trials: tuple[Trial, ...]
-    """Draws whose marks count: up to the one that decided, then that of the appeal if there is one."""
+    """Draws whose marks count: up to the one that decided, then that of the appeal if there is one.
+    """
     appeal: Dispute | Opening | None = None
     """The appeal that made the final draw."""
     opened: bool = False
@@ -147,7 +160,10 @@ def is_backed(ledger: Ledger, case: bytes, attempt: int, peer: str, vote: str) -
 def trial(
     ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ignored: Collection[str] = ()
 ) -> Trial:
-    """Return the marks of one draw that count. A later contradiction takes nothing back: what was signed first still counts."""
+    """Return the marks of one draw that count.
+
+    A later contradiction takes nothing back: what was signed first still counts.
+    """
     stated: list[set[tuple[str, Mark]]] = [set() for _ in drawn]
     for peer in drawn:
         for verdict in ledger.ballots(Verdict, case, attempt, peer):
@@ -176,7 +192,9 @@ def trial(
 def first_draws(
     claim: Claim, electorates: Electorates, rules: Rules
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the verifiers of each attempt; none if the electorate is unknown, the claim is not audited, or peers are too few."""
+    """Return the verifiers of each attempt; none if the electorate is unknown, the claim is not
+    audited, or peers are too few.
+    """
     electorate = electorates.get(claim.round)
     if electorate is None:
         return ()
@@ -193,8 +211,9 @@ def first_draws(
 def second_draw(
     appeal: Dispute | Opening, claim: Claim, electorates: Electorates, rules: Rules
 ) -> tuple[str, ...]:
-    """Return the verifiers after ``appeal``: nobody of the author's, the appellant's, or an earlier verifier's operator. Empty if
-    they are fewer than the first, or if the appellant is neither the author nor a voter: strangers cannot make others work.
+    """Return the verifiers after ``appeal``: nobody of the author's, the appellant's, or an earlier
+    verifier's operator. Empty if they are fewer than the first, or if the appellant is neither the
+    author nor a voter: strangers cannot make others work.
     """
     electorate, first = electorates.get(appeal.round), first_draws(claim, electorates, rules)
     if (
@@ -218,7 +237,9 @@ def operator(electorate: Electorate, peer: str) -> str:
 
 
 def anchored(ledger: Ledger, peer: str, round: int, rules: Rules) -> Entry | None:
-    """Return the entry whose chain decides what ``peer`` plants in ``round``: the newest of at least `BEHIND` rounds' age."""
+    """Return the entry whose chain decides what ``peer`` plants in ``round``: the newest of at
+    least `BEHIND` rounds' age.
+    """
     return ledger.entry(peer, round - BEHIND + 1, rules.life)
 
 
@@ -230,13 +251,17 @@ def is_single(claim: Claim, ledger: Ledger) -> bool:
 def is_plant(
     opening: Opening, claim: Claim, ledger: Ledger, electorates: Electorates, rules: Rules
 ) -> bool:
-    """Return whether the lottery told the author of ``claim`` to plant it: chain anchored before, and slot used once."""
+    """Return whether the lottery told the author of ``claim`` to plant it: chain anchored before,
+    and slot used once.
+    """
     entry, before = (
         anchored(ledger, claim.peer, claim.round, rules),
         electorates.get(claim.round - BEHIND),
     )
     if opening.peer != claim.peer or entry is None or before is None or not before.operators:
-        return False  # also without an agreed electorate (`electorate.void`): its beacon could be known when the chain was made
+        # also without an agreed electorate (`electorate.void`): its beacon could be known when the
+        # chain was made
+        return False
     # An agreed electorate leaves out claims that share a slot.
     then = electorates.get(claim.round)
     if (then is None or then.claims is None) and not is_single(claim, ledger):
@@ -290,7 +315,9 @@ def rule(
 
 
 def salts(round: int, ledger: Ledger, electorates: Electorates, rules: Rules) -> list[bytes]:
-    """Return the salts of the votes that count on claims of ``round``: they make the beacon of ``round + 1`` (`sortition`)."""
+    """Return the salts of the votes that count on claims of ``round``: they make the beacon of
+    ``round + 1`` (`sortition`).
+    """
     found: list[bytes] = []
     for claim in ledger.claims():
         if claim.round == round:
@@ -306,10 +333,12 @@ def salts(round: int, ledger: Ledger, electorates: Electorates, rules: Rules) ->
     return sorted(found)
 
 
-# Odds of a vote: how often n drawn verifiers accept a wrong claim, or reject an honest one, in closed form.
+# Odds of a vote: how often n drawn verifiers accept a wrong claim, or reject an honest one, in
+# closed form.
 #
-# Model: a verifier that works misses a wrong claim with probability ``miss`` and rejects a good one with probability ``alarm``. A
-# colluding one votes against the truth each time; a lazy one approves without looking. The claim is decided by the majority of n.
+# Model: a verifier that works misses a wrong claim with probability ``miss`` and rejects a good one
+# with probability ``alarm``. A colluding one votes against the truth each time; a lazy one approves
+# without looking. The claim is decided by the majority of n.
 
 
 @dataclass(frozen=True)
@@ -321,9 +350,11 @@ class Odds:
 
 
 def drawn(n: int, share: float, population: int | None = None) -> list[float]:
-    """Return P(c of n drawn peers belong to a group), c = 0..n: binomial, or hypergeometric if the ``population`` is finite.
+    """Return P(c of n drawn peers belong to a group), c = 0..n: binomial, or hypergeometric if the
+    ``population`` is finite.
 
-    With a population the group has ``round(share * population)`` peers. Raises ValueError for an impossible draw.
+    With a population the group has ``round(share * population)`` peers. Raises ValueError for an
+    impossible draw.
     """
     if n < 1 or not 0 <= share <= 1:
         raise ValueError(
@@ -355,7 +386,8 @@ def vote(
     alarm: float = 0.01,
     population: int | None = None,
 ) -> Odds:
-    """Return the odds of a claim before ``n`` (odd) drawn verifiers, of a population with these shares of colluding and lazy peers.
+    """Return the odds of a claim before ``n`` (odd) drawn verifiers, of a population with these
+    shares of colluding and lazy peers.
 
     >>> f"{vote(3, 0.1).wrong_accepted:.1%}"
     '3.3%'
@@ -364,14 +396,16 @@ def vote(
         raise ValueError(f"a vote needs an odd number of verifiers, got {n}")
     if not (lazy >= 0 and collude + lazy <= 1 and 0 <= miss <= 1 and 0 <= alarm <= 1):
         raise ValueError(
-            "shares and probabilities are from 0 to 1, and colluding and lazy peers together at most 1"
+            "shares and probabilities are from 0 to 1, and colluding and lazy peers together at "
+            "most 1"
         )
     need = n // 2 + 1
     accepted = sum(
         chance * _at_least(need - c, n - c, miss)
         for c, chance in enumerate(drawn(n, collude + lazy, population))
     )
-    # A lazy verifier never rejects, so the colluders and those who work need the majority without it.
+    # A lazy verifier never rejects, so the colluders and those who work need the majority without
+    # it.
     among = min(1.0, lazy / (1 - collude)) if collude < 1 else 0.0
     others = None if population is None else population - round(collude * population)
     rejected = 0.0
@@ -385,7 +419,8 @@ def vote(
 
 
 def least_audit(gain: float, penalty: float, detected: float) -> float:
-    """Return the share of claims to audit above which cheating does not pay: rate * P(detected) * penalty = gain; > 1: never.
+    """Return the share of claims to audit above which cheating does not pay: rate * P(detected) *
+    penalty = gain; > 1: never.
 
     ``gain``, ``penalty``: per cheat, in the same unit.
     """
@@ -421,7 +456,8 @@ class ScoreRules:
     absent: int = 800
     """Absence of a verifier that sent no commitment in time; its score stays as it is."""
     present: int = 200
-    """What a vote takes from absence. So a peer that misses less than a fifth of its votes stays."""
+    """What a vote takes from absence. So a peer that misses less than a fifth of its votes stays.
+    """
     withheld: int = -2000
     """Change for a verifier whose vote did not come, or was not the one it committed to."""
     missed: int = -8000
@@ -449,7 +485,9 @@ class Standing:
     """Last round of a ban, also of one that is over; None if it never was banned."""
     bans: int = 0
     absence: int = 0
-    """From 0 to `MOST_ABSENCE`, in thousandths: more with each seat left empty, less with each vote and round."""
+    """From 0 to `MOST_ABSENCE`, in thousandths: more with each seat left empty, less with each vote
+    and round.
+    """
     claims: dict[str, int] = field(
         default_factory=lambda: {"valid": 0, "invalid": 0, "unverified": 0, "planted": 0}
     )
@@ -470,7 +508,10 @@ class Standing:
 
     @classmethod
     def of(cls, row: Sequence[int | None]) -> Standing:
-        """Make a standing from its ``row``. ValueError unless it has `ROW` integers, all but the score >= 0 or None."""
+        """Make a standing from its ``row``.
+
+        ValueError unless it has `ROW` integers, all but the score >= 0 or None.
+        """
         score, until, bans, absence, *counts = row
         numbers = (score, bans, absence, *counts, *([] if until is None else [until]))
         if len(row) != ROW or any(
@@ -493,7 +534,9 @@ class Standing:
 
 @dataclass(frozen=True)
 class Table:
-    """Standings at the end of ``round``, and the rulings they follow from, by claim id. Pairing and the choice of rollouts leave
+    """Standings at the end of ``round``, and the rulings they follow from, by claim id.
+
+    Pairing and the choice of rollouts leave
     out whoever `is_banned`.
     """
 
@@ -524,7 +567,9 @@ class Table:
         return peer in self.standings and self.standings[peer].absence >= ABSENT
 
     def valid(self, peer: str) -> int:
-        """Return how many claims of ``peer`` were found valid, which fresh keys have to show first."""
+        """Return how many claims of ``peer`` were found valid, which fresh keys have to show
+        first.
+        """
         return self.standings[peer].claims["valid"] if peer in self.standings else 0
 
     @functools.cached_property
@@ -536,7 +581,9 @@ class Table:
         ).digest()
 
     def base(self) -> Table:
-        """Copy the standings without the rulings, to keep them when the records of their rounds are forgotten."""
+        """Copy the standings without the rulings, to keep them when the records of their rounds are
+        forgotten.
+        """
         return Table(
             self.round,
             {peer: Standing.of(standing.row) for peer, standing in self.standings.items()},
@@ -552,7 +599,9 @@ def compute_scores(
     round: int,
     base: Table | None = None,
 ) -> Table:
-    """Compute the table at the end of ``round``; claims of later rounds do not count yet. With ``base``, the table of an earlier
+    """Compute the table at the end of ``round``; claims of later rounds do not count yet.
+
+    With ``base``, the table of an earlier
     round, claims up to that round count through it, and their records are not needed any more.
     """
     standings: defaultdict[str, Standing] = defaultdict(Standing)
@@ -591,7 +640,9 @@ def compute_scores(
 def _consequences(
     ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules
 ) -> Iterator[tuple[str, int, int]]:
-    """Count the events of ``ruling`` into ``standings`` and yield (peer, change of its score, change of its absence)."""
+    """Count the events of ``ruling`` into ``standings`` and yield (peer, change of its score,
+    change of its absence).
+    """
     if not ruling.trials:  # nobody was drawn: strangers' claims leave no trace
         return
     author = ruling.claim.peer
@@ -632,7 +683,9 @@ def _kind(mark: str, ruling: Ruling) -> str:
 
 
 def _fade(standing: Standing, rounds: int, prices: ScoreRules) -> None:
-    """Fade score and absence by integer division towards 0, so that they end at 0 and every machine computes the same."""
+    """Fade score and absence by integer division towards 0, so that they end at 0 and every machine
+    computes the same.
+    """
     for _ in range(rounds):
         if standing.score == 0 and standing.absence == 0:
             return

@@ -1,1 +1,3 @@
-"""Fingerprints of generated outputs: short proofs of which model saw the tokens, and how far they are from the draws of a seed."""
+"""Fingerprints of generated outputs: short proofs of which model saw the tokens, and how far they
+are from the draws of a seed.
+"""

@@ -1,12 +1,15 @@
-"""Proofs of which model saw which tokens, from the last hidden state (TOPLOC, 2501.16007), in plain torch.
+"""Proofs of which model saw which tokens, from the last hidden state (TOPLOC, 2501.16007), in plain
+torch.
 
-A window is 32 tokens. Of its 32 x width values, rounded to bfloat16, the 128 of largest magnitude are kept with their places, as
-one polynomial (`polynomial`): 2 + 2 * 128 = 258 bytes. A last, shorter window keeps 4 values a token. The verifier computes
-the states itself, in one call of the model, takes its own largest values, and looks each of them up in the polynomial.
+A window is 32 tokens. Of its 32 x width values, rounded to bfloat16, the 128 of largest magnitude
+are kept with their places, as one polynomial (`polynomial`): 2 + 2 * 128 = 258 bytes. A last,
+shorter window keeps 4 values a token. The verifier computes the states itself, in one call of the
+model, takes its own largest values, and looks each of them up in the polynomial.
 
-The bytes of a window are TOPLOC's. What is measured is not: an error is counted in units of the last place (ulp) of bfloat16, so
-that a value beside a power of two is near its neighbour on the other side, and the paper's fixed thresholds, which pass int8
-weights on a small model, are replaced by what honest peers show (``verification.calibration``).
+The bytes of a window are TOPLOC's. What is measured is not: an error is counted in units of the
+last place (ulp) of bfloat16, so that a value beside a power of two is near its neighbour on the
+other side, and the paper's fixed thresholds, which pass int8 weights on a small model, are replaced
+by what honest peers show (``verification.calibration``).
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from torch import Tensor, nn
 
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature, ProofError
 
-# Points as a polynomial modulo a prime, which can be looked up without listing their x (TOPLOC, 2501.16007, section 4).
+# Points as a polynomial modulo a prime, which can be looked up without listing their x (TOPLOC,
+# 2501.16007, section 4).
 #
-# K points (x, y) are the values of one polynomial of degree K - 1 over the integers modulo 65,497, so K coefficients of 16 bits
-# hold them all, without the x. A verifier that knows an x evaluates the polynomial there and gets its y; at any other x it gets
-# noise.
+# K points (x, y) are the values of one polynomial of degree K - 1 over the integers modulo 65,497,
+# so K coefficients of 16 bits hold them all, without the x. A verifier that knows an x evaluates
+# the polynomial there and gets its y; at any other x it gets noise.
 #
-# The interpolation is Lagrange's. With M(x) = prod (x - x_i) and w_i = y_i / M'(x_i), it is sum_i w_i M(x) / (x - x_i), and
-# Horner's rule at x_i divides M by (x - x_i) and ends in M'(x_i). Everything is float64, exactly: factors are below 2^16, and sums
-# of at most 1,024 of their products below 2^42.
+# The interpolation is Lagrange's. With M(x) = prod (x - x_i) and w_i = y_i / M'(x_i), it is sum_i
+# w_i M(x) / (x - x_i), and Horner's rule at x_i divides M by (x - x_i) and ends in M'(x_i).
+# Everything is float64, exactly: factors are below 2^16, and sums of at most 1,024 of their
+# products below 2^42.
 
 PRIME = 65497
 SMALLEST_MODULUS = 2**15
@@ -39,9 +44,11 @@ Floats = npt.NDArray[np.float64]
 
 
 def injective_modulus(indices: Tensor) -> int:
-    """Return the largest number up to ``PRIME`` modulo which the ``indices`` (K,) int64 are all different.
+    """Return the largest number up to ``PRIME`` modulo which the ``indices`` (K,) int64 are all
+    different.
 
-    Raises ``ValueError`` if there is none above 32,768; with 128 of 262,144 places it is the first or second nearly always.
+    Raises ``ValueError`` if there is none above 32,768; with 128 of 262,144 places it is the first
+    or second nearly always.
     """
     for modulus in range(PRIME, SMALLEST_MODULUS, -1):
         if len(set((indices % modulus).tolist())) == len(indices):
@@ -50,13 +57,16 @@ def injective_modulus(indices: Tensor) -> int:
 
 
 def interpolate(x: Tensor, y: Tensor) -> Tensor:
-    """Return the coefficients (W, K) int64, constant first, of polynomials through ``x``, ``y`` (W, K) int64 in [0, ``PRIME``).
+    """Return the coefficients (W, K) int64, constant first, of polynomials through ``x``, ``y`` (W,
+    K) int64 in [0, ``PRIME``).
 
-    All x of one row must differ. Raises ``ValueError`` on other shapes, values out of range, or equal x.
+    All x of one row must differ. Raises ``ValueError`` on other shapes, values out of range, or
+    equal x.
     """
     if x.shape != y.shape or x.dim() != 2 or not 0 < x.shape[1] <= MOST_POINTS:
         raise ValueError(
-            f"x and y must be equally many rows of 1 to {MOST_POINTS} points, not {tuple(x.shape)} and {tuple(y.shape)}"
+            f"x and y must be equally many rows of 1 to {MOST_POINTS} points, not {tuple(x.shape)} "
+            f"and {tuple(y.shape)}"
         )
     _check_range(x, "x")
     _check_range(y, "y")
@@ -82,7 +92,9 @@ def interpolate(x: Tensor, y: Tensor) -> Tensor:
 
 
 def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Return the values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
+    """Return the values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P)
+    int64, both in [0, ``PRIME``).
+    """
     _check_range(coefficients, "coefficients")
     _check_range(x, "x")
     places, found = _floats(x), np.zeros(tuple(x.shape))
@@ -103,9 +115,11 @@ def _floats(values: Tensor) -> Floats:
 
 
 def _reduced(values: Floats) -> Floats:
-    """Reduce ``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the remainder.
+    """Reduce ``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the
+    remainder.
 
-    A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next whole number: its floor is right.
+    A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next
+    whole number: its floor is right.
     """
     quotients = values / PRIME
     np.floor(quotients, out=quotients)
@@ -114,12 +128,14 @@ def _reduced(values: Floats) -> Floats:
     return values
 
 
-# Recorder of the last hidden state of any torch module: a hook on the input of the layer that makes the logits.
+# Recorder of the last hidden state of any torch module: a hook on the input of the layer that makes
+# the logits.
 
 
 def output_head(model: nn.Module) -> nn.Module:
-    """Return the layer that turns the last hidden state into logits: what ``model.get_output_embeddings()`` returns, as with
-    Hugging Face's models, or else the ``nn.Linear`` that was registered last. Raises ``ValueError`` if there is none.
+    """Return the layer that turns the last hidden state into logits: what
+    ``model.get_output_embeddings()`` returns, as with Hugging Face's models, or else the
+    ``nn.Linear`` that was registered last. Raises ``ValueError`` if there is none.
     """
     getter = getattr(model, "get_output_embeddings", None)
     found = getter() if callable(getter) else None
@@ -128,19 +144,23 @@ def output_head(model: nn.Module) -> nn.Module:
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linear:
         raise ValueError(
-            "the model has no linear layer: let its get_output_embeddings() return the layer that makes the logits"
+            "the model has no linear layer: let its get_output_embeddings() return the layer that "
+            "makes the logits"
         )
     return linear[-1]
 
 
 class LastHidden:
-    """Recorder of the last hidden state while it is open: ``with LastHidden(model) as hidden: model(tokens)``.
+    """Recorder of the last hidden state while it is open: ``with LastHidden(model) as hidden:
+    model(tokens)``.
 
-    With ``every=False`` only the last position of each call is kept. That is what a generation needs that makes one token a call,
-    with a KV cache or without: state i is the one that token i was drawn from. With ``every=True`` all positions of all calls are
-    kept, for the one call of a prefill. States are kept in their dtype, on their device, outside the graph.
+    With ``every=False`` only the last position of each call is kept. That is what a generation
+    needs that makes one token a call, with a KV cache or without: state i is the one that token i
+    was drawn from. With ``every=True`` all positions of all calls are kept, for the one call of a
+    prefill. States are kept in their dtype, on their device, outside the graph.
 
-    ``dtype`` is the coarsest that the calls computed in, as seen at the head: of its weights, its input, and autocast around it.
+    ``dtype`` is the coarsest that the calls computed in, as seen at the head: of its weights, its
+    input, and autocast around it.
     """
 
     def __init__(self, model: nn.Module, every: bool = False) -> None:
@@ -168,7 +188,8 @@ class LastHidden:
         state = inputs[0].detach() if inputs and isinstance(inputs[0], Tensor) else None
         if state is None or state.dim() not in (2, 3):
             raise ValueError(
-                "the layer that makes the logits was not given states of shape (batch, positions, width)"
+                "the layer that makes the logits was not given states of shape (batch, positions, "
+                "width)"
             )
         state = (
             state.unsqueeze(1) if state.dim() == 2 else state
@@ -188,7 +209,10 @@ class LastHidden:
         return max(self._dtypes, key=lambda dtype: (torch.finfo(dtype).eps, str(dtype)))
 
     def states(self) -> Tensor:
-        """Return the states (batch, positions, width) of all calls so far. Raises ``ValueError`` if there were none."""
+        """Return the states (batch, positions, width) of all calls so far.
+
+        Raises ``ValueError`` if there were none.
+        """
         if not self._kept:
             raise ValueError("the model was not called while its hidden states were recorded")
         return torch.cat(self._kept, dim=1)
@@ -197,15 +221,19 @@ class LastHidden:
 WINDOW, TOP = 32, 128
 MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16
 BATCH = 16  # windows at once: 2 MB of quotients, which stay in the cache
-OCTAVE = 128  # ulps between a value and its double: a place whose error is more than that is not on the polynomial
+# ulps between a value and its double: a place whose error is more than that is not on the
+# polynomial
+OCTAVE = 128
 
 
 class ActivationProof:
-    """Fingerprint of hidden states (tokens, width), floating, finite; at most 131,072 tokens and a width of 65,536.
+    """Fingerprint of hidden states (tokens, width), floating, finite; at most 131,072 tokens and a
+    width of 65,536.
 
-    Its features, over a window's points: the share that is not on the polynomial at all; the mean error of the others, in ulp;
-    and their error per channel, in ulp: the root mean square, over points, of the mean signed error of the point's channel.
-    Rounding errs to either side and averages out there, other weights do not.
+    Its features, over a window's points: the share that is not on the polynomial at all; the mean
+    error of the others, in ulp; and their error per channel, in ulp: the root mean square, over
+    points, of the mean signed error of the point's channel. Rounding errs to either side and
+    averages out there, other weights do not.
     """
 
     name = "activations"
@@ -218,12 +246,16 @@ class ActivationProof:
     def __init__(self, window: int = WINDOW, top: int = TOP) -> None:
         if not 1 <= window <= 4096 or not window <= top <= MOST_POINTS or top % window:
             raise ValueError(
-                f"top must be a multiple of the window, and at most {MOST_POINTS}; not {top} and {window}"
+                f"top must be a multiple of the window, and at most {MOST_POINTS}; not {top} and "
+                f"{window}"
             )
         self.window, self.top = window, top
 
     def make(self, states: Tensor) -> bytes:
-        """Return a proof of 8.06 bytes a token. Raises ``ValueError`` if ``states`` are not as above."""
+        """Return a proof of 8.06 bytes a token.
+
+        Raises ``ValueError`` if ``states`` are not as above.
+        """
         return b"".join(
             encode(*largest(part, top)).numpy().tobytes()
             for group, top in self._windows(states)
@@ -238,7 +270,10 @@ class ActivationProof:
         )
 
     def compare(self, proof: bytes, states: Tensor) -> Evidence:
-        """Measure how far ``proof`` is from the own ``states``. Raises ``ValueError`` only if those are not as above."""
+        """Measure how far ``proof`` is from the own ``states``.
+
+        Raises ``ValueError`` only if those are not as above.
+        """
         try:
             pairs = self._pairs(proof, states)
         except ProofError as error:
@@ -277,13 +312,16 @@ class ActivationProof:
         return min(self.top // self.window, width) * tokens
 
     def _windows(self, states: Tensor) -> list[tuple[Tensor, int]]:
-        """Return the whole windows and then the rest, as rows (W, values) bfloat16, each with how many values a row keeps."""
+        """Return the whole windows and then the rest, as rows (W, values) bfloat16, each with how
+        many values a row keeps.
+        """
         if states.dim() != 2 or not states.is_floating_point():
             raise ValueError("hidden states must be floating numbers of shape (tokens, width)")
         tokens, width = states.shape
         if not 1 <= tokens <= MOST_TOKENS or not 1 <= width <= MOST_WIDTH:
             raise ValueError(
-                f"hidden states must have 1 to {MOST_TOKENS} tokens and a width of 1 to {MOST_WIDTH}"
+                f"hidden states must have 1 to {MOST_TOKENS} tokens and a width of 1 to "
+                f"{MOST_WIDTH}"
             )
         rounded = states.detach().to(torch.bfloat16)
         if not bool(torch.isfinite(rounded).all()):
@@ -302,9 +340,11 @@ class ActivationProof:
 
 
 def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return places and bits, (W, top) int64 on the CPU, of the values of largest magnitude in ``rows`` (W, n) bfloat16.
+    """Return places and bits, (W, top) int64 on the CPU, of the values of largest magnitude in
+    ``rows`` (W, n) bfloat16.
 
-    Of equal magnitudes, common with 8 bits, the first places count, so that every device chooses the same.
+    Of equal magnitudes, common with 8 bits, the first places count, so that every device chooses
+    the same.
     """
     bits = rows.contiguous().view(torch.int16).long() & 0xFFFF
     count = rows.shape[1]
@@ -315,7 +355,9 @@ def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 
 def encode(places: Tensor, bits: Tensor) -> Tensor:
-    """Encode windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
+    """Encode windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte
+    of each first.
+    """
     moduli = torch.tensor(
         [injective_modulus(row) for row in places], dtype=torch.int64, device="cpu"
     ).unsqueeze(1)
@@ -324,7 +366,10 @@ def encode(places: Tensor, bits: Tensor) -> Tensor:
 
 
 def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode moduli (W,) and coefficients (W, K), int64, from bytes (W, 2 + 2K) uint8. ``ProofError`` if one is out of range."""
+    """Decode moduli (W,) and coefficients (W, K), int64, from bytes (W, 2 + 2K) uint8.
+
+    ``ProofError`` if one is out of range.
+    """
     pairs = rows.long().view(len(rows), -1, 2)
     numbers = pairs[:, :, 0] << 8 | pairs[:, :, 1]
     moduli, coefficients = numbers[:, 0], numbers[:, 1:]
@@ -336,14 +381,17 @@ def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """Map the bits of a bfloat16 to a number such that neighbours differ by one, and both zeros are 0."""
+    """Map the bits of a bfloat16 to a number such that neighbours differ by one, and both zeros are
+    0.
+    """
     magnitude = bits & 0x7FFF
     return torch.where(bits >= 0x8000, -magnitude, magnitude)
 
 
 def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tensor:
     """Compute the features (W, 3) float64 from bits and channels (W, K)."""
-    # An error away from zero is positive, so that a channel's errors have one sign when its values change theirs.
+    # An error away from zero is positive, so that a channel's errors have one sign when its values
+    # change theirs.
     error = (_ordered(theirs) - _ordered(own)).double() * torch.where(own >= 0x8000, -1.0, 1.0)
     near = error.abs() <= OCTAVE
     missing = 1 - near.double().mean(dim=1)
@@ -353,7 +401,8 @@ def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tenso
         1, channels, error
     )
     many = torch.zeros_like(sums).scatter_add_(1, channels, near.double())
-    # Of n independent errors of variance s the squared sum is n s: what is over that is consistent. n = 1 tells nothing.
+    # Of n independent errors of variance s the squared sum is n s: what is over that is consistent.
+    # n = 1 tells nothing.
     squares = torch.zeros_like(sums).scatter_add_(1, channels, error.square())
     shared = many > 1
     excess = torch.where(shared, (sums.square() - squares) / (many - 1).clamp_min(1), 0.0).sum(

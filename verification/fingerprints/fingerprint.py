@@ -1,12 +1,15 @@
-"""The evidence of comparing a proof with an output, and sampling that others repeat: a token is what logits and a seed give.
+"""The evidence of comparing a proof with an output, and sampling that others repeat: a token is
+what logits and a seed give.
 
-A proof of activations shows which model *saw* a text, not which model *wrote* it: text of a cheap model, passed through the right
-one, has the right activations. Here token t is argmax_v (logits_v / temperature + g(seed, t, v)), which is a draw from the softmax
-(the Gumbel-max trick) with all randomness fixed by the seed. A verifier that has the logits can see, token by token, how far the
-chosen one was from winning: hardly at all for the model that drew it, far for one that drew from other logits (Token-DiFR,
-2511.20621, measures the same).
+A proof of activations shows which model *saw* a text, not which model *wrote* it: text of a cheap
+model, passed through the right one, has the right activations. Here token t is argmax_v (logits_v /
+temperature + g(seed, t, v)), which is a draw from the softmax (the Gumbel-max trick) with all
+randomness fixed by the seed. A verifier that has the logits can see, token by token, how far the
+chosen one was from winning: hardly at all for the model that drew it, far for one that drew from
+other logits (Token-DiFR, 2511.20621, measures the same).
 
-The seed must not be the prover's to choose (a hash of the claim's round and prompt, for instance), or it could try many.
+The seed must not be the prover's to choose (a hash of the claim's round and prompt, for instance),
+or it could try many.
 """
 
 from __future__ import annotations
@@ -23,15 +26,19 @@ MOST_WINDOWS = 1 << 20
 
 
 class ProofError(ValueError):
-    """Invalid proof: of the wrong length, out of range, or about something else. One sentence says which."""
+    """Invalid proof: of the wrong length, out of range, or about something else.
+
+    One sentence says which.
+    """
 
 
 @dataclass(frozen=True)
 class Feature:
     """Measure of how a proof may differ from an output.
 
-    ``name`` says what is measured, in words that fit into a sentence; larger is further away, 0 is equal. ``grain`` is the
-    difference, in the same unit, that other hardware may make although a calibration did not show it.
+    ``name`` says what is measured, in words that fit into a sentence; larger is further away, 0 is
+    equal. ``grain`` is the difference, in the same unit, that other hardware may make although a
+    calibration did not show it.
     """
 
     name: str
@@ -42,8 +49,9 @@ class Feature:
 class Evidence:
     """Result of a comparison.
 
-    ``values[w][f]`` is feature f in window w, and ``sizes[w]`` how much of a whole window w is, in (0, 1]. ``fault`` is empty, or
-    one sentence saying why the proof cannot be one of this output; then there are no windows.
+    ``values[w][f]`` is feature f in window w, and ``sizes[w]`` how much of a whole window w is, in
+    (0, 1]. ``fault`` is empty, or one sentence saying why the proof cannot be one of this output;
+    then there are no windows.
     """
 
     features: tuple[Feature, ...]
@@ -73,7 +81,10 @@ class Evidence:
         return math.fsum(self.sizes)
 
     def means(self) -> tuple[float, ...]:
-        """Return the mean of each feature, weighted by the windows' sizes. Raises ``ValueError`` if there is a fault instead."""
+        """Return the mean of each feature, weighted by the windows' sizes.
+
+        Raises ``ValueError`` if there is a fault instead.
+        """
         if self.fault:
             raise ValueError(f"there is nothing to measure: {self.fault}")
         total = self.size
@@ -92,7 +103,9 @@ def signed(word: int) -> int:
 
 
 def mix(words: Tensor) -> Tensor:
-    """Apply the finaliser of SplitMix64 to int64; products wrap around, and shifts do not extend the sign."""
+    """Apply the finaliser of SplitMix64 to int64; products wrap around, and shifts do not extend
+    the sign.
+    """
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * signed(factor)
     return words ^ (words >> 31 & (1 << 33) - 1)
@@ -102,7 +115,9 @@ WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
 AT_ONCE = (
     1 << 18
-)  # scores: 2 MB, which stay in the cache; with eight times as many the noise takes three times as long
+    # scores: 2 MB, which stay in the cache; with eight times as many the noise takes three times as
+    # long
+)
 FARTHEST = 10.0  # nats; a token that is further from winning than this tells no more
 
 
@@ -110,9 +125,9 @@ FARTHEST = 10.0  # nats; a token that is further from winning than this tells no
 class Drawn:
     """Tokens and the logits and seed from which they were drawn.
 
-    ``tokens`` (n,) int64; ``logits`` (n, V) floating, those of banned tokens -inf; ``seed`` of at most 64 bytes, public;
-    ``temperature`` >= 0, where 0 takes the largest logit and uses no noise. ``first`` is the position of the first token, for
-    a completion that was drawn in parts.
+    ``tokens`` (n,) int64; ``logits`` (n, V) floating, those of banned tokens -inf; ``seed`` of at
+    most 64 bytes, public; ``temperature`` >= 0, where 0 takes the largest logit and uses no noise.
+    ``first`` is the position of the first token, for a completion that was drawn in parts.
     """
 
     tokens: Tensor
@@ -125,10 +140,12 @@ class Drawn:
 def gumbel(
     seed: bytes, positions: range, vocabulary: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Return Gumbel noise (positions, vocabulary) float64: the same bits everywhere, but for the last of two logarithms.
+    """Return Gumbel noise (positions, vocabulary) float64: the same bits everywhere, but for the
+    last of two logarithms.
 
-    SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with it by the finaliser of
-    SplitMix64, twice. It need not keep a secret, as the seed has none: it must only be one function that all compute.
+    SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with
+    it by the finaliser of SplitMix64, twice. It need not keep a secret, as the seed has none: it
+    must only be one function that all compute.
     """
     if (
         not 1 <= vocabulary <= MOST_VOCABULARY
@@ -136,7 +153,8 @@ def gumbel(
         or len(seed) > MOST_SEED
     ):
         raise ValueError(
-            f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes"
+            f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most "
+            f"{MOST_SEED} bytes"
         )
     digests = [
         hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest()
@@ -154,14 +172,18 @@ def gumbel(
 
 
 def draw_each(logits: Tensor, seed: bytes, positions: range, temperature: float = 1.0) -> Tensor:
-    """Draw a token for each row of ``logits`` (n, V), at the positions in ``positions``: (n,) int64. Of equals the smaller wins."""
+    """Draw a token for each row of ``logits`` (n, V), at the positions in ``positions``: (n,)
+    int64. Of equals the smaller wins.
+    """
     return torch.argmax(_scores(logits, seed, positions, temperature), dim=1)
 
 
 def margins(drawn: Drawn) -> Tensor:
-    """Return how far each token was from winning, (n,) float64, in units of logits over temperature; 0 for the winner, at most 10.
+    """Return how far each token was from winning, (n,) float64, in units of logits over
+    temperature; 0 for the winner, at most 10.
 
-    Raises ``ValueError`` if the parts of ``drawn`` do not fit together or a row of logits allows no token.
+    Raises ``ValueError`` if the parts of ``drawn`` do not fit together or a row of logits allows no
+    token.
     """
     tokens, logits = drawn.tokens, drawn.logits
     if (
@@ -179,7 +201,8 @@ def margins(drawn: Drawn) -> Tensor:
         or int(tokens.max()) >= logits.shape[1]
     ):
         raise ValueError(
-            f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of {logits.shape[1]}"
+            f"there must be 1 to {MOST_TOKENS} tokens, each of them in the vocabulary of "
+            f"{logits.shape[1]}"
         )
     found, at, many = [], 0, max(1, AT_ONCE // logits.shape[1])
     for rows in torch.split(logits, many):
@@ -198,10 +221,13 @@ def margins(drawn: Drawn) -> Tensor:
 
 
 def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -> Tensor:
-    """Return the competing scores at each position, (n, V) float64: the noise has full weight, so all margins are in one unit."""
+    """Return the competing scores at each position, (n, V) float64: the noise has full weight, so
+    all margins are in one unit.
+    """
     if len(positions) != len(logits):
         raise ValueError(
-            f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}"
+            f"there must be a position for each of {len(logits)} rows of logits, not "
+            f"{len(positions)}"
         )
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
@@ -214,10 +240,13 @@ def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -
 
 
 class SeededSampling:
-    """A fingerprint of how tokens were drawn. It needs no proof: the claim names seed and temperature.
+    """A fingerprint of how tokens were drawn.
 
-    Its features, over windows of 32 tokens: the share of tokens that did not win, and their mean distance from winning; and over
-    the whole claim the largest distance. Who puts one answer of its own into an honest text moves the means hardly, but that.
+    It needs no proof: the claim names seed and temperature.
+
+    Its features, over windows of 32 tokens: the share of tokens that did not win, and their mean
+    distance from winning; and over the whole claim the largest distance. Who puts one answer of its
+    own into an honest text moves the means hardly, but that.
     """
 
     name = "sampling"

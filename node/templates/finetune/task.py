@@ -1,6 +1,7 @@
 """Fine-tuning a causal language model of transformers on text: all of it, or a LoRA adapter only.
 
-Without ``base`` it is a tiny Llama with random weights over bytes, so that it can be tried without a download.
+Without ``base`` it is a tiny Llama with random weights over bytes, so that it can be tried without
+a download.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from shoal.node.tasks.text import DataError, Document, read_documents
 
 
 class Finetune(Task):
-    """Task with ``base``: folder or name of a model; ``lora``: rank of an adapter, 0: none; ``data``: files or folders of text."""
+    """Task with ``base``: folder or name of a model; ``lora``: rank of an adapter, 0: none;
+    ``data``: files or folders of text.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,10 @@ class Finetune(Task):
         return read_documents(self.data, max_bytes=4 * 2**20)
 
     def model(self) -> nn.Module:
-        """Return the model. Only weights with a gradient are exchanged: with ``lora`` the adapter, otherwise all."""
+        """Return the model.
+
+        Only weights with a gradient are exchanged: with ``lora`` the adapter, otherwise all.
+        """
         if self.base:
             model: Any = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
         else:
@@ -65,7 +71,9 @@ class Finetune(Task):
         return module
 
     def tokens_of(self, shard: Shard | None) -> Tensor:
-        """Return the tokens of a shard; None: of the held-out documents, one in 16, chosen by name and so equal on all nodes."""
+        """Return the tokens of a shard; None: of the held-out documents, one in 16, chosen by name
+        and so equal on all nodes.
+        """
         held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
         training = [document for document in self.documents if crc32(document.name.encode()) % 16]
         text = b"\n".join(
@@ -79,7 +87,8 @@ class Finetune(Task):
             found = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         if len(found) <= self.context:
             raise DataError(
-                f"Only {len(found)} tokens are in this part: name more text with --data, or use fewer shards."
+                f"Only {len(found)} tokens are in this part: name more text with --data, or use "
+                "fewer shards."
             )
         return found
 
@@ -89,7 +98,10 @@ class Finetune(Task):
         return tokens[places + torch.arange(self.context)]
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
-        """Yield batches without end. They depend on the shard only, so that a resumed run goes on where it was."""
+        """Yield batches without end.
+
+        They depend on the shard only, so that a resumed run goes on where it was.
+        """
         tokens, generator = (
             self.tokens_of(shard),
             torch.Generator().manual_seed(1000 * shard.seed + shard.index),
@@ -109,7 +121,9 @@ class Finetune(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> float:
-        """Return the same loss on held-out text, a few windows at a time: the logits of all would take much memory."""
+        """Return the same loss on held-out text, a few windows at a time: the logits of all would
+        take much memory.
+        """
         device = next(model.parameters()).device
         return (
             sum(float(self.loss(model, part.to(device))) for part in torch.split(self.held_out, 8))

@@ -1,4 +1,7 @@
-"""Pretraining a small language model on text, byte by byte. Change the model, the data and the loss as you like."""
+"""Pretraining a small language model on text, byte by byte.
+
+Change the model, the data and the loss as you like.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class Model(nn.Module):
 
 
 class Pretrain(Task):
-    """Task with ``data``: files or folders of text; empty: the Python standard library. The other options size model and steps."""
+    """Task with ``data``: files or folders of text; empty: the Python standard library.
+
+    The other options size model and steps.
+    """
 
     def __init__(
         self,
@@ -63,7 +69,9 @@ class Pretrain(Task):
         return read_documents(self.data, max_bytes=32 * 2**20)
 
     def text(self, shard: Shard | None) -> Tensor:
-        """Return the bytes of a shard; None: of the held-out documents, one in 16, chosen by name and so the same on every node."""
+        """Return the bytes of a shard; None: of the held-out documents, one in 16, chosen by name
+        and so the same on every node.
+        """
         held = [document for document in self.documents if crc32(document.name.encode()) % 16 == 0]
         training = [document for document in self.documents if crc32(document.name.encode()) % 16]
         text = b"\n".join(
@@ -71,7 +79,8 @@ class Pretrain(Task):
         )
         if len(text) <= self.context:
             raise DataError(
-                f"Only {len(text)} bytes of text are in this part: name more with --data, or use fewer shards."
+                f"Only {len(text)} bytes of text are in this part: name more with --data, or use "
+                "fewer shards."
             )
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
@@ -85,7 +94,10 @@ class Pretrain(Task):
         return Model(self.width, self.layers, self.context)
 
     def batches(self, shard: Shard) -> Iterator[Tensor]:
-        """Yield batches without end. They depend on the shard only, so that a resumed run goes on where it was."""
+        """Yield batches without end.
+
+        They depend on the shard only, so that a resumed run goes on where it was.
+        """
         text, generator = (
             self.text(shard),
             torch.Generator().manual_seed(1000 * shard.seed + shard.index),

@@ -1,22 +1,29 @@
-"""The exchange with a group over libp2p: `shoal.optim.Exchange` for methods that want the mean of many peers.
+"""The exchange with a group over libp2p: `shoal.optim.Exchange` for methods that want the mean of
+many peers.
 
-See `leader` for the leader's side and `reduction` for the bytes. Several rounds may be in flight at once, one for each fragment.
+See `leader` for the leader's side and `reduction` for the bytes. Several rounds may be in flight at
+once, one for each fragment.
 
-A member does this in a round: find the leader, join a group, collect contributions, apply the decision.
+A member does this in a round: find the leader, join a group, collect contributions, apply the
+decision.
 
-The leader of a round follows from (seed, round, peer id), so no message is needed to agree; a leader that does not answer within
-moments is passed over for the next in order. Guarantees:
+The leader of a round follows from (seed, round, peer id), so no message is needed to agree; a
+leader that does not answer within moments is passed over for the next in order. Guarantees:
 
-1. A member ends with the mean of one set of contributions that the leader decided on, or with its own alone; never with a mixture:
-   received bytes stay in scratch and become the result in one assignment.
-2. All members that take a mean take the same one: its set is in the leader's signed decision, and a member takes it only if it
-   holds all of it and its own contribution is in it. A member that died meanwhile may be in the mean or not, the same for all.
-3. The leader decides only after every remaining member has reported what it holds whole, and never for fewer than two.
-4. If the leader dies before it decides, everybody goes on with its own contribution. A member that loses its channel to it asks it,
-   and the other members, for the decision once more. They disagree in one case only: the leader decided, and a member that holds
-   everything can reach neither it nor a member that knows the decision before its second is over (or was ordered to leave in that
-   moment). Then that member goes on with its own contribution, one whole outcome like the others'. No protocol can do better: this
-   is the two generals' problem.
+1. A member ends with the mean of one set of contributions that the leader decided on, or with its
+   own alone; never with a mixture: received bytes stay in scratch and become the result in one
+   assignment.
+2. All members that take a mean take the same one: its set is in the leader's signed decision, and a
+   member takes it only if it holds all of it and its own contribution is in it. A member that died
+   meanwhile may be in the mean or not, the same for all.
+3. The leader decides only after every remaining member has reported what it holds whole, and never
+   for fewer than two.
+4. If the leader dies before it decides, everybody goes on with its own contribution. A member that
+   loses its channel to it asks it, and the other members, for the decision once more. They disagree
+   in one case only: the leader decided, and a member that holds everything can reach neither it nor
+   a member that knows the decision before its second is over (or was ordered to leave in that
+   moment). Then that member goes on with its own contribution, one whole outcome like the others'.
+   No protocol can do better: this is the two generals' problem.
 """
 
 from __future__ import annotations
@@ -137,7 +144,9 @@ class _Hold:
     async def limit(
         self, needed: asyncio.Event, reduction: Reduction, reducing: asyncio.Future[None]
     ) -> None:
-        """Return when the leader should have decided; at the end of the budget give up what is not here."""
+        """Return when the leader should have decided; at the end of the budget give up what is not
+        here.
+        """
         await needed.wait()
         self.since = asyncio.get_running_loop().time()
         await asyncio.wait({reducing}, timeout=self.budget)
@@ -154,17 +163,22 @@ class _Hold:
 
 
 class GroupExchange(ExchangeBase):
-    """``optim.Exchange`` among all members of a swarm, or among groups of them. All coroutines run on the host's loop.
+    """``optim.Exchange`` among all members of a swarm, or among groups of them.
+
+    All coroutines run on the host's loop.
 
     Args:
         context: the node and its swarm; its host serves the group's protocols from now on.
         timeouts: how long a round, and the parts of it, may take.
-        fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
-        max_group: largest group; if more are ready they are divided into several (one of which may be larger by one).
-        follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
-            masks do: then the round has no partner, and only ``next_round`` follows.
-        screen: decides which gathered contributions are refused and what the mean is. One that ``gathers`` takes no part in an
-            all-reduce, whoever leads, and leads none.
+        fragments: fragments that are sent in turn, each with the next round's number; 1 unless the
+            schedule streams.
+        max_group: largest group; if more are ready they are divided into several (one of which may
+            be larger by one).
+        follow: move a contribution that comes too late to the swarm's round. False for what belongs
+            to its round only, as SPARTA's masks do: then the round has no partner, and only
+            ``next_round`` follows.
+        screen: decides which gathered contributions are refused and what the mean is. One that
+            ``gathers`` takes no part in an all-reduce, whoever leads, and leads none.
         view, time: who is waited for and for how long, if not as in rounds of training.
         protocols: those of this exchange.
 
@@ -215,7 +229,10 @@ class GroupExchange(ExchangeBase):
         context.host.serve(protocols.leader, self._leader.serve)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
-        """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
+        """Begin a round.
+
+        ValueError if it is of another run than this swarm, or if the codec refuses the tensors.
+        """
         check_no_pair(contribution.codec)
         mine = replace(
             encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch()
@@ -319,22 +336,26 @@ class GroupExchange(ExchangeBase):
                     "gather",
                 ):
                     raise MessageError(
-                        f"a group from peer {short(leader)} was refused: it asks for attempts without end."
+                        f"a group from peer {short(leader)} was refused: it asks for attempts "
+                        "without end."
                     )
                 if leader != self._context.me and self._decisions.leads(group.nonce):
                     raise MessageError(
-                        f"a group from peer {short(leader)} was refused: its nonce is that of a group led here."
+                        f"a group from peer {short(leader)} was refused: its nonce is that of a "
+                        "group led here."
                     )
                 barred = self._view.barred(group.members) if before is None else ()
                 if (
                     barred
                 ):  # the next leader may know better; a member barred later ends what it has begun
                     raise MessageError(
-                        f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned."
+                        f"a group from peer {short(leader)} was refused: its member "
+                        f"{short(barred[0])} is banned."
                     )
                 pending.entered = True
                 self.rounds.end(ready.round, ready.fragment)
-                for peer in group.members:  # else this node, when it leads, would not wait for one that was away and is back
+                # else this node, when it leads, would not wait for one that was away and is back
+                for peer in group.members:
                     self._view.mark_awake(peer)
                 if before is not None:
                     self._view.mark_absent(set(before.members) - set(group.members))
@@ -354,7 +375,8 @@ class GroupExchange(ExchangeBase):
             if isinstance(formed, GroupReceipt):
                 self._note(pending, leader, formed)
         except (NetworkError, MessageError) as error:
-            # An honest leader lets its members go in time. If it is much later than that, this node slept.
+            # An honest leader lets its members go in time. If it is much later than that, this node
+            # slept.
             if (
                 0 <= loop.time() - pending.until - LINGER_S < self._timeouts.chunk
                 and not pending.entered
@@ -420,14 +442,16 @@ class GroupExchange(ExchangeBase):
     async def _reduce(
         self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float
     ) -> GroupFormed | None:
-        """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt.
+        """Collect the group's contributions and apply the decision; return a new group if the
+        leader asks for another attempt.
 
         ``formed``: the loop's time at which the first group was.
         """
         attempt = pending.attempt
         if group.reduction == "allreduce" and attempt.screen.gathers:
             raise MessageError(
-                "the leader asks for an all-reduce, in which no contribution can be screened by itself."
+                "the leader asks for an all-reduce, in which no contribution can be screened by "
+                "itself."
             )
         way = AllReduce if group.reduction == "allreduce" else AllGather
         nbytes, loop = (
@@ -455,7 +479,8 @@ class GroupExchange(ExchangeBase):
                 if attempt.commit.closed:
                     return None
                 await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
-                # Others may take as long again, over a slower link; no leader keeps this node for longer.
+                # Others may take as long again, over a slower link; no leader keeps this node for
+                # longer.
                 left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
                 await first_of(listening, holding, timeout=left)
             try:
@@ -487,7 +512,8 @@ class GroupExchange(ExchangeBase):
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])
-            # The weights of several groups differ by design; a node that shows none has none to compare.
+            # The weights of several groups differ by design; a node that shows none has none to
+            # compare.
             them = group.at(mean) if group.alone and attempt.contribution.sketch is not None else ()
             self.sketches = {
                 peer: group.readies[peer].sketch for peer in them if peer != self._context.me

@@ -1,16 +1,20 @@
-"""The leader of a round: it collects the peers that are ready, forms groups of them, and lets each group decide.
+"""The leader of a round: it collects the peers that are ready, forms groups of them, and lets each
+group decide.
 
-A peer leads a round because of its rank in it (`LivenessView.order`), in its event loop alone: whether its own
-training has come to that round does not matter, because its own contribution joins like any other, over a memory link.
+A peer leads a round because of its rank in it (`LivenessView.order`), in its event loop alone:
+whether its own training has come to that round does not matter, because its own contribution joins
+like any other, over a memory link.
 
-The group of a round is formed as soon as all members in view are ready; or the patience of one of them is over, or two have waited
-for as long as others are worth (`TrainingTime.forming`).
-One alone is let go once all others have left or are passed over. A later peer gets the leader's next round as an answer. A peer
-that is missing after a moment is probed: one that is gone, or sleeps, does not answer, and is not waited for. Nor is one whose
-record states a later round: it went on alone, and would be waited for in each round anew while it waits in the next.
+The group of a round is formed as soon as all members in view are ready; or the patience of one of
+them is over, or two have waited for as long as others are worth (`TrainingTime.forming`).
+One alone is let go once all others have left or are passed over. A later peer gets the leader's
+next round as an answer. A peer that is missing after a moment is probed: one that is gone, or
+sleeps, does not answer, and is not waited for. Nor is one whose record states a later round: it
+went on alone, and would be waited for in each round anew while it waits in the next.
 
-From a formed group to its decision (`GroupCommit`) the leader collects each member's report, decides once, and informs all. The
-decision, as the leader signed it, is kept for members that lost their channel to it and ask again.
+From a formed group to its decision (`GroupCommit`) the leader collects each member's report,
+decides once, and informs all. The decision, as the leader signed it, is kept for members that lost
+their channel to it and ask again.
 """
 
 from __future__ import annotations
@@ -61,7 +65,10 @@ log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """The decisions that this node made as a leader or received as a member. All coroutines run on the host's loop."""
+    """The decisions that this node made as a leader or received as a member.
+
+    All coroutines run on the host's loop.
+    """
 
     def __init__(
         self, host: Host, identity: Identity, swarm: str, protocol: str = DECISION_PROTOCOL
@@ -73,11 +80,15 @@ class DecisionLog:
         host.serve(protocol, self._answer)
 
     def expect(self, nonce: bytes) -> None:
-        """Note that this node leads the group and will decide: a peer that asks earlier waits for it."""
+        """Note that this node leads the group and will decide: a peer that asks earlier waits for
+        it.
+        """
         self._pending[nonce] = asyncio.Event()
 
     def leads(self, nonce: bytes) -> bool:
-        """Return whether this node's decision on the group is due. A member of it knows the nonce."""
+        """Return whether this node's decision on the group is due. A member of it knows the
+        nonce.
+        """
         return nonce in self._pending
 
     def settle(self, nonce: bytes, mean: int) -> bytes:
@@ -96,7 +107,9 @@ class DecisionLog:
             pending.set()
 
     def open(self, sealed: bytes | None, leader: str, nonce: bytes) -> int | None:
-        """Return the contributions in the mean, as bits, if this is the leader's decision on the group. Raises MessageError."""
+        """Return the contributions in the mean, as bits, if this is the leader's decision on the
+        group. Raises MessageError.
+        """
         if sealed is None:
             return None
         signer, decision = unseal(sealed, GroupDecision)
@@ -109,7 +122,9 @@ class DecisionLog:
     async def ask(
         self, leader: str, nonce: bytes, peers: Iterable[tuple[str, Sequence[str]]]
     ) -> bytes | None:
-        """Return the decision from any of ``peers`` (peer id, addresses) that has it; None if none of them does within a second."""
+        """Return the decision from any of ``peers`` (peer id, addresses) that has it; None if none
+        of them does within a second.
+        """
         asking = [
             asyncio.ensure_future(self._asked(peer, addresses, leader, nonce))
             for peer, addresses in peers
@@ -125,7 +140,8 @@ class DecisionLog:
             for question in asking:
                 question.cancel()
         log.warning(
-            "the channel to the leader of a group broke and no member knows its decision: going on without the group"
+            "the channel to the leader of a group broke and no member knows its decision: going on "
+            "without the group"
         )
         return None
 
@@ -155,7 +171,9 @@ class DecisionLog:
 
 
 def moved(nbytes: int, members: int) -> int:
-    """Return the bytes each way that a member of a group moves for a contribution of ``nbytes``, whichever way it is reduced."""
+    """Return the bytes each way that a member of a group moves for a contribution of ``nbytes``,
+    whichever way it is reduced.
+    """
     return nbytes * max(members - 1, 2)  # an all-reduce moves twice the contribution at most
 
 
@@ -177,7 +195,10 @@ class MemberState:
     """Set at each report and departure. Replaced by the event of its group."""
 
     def report(self, report: GroupReport) -> None:
-        """Record what the member holds. The first report counts; those about groups it is not asked about are useless."""
+        """Record what the member holds.
+
+        The first report counts; those about groups it is not asked about are useless.
+        """
         if len(self.held) < 2:
             self.held.setdefault(report.nonce, report.held)
         self.changed.set()
@@ -194,14 +215,17 @@ class MemberState:
 
 
 class GroupCommit:
-    """One group that ``leader`` formed for ``key``, a round and fragment. ``members``: by peer id; ``alone``: there is no other.
+    """One group that ``leader`` formed for ``key``, a round and fragment.
 
-    While the leader's own part of the reduction moves, it goes on for as long as that may take, and then the others have as long
-    again as that part took, because their links may be slower; once the leader's training waits, no more than that, or its budget
-    if that is more. Nobody that is passed over is waited for.
+    ``members``: by peer id; ``alone``: there is no other.
 
-    An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
-    counts for whatever they all hold.
+    While the leader's own part of the reduction moves, it goes on for as long as that may take, and
+    then the others have as long again as that part took, because their links may be slower; once
+    the leader's training waits, no more than that, or its budget if that is more. Nobody that is
+    passed over is waited for.
+
+    An all-reduce counts if every member has every part of it. If not, those who are left try once
+    more, by gathering, which counts for whatever they all hold.
     """
 
     def __init__(
@@ -259,8 +283,8 @@ class GroupCommit:
                 member.dismiss()
 
     async def _try_reduction(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
-        """Form the group, wait for the reports and decide; inform the members unless another attempt is due. Return whether
-        there is a mean.
+        """Form the group, wait for the reports and decide; inform the members unless another
+        attempt is due. Return whether there is a mean.
         """
         nonce = fresh_nonce()
         self._decisions.expect(nonce)
@@ -279,7 +303,9 @@ class GroupCommit:
         return mean != 0
 
     def _everybody(self, nonce: bytes) -> int:
-        """Return all members, as bits, if each reported that it holds everything (one may have died since); else 0."""
+        """Return all members, as bits, if each reported that it holds everything (one may have died
+        since); else 0.
+        """
         everybody = (1 << len(self._members)) - 1
         return (
             everybody
@@ -305,7 +331,9 @@ class GroupCommit:
         return mean
 
     async def _reports(self, nonce: bytes, until: float, whole: bool) -> None:
-        """Wait until every remaining member has reported or, if all are needed, anything failed; send which members are lost."""
+        """Wait until every remaining member has reported or, if all are needed, anything failed;
+        send which members are lost.
+        """
         loop = asyncio.get_running_loop()
         everybody, lost = (1 << len(self._members)) - 1, 0
         own, deadline, took = self._members.get(self._leader.me), until, 0.0
@@ -358,7 +386,9 @@ class GroupCommit:
 LEADER_PROTOCOL = "/shoal/group/1"
 MAX_PENDING = 64  # rounds for which members are collected at once
 MAX_WAITING = 256  # members waiting here, over all rounds
-MAX_ROUNDS = 2  # rounds of a fragment for which one peer waits: the next, while the end of its last stream is not noticed
+# rounds of a fragment for which one peer waits: the next, while the end of its last stream is not
+# noticed
+MAX_ROUNDS = 2
 CROWDED = "too many wait for this node"
 COSTLY = "exchanges with this peer held training for too long"
 LOOK_S = 0.25  # seconds between two looks at the members
@@ -376,7 +406,9 @@ class PendingGroup:
 
 
 class GroupLeader:
-    """The server of members that take this node for the leader of a round. All coroutines run on the host's loop. ``max_group``:
+    """The server of members that take this node for the leader of a round.
+
+    All coroutines run on the host's loop. ``max_group``:
     members of the largest group; ``gather``: never all-reduce.
     """
 
@@ -403,8 +435,8 @@ class GroupLeader:
         self._places = StreamPlaces(MAX_WAITING)
 
     def expect(self, mine: GroupReady, needed: asyncio.Event) -> None:
-        """Note this node's own contribution: others that differ are refused, even before its own training is there. ``needed``: set
-        once its training waits for the outcome.
+        """Note this node's own contribution: others that differ are refused, even before its own
+        training is there. ``needed``: set once its training waits for the outcome.
         """
         self._usual[mine.fragment], self.needed[mine.fragment] = mine, needed
 
@@ -455,7 +487,8 @@ class GroupLeader:
         if ready.swarm != self._context.swarm:
             return reply(
                 "refuse",
-                f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}",
+                f"this node is in swarm {self._context.swarm}, the contribution is for "
+                f"{ready.swarm}",
             )
         if ready.model != self._context.model:
             return reply(
@@ -464,7 +497,8 @@ class GroupLeader:
         if ready.fragment > self._rounds.fragments:  # one beyond the schedule's: the last average
             return reply(
                 "refuse",
-                f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}",
+                f"there are {self._rounds.fragments} fragments here, the contribution is of number "
+                f"{ready.fragment}",
             )
         self.view.mark_awake(peer)
         if peer != self.me:
@@ -607,7 +641,9 @@ class GroupLeader:
             self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
-        """Return the peers for which the group waits: those that may be in this round just now until they answer a probe only."""
+        """Return the peers for which the group waits: those that may be in this round just now
+        until they answer a probe only.
+        """
         return (
             self.view.expected(round)
             | self.view.expected(round, self._rounds.fragments) - pending.probed
@@ -641,10 +677,11 @@ class GroupLeader:
 def partition_into_groups(
     seed: int, round: int, peers: Iterable[str], largest: int
 ) -> list[tuple[str, ...]]:
-    """Divide the peers into as few groups of at most ``largest`` as possible, nearly equal in size, equal for equal peers.
+    """Divide the peers into as few groups of at most ``largest`` as possible, nearly equal in size,
+    equal for equal peers.
 
-    Nobody is left without a partner: an odd number of peers in pairs leaves one group of three. Raises ValueError unless
-    ``largest`` is 2 or more.
+    Nobody is left without a partner: an odd number of peers in pairs leaves one group of three.
+    Raises ValueError unless ``largest`` is 2 or more.
     """
     if largest < 2:
         raise ValueError(f"a group needs at least two peers, got at most {largest}")

@@ -1,19 +1,24 @@
 """A group's two reductions, and the streams between its members.
 
-**By gathering** (`AllGather`) every member sends its payload to every other, and each computes the same mean from the same bytes.
-This costs a node as many payloads as there are other members, in either direction, and works with every codec, because the mean is
-of the decoded tensors. Received bytes stay in scratch of exactly the own payload's size until their digest, their form and their
+**By gathering** (`AllGather`) every member sends its payload to every other, and each computes the
+same mean from the same bytes. This costs a node as many payloads as there are other members, in
+either direction, and works with every codec, because the mean is of the decoded tensors. Received
+bytes stay in scratch of exactly the own payload's size until their digest, their form and their
 finiteness are checked; then they are held whole, and stay as small as they came.
 
-**By a butterfly all-reduce** (`AllReduce`), for plain floats, every member averages one share of the values for all. This costs a
-node about two payloads in either direction, however large the group is, and gathering one for each other member. As in hivemind's,
-every member sends each other one that one's share, in parts, and gets the averages back as they are made:
+**By a butterfly all-reduce** (`AllReduce`), for plain floats, every member averages one share of
+the values for all. This costs a node about two payloads in either direction, however large the
+group is, and gathering one for each other member. As in hivemind's, every member sends each other
+one that one's share, in parts, and gets the averages back as they are made:
 
-* Type, number, sizes and weight of the parts follow from what the group signed, so a member cannot state others.
-* Averages are sent back, as float32, and not differences: a member that adds a difference to its own value rounds otherwise than
-  the next one, so the members would drift apart. Averages have the same bits everywhere.
+* Type, number, sizes and weight of the parts follow from what the group signed, so a member cannot
+  state others.
+* Averages are sent back, as float32, and not differences: a member that adds a difference to its
+  own value rounds otherwise than the next one, so the members would drift apart. Averages have the
+  same bits everywhere.
 * Parts are summed in the order of peer ids, so two runs have the same bits.
-* It is all or nothing: a member that is lost, a failed part, or a mean that is not finite ends the attempt.
+* It is all or nothing: a member that is lost, a failed part, or a mean that is not finite ends the
+  attempt.
 """
 
 from __future__ import annotations
@@ -48,12 +53,16 @@ if TYPE_CHECKING:
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
 WINDOW = (
     256 << 10
-)  # bytes that a new stream takes at once; a kept one only what its window has left, unless more have widened it
+    # bytes that a new stream takes at once; a kept one only what its window has left, unless more
+    # have widened it
+)
 MAX_HELD = 64  # callers from groups that this node does not know yet
 
 
 class PeerStreams:
-    """The streams between the members of this host's groups. All coroutines run on the host's loop."""
+    """The streams between the members of this host's groups. All coroutines run on the host's
+    loop.
+    """
 
     def __init__(
         self,
@@ -73,9 +82,10 @@ class PeerStreams:
     async def call(
         self, peer: str, nonce: bytes, nbytes: int, use: Callable[[Stream], Awaitable[None]]
     ) -> None:
-        """Open a stream to a member, for the group with this nonce, or take one that was kept, and ``use`` it for ``nbytes`` each
-        way at most. One whose use ends well is kept if they are more than a new one takes at once; a kept one that the member had
-        just ended is replaced. Raises what ``use`` does, or NetworkError.
+        """Open a stream to a member, for the group with this nonce, or take one that was kept, and
+        ``use`` it for ``nbytes`` each way at most. One whose use ends well is kept if they are more
+        than a new one takes at once; a kept one that the member had just ended is replaced. Raises
+        what ``use`` does, or NetworkError.
         """
         large = nbytes > WINDOW
         if large and (kept := self._kept.take(peer)) is not None:
@@ -104,7 +114,9 @@ class PeerStreams:
             raise
 
     def begin(self, reduction: Reduction) -> None:
-        """Hand the reduction the streams of its group, also those that came before this node knew of the group."""
+        """Hand the reduction the streams of its group, also those that came before this node knew
+        of the group.
+        """
         nonce = reduction.group.nonce
         self._running[nonce] = reduction
         for event, wanted in self._held.items():
@@ -118,7 +130,9 @@ class PeerStreams:
         await answer_all(self._host, self._protocol, stream, self._answer, self._waiting)
 
     async def _answer(self, stream: Stream) -> bool:
-        """Hand the stream to the reduction of the group that it names; return whether another may follow."""
+        """Hand the stream to the reduction of the group that it names; return whether another may
+        follow.
+        """
         hello = unpack(await stream.receive(GroupHello.LIMIT, self.chunk_timeout), GroupHello)
         if hello.nonce not in self._running:
             if not self._places.take(stream):
@@ -145,7 +159,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gathered:
-    """The whole, verified contributions of a group: peer id -> weight and payload. For any thread."""
+    """The whole, verified contributions of a group: peer id -> weight and payload. For any
+    thread.
+    """
 
     me: str
     mine: EncodedContribution
@@ -156,7 +172,10 @@ class Gathered:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mean(self) -> Mean:
-        """Average in order of peer ids, so that every member gets the same bits. It is computed once, in the first payload."""
+        """Average in order of peer ids, so that every member gets the same bits.
+
+        It is computed once, in the first payload.
+        """
         with self._lock:
             if not self._means:
                 mine = self.mine
@@ -210,7 +229,10 @@ class AllGather:
         """When the last of what other members sent was here, by peer id: the loop's time."""
 
     async def run(self) -> None:
-        """Exchange payloads with everybody; returns when each has succeeded or failed. Failures are missing from ``places``."""
+        """Exchange payloads with everybody; returns when each has succeeded or failed.
+
+        Failures are missing from ``places``.
+        """
         try:
             await asyncio.gather(*(self._with(peer) for peer in self._called))
         finally:
@@ -227,7 +249,8 @@ class AllGather:
 
     def result(self, mean: int) -> Outcome:
         """Return what averages the decided contributions; ``mean`` is a part of ``places``."""
-        # Not of the attempt, which will hold it: a ring of both would keep every round's payloads until Python looks for rings.
+        # Not of the attempt, which will hold it: a ring of both would keep every round's payloads
+        # until Python looks for rings.
         attempt = self._attempt
         parts = {peer: self._parts[peer] for peer in self.group.at(mean)}
         return Gathered(self._me, attempt.contribution, attempt.screen, parts).mean
@@ -254,7 +277,9 @@ class AllGather:
         return late
 
     def _calls(self, peer: str) -> bool:
-        """Return whether this node calls the member: of two the leader, which knows of the group first; else the first in order."""
+        """Return whether this node calls the member: of two the leader, which knows of the group
+        first; else the first in order.
+        """
         leader = self.group.leader
         return self._me == leader or (peer != leader and self._me < peer)
 
@@ -291,14 +316,19 @@ class AllGather:
 
     async def _swap(self, stream: Stream) -> None:
         peer, ready = stream.peer_id, self.group.readies[stream.peer_id]
-        # The size equals our own payload's (the roster was checked), so a peer cannot make this node allocate more.
+        # The size equals our own payload's (the roster was checked), so a peer cannot make this
+        # node allocate more.
         scratch = buffer(ready.nbytes)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
         await stream.swap(
-            self._attempt.contribution.payload, incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
-            longest=self._longest, on_progress=hashes.advance,
-        )  # fmt: skip
+            self._attempt.contribution.payload,
+            incoming,
+            chunk_timeout=self._streams.chunk_timeout,
+            deadline=self._until,
+            longest=self._longest,
+            on_progress=hashes.advance,
+        )
         if hashes.digest() != ready.sha256:
             raise MessageError(
                 f"the payload of peer {short(peer)} does not match the digest it announced.",
@@ -318,7 +348,8 @@ class AllGather:
 PART = 1 << 18  # bytes that are averaged at a time
 FLOATS = frozenset({"float32", "float16", "bfloat16"})
 SMALLEST = 4  # members; fewer move no more bytes by gathering, or hardly more
-# The leader's channel to a stopped member times out before it is given up here, so that the next attempt is without it.
+# The leader's channel to a stopped member times out before it is given up here, so that the next
+# attempt is without it.
 SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
 
 
@@ -344,7 +375,8 @@ class AllReduce:
         self._until = max(until, longest)  # each part of it has a deadline of its own
         self._mean: Tensor | None = None
         self._failed, self._over = asyncio.Event(), asyncio.Event()
-        # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.
+        # A node whose contribution cannot be all-reduced reports that it holds nothing, and the
+        # leader gathers.
         self._dtype = (
             mine.codec.dtype if isinstance(mine.codec, FloatCodec) and not mine.even else None
         )
@@ -356,7 +388,10 @@ class AllReduce:
         self._awaited: set[str] = set()
         """The members whose part of this node's share is being waited for."""
         self.arrived: dict[str, float] = {}
-        """When all that each member sends of this node's share was here. The averages of others wait for all members."""
+        """When all that each member sends of this node's share was here.
+
+        The averages of others wait for all members.
+        """
 
     async def run(self) -> None:
         if self._dtype is None:
@@ -408,7 +443,9 @@ class AllReduce:
             self._failed.set()
 
     async def accept(self, stream: Stream) -> bool:
-        """Serve a member that sends its part of this node's share and takes the average of it; return whether that ended well."""
+        """Serve a member that sends its part of this node's share and takes the average of it;
+        return whether that ended well.
+        """
         caller = self._callers.get(stream.peer_id)
         if caller is None or caller.done() or self._over.is_set():
             return False
@@ -422,7 +459,10 @@ class AllReduce:
         return self._mean is not None
 
     async def _reduced(self, dtype: torch.dtype) -> Tensor:
-        """Return the mean of all, flat, float32. Raises NetworkError or MessageError as soon as anything is missing."""
+        """Return the mean of all, flat, float32.
+
+        Raises NetworkError or MessageError as soon as anything is missing.
+        """
         values = self._mine.payload.whole().view(dtype)
         mean = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
         others = (self._exchange(peer, values, mean) for peer in self._callers)
@@ -434,7 +474,9 @@ class AllReduce:
         return mean
 
     def _parts(self, peer: str, values: Tensor) -> list[slice]:
-        """Return the parts of the share that ``peer`` averages; none if there are fewer values than members."""
+        """Return the parts of the share that ``peer`` averages; none if there are fewer values than
+        members.
+        """
         place, count, step = (
             self.group.members.index(peer),
             len(self.group.members),
@@ -444,7 +486,9 @@ class AllReduce:
         return [slice(at, min(at + step, end)) for at in range(start, end, step)]
 
     async def _exchange(self, peer: str, values: Tensor, mean: Tensor) -> None:
-        """Send a member its share of this node's ``values``, and put the averages into ``mean`` as they arrive."""
+        """Send a member its share of this node's ``values``, and put the averages into ``mean`` as
+        they arrive.
+        """
         parts, patience = self._parts(peer, values), REDUCER * self._streams.chunk_timeout
         if not parts:
             return
@@ -463,7 +507,9 @@ class AllReduce:
         await self._streams.call(peer, self.group.nonce, share, use)
 
     async def _average(self, values: Tensor, mean: Tensor) -> None:
-        """Average this node's share of the values of all members, and send each of them the averages."""
+        """Average this node's share of the values of all members, and send each of them the
+        averages.
+        """
         parts, (weights, _) = self._parts(self._me, values), self.group.weights()
         for part in parts:
             theirs = await asyncio.gather(
@@ -503,7 +549,8 @@ class AllReduce:
         data = await stream.receive(nbytes, timeout)
         if len(data) != nbytes:
             raise MessageError(
-                f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} were agreed."
+                f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} "
+                "were agreed."
             )
         return torch.frombuffer(bytearray(data), dtype=dtype)
 

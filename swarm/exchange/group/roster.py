@@ -1,5 +1,5 @@
-"""The members with which a round is formed, a group of them with their signed ready messages, and the channel of each to its
-leader.
+"""The members with which a round is formed, a group of them with their signed ready messages, and
+the channel of each to its leader.
 
 A round need not wait for all members in view, and a late peer moves to the round of the others.
 """
@@ -32,14 +32,17 @@ class LivenessView:
         self._silent: dict[str, float] = {}
         """Those that did not even answer as leaders: their processes sleep or are gone."""
         self.doubted = False
-        """Whether others may pass this node over: one said so, or it led in vain while they are further; none came to it since."""
+        """Whether others may pass this node over: one said so, or it led in vain while they are
+        further; none came to it since.
+        """
         self.late, self.costly, self._warned = (
             PassedOver(fragments),
             PassedOver(fragments),
             PassedOver(fragments),
         )
-        """Those for which rounds waited in vain, and which for a while none waits for; and those whose exchanges cost more training
-        time than they gave, and which for a while are in no group here."""
+        """Those for which rounds waited in vain, and which for a while none waits for; and those
+        whose exchanges cost more training time than they gave, and which for a while are in no
+        group here."""
 
     def here(self) -> set[str]:
         return {
@@ -47,10 +50,12 @@ class LivenessView:
         } | {self._context.me}
 
     def expected(self, round: int, slack: int = 0) -> set[str]:
-        """Return the peers for which ``round`` waits. An absent one has to renew its record first, and the dead never do.
+        """Return the peers for which ``round`` waits.
 
-        One whose record states a round more than ``slack`` beyond this one has begun this round, and perhaps later ones, before: it
-        is on its way, or waits elsewhere, or will never come.
+        An absent one has to renew its record first, and the dead never do.
+
+        One whose record states a round more than ``slack`` beyond this one has begun this round,
+        and perhaps later ones, before: it is on its way, or waits elsewhere, or will never come.
         """
         self._absent = self._unrenewed(self._absent)
         return self._behind(round + slack) & self.hoped(round) - self._absent.keys()
@@ -68,11 +73,13 @@ class LivenessView:
         }
 
     def order(self, seed: int, round: int) -> list[str]:
-        """Return the leaders of a round, best first. Silent ones come last: each would cost a part of everybody's patience
+        """Return the leaders of a round, best first.
+
+        Silent ones come last: each would cost a part of everybody's patience
         again. So does this node while it is doubted: the others tell it in which round they are.
 
-        Views differ for a moment, and then two may lead; a member that waits elsewhere answers so, and one of the groups is given
-        up.
+        Views differ for a moment, and then two may lead; a member that waits elsewhere answers so,
+        and one of the groups is given up.
         """
         self._silent = self._unrenewed(self._silent)
         last = self._silent.keys() | ({self._context.me} if self.doubted else set())
@@ -81,19 +88,24 @@ class LivenessView:
         )  # sorted keeps the order of equals
 
     def mark_absent(self, peers: Iterable[str]) -> None:
-        """Note peers that did not come or died in the middle: rounds would wait for them until their records expire."""
+        """Note peers that did not come or died in the middle: rounds would wait for them until
+        their records expire.
+        """
         self._absent.update(self._issued(peers))
 
     def mark_late(self, came: set[str], round: int) -> None:
-        """Note that ``round`` waited for others than those who ``came``: if these are most, the others are late. Few may be as well
-        in a group of their own while most are elsewhere.
+        """Note that ``round`` waited for others than those who ``came``: if these are most, the
+        others are late. Few may be as well in a group of their own while most are elsewhere.
         """
         if 2 * len(came) > len(self.here()):
             for peer in self._behind(round + self._fragments) - came:
                 self.late.missed(peer, round, 1)
 
     def mark_costly(self, peer: str, round: int) -> None:
-        """Note a peer that held this node's training for too long. The first time it may have slept."""
+        """Note a peer that held this node's training for too long.
+
+        The first time it may have slept.
+        """
         if peer in self._warned.misses:
             self.costly.missed(peer, round, 1)
         self._warned.missed(peer, round)
@@ -106,7 +118,9 @@ class LivenessView:
             self._context.look()  # it may have said that it leaves
 
     def mark_awake(self, peer: str) -> None:
-        """Note a peer that brings a contribution, whatever its record states: the next round waits for it again."""
+        """Note a peer that brings a contribution, whatever its record states: the next round waits
+        for it again.
+        """
         self._absent.pop(peer, None)
         self._silent.pop(peer, None)
         if self.late.once(peer) and peer not in self._warned.misses:  # it may have slept, that once
@@ -121,7 +135,10 @@ class LivenessView:
         return {peer: issued for peer, issued in peers.items() if now.get(peer) == issued}
 
     def barred(self, peers: Iterable[str]) -> list[str]:
-        """Return the barred ones of ``peers``. An unknown peer is not among them: it may be a newcomer."""
+        """Return the barred ones of ``peers``.
+
+        An unknown peer is not among them: it may be a newcomer.
+        """
         return [
             peer for peer in peers if peer != self._context.me and self._context.is_barred(peer)
         ]
@@ -136,7 +153,10 @@ _LENGTH = 2  # bytes before each ready message in a list
 
 @dataclass(frozen=True)
 class Roster:
-    """A group as all of its members see it. A member's place is its position in the order of peer ids."""
+    """A group as all of its members see it.
+
+    A member's place is its position in the order of peer ids.
+    """
 
     nonce: bytes
     leader: str
@@ -155,7 +175,9 @@ class Roster:
         return (1 << len(self.readies)) - 1
 
     def weights(self) -> tuple[dict[str, float], float]:
-        """Return what the signed weight of each member counts as, and the limit of that (`counted_weights`)."""
+        """Return what the signed weight of each member counts as, and the limit of that
+        (`counted_weights`).
+        """
         weights, limit = counted_weights([self.readies[peer].weight for peer in self.members])
         return dict(zip(self.members, weights, strict=True)), limit
 
@@ -222,10 +244,12 @@ def _each(listed: bytes) -> Iterator[bytes]:
 
 
 def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> Roster:
-    """Return the group in ``formed``, with every member checked against this node's own ready message (``mine``, sealed).
+    """Return the group in ``formed``, with every member checked against this node's own ready
+    message (``mine``, sealed).
 
-    Raises MessageError: this node is not in it, a signature is wrong, a member is listed twice or brings something that cannot
-    be averaged with ours, or there are more than ``largest`` or fewer than two.
+    Raises MessageError: this node is not in it, a signature is wrong, a member is listed twice or
+    brings something that cannot be averaged with ours, or there are more than ``largest`` or fewer
+    than two.
     """
     _, own = unseal(mine, GroupReady)
     readies: dict[str, GroupReady] = {}
@@ -234,18 +258,21 @@ def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> 
         peer, ready = unseal(sealed, GroupReady)
         if peer in readies or len(readies) == largest:
             raise MessageError(
-                f"a group from peer {short(leader)} was refused: a member is in it twice, or it is too large."
+                f"a group from peer {short(leader)} was refused: a member is in it twice, or it is "
+                "too large."
             )
         reason = difference(own, ready)
         if reason is not None:
             raise MessageError(
-                f"a group from peer {short(leader)} was refused: with its member {short(peer)} {reason}."
+                f"a group from peer {short(leader)} was refused: with its member {short(peer)} "
+                f"{reason}."
             )
         readies[peer] = ready
         included = included or sealed == mine
     if not included or len(readies) < 2:
         raise MessageError(
-            f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is."
+            f"a group from peer {short(leader)} was refused: this node is not in it, or nobody "
+            "else is."
         )
     return Roster(formed.nonce, leader, formed.reduction, formed.alone, readies)
 
@@ -254,10 +281,13 @@ BEATS = 4  # heartbeats within the time after which silence counts as death
 
 
 class HeartbeatChannel:
-    """A channel that detects a dead peer. ``patience``: seconds of silence after which the other side counts as gone.
+    """A channel that detects a dead peer.
 
-    Use it on the host's loop only. A stopped process keeps its streams open, and a slow link may take minutes for a payload: only
-    heartbeats, on a stream that carries nothing large, tell them apart.
+    ``patience``: seconds of silence after which the other side counts as gone.
+
+    Use it on the host's loop only. A stopped process keeps its streams open, and a slow link may
+    take minutes for a payload: only heartbeats, on a stream that carries nothing large, tell them
+    apart.
     """
 
     def __init__(self, stream: Stream, patience: float) -> None:
@@ -265,7 +295,10 @@ class HeartbeatChannel:
         self.peer = stream.peer_id
         self._sending = asyncio.Lock()
         self._beat: float | None = None
-        """The loop's time by which it sends again. Not of one ``receive``: of messages that come quickly each would put it off."""
+        """The loop's time by which it sends again.
+
+        Not of one ``receive``: of messages that come quickly each would put it off.
+        """
 
     async def send(self, message: Message | bytes) -> None:
         """Send a message, or bytes that are packed already. Raises NetworkError."""
@@ -275,9 +308,11 @@ class HeartbeatChannel:
             await self.stream.send(data, self.patience)
 
     async def receive(self, until: float, *types: type[M]) -> M:
-        """Return the next message other than a heartbeat, within the loop's time ``until``; send heartbeats meanwhile.
+        """Return the next message other than a heartbeat, within the loop's time ``until``; send
+        heartbeats meanwhile.
 
-        Raises NetworkError if the other side is silent or ends the channel, MessageError if it sends a message of another type.
+        Raises NetworkError if the other side is silent or ends the channel, MessageError if it
+        sends a message of another type.
         """
         loop = asyncio.get_running_loop()
         limit = max(GroupAlive.LIMIT, *(kind.LIMIT for kind in types))

@@ -1,20 +1,24 @@
-"""The two halves of the matchmaking (`shoal.swarm.exchange.pair.exchange`): the calls to others, and the answers to theirs.
+"""The two halves of the matchmaking (`shoal.swarm.exchange.pair.exchange`): the calls to others,
+and the answers to theirs.
 
-Both sides make each other a signed offer. A call goes over a stream that was kept from an earlier exchange, or a new one, while the
-partner's own call may come in (`KeptStreams`); one that comes early waits until this node is at its round (`HeldCalls`). What a
-meeting does just now is its `Phase`, which both halves set.
+Both sides make each other a signed offer. A call goes over a stream that was kept from an earlier
+exchange, or a new one, while the partner's own call may come in (`KeptStreams`); one that comes
+early waits until this node is at its round (`HeldCalls`). What a meeting does just now is its
+`Phase`, which both halves set.
 
-**The partner** (`PairSelector`) of this node in each round, and the peers that are free when the partner is dead.
+**The partner** (`PairSelector`) of this node in each round, and the peers that are free when the
+partner is dead.
 
-Every partner follows from the members in the directory, where a dead peer stays for some seconds. Its partner of the round is free;
-all others are taken. So a node that cannot reach its partner also knows which peers are free, as far as it knows which are dead,
-and need not search among the others. It considers a peer dead from when it could not be reached until it calls, or issues another
-record.
+Every partner follows from the members in the directory, where a dead peer stays for some seconds.
+Its partner of the round is free; all others are taken. So a node that cannot reach its partner also
+knows which peers are free, as far as it knows which are dead, and need not search among the others.
+It considers a peer dead from when it could not be reached until it calls, or issues another record.
 
-A peer that wastes this node's rounds is passed over as if it were dead (`PassedOver`). The pairs of all
-others stay as they are. Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same
-failures agree about that, and an odd one out that has seen any listens for a moment, for others may have seen more. A node that
-would have to pass over all, and several, had more likely a fault of its own: it meets those that failed once.
+A peer that wastes this node's rounds is passed over as if it were dead (`PassedOver`). The pairs of
+all others stay as they are. Those whose partners are passed over, and the odd one out, meet each
+other: nodes that have seen the same failures agree about that, and an odd one out that has seen any
+listens for a moment, for others may have seen more. A node that would have to pass over all, and
+several, had more likely a fault of its own: it meets those that failed once.
 """
 
 from __future__ import annotations
@@ -61,7 +65,10 @@ log = logging.getLogger(__name__)
 
 
 class PairSelector:
-    """Selects this peer's partner in a round from the members in view with the same model. ``fragments``: sent in turn."""
+    """Selects this peer's partner in a round from the members in view with the same model.
+
+    ``fragments``: sent in turn.
+    """
 
     def __init__(
         self,
@@ -75,8 +82,9 @@ class PairSelector:
         """Peer -> the time of issue of the record that it had when it could not be reached."""
 
     def of(self, round: int) -> tuple[str | None, list[str]]:
-        """Return the partner in ``round`` (None for the odd one out) and the others to call: the partner first, unless it is
-        dead. Where partners are passed over, those left over and the odd one out are paired once more.
+        """Return the partner in ``round`` (None for the odd one out) and the others to call: the
+        partner first, unless it is dead. Where partners are passed over, those left over and the
+        odd one out are paired once more.
         """
         here, peers = self._context.members(), self._in(round)
         partner = self.partner(round)
@@ -99,7 +107,9 @@ class PairSelector:
         return partner_of(self._context.seed, round, self._context.me, self._in(round))
 
     def left_over(self, round: int) -> set[str] | None:
-        """Return the other peers without a partner if this node has none that is alive; None if it has, as far as is known."""
+        """Return the other peers without a partner if this node has none that is alive; None if it
+        has, as far as is known.
+        """
         here = self._context.members()
         self._unreached = {
             p: issued
@@ -125,7 +135,9 @@ class PairSelector:
         return not self._over(peer, round)
 
     def accepts(self, peer: str, round: int) -> bool:
-        """Return whether a node that found nobody is free for ``peer`` if that calls unasked: also for one that failed once."""
+        """Return whether a node that found nobody is free for ``peer`` if that calls unasked: also
+        for one that failed once.
+        """
         return self.takes(peer, round) or self.passed.once(peer)
 
     def _over(self, peer: str, round: int) -> bool:
@@ -139,12 +151,16 @@ class PairSelector:
         )
 
     def tried(self, peer: str, round: int) -> None:
-        """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be busy."""
+        """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be
+        busy.
+        """
         if peer == self.partner(round):
             self.passed.missed(peer, round)
 
     def ended(self, peer: str, round: int, *, met: bool, over: int = 0) -> None:
-        """Note the end of a transfer; ``over``: rounds for which the peer is passed over although they met."""
+        """Note the end of a transfer; ``over``: rounds for which the peer is passed over although
+        they met.
+        """
         if met and not over:
             self.passed.met(peer, round)
         else:
@@ -166,8 +182,8 @@ class PairSelector:
             for peer, member in self._context.members().items()
             if member.model == self._context.model
         }
-        # A peer that left after this round had a partner in it: without it the others would be paired differently
-        # from how peers that are further ahead have already paired.
+        # A peer that left after this round had a partner in it: without it the others would be
+        # paired differently from how peers that are further ahead have already paired.
         gone = {
             peer
             for peer, member in self._departed().items()
@@ -182,7 +198,9 @@ MAX_HELD = 64
 class Step(IntEnum):
     """The first four, of a call of this node's own, in this order."""
 
-    DIALING = 1  # until its call is open, the peer's own counts: of two peers perhaps only one can reach the other
+    # until its call is open, the peer's own counts: of two peers perhaps only one can reach the
+    # other
+    DIALING = 1
     OFFERING = 2
     ACCEPTED = 3
     TRANSFERRING = 4  # both offers are there: a call from this peer no longer crosses this node's
@@ -193,7 +211,10 @@ class Step(IntEnum):
 
 @dataclass(eq=False)
 class Phase:
-    """What a meeting does just now. A call that is accepted takes the place of an own one that it crosses."""
+    """What a meeting does just now.
+
+    A call that is accepted takes the place of an own one that it crosses.
+    """
 
     step: Step = Step.SEARCHING
     peer: str = ""
@@ -210,7 +231,8 @@ class PairingAttempt:
     number: int
     """Of the contribution among this node's own (`PairRounds`)."""
     partner: str | None = None
-    """The computed partner: only its failures are counted, since other candidates may well be busy."""
+    """The computed partner: only its failures are counted, since other candidates may well be busy.
+    """
     phase: Phase = field(default_factory=Phase)
     called: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the phase is that of a call of another."""
@@ -219,13 +241,18 @@ class PairingAttempt:
     since: float | None = None
     """The loop's time of that, of an overlapped one."""
     turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
-    """Peers that called while this node was calling somebody else: it calls them back before it listens."""
+    """Peers that called while this node was calling somebody else: it calls them back before it
+    listens.
+    """
     withdrawn: set[str] = field(default_factory=set)
-    """Peers that ended a call of theirs as it was accepted; of each the first time is no failure."""
+    """Peers that ended a call of theirs as it was accepted; of each the first time is no failure.
+    """
     broken: bool = False
     """A transfer began and was not committed."""
     usual: bool = False
-    """The contribution is as large as the last one of its fragment: the partner, whose own is too, may receive it ahead."""
+    """The contribution is as large as the last one of its fragment: the partner, whose own is too,
+    may receive it ahead.
+    """
     swarm_round: int = 0
     """The furthest round that a peer reported while this node tried to meet it."""
 
@@ -247,11 +274,14 @@ class PairingAttempt:
         await race(self.called.wait(), timeout=max(until - asyncio.get_running_loop().time(), 0))
 
     async def outcome(self, timeouts: ExchangeTimeouts) -> PartnerContribution | None:
-        """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
+        """Wait for the end of an exchange in which this node was called; return None at once if it
+        was not.
+        """
         engaged = self.phase.outcome
         if engaged is None:
             return None
-        # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
+        # The serving coroutine sets it in every case, within its own deadlines; the bound here only
+        # guards against its death.
         bound = timeouts.longest(self.attempt.contribution.payload.nbytes) + 4 * timeouts.chunk
         try:
             await asyncio.wait({engaged}, timeout=bound)
@@ -288,9 +318,11 @@ class PairState:
         called: float = 0.0,
         incoming: Incoming | None = None,
     ) -> PartnerContribution | None:
-        """Exchange payloads and commit; give up what holds training for longer than its budget (`TrainingTime`). Raises Withdrawn.
+        """Exchange payloads and commit; give up what holds training for longer than its budget
+        (`TrainingTime`). Raises Withdrawn.
 
-        ``called``: seconds that the call took before this. ``incoming``: what has come of the peer's payload.
+        ``called``: seconds that the call took before this. ``incoming``: what has come of the
+        peer's payload.
         """
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
         began, nbytes = loop.time(), attempt.contribution.payload.nbytes
@@ -364,7 +396,10 @@ class PairState:
         received: PartnerContribution | None,
         over: int = 0,
     ) -> None:
-        """Note the end of a transfer. ``over``: rounds for which its partner is passed over, because it held training for long."""
+        """Note the end of a transfer.
+
+        ``over``: rounds for which its partner is passed over, because it held training for long.
+        """
         pairing.broken = received is None
         self.selector.ended(peer, pairing.key.round, met=received is not None, over=over)
         if received is not None:
@@ -424,7 +459,10 @@ async def receive_offer(stream: Stream, seconds: float) -> Offer:
 
 
 async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream]) -> Stream | None:
-    """Open a stream; return None if ``called`` is set before it is open, and then end it. Raises NetworkError."""
+    """Open a stream; return None if ``called`` is set before it is open, and then end it.
+
+    Raises NetworkError.
+    """
     stream, call, wanted = (
         asyncio.ensure_future(opening),
         asyncio.ensure_future(called.wait()),
@@ -463,9 +501,10 @@ class HeldCalls:
     async def hold(
         self, stream: Stream, offer: Offer
     ) -> tuple[PairingAttempt | None, Incoming | None]:
-        """Wait until this node is at the round of ``offer`` and takes the call; None if it does not in the time a caller waits, or
-        too many calls with that fragment are held. Also return what has come of the payload meanwhile. It is received from the
-        partner of that round, `RECEIVED` times with each fragment, if it is as large as this node's own.
+        """Wait until this node is at the round of ``offer`` and takes the call; None if it does not
+        in the time a caller waits, or too many calls with that fragment are held. Also return what
+        has come of the payload meanwhile. It is received from the partner of that round, `RECEIVED`
+        times with each fragment, if it is as large as this node's own.
         """
         round, fragment = offer.round, offer.fragment
         call = (fragment, stream.peer_id)
@@ -501,7 +540,9 @@ class HeldCalls:
             await stop(gone)  # only one may read from a stream
 
     async def _until_gone(self, stream: Stream, incoming: Incoming | None, ahead: bool) -> None:
-        """Wait until the caller has gone on, or says anything beside its payload before it is answered."""
+        """Wait until the caller has gone on, or says anything beside its payload before it is
+        answered.
+        """
         if incoming is not None:
             await stream.receive_ahead(incoming.view, incoming.advance)
         elif ahead:  # of a payload that may wait in the stream nothing is lost
@@ -518,8 +559,9 @@ class HeldCalls:
         return True
 
     def release(self, pairing: PairingAttempt) -> None:
-        """Answer the calls that this node no longer takes, now that it is in the round of ``pairing``: those for that round or an
-        earlier one, except its partner's, and those for rounds of other fragments that it will not be in.
+        """Answer the calls that this node no longer takes, now that it is in the round of
+        ``pairing``: those for that round or an earlier one, except its partner's, and those for
+        rounds of other fragments that it will not be in.
         """
         state, key = self._state, pairing.key
         for (fragment, peer), (round, taken) in self.calls.items():
@@ -544,7 +586,9 @@ QUIET, PROBED = (
 
 
 class Unanswered(NetworkError):
-    """The error that a stream ended before the offer was answered: the peer had just ended one that was kept, or is gone."""
+    """The error that a stream ended before the offer was answered: the peer had just ended one that
+    was kept, or is gone.
+    """
 
 
 class Caller:
@@ -559,8 +603,8 @@ class Caller:
     async def call(
         self, pairing: PairingAttempt, mine: Phase, seconds: float
     ) -> PartnerContribution | None:
-        """Offer, and exchange if the offer is accepted within ``seconds``: over a stream that was kept, or a new one. ``mine``: the
-        phase of this call.
+        """Offer, and exchange if the offer is accepted within ``seconds``: over a stream that was
+        kept, or a new one. ``mine``: the phase of this call.
 
         Raises NetworkError or MessageError.
         """
@@ -603,7 +647,9 @@ class Caller:
         until: float,
         opened: float | None = None,
     ) -> PartnerContribution | None:
-        """Offer, and exchange if the offer is accepted; then keep the stream, if that ended well. ``opened``: seconds that it took
+        """Offer, and exchange if the offer is accepted; then keep the stream, if that ended well.
+
+        ``opened``: seconds that it took
         to open; None if it was kept. Raises NetworkError or MessageError.
         """
         loop, peer, well = asyncio.get_running_loop(), stream.peer_id, False
@@ -616,7 +662,8 @@ class Caller:
                 await stream.send(offer, max(until - loop.time(), 0.01))
                 welcome = self._welcome and pairing.usual and peer == pairing.partner
                 if opened is None and welcome and not stream.chosen:
-                    # The other one's call, if it is there, counts less. From a peer that is there an answer comes at once.
+                    # The other one's call, if it is there, counts less. From a peer that is there
+                    # an answer comes at once.
                     first = self._state.rank(
                         self._context.me, pairing.key.round
                     ) < self._state.rank(peer, pairing.key.round)
@@ -672,7 +719,9 @@ class Caller:
             self._kept.keep(stream) if well else stream.close()
 
     async def _answered(self, stream: Stream, pairing: PairingAttempt, seconds: float) -> bytes:
-        """Wait for the answer, which comes when the peer comes to the round; but not for one that is not there any more."""
+        """Wait for the answer, which comes when the peer comes to the round; but not for one that
+        is not there any more.
+        """
         chunk = self._state.timeouts.chunk
         answer = asyncio.ensure_future(stream.receive(Answer.LIMIT, seconds))
         try:
@@ -700,7 +749,9 @@ class Caller:
             return answer.result()
         finally:
             answer.cancel()
-            del answer  # its error names this frame: a ring, which would keep the contribution until it is collected
+            # its error names this frame: a ring, which would keep the contribution until it is
+            # collected
+            del answer
 
     def _note(self, pairing: PairingAttempt, mine: Phase, answer: Answer) -> None:
         peer = mine.peer
@@ -778,7 +829,9 @@ class CallAnswerer:
         try:
             return not meeting.cancelled() and meeting.result() is not None
         finally:
-            del meeting  # its error names this frame: a ring, which would keep both contributions until it is collected
+            # its error names this frame: a ring, which would keep both contributions until it is
+            # collected
+            del meeting
 
     async def _meet(
         self,
@@ -811,7 +864,9 @@ class CallAnswerer:
     async def _judge(
         self, stream: Stream, offer: Offer
     ) -> tuple[PairingAttempt | None, Answer, Incoming | None]:
-        """Return the answer to a call; with "accept" also the meeting, which is then engaged, and what has come of the payload."""
+        """Return the answer to a call; with "accept" also the meeting, which is then engaged, and
+        what has come of the payload.
+        """
         state, peer = self._state, stream.peer_id
         state.selector.alive(peer)
 
@@ -833,7 +888,8 @@ class CallAnswerer:
         ):  # it is no member here, and must not be taken for a newcomer
             return reply("refuse", BARRED)
         if peer not in self._context.members() and peer not in self._context.known():
-            self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
+            # a newcomer: the sooner it is known here, the sooner it gets partners
+            self._context.look()
         if offer.swarm != self._context.swarm:
             return reply(
                 "refuse",
@@ -849,7 +905,8 @@ class CallAnswerer:
         if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
             return reply(
                 "refuse",
-                f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}",
+                f"there are {state.rounds.fragments} fragments here, the offer is for number "
+                f"{offer.fragment}",
             )
         late, taken, incoming = instead(), False, None
         if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):

@@ -1,46 +1,55 @@
-"""The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the internet.
+"""The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the
+internet.
 
-See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer` for the bytes and the commit, and
-`shoal.swarm.exchange.contribution` for the training thread's side. Several meetings may be under way at once, one for each
-fragment.
+See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer` for the bytes and
+the commit, and `shoal.swarm.exchange.contribution` for the training thread's side. Several meetings
+may be under way at once, one for each fragment.
 
-The matchmaking is of peers that finish a round at different times, without a coordinator and without waiting for
-the dead.
+The matchmaking is of peers that finish a round at different times, without a coordinator and
+without waiting for the dead.
 
-Each peer computes its partner of the round (`shoal.optim.exchange.base`) and calls it. A call is answered
+Each peer computes its partner of the round (`shoal.optim.exchange.base`) and calls it. A call is
+answered
 
     accept    I am at that round and free for you
     (held)    I am not at that round yet: the answer comes when I am
     wait      I am calling you myself, and of calls that cross, mine counts
     busy      I am taken, or about to call somebody else
     passed    I am beyond that round; my next one is ``round``
-    refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
+    refuse    our contributions differ, and this is the difference, or the caller is barred: it will
+    not work in any round
 
-A call goes over the stream of an earlier one, if there is one (`KeptStreams`). There the caller whose call
-counts sends its payload with the offer, before the answer; the other one does when silence says that its partner is late. A node
-that is late finds the payload received (`HeldCalls`).
+A call goes over the stream of an earlier one, if there is one (`KeptStreams`). There the caller
+whose call counts sends its payload with the offer, before the answer; the other one does when
+silence says that its partner is late. A node that is late finds the payload received (`HeldCalls`).
 
-When partners call each other at the same moment, the call of the peer with the lower rank in the round counts, once its stream is
-open; the other waits for it. A peer whose partner is not available (busy, other view of the membership) tries the next candidates,
-then calls back those that it turned away meanwhile, then listens for a moment for other peers without a partner, then goes on
-without one. So of two free peers that called each other too early, neither listens before it has called the other again. If it
-knows beforehand that its partner is dead, it calls only peers that are free too, and goes on at once if there are none
-(`PairSelector`). If a transfer breaks off, or a partner is given up for its silence, it goes on at once, because the time of the
-round is spent. A peer that gets "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that
-slept, meets the others again. Where training goes on meanwhile, nobody stands still for others, so peers of different speed do not
-keep in step by waiting. There a peer waits for its partner as long as it else would, then searches the candidates (one in rounds
-shorter than two such waits, if the partner lives) without haste, so that it is turned down by none that listens, calls back, and is
-free for all others of its round until training needs the outcome; and no peer moves to a round that nobody has begun
-(`PairRounds.through`). That somebody is late or taken is then no failure. Each fragment is met by itself: a meeting sees the calls
-with its own fragment only, so several are under way at once, two of them with the same peer if the pairs fall so. Of one fragment a
-node is in one round at a time.
+When partners call each other at the same moment, the call of the peer with the lower rank in the
+round counts, once its stream is open; the other waits for it. A peer whose partner is not available
+(busy, other view of the membership) tries the next candidates, then calls back those that it turned
+away meanwhile, then listens for a moment for other peers without a partner, then goes on without
+one. So of two free peers that called each other too early, neither listens before it has called the
+other again. If it knows beforehand that its partner is dead, it calls only peers that are free too,
+and goes on at once if there are none (`PairSelector`). If a transfer breaks off, or a partner is
+given up for its silence, it goes on at once, because the time of the round is spent. A peer that
+gets "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one
+that slept, meets the others again. Where training goes on meanwhile, nobody stands still for
+others, so peers of different speed do not keep in step by waiting. There a peer waits for its
+partner as long as it else would, then searches the candidates (one in rounds shorter than two such
+waits, if the partner lives) without haste, so that it is turned down by none that listens, calls
+back, and is free for all others of its round until training needs the outcome; and no peer moves to
+a round that nobody has begun (`PairRounds.through`). That somebody is late or taken is then no
+failure. Each fragment is met by itself: a meeting sees the calls with its own fragment only, so
+several are under way at once, two of them with the same peer if the pairs fall so. Of one fragment
+a node is in one round at a time.
 
-Why no cycle of peers can wait for each other: a call is held only by a peer that has not come to its round, and what keeps that
-peer back is its training, or the end of its own earlier meeting with that fragment. Training waits for one meeting at a time,
-whose round is earlier than all that it has yet to begin. So along a chain of peers that wait, the rounds fall, and the last one
-waits for nobody. A contribution that moved to a later round is the exception. But then its node's rounds move as a whole
-(`PairRounds`), so it lets go of the calls for rounds that it will not be in. Calls that cross are decided by rank, within one
-round of one fragment. Every wait also ends at the round's deadline.
+Why no cycle of peers can wait for each other: a call is held only by a peer that has not come to
+its round, and what keeps that peer back is its training, or the end of its own earlier meeting with
+that fragment. Training waits for one meeting at a time, whose round is earlier than all that it has
+yet to begin. So along a chain of peers that wait, the rounds fall, and the last one waits for
+nobody. A contribution that moved to a later round is the exception. But then its node's rounds move
+as a whole (`PairRounds`), so it lets go of the calls for rounds that it will not be in. Calls that
+cross are decided by rank, within one round of one fragment. Every wait also ends at the round's
+deadline.
 """
 
 from __future__ import annotations
@@ -91,7 +100,9 @@ from shoal.swarm.wire.messages import Member
 TRIED = (
     8  # candidates called in one round, so that a large swarm of busy peers is not called through
 )
-OTHERS = 1  # of those in rounds that are short against the wait, if the partner lives: nearly all are with theirs, or through
+# of those in rounds that are short against the wait, if the partner lives: nearly all are with
+# theirs, or through
+OTHERS = 1
 SEARCH, SEARCH_S = (
     0.15,
     1.5,
@@ -100,7 +111,9 @@ LINGER, LINGER_S = (
     0.1,
     1.0,
 )  # part of the round's wait, and seconds at most, that a free peer listens for others
-WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
+# of the time from one round to the next, at most for either: after a short round there soon is
+# another partner
+WORTH = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +124,10 @@ class PairExchange(ExchangeBase):
     Args:
         context: the node and its swarm; its host serves the exchange protocol from now on.
         timeouts: how long a round, and the parts of it, may take.
-        fragments: fragments that are sent in turn, each with the next round's number; each may be in a meeting of its own.
-        overlap: training goes on without the mean. Then a meeting waits for its partner until training needs the outcome.
+        fragments: fragments that are sent in turn, each with the next round's number; each may be
+            in a meeting of its own.
+        overlap: training goes on without the mean. Then a meeting waits for its partner until
+            training needs the outcome.
         departed: returns the members that left lately, by peer id (``Directory.departed``).
         screen: decides which contributions are refused and what the mean is.
 
@@ -150,7 +165,10 @@ class PairExchange(ExchangeBase):
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[PartnerContribution]:
-        """Start looking for a partner. ValueError if the contribution is of another run than this swarm."""
+        """Start looking for a partner.
+
+        ValueError if the contribution is of another run than this swarm.
+        """
         mine = encode_contribution(self._context.swarm, contribution)
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self.rounds.hand_in(mine.key.round)
@@ -184,7 +202,8 @@ class PairExchange(ExchangeBase):
         nbytes = attempt.contribution.payload.nbytes
         pairing.usual, self.state.sizes[fragment] = self.state.sizes.get(fragment) == nbytes, nbytes
         loop, needed = asyncio.get_running_loop(), pairing.needed
-        # Not the pairing, to avoid a reference cycle, which would keep both contributions until Python's collector came.
+        # Not the pairing, to avoid a reference cycle, which would keep both contributions until
+        # Python's collector came.
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         self.evidence.begin(loop.time(), attempt.key.round)
         try:
@@ -203,7 +222,9 @@ class PairExchange(ExchangeBase):
                 del self.state.under_way[fragment]
 
     async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
-        """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does, nor
+        """Meet a partner while training goes on.
+
+        Once that waits for the outcome, wait no longer than a meeting usually does, nor
         than training may wait for a partner to come (`TrainingTime`).
         """
         loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.time
@@ -308,7 +329,8 @@ class PairExchange(ExchangeBase):
     async def _try(
         self, pairing: PairingAttempt, peer: str, seconds: float
     ) -> tuple[PartnerContribution | None, bool]:
-        """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted.
+        """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may
+        have been accepted.
 
         Also return whether the own call ended with an error.
         """
@@ -319,7 +341,8 @@ class PairExchange(ExchangeBase):
         try:
             received = await self.caller.call(pairing, mine, seconds)
             if mine.step == Step.EXPECTING:
-                # It said that it was calling: a call that does not come soon comes from nobody that is still there.
+                # It said that it was calling: a call that does not come soon comes from nobody that
+                # is still there.
                 await pairing.until_called(
                     min(until, asyncio.get_running_loop().time() + self._timeouts.chunk)
                 )
@@ -334,7 +357,9 @@ class PairExchange(ExchangeBase):
         return received or await pairing.outcome(self._timeouts), failing
 
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
-        """Let any other peer without a partner call, for ``seconds`` and until training needs the outcome."""
+        """Let any other peer without a partner call, for ``seconds`` and until training needs the
+        outcome.
+        """
         until = asyncio.get_running_loop().time() + seconds
         while True:
             pairing.phase = Phase(Step.LISTENING)
@@ -349,7 +374,10 @@ class PairExchange(ExchangeBase):
 
 
 class Averaged:
-    """The mean of a contribution with the partner's. For any thread, but what a codec learns from it is the training thread's."""
+    """The mean of a contribution with the partner's.
+
+    For any thread, but what a codec learns from it is the training thread's.
+    """
 
     def __init__(self, screen: UpdateScreen, me: str, mine: EncodedContribution) -> None:
         self._screen, self._me, self._mine = screen, me, mine
@@ -357,7 +385,9 @@ class Averaged:
         self._lock = threading.Lock()
 
     def mean(self, theirs: PartnerContribution) -> Mean:
-        """Return the mean, computed once, from the same bytes on both sides; with a codec for pairs each side's is its own."""
+        """Return the mean, computed once, from the same bytes on both sides; with a codec for pairs
+        each side's is its own.
+        """
         with self._lock:
             if self._mean is None:
                 self._mean = self._computed(theirs)

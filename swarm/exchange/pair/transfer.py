@@ -1,27 +1,33 @@
-"""The transfer of two contributions between two peers, and the commit that makes it count for both or for neither.
+"""The transfer of two contributions between two peers, and the commit that makes it count for both
+or for neither.
 
-The *caller* opened the stream, the *callee* accepted. After the offers are agreed (`shoal.swarm.exchange.pair.exchange`):
+The *caller* opened the stream, the *callee* accepted. After the offers are agreed
+(`shoal.swarm.exchange.pair.exchange`):
 
-    both     send their payload and receive the other's into scratch, checking size, digest and finiteness
-             (the caller's may have come before its call was accepted; nothing of it counts before it is verified as a whole)
+    both     send their payload and receive the other's into scratch, checking size, digest and
+    finiteness
+             (the caller's may have come before its call was accepted; nothing of it counts before
+             it is verified as a whole)
     callee   READY  -> caller      "I hold your whole contribution"
     caller   decides: commits      (or ABORT, if its own copy is not whole)
     caller   COMMIT -> callee      callee commits
 
-With a codec for pairs READY and COMMIT name the blocks that their sender refused, which then count on neither side.
+With a codec for pairs READY and COMMIT name the blocks that their sender refused, which then count
+on neither side.
 
 Guarantees, whatever dies or is cut at whatever point:
 
-1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the scratch becomes the result
-   only at the commit, as a whole.
-2. Neither commits before both hold verified copies, and the callee commits only if the caller has: the decision is one
-   assignment in the caller's event loop.
-3. They can disagree in one case only: the caller decided, and the callee can reach it neither over the stream nor by asking
-   again over a new one (OUTCOME) before its time is up: the caller died or the link broke while that one message was in flight
-   (or the callee was ordered to leave, or gave the exchange up, in that same moment).
-   Then the caller holds the pair's mean and the callee its own contribution. Each is one whole outcome; the swarm's mean
-   moves by half the pair's difference over the number of peers, once. No protocol can do better: this is the two generals'
-   problem, and the callee prefers its own weights to a guess.
+1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the
+   scratch becomes the result only at the commit, as a whole.
+2. Neither commits before both hold verified copies, and the callee commits only if the caller has:
+   the decision is one assignment in the caller's event loop.
+3. They can disagree in one case only: the caller decided, and the callee can reach it neither over
+   the stream nor by asking again over a new one (OUTCOME) before its time is up: the caller died or
+   the link broke while that one message was in flight (or the callee was ordered to leave, or gave
+   the exchange up, in that same moment). Then the caller holds the pair's mean and the callee its
+   own contribution. Each is one whole outcome; the swarm's mean moves by half the pair's difference
+   over the number of peers, once. No protocol can do better: this is the two generals' problem, and
+   the callee prefers its own weights to a guess.
 """
 
 from __future__ import annotations
@@ -50,7 +56,9 @@ OUTCOME_PROTOCOL = "/shoal/outcome/1"
 REMEMBERED = (
     64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
 )
-VERIFIED = 3e6  # values a second, at least, that a partner decodes and verifies, also with more nodes than processors
+# values a second, at least, that a partner decodes and verifies, also with more nodes than
+# processors
+VERIFIED = 3e6
 KNOWN = 4096  # peers and fragments that were exchanged with
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
@@ -79,7 +87,10 @@ class PartnerContribution:
 
 
 class Withdrawn(NetworkError):
-    """The error that a stream ended before a byte came after the call was accepted. The caller's: it had gone on by then."""
+    """The error that a stream ended before a byte came after the call was accepted.
+
+    The caller's: it had gone on by then.
+    """
 
 
 class Incoming:
@@ -109,7 +120,9 @@ class PairTransfer:
         self._outcomes = Newest[tuple[str, bytes], tuple[Outcome, bytes]](REMEMBERED)
         """The decisions, and with them the blocks that this node refused."""
         self._met = Newest[tuple[str, int], None](KNOWN)
-        """The peers, each with a fragment, that this node has exchanged with. At first neither knows how far they are apart, and
+        """The peers, each with a fragment, that this node has exchanged with.
+
+        At first neither knows how far they are apart, and
         most of what a late joiner sends cannot be read: that makes nobody suspicious."""
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
@@ -122,7 +135,8 @@ class PairTransfer:
         caller: bool,
         incoming: Incoming | None = None,
     ) -> PartnerContribution | None:
-        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed. Raises Withdrawn.
+        """Exchange payloads with the peer at the other end of ``stream``; None unless it was
+        committed. Raises Withdrawn.
 
         ``incoming``: what has come of the peer's payload.
         """
@@ -132,7 +146,8 @@ class PairTransfer:
         began = asyncio.get_running_loop().time()
         until = began + self._timeouts.longest(theirs.nbytes)
         try:
-            # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
+            # The size equals our own payload's (matchmaking checked it), so a peer cannot make this
+            # node allocate more.
             incoming = Incoming(theirs.nbytes) if incoming is None else incoming
             deadline = began + self._timeouts.moving(theirs.nbytes)
             received = await self._swap(stream, attempt, theirs, incoming, deadline, until)
@@ -166,12 +181,16 @@ class PairTransfer:
         return attempt.commit.received
 
     def _settle(self, exchange: tuple[str, bytes], outcome: Outcome, refused: bytes = b"") -> None:
-        """Record the one decision of an exchange in which this node is the caller; later questions find it made."""
+        """Record the one decision of an exchange in which this node is the caller; later questions
+        find it made.
+        """
         self._undecided.discard(exchange)
         self._outcomes[exchange] = outcome, refused
 
     def _patience(self, attempt: Attempt, until: float) -> float:
-        """Return the seconds that the partner may need to verify a payload, of which this node sees nothing, and to answer."""
+        """Return the seconds that the partner may need to verify a payload, of which this node sees
+        nothing, and to answer.
+        """
         values = sum(math.prod(shape) for shape in attempt.contribution.shapes)
         left = until - asyncio.get_running_loop().time()
         return max(
@@ -188,7 +207,10 @@ class PairTransfer:
         deadline: float,
         longest: float,
     ) -> PartnerContribution:
-        """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""
+        """Exchange payloads, into scratch, and verify.
+
+        Raises NetworkError or MessageError; then nothing of the scratch is used.
+        """
         before = incoming.arrived
         try:
             await stream.swap(
@@ -237,7 +259,8 @@ class PairTransfer:
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
             raise _called_off(reply)
         exchange, whole = (stream.peer_id, offer.nonce), _agreed(attempt, received, reply.refused)
-        # Not if the callee gave up, asked and was answered "aborted", nor if this node's own time was up.
+        # Not if the callee gave up, asked and was answered "aborted", nor if this node's own time
+        # was up.
         if exchange in self._undecided and attempt.commit.commit(whole):
             self._settle(exchange, "committed", received.bits)
             await self._send(stream, Commit(nonce=offer.nonce, refused=received.bits))
@@ -271,21 +294,24 @@ class PairTransfer:
             attempt.commit.commit(_agreed(attempt, received, refused))
 
     async def _ask(self, peer: str, nonce: bytes, room: int) -> bytes | None:
-        """Ask the caller once more, over a new stream, after its confirmation was lost; return what it refused, if it committed."""
+        """Ask the caller once more, over a new stream, after its confirmation was lost; return what
+        it refused, if it committed.
+        """
         try:
             reply = await asyncio.wait_for(self._asked(peer, nonce, ASK_S, room), ASK_S)
         except (TimeoutError, NetworkError, MessageError) as error:
             why = str(error) or f"no answer within {ASK_S:g} s"
             log.warning(
-                "the confirmation of an exchange was lost and its peer cannot be asked (%s): the round is given up",
+                "the confirmation of an exchange was lost and its peer cannot be asked (%s): the "
+                "round is given up",
                 why,
             )
             return None
         return reply.refused if reply.outcome == "committed" else None
 
     async def probe(self, peer: str, seconds: float) -> None:
-        """Ask ``peer`` for an outcome that it does not know: libp2p opens a stream without its help, so only an answer shows that
-        it is there. Raises NetworkError or MessageError.
+        """Ask ``peer`` for an outcome that it does not know: libp2p opens a stream without its
+        help, so only an answer shows that it is there. Raises NetworkError or MessageError.
         """
         try:
             await asyncio.wait_for(self._asked(peer, fresh_nonce(), seconds), seconds)
@@ -323,7 +349,9 @@ class PairTransfer:
         return unpack(await stream.receive(room, seconds), *types)
 
     async def _send(self, stream: Stream, message: Message) -> None:
-        """Send a message that need not arrive: without it the peer's deadline or its question has the same effect."""
+        """Send a message that need not arrive: without it the peer's deadline or its question has
+        the same effect.
+        """
         try:
             await stream.send(pack(message), self._timeouts.chunk)
         except NetworkError as error:
@@ -337,14 +365,18 @@ def _room(attempt: Attempt) -> int:
 
 
 def _agreed(attempt: Attempt, received: PartnerContribution, refused: bytes) -> PartnerContribution:
-    """Return what was received, with the blocks that its sender refused. Raises MessageError if these are none of this exchange."""
+    """Return what was received, with the blocks that its sender refused.
+
+    Raises MessageError if these are none of this exchange.
+    """
     message = attempt.contribution.payload.message
     try:
         if message is not None:
             message.refused(refused)
         elif refused:
             raise ValueError(
-                f"{len(refused)} bytes name refused blocks, which {attempt.contribution.codec.name} has not"
+                f"{len(refused)} bytes name refused blocks, which "
+                f"{attempt.contribution.codec.name} has not"
             )
     except ValueError as error:
         raise MessageError(

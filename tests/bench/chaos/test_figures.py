@@ -1,4 +1,6 @@
-"""A chaos run: its plan, what a node does in it, what it came to and its report, from runs that are known."""
+"""A chaos run: its plan, what a node does in it, what it came to and its report, from runs that are
+known.
+"""
 
 import os
 import subprocess
@@ -112,10 +114,13 @@ def test_overlaps():
 
 plans = st.fixed_dictionaries(
     {
-        "peers": st.integers(2, 12), "seconds": st.floats(10, 1800), "kills_per_minute": st.floats(0, 20),
-        "stops_per_minute": st.floats(0, 5), "seed": st.integers(0, 2**32),
+        "peers": st.integers(2, 12),
+        "seconds": st.floats(10, 1800),
+        "kills_per_minute": st.floats(0, 20),
+        "stops_per_minute": st.floats(0, 5),
+        "seed": st.integers(0, 2**32),
     }
-)  # fmt: skip
+)
 
 
 @settings(deadline=None)
@@ -334,9 +339,11 @@ def test_each_step_is_noted_and_takes_its_time(tmp_path, monkeypatch):
 
 def test_what_the_kernel_knows_of_this_process(monkeypatch):
     child = subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", "print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "SHOAL_TEST": "mark"},
-    )  # fmt: skip
+    )
     try:
         child.stdout.readline()
         if not processes.PROC.exists():

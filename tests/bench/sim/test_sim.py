@@ -1,4 +1,6 @@
-"""``python -m bench.sim``: one seed is one result, the settings are obeyed, and a bad argument is named in one sentence."""
+"""``python -m bench.sim``: one seed is one result, the settings are obeyed, and a bad argument is
+named in one sentence.
+"""
 
 import json
 
@@ -57,7 +59,10 @@ def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("method", "lag"), [("noloco", 0), ("noloco", "auto"), ("diloco", None)])
 def test_peers_meet_over_a_satellite(method, lag):
-    """A round trip of a second: what is alive answers later than on the ground. Who overlaps waits for none of it."""
+    """A round trip of a second: what is alive answers later than on the ground.
+
+    Who overlaps waits for none of it.
+    """
     settings = {"outer.every": 50, "outer.method": method, "outer.lag": lag}
     report = small(net="480:2", minutes=2.0, overrides=settings, uneven=0.0)
     assert report["exchanges"] > 20
@@ -83,7 +88,8 @@ def test_pairs_send_their_weights_and_little_else():
 def test_the_settings_file_is_obeyed(tmp_path):
     file = tmp_path / "swarm.toml"
     file.write_text(
-        '[outer]\nmethod = "local"\nevery = 5\nlag = 0\ncodec = "bfloat16"\n[train]\nsteps = 20\nseed = 3\n'
+        '[outer]\nmethod = "local"\nevery = 5\nlag = 0\ncodec = "bfloat16"\n[train]\nsteps = '
+        "20\nseed = 3\n"
     )
     report = run_sim(file, peers=3, minutes=1, parameters=64)
     assert (report["method"], report["every"], report["codec"], report["seed"]) == (
@@ -143,7 +149,9 @@ def test_costs_of_the_warm_up_do_not_count_and_the_run_is_the_same():
 
 @pytest.mark.ci
 def test_out_of_step_a_peer_calls_one_other_and_not_the_swarm():
-    """Eight others, of whom nearly all are taken, took 21.7 messages a round; none at all left half of the peers alone."""
+    """Eight others, of whom nearly all are taken, took 21.7 messages a round; none at all left half
+    of the peers alone.
+    """
     settings = {"outer.every": 20, "outer.wait_s": 2.0}
     report = small(peers=12, minutes=0.5, warm_up=0.25, uneven=0.4, overrides=settings)
     assert report["messages_per_peer_round"] < 15
@@ -219,13 +227,25 @@ def test_nets_churn_and_sizes_are_read():
 @pytest.mark.parametrize(
     "options",
     [
-        {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
-        {"peers": "1,2"}, {"peers": "some"}, {"peers": "16,"}, {"peers": "70000"}, {"peers": ",".join(["2"] * 17)},
-        {"overrides": {"swarm.bucket": 3}}, {"overrides": {"swarm.bucket": 65}}, {"overrides": {"outer.method": "nope"}},
-        {"warm_up": 0.3}, {"overrides": {"outer.lag": 50}},
+        {"net": "moon"},
+        {"net": "1.2.3:4"},
+        {"net": "5:0"},
+        {"churn": "many"},
+        {"churn": "-1/min"},
+        {"churn": "9999/min"},
+        {"peers": "1,2"},
+        {"peers": "some"},
+        {"peers": "16,"},
+        {"peers": "70000"},
+        {"peers": ",".join(["2"] * 17)},
+        {"overrides": {"swarm.bucket": 3}},
+        {"overrides": {"swarm.bucket": 65}},
+        {"overrides": {"outer.method": "nope"}},
+        {"warm_up": 0.3},
+        {"overrides": {"outer.lag": 50}},
         {"overrides": {"outer.method": "streaming", "outer.every": 2, "outer.fragments": 3}},
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_used_is_told_in_one_sentence(options):
     with pytest.raises(ShoalError, match=r"^[^\n]+: [^\n]+\.$"):
         small(**options)

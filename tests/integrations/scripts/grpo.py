@@ -33,10 +33,20 @@ def reward(completions, **kwargs):
 
 
 args = GRPOConfig(
-    "out", max_steps=int(os.environ.get("STEPS", 20)), per_device_train_batch_size=8, num_generations=8, max_completion_length=8,
-    learning_rate=1e-2, report_to=[], logging_steps=10, disable_tqdm=True, use_cpu=True, bf16=False, save_strategy="no",
+    "out",
+    max_steps=int(os.environ.get("STEPS", 20)),
+    per_device_train_batch_size=8,
+    num_generations=8,
+    max_completion_length=8,
+    learning_rate=1e-2,
+    report_to=[],
+    logging_steps=10,
+    disable_tqdm=True,
+    use_cpu=True,
+    bf16=False,
+    save_strategy="no",
     seed=int(os.environ.get("SEED", 0)),
-)  # fmt: skip
+)
 prompts = Dataset.from_list([{"prompt": letter} for letter in "bcdefghi" * 8])
 trainer = GRPOTrainer(model, reward, args, train_dataset=prompts, processing_class=tokenizer)
 trainer.train()

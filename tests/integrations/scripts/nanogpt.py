@@ -1,4 +1,6 @@
-"""A training script in the form of nanoGPT's: decay and no-decay groups, accumulation, clipping, a cosine rate, a checkpoint."""
+"""A training script in the form of nanoGPT's: decay and no-decay groups, accumulation, clipping, a
+cosine rate, a checkpoint.
+"""
 
 import math
 import os

@@ -1,4 +1,6 @@
-"""A loop in the form of torchft's train_diloco: fragments named by module, a Nesterov outer optimizer, started by torchrun."""
+"""A loop in the form of torchft's train_diloco: fragments named by module, a Nesterov outer
+optimizer, started by torchrun.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""``shoal pull --push``: against a hub of our own on loopback, through the library that people use."""
+"""``shoal pull --push``: against a hub of our own on loopback, through the library that people
+use.
+"""
 
 import base64
 import importlib
@@ -24,7 +26,9 @@ HEX = "0" * 40
 
 
 class FakeHub(ThreadingHTTPServer):
-    """As much of the hub as an upload of small files needs: ``created`` and ``files`` are what it was given."""
+    """As much of the hub as an upload of small files needs: ``created`` and ``files`` are what it
+    was given.
+    """
 
     daemon_threads = True
 
@@ -173,7 +177,8 @@ def test_faults_are_said_in_one_sentence_before_anything_is_pulled(server, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert (
         said()
-        == "--push needs the package huggingface_hub, which is not installed: run pip install 'shoal[data]'."
+        == "--push needs the package huggingface_hub, which is not installed: run pip install "
+        "'shoal[data]'."
     )
 
 
@@ -181,7 +186,8 @@ def test_a_token_that_may_not_write_is_said(server, weights):
     server.writable = False
     with pytest.raises(
         PushError,
-        match=r"Cannot push to 'anna/group', because the hub refuses the token \(status 403\): run `hf",
+        match=r"Cannot push to 'anna/group', because the hub refuses the token \(status 403\): run "
+        r"`hf",
     ):
         HubRepository("anna/group").push(weights, ["README.md"], "x")
     assert server.files == {}

@@ -1,4 +1,6 @@
-"""Tensors of a class of their own are saved as their plain ones, and made again by the class that the present run has."""
+"""Tensors of a class of their own are saved as their plain ones, and made again by the class that
+the present run has.
+"""
 
 import json
 
@@ -155,10 +157,13 @@ def test_a_class_that_does_not_say_what_it_consists_of_ends_the_run_at_its_first
     with pytest.raises(CheckpointError) as caught:
         saver.turn(1)
     assert str(caught.value) == (
-        "Cannot save a checkpoint: the optimizer keeps a Opaque, a class that does not say what it consists of "
+        "Cannot save a checkpoint: the optimizer keeps a Opaque, a class that does not say what it "
+        "consists of "
         "(__tensor_flatten__) (torch.float32 of shape (1, 4)) at "
-        "['optimizer']['inner']['state'][0]['momentum'], and a checkpoint holds numbers, texts, bytes, tensors, arrays of "
-        "numbers, and dicts, lists, tuples, sets and deques of these: keep one of them in its place."
+        "['optimizer']['inner']['state'][0]['momentum'], and a checkpoint holds numbers, texts, "
+        "bytes, tensors, arrays of "
+        "numbers, and dicts, lists, tuples, sets and deques of these: keep one of them in its "
+        "place."
     )
 
 
@@ -208,7 +213,9 @@ def test_every_type_and_view_of_numbers_comes_back(tmp_path, tensor):
 
 
 def test_the_file_names_no_class_that_is_made(tmp_path):
-    """A file that says another class gets none of it: the present tensor's class is compared with it."""
+    """A file that says another class gets none of it: the present tensor's class is compared with
+    it.
+    """
     save(tmp_path, 1, {"value": Coded.of(torch.ones(2))})
     saved = load(tmp_path)[1]
     assert isinstance(saved["value"], InnerTensors)
@@ -237,7 +244,9 @@ def test_only_such_a_checkpoint_has_the_new_format(tmp_path):
 
 
 class Showy(nn.Linear):
-    """A frozen layer that shows more in its state than it loads, as bitsandbytes' Linear4bit does."""
+    """A frozen layer that shows more in its state than it loads, as bitsandbytes' Linear4bit
+    does.
+    """
 
     blob = torch.tensor([7, 7])
 
@@ -273,7 +282,8 @@ def test_what_a_layer_shows_and_does_not_load_is_restored(tmp_path):
     with pytest.raises(TrainingError) as caught:
         other.resume(load(tmp_path)[1])
     assert str(caught.value) == (
-        "The checkpoint does not fit this run: the model shows '0.weight.quant_state' in its state, but does not load it."
+        "The checkpoint does not fit this run: the model shows '0.weight.quant_state' in its "
+        "state, but does not load it."
     )
 
 
@@ -303,7 +313,8 @@ def test_a_model_that_changes_its_form_in_the_first_step_ends_there(tmp_path):
     with pytest.raises(TrainingError) as caught:
         writer(tmp_path, made).turn(1)
     assert str(caught.value) == (
-        "No run could go on from a checkpoint: the model's '0.weight' is of another form after the first step than when the "
+        "No run could go on from a checkpoint: the model's '0.weight' is of another form after the "
+        "first step than when the "
         "task made it: make it so in model()."
     )
 
@@ -332,7 +343,8 @@ def test_an_export_names_the_tensor_that_safetensors_cannot_hold(tmp_path):
     with pytest.raises(ExportError) as caught:
         export_model(nn.Sequential(Frozen()), {}, tmp_path, tmp_path / "aside")
     assert str(caught.value) == (
-        "Cannot write the weights: '0.weight' is what a file of safetensors cannot hold (Parameter of 2 tensors): give the "
+        "Cannot write the weights: '0.weight' is what a file of safetensors cannot hold (Parameter "
+        "of 2 tensors): give the "
         "model save_pretrained()."
     ).replace("Parameter", type(Frozen().weight).__name__)
 

@@ -1,4 +1,6 @@
-"""``shoal merge``: the weighted mean, the first difference by name, and a file that is whole or not there."""
+"""``shoal merge``: the weighted mean, the first difference by name, and a file that is whole or not
+there.
+"""
 
 import json
 import math
@@ -26,10 +28,13 @@ from shoal.swarm.manifest import OuterSettings, TrainSettings
 def tensors(seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return {
-        "head.weight": torch.randn(3, 4, generator=generator).to(dtype), "scale": torch.randn((), generator=generator),
-        "empty": torch.zeros(0, 2), "half": torch.randn(5, generator=generator).half(), "steps": torch.tensor(seed),
+        "head.weight": torch.randn(3, 4, generator=generator).to(dtype),
+        "scale": torch.randn((), generator=generator),
+        "empty": torch.zeros(0, 2),
+        "half": torch.randn(5, generator=generator).half(),
+        "steps": torch.tensor(seed),
         "mask": torch.tensor([True, False, seed > 1]),
-    }  # fmt: skip
+    }
 
 
 def files(folder, *contents):
@@ -40,8 +45,10 @@ def files(folder, *contents):
 
 
 @settings(max_examples=25, deadline=None)
-@given(weights=st.lists(st.floats(0, 100), min_size=1, max_size=4).filter(lambda w: sum(w) > 1e-3), dtype=st.sampled_from(
-    [torch.float32, torch.float64, torch.bfloat16]))  # fmt: skip
+@given(
+    weights=st.lists(st.floats(0, 100), min_size=1, max_size=4).filter(lambda w: sum(w) > 1e-3),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
 def test_it_is_the_weighted_mean_in_the_models_own_types(tmp_path_factory, weights, dtype):
     folder = tmp_path_factory.mktemp("merge")
     contents = [tensors(seed, dtype) for seed in range(len(weights))]
@@ -82,7 +89,8 @@ BASE = {"a": torch.zeros(2), "b": torch.zeros(2, 3)}
     [
         (
             {"a": torch.zeros(2)},
-            r"0\.safetensors' has a tensor 'b' that .*1\.safetensors' lacks: merge checkpoints of one model\.",
+            r"0\.safetensors' has a tensor 'b' that .*1\.safetensors' lacks: merge checkpoints of "
+            r"one model\.",
         ),
         (
             {**BASE, "c": torch.zeros(1)},
@@ -105,10 +113,13 @@ def test_the_first_difference_is_named_and_nothing_is_written(tmp_path, other, s
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ([1.0], "There are 2 checkpoints and 1 weights"), ([1.0, -1.0], "must be finite, not negative"), ([0.0, 0.0], "not all 0"),
-        ([math.inf, 1.0], "must be finite"), ([math.nan, 1.0], "must be finite"),
+        ([1.0], "There are 2 checkpoints and 1 weights"),
+        ([1.0, -1.0], "must be finite, not negative"),
+        ([0.0, 0.0], "not all 0"),
+        ([math.inf, 1.0], "must be finite"),
+        ([math.nan, 1.0], "must be finite"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_are_none(tmp_path, weights, sentence):
     with pytest.raises(MergeError, match=sentence):
         merge(files(tmp_path, BASE, BASE), tmp_path / "out", weights=weights)
@@ -164,7 +175,9 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monk
 
 
 class Tied(Task):
-    """A tied weight, BatchNorm, a frozen parameter, and an optimizer that takes the parameters in another order."""
+    """A tied weight, BatchNorm, a frozen parameter, and an optimizer that takes the parameters in
+    another order.
+    """
 
     def model(self):
         net = torch.nn.Sequential(

@@ -6,12 +6,25 @@ import yaml
 from shoal.node.checkpoint.export import model_card
 
 ABOUT = {
-    "swarm": "a" * 52, "name": "first", "created": 1_800_000_000.0, "round": 48, "rounds": 12, "task": "text",
-    "task_options": {"data": "hf:owner/books:train", "width": 64}, "method": "noloco",
-    "outer": {"every": 50, "lr": 1.0, "codec": "int8", "round": "steps"}, "train": {"optimizer": "muon", "lr": 0.02},
-    "values": 135_808, "peers": 3, "steps": [600, 612], "train_loss": 2.3456, "held_out_loss": None, "held_out_on": None,
-    "model": {"layers": 2}, "notes": ["A note."],
-}  # fmt: skip
+    "swarm": "a" * 52,
+    "name": "first",
+    "created": 1_800_000_000.0,
+    "round": 48,
+    "rounds": 12,
+    "task": "text",
+    "task_options": {"data": "hf:owner/books:train", "width": 64},
+    "method": "noloco",
+    "outer": {"every": 50, "lr": 1.0, "codec": "int8", "round": "steps"},
+    "train": {"optimizer": "muon", "lr": 0.02},
+    "values": 135_808,
+    "peers": 3,
+    "steps": [600, 612],
+    "train_loss": 2.3456,
+    "held_out_loss": None,
+    "held_out_on": None,
+    "model": {"layers": 2},
+    "notes": ["A note."],
+}
 HOW = ["model = load()"]
 
 
@@ -24,8 +37,10 @@ def test_it_says_how_the_weights_came_to_be_and_leaves_the_licence_to_the_user()
     card = model_card(ABOUT, HOW, "shoal.json")
     front, body = header(card)
     assert front == {
-        "tags": ["shoal", "decentralized-training"], "pipeline_tag": "text-generation", "datasets": ["owner/books"],
-    }  # fmt: skip
+        "tags": ["shoal", "decentralized-training"],
+        "pipeline_tag": "text-generation",
+        "datasets": ["owner/books"],
+    }
     assert "\n# license: " in card
     for line in [
         "# Weights of the swarm `first`",

@@ -1,4 +1,6 @@
-"""Checkpoints come back exactly, survive a kill at any moment, are never half loaded, and keep within the disk budget."""
+"""Checkpoints come back exactly, survive a kill at any moment, are never half loaded, and keep
+within the disk budget.
+"""
 
 import hashlib
 import json
@@ -145,10 +147,12 @@ def test_the_same_step_is_replaced(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_name_before_older_ones_go(
+def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_name_before_older_ones_go(  # noqa: E501
     tmp_path, monkeypatch
 ):
-    """A machine that loses its power has all of a checkpoint that has its name, and the older one until then."""
+    """A machine that loses its power has all of a checkpoint that has its name, and the older one
+    until then.
+    """
     save(tmp_path, 1, {"step": 1}, keep=1)
     done, fsync, rename, rmtree = [], os.fsync, os.rename, shutil.rmtree
 
@@ -194,7 +198,8 @@ def test_a_folder_is_for_one_node_at_a_time_and_what_a_killed_one_left_goes(tmp_
         assert not list(tmp_path.glob(".saving-*"))
         with pytest.raises(
             InUseError,
-            match=r"^The folder .* is in use by this process already: stop that node, or .* --folder\.$",
+            match=r"^The folder .* is in use by this process already: stop that node, or .* "
+            r"--folder\.$",
         ):
             lock(tmp_path)
         (tmp_path / ".saving-alive").mkdir()
@@ -260,10 +265,16 @@ def kept(folder, value):
 @pytest.mark.parametrize(
     ("value", "back"),
     [
-        (np.float64(0.1), 0.1), (np.float32(0.5), 0.5), (np.int64(-3), -3), (np.bool_(True), True), (np.str_("a"), "a"),
-        (torch.Size([2, 3]), (2, 3)), (IntEnum("Kind", "ONE TWO").TWO, 2), (np.float64("inf"), math.inf),
+        (np.float64(0.1), 0.1),
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (torch.Size([2, 3]), (2, 3)),
+        (IntEnum("Kind", "ONE TWO").TWO, 2),
+        (np.float64("inf"), math.inf),
     ],
-)  # fmt: skip
+)
 def test_numbers_of_other_libraries_come_back_as_pythons(tmp_path, value, back):
     assert same(kept(tmp_path, value), back)
 
@@ -271,10 +282,17 @@ def test_numbers_of_other_libraries_come_back_as_pythons(tmp_path, value, back):
 @pytest.mark.parametrize(
     "value",
     [
-        b"\0\xff", 1.5 - 2j, {3, "a", None}, frozenset({(1, 2)}), deque([1, [2.0]], maxlen=5), deque(), torch.bfloat16,
-        torch.device("cuda:1"), {"deep": [{"bytes": b"x"}]},
+        b"\0\xff",
+        1.5 - 2j,
+        {3, "a", None},
+        frozenset({(1, 2)}),
+        deque([1, [2.0]], maxlen=5),
+        deque(),
+        torch.bfloat16,
+        torch.device("cuda:1"),
+        {"deep": [{"bytes": b"x"}]},
     ],
-)  # fmt: skip
+)
 def test_what_optimizers_and_samplers_keep_comes_back(tmp_path, value):
     got = kept(tmp_path, value)
     assert same(got, value)
@@ -316,13 +334,27 @@ def rewritten(path, old, new):
     )
 
 
-@pytest.mark.parametrize("tree", [
-    {"dtype": "load"}, {"dtype": "nn"}, {"array": ["O", [1], "0"]}, {"array": ["f4", [99], "0"]}, {"array": ["V8", [1], "0"]},
-    {"generator": "0"}, {"device": "nowhere"}, {"bytes": "zz"}, {"deque": [-1, []]}, {"complex": ["x", 1]}, {"set": [[]]},
-    {"odd": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"dtype": "load"},
+        {"dtype": "nn"},
+        {"array": ["O", [1], "0"]},
+        {"array": ["f4", [99], "0"]},
+        {"array": ["V8", [1], "0"]},
+        {"generator": "0"},
+        {"device": "nowhere"},
+        {"bytes": "zz"},
+        {"deque": [-1, []]},
+        {"complex": ["x", 1]},
+        {"set": [[]]},
+        {"odd": 1},
+    ],
+)
 def test_a_file_from_elsewhere_makes_no_other_values(tmp_path, tree):
-    """Fault: a name in a checkpoint of a stranger is looked up, or an array of objects made of its bytes."""
+    """Fault: a name in a checkpoint of a stranger is looked up, or an array of objects made of its
+    bytes.
+    """
     path = save(tmp_path, 1, {"x": torch.zeros(8, dtype=torch.uint8), "y": "PLACE"})
     rewritten(path, '"PLACE"', json.dumps(tree))
     with pytest.raises(CheckpointError, match="is damaged"):

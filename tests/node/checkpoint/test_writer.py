@@ -1,4 +1,6 @@
-"""Saving while training goes on: one copy, one writer; what is written is one moment's state; a full disk stops nothing."""
+"""Saving while training goes on: one copy, one writer; what is written is one moment's state; a
+full disk stops nothing.
+"""
 
 import gc
 import os
@@ -202,8 +204,8 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
         run.train()
     assert len(run.said) == 1
     assert (
-        "step-00000002' (No space left on device): free some space or choose another folder; training goes on"
-        in run.said[0]
+        "step-00000002' (No space left on device): free some space or choose another folder; "
+        "training goes on" in run.said[0]
     )
     assert steps(tmp_path) == [1]
     run.train(due=True)
@@ -278,7 +280,8 @@ def test_a_disk_without_room_for_two_checkpoints_is_said_at_the_first_step(tmp_p
     run.train()
     run.train()
     assert run.said == [
-        f"The folder {str(tmp_path)!r} has room for 0.0021 GB, and two checkpoints take 0.0021 GB: free some space or choose "
+        f"The folder {str(tmp_path)!r} has room for 0.0021 GB, and two checkpoints take 0.0021 GB: "
+        "free some space or choose "
         "another folder, or checkpoints will be missing."
     ]
     roomy = Training(tmp_path)
@@ -294,8 +297,8 @@ def test_a_state_that_no_file_can_hold_is_told_too(tmp_path):
     run.saver.due = True
     run.saver.turn(1)
     assert (
-        "Cannot save a checkpoint: the state keeps a Tensor that is torch.sparse_coo (torch.float32 of shape (2,))"
-        in run.said[0]
+        "Cannot save a checkpoint: the state keeps a Tensor that is torch.sparse_coo "
+        "(torch.float32 of shape (2,))" in run.said[0]
     )
     assert "at ['weights'][2], and a checkpoint holds numbers, texts, bytes, tensors" in run.said[0]
     assert not run.saver.busy
@@ -311,19 +314,33 @@ class Odd:
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"trainer": {"optimizer": {"inner": {"state": {0: {"seen": Odd()}}}}}},
-         "the optimizer keeps a Odd (<odd>) at ['trainer']['optimizer']['inner']['state'][0]['seen'], and"),
-        ({"trainer": {"model": {"0._extra_state": Odd()}}}, "the model keeps a Odd (<odd>) at ['trainer']['model']['0._extra"),
+        (
+            {"trainer": {"optimizer": {"inner": {"state": {0: {"seen": Odd()}}}}}},
+            "the optimizer keeps a Odd (<odd>) at "
+            "['trainer']['optimizer']['inner']['state'][0]['seen'], and",
+        ),
+        (
+            {"trainer": {"model": {"0._extra_state": Odd()}}},
+            "the model keeps a Odd (<odd>) at ['trainer']['model']['0._extra",
+        ),
         ({"trainer": {"scheduler": {"odd": Odd()}}}, "the learning-rate scheduler keeps a Odd"),
-        ({"trainer": {"data": [Odd()]}}, "the place in the data keeps a Odd (<odd>) at ['trainer']['data'][0]"),
+        (
+            {"trainer": {"data": [Odd()]}},
+            "the place in the data keeps a Odd (<odd>) at ['trainer']['data'][0]",
+        ),
         ({"extra": {"place": Odd()}}, "run.extra keeps a Odd (<odd>) at ['extra']['place']"),
         ({"extra": {Odd(): 1}}, "run.extra keeps a Odd"),
-        ({"extra": torch.zeros(2).to_sparse()}, "run.extra keeps a Tensor that is torch.sparse_coo"),
+        (
+            {"extra": torch.zeros(2).to_sparse()},
+            "run.extra keeps a Tensor that is torch.sparse_coo",
+        ),
         ({"extra": torch.zeros(2, device="meta")}, "run.extra keeps a Tensor without values"),
     ],
-)  # fmt: skip
+)
 def test_a_state_that_can_never_be_saved_is_an_error_at_the_first_step(tmp_path, state, sentence):
-    """Fault: hours of training, exit code 0, and a sentence that --resume goes on, without any checkpoint."""
+    """Fault: hours of training, exit code 0, and a sentence that --resume goes on, without any
+    checkpoint.
+    """
     said = []
     saver = CheckpointWriter(tmp_path, keep=3, state=lambda: state, notify=said.append)
     with pytest.raises(CheckpointError) as caught:
@@ -416,8 +433,8 @@ def test_a_device_that_fails_while_the_last_state_is_written_is_named(tmp_path, 
     monkeypatch.setattr("shoal.node.checkpoint.writer.save", save)
     said = run.saver.last(1)
     assert (
-        "the device has failed (CUDA error: an illegal memory access was encountered): go on from the last one"
-        in said
+        "the device has failed (CUDA error: an illegal memory access was encountered): go on from "
+        "the last one" in said
     )
 
 
@@ -499,7 +516,9 @@ for order in sys.argv[2:]:
 
 @pytest.mark.ci
 def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    """Processes that are killed in their writing threads; each point, and the first, a middle and the last block."""
+    """Processes that are killed in their writing threads; each point, and the first, a middle and
+    the last block.
+    """
     orders = [f"{point}:1:6" for point in POINTS if point != "aside"]
     orders += [
         "block:2:6",

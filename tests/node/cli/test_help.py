@@ -1,4 +1,6 @@
-"""The help of the commands, in groups and with examples that exist; and flags that have their setting's type and reach it."""
+"""The help of the commands, in groups and with examples that exist; and flags that have their
+setting's type and reach it.
+"""
 
 import re
 import shlex
@@ -78,8 +80,13 @@ def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
     assert [name for name in names if name in used] == used
     chapters = re.findall(r"^([A-Z][a-z ]+):\n((?:  \w+  +\S.*\n)+)", shown, re.M)
     assert [title for title, _ in chapters] == [
-        "Begin", "Train together", "Look", "Take the result", "Run a bootstrap node", "Measure and check",
-    ]  # fmt: skip
+        "Begin",
+        "Train together",
+        "Look",
+        "Take the result",
+        "Run a bootstrap node",
+        "Measure and check",
+    ]
     assert sum(len(lines.splitlines()) for _, lines in chapters) == len(cli.commands)
     assert sorted(names) == sorted(cli.commands)
     for name, command in cli.commands.items():
@@ -99,8 +106,18 @@ def test_the_examples_can_be_typed():
 def test_the_options_of_a_new_swarm_are_in_the_order_in_which_one_needs_them():
     shown = help_of("up")
     order = [
-        "--steps", "--task", "--data", "--option", "--name", "--device", "--method", "--precision", "--listen", "--env", "--json",
-    ]  # fmt: skip
+        "--steps",
+        "--task",
+        "--data",
+        "--option",
+        "--name",
+        "--device",
+        "--method",
+        "--precision",
+        "--listen",
+        "--env",
+        "--json",
+    ]
     places = [re.search(rf"^  {option} ", shown, re.M).start() for option in order]
     assert places == sorted(places)
 
@@ -123,16 +140,35 @@ def test_names_of_methods_are_completed():
 
 ARGUMENT = {"up": [], "join": ["shoal://x"], "demo": []}
 VALUES = {
-    "train.steps": ("7", 7), "outer.every": ("7", 7), "swarm.invite_only": (None, True), "swarm.public": (None, True),
-    "node.lag": ("auto", "auto"), "node.threads": ("3", 3), "node.upload": ("5.5", 5.5), "node.ram": ("2", 2.0),
-    "node.resume": (None, True), "train.compile": (None, True), "train.precision": ("float16", "float16"),
-    "outer.method": ("diloco", "diloco"), "outer.round": ("tokens:9", "tokens:9"), "outer.codec": ("int8", "int8"),
-    "outer.robust": ("clipped-gossip", "clipped-gossip"), "verify.audit_rate": ("0.1", 0.1),
-    "node.bootstrap": ("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWBhSKrWrmS6Q2VFtPYJWqDkZhFJFPqGnCuyZbDFvNMv2L",) * 2,
-    "peers.allow": ("friends", "friends"), "peers.deny": ("foes", "foes"),
-    "node.gpus": ("2", "2"), "node.parallel": ("fsdp", "fsdp"), "node.shard": ("1/2", "1/2"),
-    "node.relay": ("off", "off"), "node.metrics": ("9464", "127.0.0.1:9464"), "task.options": ("width=8", {"width": 8}),
-}  # fmt: skip
+    "train.steps": ("7", 7),
+    "outer.every": ("7", 7),
+    "swarm.invite_only": (None, True),
+    "swarm.public": (None, True),
+    "node.lag": ("auto", "auto"),
+    "node.threads": ("3", 3),
+    "node.upload": ("5.5", 5.5),
+    "node.ram": ("2", 2.0),
+    "node.resume": (None, True),
+    "train.compile": (None, True),
+    "train.precision": ("float16", "float16"),
+    "outer.method": ("diloco", "diloco"),
+    "outer.round": ("tokens:9", "tokens:9"),
+    "outer.codec": ("int8", "int8"),
+    "outer.robust": ("clipped-gossip", "clipped-gossip"),
+    "verify.audit_rate": ("0.1", 0.1),
+    "node.bootstrap": (
+        "/ip4/1.2.3.4/tcp/1/p2p/12D3KooWBhSKrWrmS6Q2VFtPYJWqDkZhFJFPqGnCuyZbDFvNMv2L",
+    )
+    * 2,
+    "peers.allow": ("friends", "friends"),
+    "peers.deny": ("foes", "foes"),
+    "node.gpus": ("2", "2"),
+    "node.parallel": ("fsdp", "fsdp"),
+    "node.shard": ("1/2", "1/2"),
+    "node.relay": ("off", "off"),
+    "node.metrics": ("9464", "127.0.0.1:9464"),
+    "task.options": ("width=8", {"width": 8}),
+}
 
 
 def flags_of(command):

@@ -1,4 +1,6 @@
-"""``shoal init``: what it makes, what it refuses, and that each template trains as its README says."""
+"""``shoal init``: what it makes, what it refuses, and that each template trains as its README
+says.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""``shoal pull`` without a network, and `shoal sample` of what is there: what they take, refuse and leave on the disk."""
+"""``shoal pull`` without a network, and `shoal sample` of what is there: what they take, refuse and
+leave on the disk.
+"""
 
 import asyncio
 import contextlib
@@ -53,7 +55,7 @@ class Mine(Task):
     def batches(self, shard): ...
     def loss(self, model, batch): ...
     def evaluate(self, model): return float(model[0].bias.detach().sum())
-'''
+'''  # noqa: E501
 
 
 @pytest.fixture
@@ -92,9 +94,14 @@ class World:
         )
         other = Identity.ephemeral().peer_id
         yield (
-            self, self.manifest, {ME.peer_id: member, other: member.model_copy(update={"peer": other, "step": 30, "loss": None})},
+            self,
+            self.manifest,
+            {
+                ME.peer_id: member,
+                other: member.model_copy(update={"peer": other, "step": 30, "loss": None}),
+            },
             2,
-        )  # fmt: skip
+        )
 
     def call(self, coroutine, timeout):
         return asyncio.run(coroutine)
@@ -233,11 +240,13 @@ def test_a_held_out_loss_is_computed_with_the_weights_that_came(world, task, tmp
 @pytest.mark.parametrize(
     ("given", "swarms", "shown"),
     [
-        (None, {}, "the Python standard library"), ("/home/anna/secret", {}, "files named with --data"),
-        ("hf:./folder", {}, "files named with --data"), (None, {"data": "hf:a/b"}, "hf:a/b"),
+        (None, {}, "the Python standard library"),
+        ("/home/anna/secret", {}, "files named with --data"),
+        ("hf:./folder", {}, "files named with --data"),
+        (None, {"data": "hf:a/b"}, "hf:a/b"),
         ("hf:c/d:test", {"data": "hf:a/b"}, "hf:c/d:test"),
     ],
-)  # fmt: skip
+)
 def test_the_data_of_a_held_out_loss_is_named_without_a_path(given, swarms, shown):
     made = manifest("1" * 64).model_copy(update={"task_options": swarms})
     assert module._held_out_on(made, given) == shown
@@ -297,11 +306,25 @@ def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        (lambda w: {"max_bytes": 1000}, PullError, "at most 1,000 may come: allow more with --max-bytes"),
-        (lambda w: setattr(w, "manifest", manifest(w.manifest.model, **{"outer.method": "none"})), PullError, "method none"),
-        (lambda w: setattr(w, "manifest", manifest("1" * 64, **{"task.hooks": "task.py:Mine"})), ModelDiffersError, "not the"),
+        (
+            lambda w: {"max_bytes": 1000},
+            PullError,
+            "at most 1,000 may come: allow more with --max-bytes",
+        ),
+        (
+            lambda w: setattr(
+                w, "manifest", manifest(w.manifest.model, **{"outer.method": "none"})
+            ),
+            PullError,
+            "method none",
+        ),
+        (
+            lambda w: setattr(w, "manifest", manifest("1" * 64, **{"task.hooks": "task.py:Mine"})),
+            ModelDiffersError,
+            "not the",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_pulled_is_said(world, task, tmp_path, change, error, sentence):
     options = change(world) or {}
     with pytest.raises(error, match=sentence):
@@ -383,7 +406,9 @@ def written(folder, weights=None, **changes):
 
 
 class Counts(torch.nn.Module):
-    """Says that the next byte is one more than the last, by ``sure``; it remembers what it was shown."""
+    """Says that the next byte is one more than the last, by ``sure``; it remembers what it was
+    shown.
+    """
 
     def __init__(self, context=4, sure=50.0):
         super().__init__()
@@ -492,17 +517,25 @@ def test_a_tokenizer_of_the_swarm_is_named_and_compared(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"task": "task.py:Mine"}, "are of the task 'task.py:Mine', .* load them as README.md there says"),
+        (
+            {"task": "task.py:Mine"},
+            "are of the task 'task.py:Mine', .* load them as README.md there says",
+        ),
         ({"model": None}, "without the names of the model"),
-        ({"model": {**SIZE, "width": 7}}, "is damaged: pull the weights again"), ({"model": {**SIZE, "layers": 0}}, "is damaged"),
-        ({"model": {**SIZE, "context": True}}, "is damaged"), ({"model": {**SIZE, "context": 2**60}}, "is damaged"),
-        ({"model": {**SIZE, "secret": 1}}, "is damaged"), ({"task_options": None}, "is damaged"),
+        ({"model": {**SIZE, "width": 7}}, "is damaged: pull the weights again"),
+        ({"model": {**SIZE, "layers": 0}}, "is damaged"),
+        ({"model": {**SIZE, "context": True}}, "is damaged"),
+        ({"model": {**SIZE, "context": 2**60}}, "is damaged"),
+        ({"model": {**SIZE, "secret": 1}}, "is damaged"),
+        ({"task_options": None}, "is damaged"),
         ({"model": {**SIZE, "width": 2**16}}, "are not of the model that shoal.json names"),
-        ({"model": {**SIZE, "width": 2**16 + 2}}, "is damaged"), ({"model": {**SIZE, "layers": 2**10}}, "are not of the model"),
-        ({"model": {**SIZE, "layers": 2**10 + 1}}, "is damaged"), ({"model": {**SIZE, "vocabulary": 2**21 + 1}}, "is damaged"),
+        ({"model": {**SIZE, "width": 2**16 + 2}}, "is damaged"),
+        ({"model": {**SIZE, "layers": 2**10}}, "are not of the model"),
+        ({"model": {**SIZE, "layers": 2**10 + 1}}, "is damaged"),
+        ({"model": {**SIZE, "vocabulary": 2**21 + 1}}, "is damaged"),
         ({"model": {**SIZE, "layers": 2}}, "are not of the model"),
     ],
-)  # fmt: skip
+)
 def test_what_the_folder_says_is_compared_before_memory_is_taken(tmp_path, changes, sentence):
     with pytest.raises(SampleError, match=sentence):
         load_pulled(written(tmp_path / "w", **changes))

@@ -16,7 +16,9 @@ MEMBERS = {peer: member_of(peer, name=name) for peer, name in NAMES.items()}
 
 
 def taken(weights, loss=None, rounds=(7, 9, 8)):
-    """The mean of three members of which each has one tensor of one value; None: it cannot be reached."""
+    """The mean of three members of which each has one tensor of one value; None: it cannot be
+    reached.
+    """
 
     def fetch(number, source):
         if weights[number] is None:

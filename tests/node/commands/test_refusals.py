@@ -22,11 +22,16 @@ def folder(tmp_path):
         return json.dumps({"event": event, "time": NOW + at, **fields}) + "\n"
 
     lines = [
-        line("start", -9000, name="x"), line("refused", -8000, denied=500), line("end", -7000, refused={"denied": 500}),
-        line("start", -6000, name="x"), line("refused", -5000, rate=2), line("round", -4000, round=1),
-        line("refused", -RECENT_S - 1, rate=10, forged=1), line("refused", -5, rate=12, forged=1, replayed=4),
+        line("start", -9000, name="x"),
+        line("refused", -8000, denied=500),
+        line("end", -7000, refused={"denied": 500}),
+        line("start", -6000, name="x"),
+        line("refused", -5000, rate=2),
+        line("round", -4000, round=1),
+        line("refused", -RECENT_S - 1, rate=10, forged=1),
+        line("refused", -5, rate=12, forged=1, replayed=4),
         '{"event": "refused", "time": 18000',
-    ]  # fmt: skip
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     return tmp_path
 
@@ -39,7 +44,8 @@ def test_the_newest_run_is_told_of_late_and_in_all(folder):
         "total": {"rate": 12, "forged": 1, "replayed": 4},
     }
     assert refusals_said(found) == (
-        "This node refused, in the last 10 minutes: 4 that had come before (replayed), 2 over the rate limit (rate); "
+        "This node refused, in the last 10 minutes: 4 that had come before (replayed), 2 over the "
+        "rate limit (rate); "
         "since it started: 12 over the rate limit (rate), 4 that had come before (replayed), "
         "1 with a false signature or sender (forged)."
     )

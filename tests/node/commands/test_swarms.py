@@ -70,8 +70,8 @@ def test_what_joining_needs_is_said():
     said = described(public(task="mine:Task", memory=2_000_000_000))
     assert "mine:Task by noloco, 3 peers as a bootstrap node says." in said
     assert (
-        "135 M parameters, a node sends 1.08 GB in a round, and that member computes on a processor, without"
-        in said
+        "135 M parameters, a node sends 1.08 GB in a round, and that member computes on a "
+        "processor, without" in said
     )
     assert (
         "It needs a copy of its task mine:Task (--task) and 2 GB of memory beyond training alone."

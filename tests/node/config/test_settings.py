@@ -66,31 +66,68 @@ def test_example_file_documents_every_key(key):
     ("overrides", "words"),
     [
         ({"outer.evry": 3}, r"no setting 'outer\.evry': did you mean 'outer\.every'\?"),
-        ({"lr": 0.5}, "no setting 'lr': did you mean 'outer.lr' or 'train.lr' or 'rl.lr' or 'task.options.lr'"),
+        (
+            {"lr": 0.5},
+            "no setting 'lr': did you mean 'outer.lr' or 'train.lr' or 'rl.lr' or "
+            "'task.options.lr'",
+        ),
         ({"outter.every": 3}, "no setting 'outter': did you mean 'outer'"),
         ({"qqqq": 3}, "the tables are swarm, task, outer, train, verify, rl, node"),
         ({"outer.every": 0}, r"outer\.every=0 .* greater than or equal to 1"),
-        ({"outer.every": "x"}, r"outer\.every='x' .* valid integer"), ({"outer.every": True}, r"outer\.every=True"),
+        (
+            {"outer.every": "x"},
+            r"outer\.every='x' "
+            r".* valid integer",
+        ),
+        ({"outer.every": True}, r"outer\.every=True"),
         ({"outer.lr": math.nan}, r"outer\.lr=nan .* finite"),
-        ({"outer.method": "diloco2"}, r"outer\.method='diloco2' .* 'noloco', 'local', .* or 'sparta'"),
-        ({"outer.codec": "int9"}, r"outer\.codec='int9' .* unknown codec 'int9': choose one of float32, .*\+ef"),
+        (
+            {"outer.method": "diloco2"},
+            r"outer\.method='diloco2' .* 'noloco', 'local', .* or "
+            r"'sparta'",
+        ),
+        (
+            {"outer.codec": "int9"},
+            r"outer\.codec='int9' .* unknown codec 'int9': choose one of "
+            r"float32, .*\+ef",
+        ),
         ({"outer.codec": "sign+ef:7"}, r"outer\.codec='sign\+ef:7' .* must lie in \[0, 1\], got 7"),
         (
             {"outer.method": "local", "outer.lr": 0.5},
-            r"settings of 'outer' do not go together: the method 'local' has no lr: leave it out, or choose one that has it "
+            r"settings of 'outer' do not go together: the method 'local' has no lr: leave it out, "
+            r"or choose one that has it "
             r"\(noloco, gasloc, diloco, diloco-hb, ",
         ),
-        ({"outer.codec": "topk2+ef"}, r"noloco sends whole weights, of which the codec topk2\+ef loses too much"),
+        (
+            {"outer.codec": "topk2+ef"},
+            r"noloco sends whole weights, of which the codec topk2\+ef "
+            r"loses too much",
+        ),
         ({"swarm.bucket": 3}, r"swarm\.bucket=3 .* holds 4 to 64 members, or 0"),
         ({"swarm.bucket": 65}, r"swarm\.bucket=65 .* holds 4 to 64 members"),
-        ({"swarm.bucket": 64, "swarm.epoch_s": 20.0}, r"swarm\.epoch_s=20\.0 .* an epoch takes 30 to 86400 seconds"),
-        ({"swarm.epoch_s": 90.0}, r"epoch_s is a setting of buckets: leave it out, or set bucket too"),
-        ({"node": 3}, r"'node' must be a table"), ({"node": 3, "node.name": "x"}, r"'node' must be a table"),
-        ({"node.listen": "a"}, r"node\.listen='a' .* list"), ({"node.name": "../../etc"}, r"node\.name='../../etc' .* letters"),
-        ({"node.shard": "8/8"}, r"node\.shard='8/8' .* 0/8"), ({"node.folder": 3}, r"node\.folder=3 .* path"),
+        (
+            {"swarm.bucket": 64, "swarm.epoch_s": 20.0},
+            r"swarm\.epoch_s=20\.0 .* an epoch takes 30 "
+            r"to 86400 seconds",
+        ),
+        (
+            {"swarm.epoch_s": 90.0},
+            r"epoch_s is a setting of buckets: leave it out, or set bucket "
+            r"too",
+        ),
+        ({"node": 3}, r"'node' must be a table"),
+        (
+            {"node": 3, "node.name": "x"},
+            r"'node' must be "
+            r"a table",
+        ),
+        ({"node.listen": "a"}, r"node\.listen='a' .* list"),
+        ({"node.name": "../../etc"}, r"node\.name='../../etc' .* letters"),
+        ({"node.shard": "8/8"}, r"node\.shard='8/8' .* 0/8"),
+        ({"node.folder": 3}, r"node\.folder=3 .* path"),
         ({"task.options.layers": [1]}, r"'task\.options\.layers' must be a number"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_name_the_key(overrides, words):
     with pytest.raises(ConfigError, match=words) as caught:
         load(None, overrides)
@@ -134,7 +171,8 @@ def test_a_node_that_joins_hears_that_the_swarm_fixes_a_setting():
     with pytest.raises(ConfigError) as error:
         load(None, {"train.lr": 1e-3}, joins=True)
     assert str(error.value) == (
-        "The swarm fixes the settings of 'train' for all its members, and this node was given train.lr: leave that out; "
+        "The swarm fixes the settings of 'train' for all its members, and this node was given "
+        "train.lr: leave that out; "
         "the creator can change train.lr and train.steps for all (`shoal change`)."
     )
     with pytest.raises(ConfigError, match="do not go together"):
@@ -167,7 +205,8 @@ def test_without_a_home_no_key_goes_to_a_folder_named_tilde(homeless, monkeypatc
     with pytest.raises(HomeError) as caught:
         _ = load().node.identity_path
     assert str(caught.value) == (
-        "This node's key is kept in the home folder, which is not known (HOME is not set, and this user has no entry in the "
+        "This node's key is kept in the home folder, which is not known (HOME is not set, and this "
+        "user has no entry in the "
         "system): pass --identity FILE, or set HOME."
     )
     assert load(None, {"node.identity": "/keys/one"}).node.identity_path == Path("/keys/one")
@@ -180,7 +219,8 @@ def test_a_path_in_an_unknown_home_is_refused(homeless, key):
     with pytest.raises(HomeError) as caught:
         load(None, {key: "~/runs"})
     assert str(caught.value) == (
-        "The home folder that '~/runs' begins with is not known (HOME is not set, and this user has no entry in the system): "
+        "The home folder that '~/runs' begins with is not known (HOME is not set, and this user "
+        "has no entry in the system): "
         "set HOME, or write the whole path."
     )
 
@@ -223,11 +263,17 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "count", "text", "chosen"),
     [
-        (None, 0, "auto", "cpu"), ("cuda", 2, "auto", "cuda:0"), ("cuda", 2, "cuda", "cuda:0"), ("cuda", 2, "cuda:1", "cuda:1"),
-        ("cuda", 2, "cpu", "cpu"), ("xpu", 1, "auto", "xpu:0"), ("xpu", 1, "xpu", "xpu:0"), ("mps", 1, "auto", "mps"),
+        (None, 0, "auto", "cpu"),
+        ("cuda", 2, "auto", "cuda:0"),
+        ("cuda", 2, "cuda", "cuda:0"),
+        ("cuda", 2, "cuda:1", "cuda:1"),
+        ("cuda", 2, "cpu", "cpu"),
+        ("xpu", 1, "auto", "xpu:0"),
+        ("xpu", 1, "xpu", "xpu:0"),
+        ("mps", 1, "auto", "mps"),
         ("mps", 1, "mps", "mps"),
     ],
-)  # fmt: skip
+)
 def test_devices_of_every_kind(machine, kind, count, text, chosen):
     machine(kind, count)
     assert resolve_device(text) == torch.device(chosen)
@@ -240,7 +286,8 @@ def test_devices_of_every_kind(machine, kind, count, text, chosen):
             None,
             0,
             "cuda",
-            r"'cuda' is not available here \(this build of PyTorch has no accelerator\): install its driver",
+            r"'cuda' is not available here \(this build of PyTorch has no accelerator\): install "
+            r"its driver",
         ),
         (None, 0, "xpu", r"'xpu' is not available here"),
         (None, 0, "mps", r"'mps' is not available here"),
@@ -266,7 +313,8 @@ def test_a_device_that_there_is_not_is_one_sentence(machine, kind, count, text, 
 def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
     def init():
         raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 11040). Please update\nyour driver"
+            "The NVIDIA driver on your system is too old (found version 11040). Please "
+            "update\nyour driver"
         )
 
     machine(None, 0)
@@ -274,7 +322,8 @@ def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(
         ConfigError,
-        match=r"not available here \(The NVIDIA driver on your system is too old \(found version 11040",
+        match=r"not available here \(The NVIDIA driver on your system is too old \(found version "
+        r"11040",
     ):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
@@ -302,10 +351,17 @@ def test_an_address_that_is_none_is_named(key):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("outer.lr=0.5", 0.5), ("width=256", 256), ("a=true", True), ("outer.method=diloco-hb", "diloco-hb"), ('a="1"', "1"),
-        ("a=", ""), ("a=/some/path", "/some/path"), ("a=1\nb = 2", "1\nb = 2"), ("a=1 # no comment", "1 # no comment"),
+        ("outer.lr=0.5", 0.5),
+        ("width=256", 256),
+        ("a=true", True),
+        ("outer.method=diloco-hb", "diloco-hb"),
+        ('a="1"', "1"),
+        ("a=", ""),
+        ("a=/some/path", "/some/path"),
+        ("a=1\nb = 2", "1\nb = 2"),
+        ("a=1 # no comment", "1 # no comment"),
     ],
-)  # fmt: skip
+)
 def test_an_assignment_is_read_as_toml_would_or_as_plain_text(text, value):
     key, got = assignment(text)
     assert (key, got, type(got)) == (text.partition("=")[0], value, type(value))

@@ -1,4 +1,7 @@
-"""Datasets by name: what the name says, and rows as a stream that can be continued. Nothing here goes to the network."""
+"""Datasets by name: what the name says, and rows as a stream that can be continued.
+
+Nothing here goes to the network.
+"""
 
 import gzip
 import json
@@ -33,10 +36,13 @@ def test_names(data, name):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("hf:", "is no dataset: write hf:NAME"), ("hf:a/b/c/d", "is no dataset"), ("hf:a/../b", "is no dataset"),
-        ("hf:owner/na me", "is no dataset"), ("hf:./none", "There is no folder './none'"),
+        ("hf:", "is no dataset: write hf:NAME"),
+        ("hf:a/b/c/d", "is no dataset"),
+        ("hf:a/../b", "is no dataset"),
+        ("hf:owner/na me", "is no dataset"),
+        ("hf:./none", "There is no folder './none'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_name_is_one_sentence(data, words):
     with pytest.raises(DataError, match=words) as caught:
         Name.parse(data)

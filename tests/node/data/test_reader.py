@@ -1,4 +1,6 @@
-"""Streams of documents: from files, dealt by a pure function, and read in batches that have every token once and resume."""
+"""Streams of documents: from files, dealt by a pure function, and read in batches that have every
+token once and resume.
+"""
 
 import gzip
 import json
@@ -52,9 +54,14 @@ DOCUMENTS = st.lists(st.binary(max_size=60), min_size=1, max_size=12)
 
 @settings(deadline=None, max_examples=30)
 @given(
-    DOCUMENTS, st.integers(1, 3), st.integers(1, 6), st.integers(1, 5), st.sampled_from([1, 17, 64, 4096]), st.integers(0, 25),
+    DOCUMENTS,
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.sampled_from([1, 17, 64, 4096]),
+    st.integers(0, 25),
     st.data(),
-)  # fmt: skip
+)
 def test_a_resumed_reader_gives_the_same_batches_from_any_place_on(
     contents, of, context, batch, shuffle, taken, data
 ):
@@ -153,9 +160,12 @@ def test_a_place_in_other_data_or_of_another_shard_is_refused_and_changes_nothin
     list(islice(made, 3))
     state = made.state_dict()
     for wrong in (
-        reader(listed(b"other text")), reader(source, Shard(0, 2, 3)), reader(source, Shard(0, 1, 4)), reader(source, context=5),
+        reader(listed(b"other text")),
+        reader(source, Shard(0, 2, 3)),
+        reader(source, Shard(0, 1, 4)),
+        reader(source, context=5),
         reader(source, shuffle=80),
-    ):  # fmt: skip
+    ):
         with pytest.raises(
             DataError, match="trained on other data, or with another tokenizer, context or shuffle"
         ):
@@ -337,7 +347,8 @@ def test_what_is_no_record_is_skipped_counted_and_told_once(tmp_path, caplog):
     assert source.skipped.count == 6
     (record,) = caplog.records
     assert record.getMessage() == (
-        "Line 2 of 'a.jsonl' is no JSON object with a text in the field 'text', so it is skipped, and others like it will be "
+        "Line 2 of 'a.jsonl' is no JSON object with a text in the field 'text', so it is skipped, "
+        "and others like it will be "
         "without a word."
     )
 

@@ -1,4 +1,7 @@
-"""Tokenizers by name: the digest by which peers agree, and text cut in pieces. Made here, for nothing goes to the network."""
+"""Tokenizers by name: the digest by which peers agree, and text cut in pieces.
+
+Made here, for nothing goes to the network.
+"""
 
 import json
 import math
@@ -78,7 +81,10 @@ def test_another_tokenizer_than_the_swarms_is_one_sentence(tmp_path):
     path = str(train(tmp_path))
     digest = load_tokenizer(path).digest
     assert load_tokenizer(path, digest).digest == digest
-    words = rf"another one here \(digest {digest[:12]}\) than in the swarm \(ffffffffffff\): .*--tokenizer"
+    words = (
+        rf"another one here \(digest {digest[:12]}\) than in the swarm \(ffffffffffff\): "
+        r".*--tokenizer"
+    )
     with pytest.raises(DataError, match=words):
         load_tokenizer(path, "f" * 64)
     with pytest.raises(DataError, match=r"another one here .*of bytes"):
@@ -88,10 +94,12 @@ def test_another_tokenizer_than_the_swarms_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("./none", "There is no tokenizer at './none'"), ("a/b/c", "names no tokenizer"), ("a/..", "names no tokenizer"),
+        ("./none", "There is no tokenizer at './none'"),
+        ("a/b/c", "names no tokenizer"),
+        ("a/..", "names no tokenizer"),
         ("a b", "names no tokenizer"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_tokenizer_is_one_sentence(tmp_path, monkeypatch, name, words):
     pytest.importorskip(
         "tokenizers", reason="tokenizers is not installed: pip install 'shoal[data]'"

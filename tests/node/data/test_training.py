@@ -1,4 +1,6 @@
-"""The text task on streams and tokens: it resumes bit by bit; and what the manifest says of data and tokenizer."""
+"""The text task on streams and tokens: it resumes bit by bit; and what the manifest says of data
+and tokenizer.
+"""
 
 import gzip
 import json
@@ -250,7 +252,8 @@ def test_a_joiner_has_its_own_data_and_its_own_copy_of_the_tokenizer():
     ],
 )
 def test_a_path_in_a_strangers_manifest_is_refused(options):
-    # hf:text would be a format of the package datasets, read from the current folder; a space hid a path from the check once
+    # hf:text would be a format of the package datasets, read from the current folder; a space hid a
+    # path from the check once
     theirs = manifest({}).model_copy(update={"task_options": options})
     with pytest.raises(DataError, match=r"The swarm names '.*', a path on somebody's machine"):
         joined(theirs)

@@ -1,4 +1,6 @@
-"""A node that is forked is the process that its command line would have made, and nothing of it is left."""
+"""A node that is forked is the process that its command line would have made, and nothing of it is
+left.
+"""
 
 import os
 import select
@@ -15,7 +17,10 @@ from shoal.node.demo.nodes import DemoError, Nodes, read_line
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes are forked on Linux only")
 
 WAIT_S = 60.0
-SERVER = "from shoal.node.demo import fork_server as f; f.import_all = lambda: __import__('numpy.random'); f.main()"
+SERVER = (
+    "from shoal.node.demo import fork_server as f; f.import_all = lambda: "
+    "__import__('numpy.random'); f.main()"
+)
 ABOUT = """
 import gc, json, os, signal, stat, sys, threading
 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE)
@@ -28,7 +33,7 @@ print(json.dumps({
     "stdin": sys.stdin.read(), "buffered": [sys.stdout.line_buffering, sys.stderr.line_buffering],
     "threads": len(os.listdir("/proc/self/task")), "collects": gc.isenabled(), "main thread": threading.main_thread().name,
 }), flush=True)
-"""
+"""  # noqa: E501
 
 DEMO = """
 import os, pathlib, sys, threading
@@ -86,10 +91,25 @@ def test_a_fork_is_in_the_state_in_which_its_command_would_have_been(nodes):
         str(nodes.folder / "a.key"),
     ]
     usual = subprocess.run(
-        [*module.interpreter(), "-m", *command, "up", "--json", *own, "--with-parent", str(nodes._server.pid)],
-        env=nodes._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=(nodes.folder / "b.log").open("w"),
-        text=True, start_new_session=True, timeout=WAIT_S, check=True,
-    )  # fmt: skip
+        [
+            *module.interpreter(),
+            "-m",
+            *command,
+            "up",
+            "--json",
+            *own,
+            "--with-parent",
+            str(nodes._server.pid),
+        ],
+        env=nodes._env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(nodes.folder / "b.log").open("w"),
+        text=True,
+        start_new_session=True,
+        timeout=WAIT_S,
+        check=True,
+    )
     assert line == usual.stdout.strip()
     assert '"mark": "1"' in line
     assert '"leads": true' in line
@@ -157,7 +177,8 @@ def test_a_server_that_was_killed_took_its_nodes_with_it_and_starts_no_more(node
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
 def test_no_fork_outlives_a_demo_that_is_killed(tmp_path, number):
     (tmp_path / "waiting.py").write_text(WAITING)
-    # The server and its forks hold the end of a pipe, which is read to its end when the last of them is gone.
+    # The server and its forks hold the end of a pipe, which is read to its end when the last of
+    # them is gone.
     os.mkfifo(tmp_path / "held")
     alive = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
     holds = f"import os; os.open({str(tmp_path / 'held')!r}, os.O_WRONLY)\n"
@@ -178,8 +199,10 @@ def test_no_fork_outlives_a_demo_that_is_killed(tmp_path, number):
 @pytest.mark.slow(reason="imports torch and all that trains in a process of its own")
 def test_what_is_imported_before_the_forks_starts_no_thread_and_looks_for_no_device():
     look = (
-        "import os, sys; from shoal.node.demo import fork_server; fork_server.import_all(); import torch\n"
-        "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), torch.cuda._is_in_bad_fork())\n"
+        "import os, sys; from shoal.node.demo import fork_server; fork_server.import_all(); import "
+        "torch\n"
+        "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), "
+        "torch.cuda._is_in_bad_fork())\n"
         "print(os.cpu_count() and 'shoal.node.runtime.training_node' in sys.modules)"
     )
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}

@@ -118,11 +118,18 @@ def exchange(sent, lag, loss=None, fragment=0, fragments=1):
 
 
 def test_a_round_shows_the_exchanges_that_were_begun_in_it():
-    """Four fragments a round of 8 steps, which come late and not in order; other events are passed over."""
+    """Four fragments a round of 8 steps, which come late and not in order; other events are passed
+    over.
+    """
     events = [
-        exchange(2, 1, 4.0), {"event": "evaluation", "step": 3}, exchange(6, 1, 3.0), exchange(4, 5, 2.0), exchange(8, 3),
-        exchange(10, 1, 1.0), exchange(12, 1, 1.0),
-    ]  # fmt: skip
+        exchange(2, 1, 4.0),
+        {"event": "evaluation", "step": 3},
+        exchange(6, 1, 3.0),
+        exchange(4, 5, 2.0),
+        exchange(8, 3),
+        exchange(10, 1, 1.0),
+        exchange(12, 1, 1.0),
+    ]
     assert [_sent(event) for event in _ended(events, 8, 8)] == [2, 6, 4, 8]
     assert _loss(_ended(events, 8, 8)) == 3.0
     assert [_sent(event) for event in _ended(events, 16, 8)] == [10, 12]
@@ -176,7 +183,9 @@ def test_all_train_once_the_last_node_has_done_its_first_step():
 
 
 def test_a_demo_leaves_no_folder_and_removes_nobody_elses(tmp_path, monkeypatch):
-    """It took the folder of a node that was killed, checkpoints included, for that of a dead demo."""
+    """It took the folder of a node that was killed, checkpoints included, for that of a dead
+    demo.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = tmp_path / "shoal-my-run"
     run.mkdir()
@@ -297,9 +306,15 @@ NODES = [
 
 def test_a_ban_counts_from_the_first_completions_until_the_last_honest_node_knows_it():
     found = bans(
-        NODES, [history("A", 1.0, (30.0, []), (50.0, ["C"])), history("B", 1.0, (60.0, ["C"])), history("C", 10.0, (20.0, ["A"]))],
-        cheat=1, round_s=5.0,
-    )  # fmt: skip
+        NODES,
+        [
+            history("A", 1.0, (30.0, []), (50.0, ["C"])),
+            history("B", 1.0, (60.0, ["C"])),
+            history("C", 10.0, (20.0, ["A"])),
+        ],
+        cheat=1,
+        round_s=5.0,
+    )
     assert found["banned_after"] == {"c": 10.0}
     assert found["honest_banned"] == []  # only a cheat said so
     assert found["honest_final_reward"] == pytest.approx(0.6)
@@ -308,8 +323,14 @@ def test_a_ban_counts_from_the_first_completions_until_the_last_honest_node_know
 
 def test_a_cheat_that_one_honest_node_did_not_ban_and_bans_after_the_first_end_do_not_count():
     found = bans(
-        NODES, [history("A", 1.0, (50.0, ["B", "C"]), ends=70.0), history("B", 1.0, (80.0, ["A", "C"])), history("C", 10.0)],
-        cheat=1, round_s=5.0,
-    )  # fmt: skip
+        NODES,
+        [
+            history("A", 1.0, (50.0, ["B", "C"]), ends=70.0),
+            history("B", 1.0, (80.0, ["A", "C"])),
+            history("C", 10.0),
+        ],
+        cheat=1,
+        round_s=5.0,
+    )
     assert found["banned_after"] == {"c": None}
     assert found["honest_banned"] == ["b"]

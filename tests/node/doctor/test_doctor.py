@@ -1,4 +1,6 @@
-"""``shoal doctor`` names what is wrong: the faults of issue 7, planted in this machine and in swarms of one real host."""
+"""``shoal doctor`` names what is wrong: the faults of issue 7, planted in this machine and in
+swarms of one real host.
+"""
 
 import asyncio
 import errno
@@ -58,7 +60,10 @@ class Clock:
 
 
 class Peer:
-    """A member of a swarm that trains a small text model, as far as a doctor sees it. ``width``: of its own model."""
+    """A member of a swarm that trains a small text model, as far as a doctor sees it.
+
+    ``width``: of its own model.
+    """
 
     def __init__(self, width, says=16, optimizer="task"):
         self.identity, self.clock = Identity.ephemeral(), Clock()
@@ -80,9 +85,17 @@ class Peer:
 
     def announce(self, version=SHOAL_VERSION):
         self.directory.announce(
-            name="x", round=1, step=5, loss=None, steps_per_s=0.0, shard=0, shards=8, model=self.model, state="training",
+            name="x",
+            round=1,
+            step=5,
+            loss=None,
+            steps_per_s=0.0,
+            shard=0,
+            shards=8,
+            model=self.model,
+            state="training",
             version=version,
-        )  # fmt: skip
+        )
         assert self.directory.wait_for(1, 10.0, lambda: False)
 
     def link(self, *more):
@@ -148,13 +161,14 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
 def test_what_muon_and_adamw_train_is_counted_and_on_request_named(with_muon):
     found, _ = examined(with_muon.link())
     assert (
-        "as in the swarm; Muon trains 3,072 parameters (4 matrices), AdamW 9,312 parameters (9 tensors)"
-        in found["model"].said
+        "as in the swarm; Muon trains 3,072 parameters (4 matrices), AdamW 9,312 parameters (9 "
+        "tensors)" in found["model"].said
     )
     assert "muon" not in found
     named, _ = examined(with_muon.link(), parameters=True)
     assert named["muon"].said == (
-        "blocks.0.attention.qkv.weight (768), blocks.0.attention.out.weight (256), blocks.0.up.weight (1,024), "
+        "blocks.0.attention.qkv.weight (768), blocks.0.attention.out.weight (256), "
+        "blocks.0.up.weight (1,024), "
         "blocks.0.down.weight (1,024)"
     )
     assert named["adamw"].said.startswith("bytes.weight (4,096), positions.weight (")
@@ -192,7 +206,10 @@ def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
     assert found == "1 member looked for, and found in the bucket of this epoch"
     with pytest.raises(Note) as said:
         checks.bucket(dealt(healthy, here, NOBODY), None)
-    wanted = f"…{NOBODY[-8:]} never showed up in the bucket of this epoch, so nobody is paired with it: if it has run for"
+    wanted = (
+        f"…{NOBODY[-8:]} never showed up in the bucket of this epoch, so nobody is paired "
+        "with it: if it has run for"
+    )
     assert str(said.value).startswith(wanted)
     assert "set its clock by NTP" in str(said.value)
     with pytest.raises(Skip, match="no member answered"):
@@ -229,7 +246,10 @@ def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
     }
     members = {str(number): SimpleNamespace(**known) for number in range(48)}
     assert checks.in_view(members, 48) == ", 48 peers in view"
-    estimated = ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in all, median loss 2.0000"
+    estimated = (
+        ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a "
+        "second in all, median loss 2.0000"
+    )
     assert checks.in_view(members, 1536) == estimated
 
 
@@ -394,7 +414,7 @@ class TestThisMachine:
         assert {"check", "outcome", "said", "seconds"} == set(report["checks"][0])
 
 
-# -- the checkup itself ----------------------------------------------------------------------------------------------------
+# -- the checkup itself ----------------------------------------------------------------------------
 
 
 def says(text, error=None):
@@ -420,8 +440,14 @@ def test_all_checks_run_though_one_fails_and_those_that_need_it_are_skipped():
     findings, code = examine(checks, told.append)
     assert told == findings
     assert [(f.check, f.outcome) for f in findings] == [
-        ("a", "ok"), ("b", "failed"), ("c", "skipped"), ("d", "skipped"), ("e", "note"), ("f", "skipped"), ("g", "failed"),
-    ]  # fmt: skip
+        ("a", "ok"),
+        ("b", "failed"),
+        ("c", "skipped"),
+        ("d", "skipped"),
+        ("e", "note"),
+        ("f", "skipped"),
+        ("g", "failed"),
+    ]
     assert findings[3].said == "needs 'b', see there"
     assert "this check itself failed (ZeroDivisionError: oh, in test_doctor.py:" in findings[6].said
     assert code == ExitCode.NO_DAEMON
@@ -472,7 +498,9 @@ def test_checks_that_were_skipped_are_not_said_to_be_well(monkeypatch):
 
 
 class TestRouterThatOpensPorts:
-    """The addresses of the daemon, and what a peer says that sees this machine at 9.9.9.9 and tries ports there."""
+    """The addresses of the daemon, and what a peer says that sees this machine at 9.9.9.9 and tries
+    ports there.
+    """
 
     def dialled(self, monkeypatch, opened, outcomes, seen="9.9.9.9"):
         tried = []
@@ -498,11 +526,12 @@ class TestRouterThatOpensPorts:
         said, nat, tried = self.dialled(monkeypatch, here, {True: "silent", False: "other"})
         assert (
             said
-            == "…peer-one connected back to 9.9.9.9 port 31000, which the router opened (UPnP or NAT-PMP)"
+            == "…peer-one connected back to 9.9.9.9 port 31000, which the router opened (UPnP or "
+            "NAT-PMP)"
         )
         assert (
-            nat
-            == "behind a NAT, seen as 9.9.9.9, whose router opens a port by itself: nothing to forward or to announce"
+            nat == "behind a NAT, seen as 9.9.9.9, whose router opens a port by itself: nothing to "
+            "forward or to announce"
         )
         assert tried[1:] == [31000]
 

@@ -9,7 +9,9 @@ __all__ = ["unhurried"]
 
 @pytest.fixture
 def accelerate_of_each_thread(monkeypatch):
-    """accelerate's state is one per process, and a trainer that is made empties it: one per thread, as accelerate does on TPUs."""
+    """accelerate's state is one per process, and a trainer that is made empties it: one per thread,
+    as accelerate does on TPUs.
+    """
     from accelerate import state
 
     for kind in (state.PartialState, state.AcceleratorState, state.GradientState):

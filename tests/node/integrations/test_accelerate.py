@@ -1,6 +1,8 @@
-"""A loop under accelerate in a swarm: accumulation, resume by its own checkpoints, early stopping, and the best model at the end.
+"""A loop under accelerate in a swarm: accumulation, resume by its own checkpoints, early stopping,
+and the best model at the end.
 
-Accelerators share flags between threads, so one peer has an accelerator, and the other one does the same by hand.
+Accelerators share flags between threads, so one peer has an accelerator, and the other one does the
+same by hand.
 """
 
 import copy
@@ -55,7 +57,10 @@ def accelerator():
 
 
 def pair(with_accelerator, steps=STEPS, kept=None, **outer):
-    """Two peers of a swarm, one of which ``with_accelerator(model, session)`` trains. Their results, and the first one's model."""
+    """Two peers of a swarm, one of which ``with_accelerator(model, session)`` trains.
+
+    Their results, and the first one's model.
+    """
     models = [net(), net()]
 
     def train(name, *peer):
@@ -116,7 +121,9 @@ def test_a_loop_that_loads_the_accelerators_checkpoint_goes_on_bit_by_bit(
 
 
 def test_the_best_model_of_a_loop_that_stops_early_is_what_its_script_keeps(tmp_path, accelerator):
-    """The last mean is taken before the best weights are loaded: neither do these come into it, nor it into these."""
+    """The last mean is taken before the best weights are loaded: neither do these come into it, nor
+    it into these.
+    """
 
     def stopped(model, session):
         model, opt = prepared(accelerator, model, session)

@@ -1,4 +1,6 @@
-"""Lightning's trainer in a swarm: the callback takes the outer step after each of the trainer's own."""
+"""Lightning's trainer in a swarm: the callback takes the outer step after each of the trainer's
+own.
+"""
 
 import re
 
@@ -36,7 +38,9 @@ BATCHES = torch.randn(2 * STEPS, 5, 4, generator=torch.Generator().manual_seed(0
 
 
 class Scored(Regression):
-    """Validated by the given scores, in turn; notes which weights were validated: those trained, or the slow ones."""
+    """Validated by the given scores, in turn; notes which weights were validated: those trained, or
+    the slow ones.
+    """
 
     def __init__(self, scores=()):
         super().__init__()
@@ -52,9 +56,15 @@ class Scored(Regression):
 
 def trainer(folder, callback, *more, **options):
     return lightning.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        callbacks=[callback, *more], num_sanity_val_steps=0, **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[callback, *more],
+        num_sanity_val_steps=0,
+        **options,
+    )
 
 
 def loader(name):
@@ -77,7 +87,9 @@ def loader(name):
 def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(
     tmp_path, limits, patience, last
 ):
-    """Were it finished at the end, the last checkpoint would lack the mean, and the best weights be overwritten."""
+    """Were it finished at the end, the last checkpoint would lack the mean, and the best weights be
+    overwritten.
+    """
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
     def train(name, module, session):
@@ -115,7 +127,9 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
 @pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
-    """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight would begin anew."""
+    """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight
+    would begin anew.
+    """
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     def train(steps, start, name, module, session):
@@ -222,18 +236,23 @@ class OtherOptimizer(Regression):
     [
         (
             lambda module: torch.optim.LBFGS(module.parameters()),
-            "This inner optimizer cannot be used: LBFGS compares gradients at weights between which a round may have moved the "
-            "model, in steps that need a closure: use an inner optimizer whose state holds gradients only, such as AdamW.",
+            "This inner optimizer cannot be used: LBFGS compares gradients at weights between "
+            "which a round may have moved the "
+            "model, in steps that need a closure: use an inner optimizer whose state holds "
+            "gradients only, such as AdamW.",
         ),
         (
             lambda module: GoesBack(module.parameters(), lr=0.1),
-            "This inner optimizer cannot be used: GoesBack remembers earlier weights, to which it would go back after a round has "
-            "moved the model (of a move 50% was left after 56 steps): use an inner optimizer whose state holds gradients only, "
+            "This inner optimizer cannot be used: GoesBack remembers earlier weights, to which it "
+            "would go back after a round has "
+            "moved the model (of a move 50% was left after 56 steps): use an inner optimizer whose "
+            "state holds gradients only, "
             "such as AdamW.",
         ),
         (
             lambda module: torch.optim.AdamW([module.net.weight]),
-            "The optimizer trains 1 of the 2 parameters of the session's state, and not 'bias': hand in as state what it "
+            "The optimizer trains 1 of the 2 parameters of the session's state, and not 'bias': "
+            "hand in as state what it "
             "trains, or let it train the rest too (in several optimizers, as a list).",
         ),
     ],

@@ -1,6 +1,8 @@
-"""Two trainers of transformers in one swarm, in threads of this process; with LoRA only the adapters travel.
+"""Two trainers of transformers in one swarm, in threads of this process; with LoRA only the
+adapters travel.
 
-transformers and peft are imported in the tests: they take two seconds, and whoever collects these needs neither.
+transformers and peft are imported in the tests: they take two seconds, and whoever collects these
+needs neither.
 """
 
 import threading
@@ -57,11 +59,22 @@ def trainer(model, data, folder, kind=None, more=None, **options):
     import transformers
 
     settings = {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-        "learning_rate": 0.01, "lr_scheduler_type": "constant", "weight_decay": 0.1, "train_sampling_strategy": "sequential",
-        "save_strategy": "no", "report_to": "none", "logging_steps": 3, "disable_tqdm": True, "use_cpu": True, "seed": 1,
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": "none",
+        "logging_steps": 3,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 1,
         "dataloader_pin_memory": False,
-    }  # fmt: skip
+    }
     arguments = transformers.TrainingArguments(**settings | (more or {}))
     return (kind or transformers.Trainer)(model, arguments, train_dataset=data, **options)
 
@@ -165,9 +178,12 @@ def saved_weights(folder, model):
 
 SAVING = {"save_strategy": "steps", "save_steps": EVERY}
 BEST = SAVING | {
-    "eval_strategy": "steps", "eval_steps": EVERY, "load_best_model_at_end": True, "metric_for_best_model": "score",
+    "eval_strategy": "steps",
+    "eval_steps": EVERY,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "score",
     "greater_is_better": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.thinned(3)
@@ -179,16 +195,23 @@ BEST = SAVING | {
 def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(
     tmp_path, scores, patience, swarm_last, last
 ):
-    """Were it finished at the trainer's end, the mean would be written over the best weights, and have them in it."""
+    """Were it finished at the trainer's end, the mean would be written over the best weights, and
+    have them in it.
+    """
     import transformers
 
     def train(name, model, session):
         callback, left = swarm_callback(session), iter(scores)
         order = [transformers.EarlyStoppingCallback(patience), callback]
         made = trainer(
-            model, rows("ab".index(name)), tmp_path / name, more=BEST, eval_dataset=rows(3)[:4],
-            compute_metrics=lambda _: {"score": next(left)}, callbacks=order if swarm_last else order[::-1],
-        )  # fmt: skip
+            model,
+            rows("ab".index(name)),
+            tmp_path / name,
+            more=BEST,
+            eval_dataset=rows(3)[:4],
+            compute_metrics=lambda _: {"score": next(left)},
+            callbacks=order if swarm_last else order[::-1],
+        )
         made.train()
         assert made.state.global_step == last
         assert made.state.best_model_checkpoint.endswith(f"checkpoint-{EVERY}")
@@ -221,7 +244,9 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
 @pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
-    """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight would begin anew."""
+    """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight
+    would begin anew.
+    """
 
     def train(more, resume, name, model, session):
         callback = swarm_callback(session)
@@ -270,7 +295,9 @@ def test_an_outer_state_of_other_weights_is_left_alone_and_a_damaged_one_is_said
 
 @pytest.mark.parametrize("evaluate", ["fast", "slow"])
 def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_path, evaluate):
-    """Each of several evaluation sets, of whose beginning the trainer says nothing, gets the slow weights."""
+    """Each of several evaluation sets, of whose beginning the trainer says nothing, gets the slow
+    weights.
+    """
     import transformers
 
     seen = []
@@ -283,8 +310,13 @@ def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_
 
     model = tiny(0, lora=False)
     more = {
-        "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "eval_on_start": True,
-    }  # fmt: skip
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "eval_on_start": True,
+    }
     with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         callback = swarm_callback(s, evaluate=evaluate)
         sets = {"one": rows(3)[:4], "two": rows(4)[:4]}

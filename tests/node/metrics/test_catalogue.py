@@ -1,4 +1,6 @@
-"""What events mean as numbers, docs/metrics.md, and what Prometheus gets over HTTP, parsed by its own parser."""
+"""What events mean as numbers, docs/metrics.md, and what Prometheus gets over HTTP, parsed by its
+own parser.
+"""
 
 import ast
 import math
@@ -94,12 +96,18 @@ def test_curves_lie_at_inner_steps():
         40,
         {"evaluation/loss": 5.0},
     )
-    assert curves.points("round", 1.0, {"round": 3, "step": 60, "loss": 4.0, "partner": "bob", "wait_s": None}) == (
-        60, {"round/loss": 4.0},
-    )  # fmt: skip
-    assert curves.points("verify", 2.0, {"round": 29_000_000, "banned": ["a", "b"], "check_s": 0.5}) == (
-        60, {"verify/banned": 2.0, "verify/check_s": 0.5},
-    )  # fmt: skip
+    assert curves.points(
+        "round", 1.0, {"round": 3, "step": 60, "loss": 4.0, "partner": "bob", "wait_s": None}
+    ) == (
+        60,
+        {"round/loss": 4.0},
+    )
+    assert curves.points(
+        "verify", 2.0, {"round": 29_000_000, "banned": ["a", "b"], "check_s": 0.5}
+    ) == (
+        60,
+        {"verify/banned": 2.0, "verify/check_s": 0.5},
+    )
     assert curves.points("rl", 3.0, {"round": 61, "reward": 0.5}) == (61, {"rl/reward": 0.5})
     assert curves.points("end", 4.0, {"steps": 70, "loss_last": None, "rounds": 9}) == (70, {})
 
@@ -119,14 +127,24 @@ def test_rounds_and_those_alone_or_late(partner, alone, late):
     fields = {"partner": partner, "round": 7, "wait_s": 0.5, "late": late}
     found = {measure.name: value for measure, value, _ in readings("round", fields)}
     assert found == {
-        "shoal_round": 7.0, "shoal_round_wait_seconds": 0.5, "shoal_rounds_total": 1.0, "shoal_rounds_alone_total": alone,
+        "shoal_round": 7.0,
+        "shoal_round_wait_seconds": 0.5,
+        "shoal_rounds_total": 1.0,
+        "shoal_rounds_alone_total": alone,
         "shoal_rounds_late_total": float(late),
-    }  # fmt: skip
+    }
 
 
 ABOUT = About(
-    swarm='a "swarm"\\', swarm_id="s" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
-)  # fmt: skip
+    swarm='a "swarm"\\',
+    swarm_id="s" * 52,
+    node="anna",
+    peer="12D3",
+    method="noloco",
+    task="text",
+    device="cpu",
+    version="0.1.0",
+)
 SAME = {"swarm": ABOUT.swarm, "node": "anna", "method": "noloco"}
 ROUND = {
     "round": 3,
@@ -170,10 +188,22 @@ def test_events_as_prometheus_sees_them(endpoint):
     assert endpoint.begin(ABOUT) == f"metrics for Prometheus: http://{endpoint.address}/metrics"
     endpoint.event("start", 0.0, {"loss_first": 5.5, "steps": 0})
     endpoint.event(
-        "progress", 1.0,
-        {"step": 70, "loss": 3.0, "steps_per_s": 20.0, "members": 4, "bytes_sent": 10, "bytes_received": 20, "restarts": 0,
-         "tokens": 700, "tokens_per_s": 200.0, "mfu": 0.25, "lag": 7},
-    )  # fmt: skip
+        "progress",
+        1.0,
+        {
+            "step": 70,
+            "loss": 3.0,
+            "steps_per_s": 20.0,
+            "members": 4,
+            "bytes_sent": 10,
+            "bytes_received": 20,
+            "restarts": 0,
+            "tokens": 700,
+            "tokens_per_s": 200.0,
+            "mfu": 0.25,
+            "lag": 7,
+        },
+    )
     endpoint.event("round", 2.0, ROUND)
     endpoint.event(
         "round",
@@ -204,22 +234,47 @@ def test_events_as_prometheus_sees_them(endpoint):
         key: found.pop(key) for key in tuple(found) if key[0].startswith("shoal_round_wait_seconds")
     }
     assert found == {
-        ("shoal_info", (
-            ("device", "cpu"), ("peer", "12D3"), ("swarm_id", "s" * 52), ("task", "text"), ("version", "0.1.0"),
-        )): 1.0,
-        ("shoal_inner_steps_total", ()): 100.0, ("shoal_inner_steps_per_second", ()): 20.0, ("shoal_tokens_total", ()): 700.0,
-        ("shoal_lag_steps", ()): 7.0, ("shoal_rounds_late_total", ()): 1.0, ("shoal_tokens_per_second", ()): 200.0,
-        ("shoal_model_flops_utilisation", ()): 0.25, ("shoal_loss", ()): 3.0, ("shoal_evaluation_loss", ()): 5.5,
-        ("shoal_members", ()): 4.0, ("shoal_round", ()): 4.0, ("shoal_rounds_total", ()): 2.0,
-        ("shoal_rounds_alone_total", ()): 1.0, ("shoal_round_members", ()): 1.0, ("shoal_bytes_sent_total", ()): 10.0,
-        ("shoal_bytes_received_total", ()): 20.0, ("shoal_suspicious_total", ()): 2.0,
-        ("shoal_refused_total", (("reason", "rate"),)): 3.0, ("shoal_refused_total", (("reason", "denied"),)): 1.0,
-        ("shoal_missing_members", ()): 2.0, ("shoal_daemon_restarts_total", ()): 0.0, ("shoal_reward", ()): 0.5,
-        ("shoal_effective_sample_size", ()): 0.9, ("shoal_rollout_groups_total", (("source", "own"),)): 8.0,
-        ("shoal_rollout_groups_total", (("source", "foreign"),)): 2.0, ("shoal_claims_total", ()): 5.0,
-        ("shoal_checks_total", ()): 3.0, ("shoal_invalid_claims_total", ()): 1.0, ("shoal_check_seconds_total", ()): 1.5,
+        (
+            "shoal_info",
+            (
+                ("device", "cpu"),
+                ("peer", "12D3"),
+                ("swarm_id", "s" * 52),
+                ("task", "text"),
+                ("version", "0.1.0"),
+            ),
+        ): 1.0,
+        ("shoal_inner_steps_total", ()): 100.0,
+        ("shoal_inner_steps_per_second", ()): 20.0,
+        ("shoal_tokens_total", ()): 700.0,
+        ("shoal_lag_steps", ()): 7.0,
+        ("shoal_rounds_late_total", ()): 1.0,
+        ("shoal_tokens_per_second", ()): 200.0,
+        ("shoal_model_flops_utilisation", ()): 0.25,
+        ("shoal_loss", ()): 3.0,
+        ("shoal_evaluation_loss", ()): 5.5,
+        ("shoal_members", ()): 4.0,
+        ("shoal_round", ()): 4.0,
+        ("shoal_rounds_total", ()): 2.0,
+        ("shoal_rounds_alone_total", ()): 1.0,
+        ("shoal_round_members", ()): 1.0,
+        ("shoal_bytes_sent_total", ()): 10.0,
+        ("shoal_bytes_received_total", ()): 20.0,
+        ("shoal_suspicious_total", ()): 2.0,
+        ("shoal_refused_total", (("reason", "rate"),)): 3.0,
+        ("shoal_refused_total", (("reason", "denied"),)): 1.0,
+        ("shoal_missing_members", ()): 2.0,
+        ("shoal_daemon_restarts_total", ()): 0.0,
+        ("shoal_reward", ()): 0.5,
+        ("shoal_effective_sample_size", ()): 0.9,
+        ("shoal_rollout_groups_total", (("source", "own"),)): 8.0,
+        ("shoal_rollout_groups_total", (("source", "foreign"),)): 2.0,
+        ("shoal_claims_total", ()): 5.0,
+        ("shoal_checks_total", ()): 3.0,
+        ("shoal_invalid_claims_total", ()): 1.0,
+        ("shoal_check_seconds_total", ()): 1.5,
         ("shoal_banned_peers", ()): 1.0,
-    }  # fmt: skip
+    }
     buckets = [
         waits["shoal_round_wait_seconds_bucket", (("le", bound),)]
         for bound in (*map(str, WAITS), "+Inf")
@@ -278,7 +333,9 @@ def test_an_address_of_another_machine(host, monkeypatch):
 
 
 def answered(endpoint, request, source="127.0.0.1"):
-    """The first line of the answer to the bytes of a request; nothing where the caller is hung up on."""
+    """The first line of the answer to the bytes of a request; nothing where the caller is hung up
+    on.
+    """
     with socket.create_connection(
         (endpoint.address.host, endpoint.address.port), 10, (source, 0)
     ) as caller:
@@ -300,7 +357,9 @@ def test_names_of_this_machine_are_answered(endpoint, host):
     "host", ["evil.example:9464", "[evil", "203.0.113.9", "localhost.evil.example", "[::2]:1", "]"]
 )
 def test_the_name_of_a_web_site_that_points_here_is_refused(endpoint, host):
-    """Any name was answered, so that a page elsewhere could read the metrics by pointing its own name to this machine."""
+    """Any name was answered, so that a page elsewhere could read the metrics by pointing its own
+    name to this machine.
+    """
     assert (
         answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1]
         == b"403"
@@ -375,10 +434,12 @@ def test_callers_who_say_nothing_are_bounded(endpoint):
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("9464", Address("127.0.0.1", 9464)), ("0.0.0.0:0", Address("0.0.0.0", 0)), ("[::1]:9464", Address("::1", 9464)),
+        ("9464", Address("127.0.0.1", 9464)),
+        ("0.0.0.0:0", Address("0.0.0.0", 0)),
+        ("[::1]:9464", Address("::1", 9464)),
         ("box.example:65535", Address("box.example", 65_535)),
     ],
-)  # fmt: skip
+)
 def test_addresses(text, address):
     assert parse_address(text) == address
     assert parse_address(str(address)) == address

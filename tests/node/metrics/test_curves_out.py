@@ -1,4 +1,6 @@
-"""TensorBoard's files are read back by TensorBoard; W&B by its own offline mode if it is here, and in any case by a stand-in."""
+"""TensorBoard's files are read back by TensorBoard; W&B by its own offline mode if it is here, and
+in any case by a stand-in.
+"""
 
 import importlib.util
 import sys
@@ -11,8 +13,15 @@ from shoal.node.metrics.log import About, MetricsError, Sinks
 from shoal.node.metrics.sinks import FINISH_S, TensorBoardFile, WandbRun
 
 ABOUT = About(
-    swarm="common", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
-)  # fmt: skip
+    swarm="common",
+    swarm_id="x" * 52,
+    node="anna",
+    peer="12D3",
+    method="noloco",
+    task="text",
+    device="cpu",
+    version="0.1.0",
+)
 EVENTS = [
     ("start", {"steps": 0, "loss_first": 5.5}),
     ("round", {"round": 0, "step": 25, "loss": 4.0, "wait_s": 0.25, "partner": "bob"}),
@@ -132,16 +141,24 @@ def test_what_wandb_is_asked_for(tmp_path, monkeypatch):
     ]
     (_, options), *calls = stand.calls
     assert {key: options[key] for key in ("project", "entity", "name", "group", "dir")} == {
-        "project": "project", "entity": "team", "name": "anna", "group": "common", "dir": tmp_path / "run",
-    }  # fmt: skip
+        "project": "project",
+        "entity": "team",
+        "name": "anna",
+        "group": "common",
+        "dir": tmp_path / "run",
+    }
     assert options["config"]["swarm_id"] == ABOUT.swarm_id
     assert options["settings"]["finish_timeout"] == FINISH_S
     assert calls == [
-        ("define", "step", {}), ("define", "*", {"step_metric": "step"}), ("log", {"step": 0, "evaluation/loss": 5.5}),
+        ("define", "step", {}),
+        ("define", "*", {"step_metric": "step"}),
+        ("log", {"step": 0, "evaluation/loss": 5.5}),
         ("log", {"step": 25, "round/loss": 4.0, "round/wait_s": 0.25}),
-        ("log", {"step": 50, "round/loss": 3.0, "round/wait_s": 0.5}), ("log", {"step": 60, "evaluation/loss": 2.5}),
-        ("summary", {"end/steps": 60, "end/loss_last": 2.5, "end/rounds": 2}), ("finish",),
-    ]  # fmt: skip
+        ("log", {"step": 50, "round/loss": 3.0, "round/wait_s": 0.5}),
+        ("log", {"step": 60, "evaluation/loss": 2.5}),
+        ("summary", {"end/steps": 60, "end/loss_last": 2.5, "end/rounds": 2}),
+        ("finish",),
+    ]
 
 
 def test_wandb_offline_and_in_a_folder_of_the_users(tmp_path, monkeypatch):
@@ -162,7 +179,8 @@ def test_nobody_logged_in_ends_the_start(tmp_path, monkeypatch):
     with pytest.raises(MetricsError) as said:
         run.begin(ABOUT)
     assert str(said.value) == (
-        "Weights & Biases cannot be started (No API key configured. Log in): run wandb login, or set WANDB_MODE=offline."
+        "Weights & Biases cannot be started (No API key configured. Log in): run wandb login, or "
+        "set WANDB_MODE=offline."
     )
     run.close()
 
@@ -176,7 +194,8 @@ def test_a_run_that_wandb_ends_costs_one_sentence(tmp_path, monkeypatch):
         for name, fields in EVENTS:
             sinks.event(name, 0.0, fields)
     assert said[1:] == [
-        "Weights & Biases gets no metrics any more (the service is gone); training goes on, and metrics.jsonl has them all."
+        "Weights & Biases gets no metrics any more (the service is gone); training goes on, and "
+        "metrics.jsonl has them all."
     ]
     assert stand.calls[-1] == ("finish",)
 
@@ -189,7 +208,8 @@ def test_wandb_itself_offline(tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("WANDB_DIR", raising=False)
     (said,) = tell(WandbRun("project", "anna", tmp_path))
     assert said.startswith("curves for Weights & Biases: wandb sync ")
-    wandb.teardown()  # ends its service, as the end of a program does; until then the file may not be whole
+    # ends its service, as the end of a program does; until then the file may not be whole
+    wandb.teardown()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = file.read_bytes()
     assert all(

@@ -11,8 +11,15 @@ from shoal.node.metrics.log import About, Metrics, MetricsError, Sinks
 from shoal.node.metrics.sinks import check_demo, flags_of_demo, open_sinks
 
 ABOUT = About(
-    swarm="s", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
-)  # fmt: skip
+    swarm="s",
+    swarm_id="x" * 52,
+    node="anna",
+    peer="12D3",
+    method="noloco",
+    task="text",
+    device="cpu",
+    version="0.1.0",
+)
 
 
 class Fake:
@@ -66,7 +73,8 @@ def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path):
     assert [name for name, _ in good.got] == ["start", "round", "round", "end"]
     assert (bad.closed, good.closed) == (1, 1)
     assert said == [
-        "the fake gets no metrics any more (No space left on device); training goes on, and metrics.jsonl has them all."
+        "the fake gets no metrics any more (No space left on device); training goes on, and "
+        "metrics.jsonl has them all."
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
@@ -88,7 +96,8 @@ def test_a_missing_package_names_the_extra(extra, tmp_path, monkeypatch):
     with pytest.raises(MetricsError) as said:
         open_sinks(node.node, print)
     assert str(said.value) == (
-        f"--{extra} needs the package {extra}, which is not installed: run pip install 'shoal[{extra}]'."
+        f"--{extra} needs the package {extra}, which is not installed: run pip install "
+        f"'shoal[{extra}]'."
     )
     assert list(tmp_path.iterdir()) == []
 

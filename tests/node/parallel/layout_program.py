@@ -1,4 +1,6 @@
-"""One of two ranks: takes steps of a small model in every layout, and writes what came of them to files in a folder."""
+"""One of two ranks: takes steps of a small model in every layout, and writes what came of them to
+files in a folder.
+"""
 
 import os
 import sys
@@ -28,7 +30,9 @@ class Net(torch.nn.Module):
 
 
 class Branched(Net):
-    """A model of which a layer has a part in the loss of some batches only, on some ranks and in some parts of a batch."""
+    """A model of which a layer has a part in the loss of some batches only, on some ranks and in
+    some parts of a batch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -45,7 +49,9 @@ class Squares:
 
 
 def steps(layout, accumulate, net=Net):
-    """Weights and losses after six steps, and the weights after those of a checkpoint were loaded."""
+    """Weights and losses after six steps, and the weights after those of a checkpoint were
+    loaded.
+    """
     torch.manual_seed(3)
     model, device = net(), torch.device("cpu")
     wrapped = layout.wrap(model, device)
@@ -81,4 +87,6 @@ for parts in (1, 2):
 dist.destroy_process_group()
 os._exit(
     0
-)  # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an abort
+    # on a loaded machine a thread of torch's may still run, and the interpreter's end would be an
+    # abort
+)

@@ -1,4 +1,6 @@
-"""A stand-in for ``shoal`` as the launcher starts it: does what its first argument says, without training."""
+"""A stand-in for ``shoal`` as the launcher starts it: does what its first argument says, without
+training.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""Ranks that a command asks for: started and stopped together, waiting for one another, with the steps of one process."""
+"""Ranks that a command asks for: started and stopped together, waiting for one another, with the
+steps of one process.
+"""
 
 import os
 import signal
@@ -76,7 +78,8 @@ def starts(said):
         (
             "device",
             5,
-            "Error: An operation on the device failed (CUDA error: an illegal memory access was encountered)",
+            "Error: An operation on the device failed (CUDA error: an illegal memory access was "
+            "encountered)",
         ),
     ],
 )
@@ -228,7 +231,9 @@ def test_an_environment_that_no_launcher_of_one_machine_makes_is_refused(wrong, 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
 def test_a_rank_takes_the_kind_of_device_that_was_asked_for(monkeypatch, device):
-    """Fault: with --device cuda on a machine with Intel GPUs the ranks took those without a word."""
+    """Fault: with --device cuda on a machine with Intel GPUs the ranks took those without a
+    word.
+    """
     monkeypatch.setattr("shoal.node.config.device.accelerator", lambda: ("xpu", 2))
     settings, job = load(None, {"node.device": device, "node.gpus": "2"}), Job(1, 2, 0, None)
     if device == "xpu":
@@ -247,7 +252,8 @@ def test_tensors_that_ranks_cannot_share_are_named():
     with pytest.raises(TrainingError) as caught:
         ranks.check_one_form("inner optimizer", [plain, Coded.of(torch.ones(2))])
     assert str(caught.value) == (
-        "The inner optimizer keeps tensors of the class Coded, which the ranks of one node cannot share: leave --gpus out, or use "
+        "The inner optimizer keeps tensors of the class Coded, which the ranks of one node cannot "
+        "share: leave --gpus out, or use "
         "another."
     )
 
@@ -292,7 +298,9 @@ def test_two_ranks_take_the_steps_of_one_process_and_load_its_weights(taken, how
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_layer_that_some_batches_leave_out_takes_the_steps_of_one_process(taken, parts):
-    """Fault: a branch that was unused in every third step ended the ranks in an abort of gloo, after three restarts."""
+    """Fault: a branch that was unused in every third step ended the ranks in an abort of gloo,
+    after three restarts.
+    """
     one, two = taken[f"one-branched-{parts}"], taken[f"ddp-branched-{parts}"]
     assert one.keys() == two.keys()
     for name, tensor in one.items():
@@ -324,9 +332,12 @@ def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, ran
         "MASTER_PORT": port,
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal", "up", "swarm.toml", "--device", "cpu"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "shoal", "up", "swarm.toml", "--device", "cpu"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, **{name: str(value) for name, value in place.items()}},
-    )  # fmt: skip
+    )
     try:
         said = ""
         while f"waiting for rank {1 - rank} of 2" not in said:

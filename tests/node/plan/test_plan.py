@@ -182,7 +182,8 @@ def test_a_good_link_gets_the_overlapped_default():
     )
     assert said.count(". ") == 0
     assert re.search(
-        r"; mod4 would send [\d.]+ [kMG]B a day and round more, for a link that is paid by the byte\.$",
+        r"; mod4 would send [\d.]+ [kMG]B a day and round more, for a link that is paid by the "
+        r"byte\.$",
         said,
     )
 
@@ -291,10 +292,21 @@ def test_people_get_a_table_the_settings_and_one_line_of_advice(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("params", 0), ("params", -1.0), ("params", math.nan), ("params", 1e300), ("mbit", 0.0), ("mbit", math.inf),
-        ("rtt", -0.1), ("rtt", math.nan), ("step", 0.0), ("step", 1e9), ("peers", 1), ("peers", 10**9), ("every", 0),
+        ("params", 0),
+        ("params", -1.0),
+        ("params", math.nan),
+        ("params", 1e300),
+        ("mbit", 0.0),
+        ("mbit", math.inf),
+        ("rtt", -0.1),
+        ("rtt", math.nan),
+        ("step", 0.0),
+        ("step", 1e9),
+        ("peers", 1),
+        ("peers", 10**9),
+        ("every", 0),
     ],
-)  # fmt: skip
+)
 def test_a_number_that_cannot_be_used_is_named(option, value):
     with pytest.raises(
         PlanError, match=f"^--{option} [^:]*: give between [^.]*\\.?[^.]*\\.$"

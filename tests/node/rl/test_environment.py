@@ -16,7 +16,10 @@ ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"
 
 
 def test_questions_are_the_same_in_another_process():
-    code = "from shoal.node.rl.environment import Strings\nfor i in range(20): print(Strings().question(7, i).prompt)"
+    code = (
+        "from shoal.node.rl.environment import Strings\nfor i in range(20): "
+        "print(Strings().question(7, i).prompt)"
+    )
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     ).stdout

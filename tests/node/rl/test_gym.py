@@ -1,4 +1,6 @@
-"""reasoning-gym's families, where the package is installed: never evaluated, never a credit for nothing."""
+"""reasoning-gym's families, where the package is installed: never evaluated, never a credit for
+nothing.
+"""
 
 import sys
 import threading

@@ -1,4 +1,6 @@
-"""Models of transformers, where it is installed: a random one of a few thousand parameters, and (SHOAL_SLOW=1) a real one."""
+"""Models of transformers, where it is installed: a random one of a few thousand parameters, and
+(SHOAL_SLOW=1) a real one.
+"""
 
 import pytest
 import torch
@@ -55,9 +57,17 @@ def test_greedy_is_what_transformers_generates(policy, folder):
 def sliding(folder):
     torch.manual_seed(1)
     config = transformers.MistralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, sliding_window=6, eos_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        sliding_window=6,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
     return HF(
         transformers.MistralForCausalLM(config),
         transformers.AutoTokenizer.from_pretrained(folder),
@@ -99,12 +109,15 @@ def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_al
     assert (min(lengths) < 4, max(lengths), passes_alone) == (True, 12, sum(lengths))
     assert max(sizes) == 4
     assert max(widths) <= max(map(len, map(made._prompt, prompts))) + 12  # whoever was there before
-    # A token of a row costs one row of a pass, and none is computed for a row that has ended; else rows wait for the longest.
+    # A token of a row costs one row of a pass, and none is computed for a row that has ended; else
+    # rows wait for the longest.
     assert (sum(sizes) == sum(lengths)) is plain
 
 
 def test_completions_are_the_same_where_one_rarely_looks_who_has_ended(policy, monkeypatch):
-    """As on a GPU, which the host would wait for: rows go on past their end, and past the most tokens, until it looks."""
+    """As on a GPU, which the host would wait for: rows go on past their end, and past the most
+    tokens, until it looks.
+    """
     monkeypatch.setattr(policy, "_ends", set(range(0, 96, 9)))
     monkeypatch.setattr(policy, "_rows", 4)
     found = []

@@ -1,4 +1,6 @@
-"""A policy whose completions a server draws: one of the tests' own, which speaks as vLLM documents it, or as llama.cpp's does."""
+"""A policy whose completions a server draws: one of the tests' own, which speaks as vLLM documents
+it, or as llama.cpp's does.
+"""
 
 import copy
 import json
@@ -70,7 +72,11 @@ class Model:
 
 
 class Server:
-    """HTTP server. ``kind``: vllm or llama; ``asked``: all (path, body); ``reply``: in place of what it would answer."""
+    """HTTP server.
+
+    ``kind``: vllm or llama; ``asked``: all (path, body); ``reply``: in place of what it would
+    answer.
+    """
 
     def __init__(self, model, kind):
         self.model, self.kind, self.asked, self.drawn, self.reply = model, kind, [], [], None
@@ -308,8 +314,10 @@ NONSENSE = "answered other than completions with their tokens' ids"
         (answers(b"[" * 60_000, 500), r"failed at /v1/completions \(500: \[+\): look"),
         (
             answers({"detail": "no field of it"}, 422),
-            r"failed at /v1/completions \(422: .*\): use vLLM or llama\.cpp's own server \(llama-server\), for it does not "
-            r"understand what is asked: other servers take no tokens as a prompt, or return no tokens' ids\.$",
+            r"failed at /v1/completions \(422: .*\): use vLLM or llama\.cpp's own server "
+            r"\(llama-server\), for it does not "
+            r"understand what is asked: other servers take no tokens as a prompt, or return no "
+            r"tokens' ids\.$",
         ),
         (answers(b"<html>"), NONSENSE),
         (answers(b'{"choices":' + b"[" * 50_000), NONSENSE),
@@ -372,7 +380,8 @@ def test_a_node_that_learns_refuses_a_server_whose_weights_stay(folder):
     with serving_of(folder, "llama") as server:
         with pytest.raises(
             PolicyError,
-            match=r"failed at /v1/load_lora_adapter \(404: File Not Found\): start vLLM .*only=share",
+            match=r"failed at /v1/load_lora_adapter \(404: File Not Found\): start vLLM "
+            r".*only=share",
         ):
             _ = make_task(settings(folder, server)).policy
         sharing = make_task(settings(folder, server, only="share")).policy

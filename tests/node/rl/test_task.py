@@ -1,4 +1,6 @@
-"""Rounds of reinforcement learning without a network: rewards rise, foreign groups are judged anew, nothing is waited for."""
+"""Rounds of reinforcement learning without a network: rewards rise, foreign groups are judged anew,
+nothing is waited for.
+"""
 
 import secrets
 import time
@@ -177,9 +179,15 @@ def foreign(policy, **changes):
 def record(texts, *, seed=3, index=0, **fields):
     bus = Bus([], PEERS[0])
     return bus.make(
-        env="strings", env_version="1", env_config=ENV.config, seed=seed, index=index, completions=tuple(texts),
-        finish=("stop",) * len(texts), **{"policy_version": 0, "temperature": 1.0, **fields},
-    )  # fmt: skip
+        env="strings",
+        env_version="1",
+        env_config=ENV.config,
+        seed=seed,
+        index=index,
+        completions=tuple(texts),
+        finish=("stop",) * len(texts),
+        **{"policy_version": 0, "temperature": 1.0, **fields},
+    )
 
 
 def right(index=0, seed=3):
@@ -225,7 +233,9 @@ def test_what_is_not_learnt_from_is_counted_under_its_reason(tiny):
 
 
 def fresh(step, most):
-    """Oldest version that may train in batch ``step``, which trains on version ``step`` - 1: prime-rl's ``min_fresh_version``."""
+    """Oldest version that may train in batch ``step``, which trains on version ``step`` - 1:
+    prime-rl's ``min_fresh_version``.
+    """
     return (step - 1) - most
 
 
@@ -281,9 +291,16 @@ def test_nobody_crowds_others_out_and_copies_are_known(tiny):
     flood = [record(["zz", "yy"], index=index) for index in range(100)]
     bus = Bus([], PEERS[1])
     theirs = bus.make(
-        env="strings", env_version="1", env_config=ENV.config, seed=3, index=500, completions=(right(500), "zz"),
-        finish=("stop", "stop"), policy_version=0, temperature=1.0,
-    )  # fmt: skip
+        env="strings",
+        env_version="1",
+        env_config=ENV.config,
+        seed=3,
+        index=500,
+        completions=(right(500), "zz"),
+        finish=("stop", "stop"),
+        policy_version=0,
+        temperature=1.0,
+    )
     came = [theirs, *flood]
     assert fair(came, 64)[0] is theirs
     assert fair(came, 64)[1:] == flood[-63:]
@@ -322,7 +339,8 @@ def test_a_question_compares_without_its_data():
     assert Question("q", "a", object()) == Question("q", "a", object())
 
 
-# -- rounds in which groups are claimed: who claims writes them, the rest is written as ever, and planted ones teach nobody
+# -- rounds in which groups are claimed: who claims writes them, the rest is written as ever, and
+# planted ones teach nobody
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +349,9 @@ def policy():
 
 
 class Claims:
-    """`shoal.node.rl.task.Claiming`: claims one group for each of ``due``, which says whether it is planted."""
+    """`shoal.node.rl.task.Claiming`: claims one group for each of ``due``, which says whether it is
+    planted.
+    """
 
     def __init__(self, *due):
         self.due, self.asked, self.written = list(due), [], []
@@ -363,7 +383,9 @@ def claiming_task(policy, claims=None, **settings):
 
 
 def unclaimed(policy, **settings):
-    """Return what is written without claims: of each group its record and what is learnt from it."""
+    """Return what is written without claims: of each group its record and what is learnt from
+    it.
+    """
     task, other, _ = claiming_task(policy, **settings)
     groups, reward = task._write(0)
     return groups, reward, other.inbox
@@ -396,9 +418,12 @@ def test_what_is_claimed_is_shared_and_learnt_from_in_its_place(policy):
     assert claims.asked == [(other.inbox[0].seed, index) for index, _ in task._questions(0)[:2]]
     # The rest is what the policy writes of the rest.
     rest = policy.generate(
-        [group.prompt for group in groups[1:]], 8, temperature=task.settings.temperature, max_tokens=12,
+        [group.prompt for group in groups[1:]],
+        8,
+        temperature=task.settings.temperature,
+        max_tokens=12,
         seed=task._number("completions", 0),
-    )  # fmt: skip
+    )
     assert [group.tokens for group in groups[1:]] == [
         tuple(one.tokens for one in part) for part in rest
     ]

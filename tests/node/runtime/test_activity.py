@@ -1,4 +1,6 @@
-"""A node that computes or waits in silence, fails before it trains, returns to nobody, trains alone to compare, or is ended."""
+"""A node that computes or waits in silence, fails before it trains, returns to nobody, trains alone
+to compare, or is ended.
+"""
 
 import itertools
 import json
@@ -206,8 +208,18 @@ def test_verification_and_metrics_are_closed_if_the_task_has_no_batches(tmp_path
     assert [file.closed for file in files] == [True]
 
 
-ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": "0" * 64,
-         "state": "training", "version": "0"}  # fmt: skip
+ABOUT = {
+    "name": "x",
+    "round": 1,
+    "step": 1,
+    "loss": None,
+    "steps_per_s": 1.0,
+    "shard": 0,
+    "shards": 1,
+    "model": "0" * 64,
+    "state": "training",
+    "version": "0",
+}
 
 
 class Alone:
@@ -256,7 +268,7 @@ def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
 
 
 @pytest.mark.slow(reason="real nodes that return")
-def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_port_of_before(
+def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_old_port(
     tmp_path,
 ):
     def settings(name):
@@ -310,7 +322,8 @@ def test_the_run_that_is_over_gives_back_gradients_and_optimizer_state_and_keeps
 
 @pytest.mark.parametrize("method", ["noloco", "diloco", "streaming"])
 def test_alone_is_the_same_method_without_partners(method):
-    """Else the outer optimizer's own gain would be called the swarm's: "61.8 % better together" of one node.
+    """Else the outer optimizer's own gain would be called the swarm's: "61.8 % better together" of
+    one node.
 
     Mutant: the baseline trains by the method "none".
     """

@@ -30,8 +30,18 @@ from tests.clocks import until
 
 MODEL = "0" * 64
 SHAPES = [(4,)]
-ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": MODEL,
-         "state": "training", "version": "0"}  # fmt: skip
+ABOUT = {
+    "name": "x",
+    "round": 1,
+    "step": 1,
+    "loss": None,
+    "steps_per_s": 1.0,
+    "shard": 0,
+    "shards": 1,
+    "model": MODEL,
+    "state": "training",
+    "version": "0",
+}
 
 
 class Club:
@@ -144,7 +154,8 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
     creator = club.first
     for member in (creator, anna):
         StateServer(member.host, member.swarm, MODEL, SHAPES)
-    # Weights are asked for before anybody could have read a record of the newcomer: it shows its invitation first.
+    # Weights are asked for before anybody could have read a record of the newcomer: it shows its
+    # invitation first.
     wanted = StateRequest(swarm=creator.swarm, model=MODEL)
     assert (
         asks(
@@ -202,7 +213,8 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
                 anna.host.addresses(),
             )
     assert anna.host.resource_manager.refused()["uninvited"] == 4
-    # The manifest says that an invitation is needed, so every peer gets it; and the directory shows the members.
+    # The manifest says that an invitation is needed, so every peer gets it; and the directory shows
+    # the members.
     assert fetch_manifest(spy.host, club.link())[1].invite_only
 
 
@@ -262,13 +274,22 @@ def test_what_a_stranger_gossips_is_not_taken(club, monkeypatch):
 
 def rollout(pool):
     return pool.make(
-        env="e", env_version="1", env_config=bytes(32), seed=0, index=0, completions=("a",), finish=("stop",), policy_version=0,
+        env="e",
+        env_version="1",
+        env_config=bytes(32),
+        seed=0,
+        index=0,
+        completions=("a",),
+        finish=("stop",),
+        policy_version=0,
         temperature=1.0,
-    )  # fmt: skip
+    )
 
 
 def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path, monkeypatch):
-    """Fault: without --identity the creator, whose key is another file, was told to make a new key, which cannot invite."""
+    """Fault: without --identity the creator, whose key is another file, was told to make a new key,
+    which cannot invite.
+    """
     manifest = open_manifest(club.first.sealed)
     other, absent, own = tmp_path / "other.key", tmp_path / "absent.key", tmp_path / "own.key"
     key = Identity.create(other)
@@ -276,7 +297,8 @@ def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path, mo
     lost = "if it is lost, begin a new swarm \\(shoal up --resume-from\\).$"
     with pytest.raises(
         AdmissionError,
-        match=f"^Only the swarm's creator, {club.identity.peer_id}, can invite, and the key in {other} is {key.peer_id}: name the "
+        match=f"^Only the swarm's creator, {club.identity.peer_id}, can invite, and the key in "
+        f"{other} is {key.peer_id}: name the "
         f"creator's key file with --identity; {lost}",
     ):
         inviting_key(manifest, other)
@@ -284,8 +306,10 @@ def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path, mo
     monkeypatch.setattr(creators, "RUNS", tmp_path / "runs")
     with pytest.raises(
         AdmissionError,
-        match=f"^Only the swarm's creator, {club.identity.peer_id}, can invite, and none of the key files that were looked at is "
-        f"that one \\({absent}\\): name the one with which `shoal up` made the swarm by --identity; {lost}",
+        match=f"^Only the swarm's creator, {club.identity.peer_id}, can invite, and none of the "
+        "key files that were looked at is "
+        f"that one \\({absent}\\): name the one with which `shoal up` made the swarm by "
+        f"--identity; {lost}",
     ):
         inviting_key(manifest, None)
     for name, path in (("bert", other), ("anna", own), ("carl", absent)):
@@ -387,12 +411,25 @@ def test_rounds_that_are_no_steps_end_for_every_member_alike(club):
 @pytest.mark.parametrize(
     ("given", "at", "said"),
     [
-        ({}, None, "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set train.steps=4000."),
+        (
+            {},
+            None,
+            "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set "
+            "train.steps=4000.",
+        ),
         ({"train.lrr": 1.0}, None, "There is no setting 'train.lrr': did you mean 'train.lr'?"),
-        ({"train.lr": "x"}, None, "The setting train.lr='x' cannot be used: it should be a valid number."),
-        ({"train.steps": -1}, None, "The setting train.steps=-1 cannot be used: it should be greater than or equal to 0."),
+        (
+            {"train.lr": "x"},
+            None,
+            "The setting train.lr='x' cannot be used: it should be a valid number.",
+        ),
+        (
+            {"train.steps": -1},
+            None,
+            "The setting train.steps=-1 cannot be used: it should be greater than or equal to 0.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_changed_is_said_before_anybody_is_asked(given, at, said):
     with pytest.raises(ConfigError) as refused:
         creators.wanted(given)

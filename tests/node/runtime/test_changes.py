@@ -1,4 +1,6 @@
-"""A node takes a change of the swarm's settings: its rate, its end and its schedule, what it keeps of its own, what is saved."""
+"""A node takes a change of the swarm's settings: its rate, its end and its schedule, what it keeps
+of its own, what is saved.
+"""
 
 from types import SimpleNamespace
 
@@ -75,7 +77,8 @@ def test_a_node_keeps_its_own_steps():
     made.node._follow_changes(3)
     assert made.taken == [{"lr": 0.5, "steps": 50, "length": 200}]
     assert made.said == [
-        "the swarm's creator has changed train.steps=200, from round 3 on here; this node keeps its own --steps 50"
+        "the swarm's creator has changed train.steps=200, from round 3 on here; this node keeps "
+        "its own --steps 50"
     ]
 
 

@@ -1,4 +1,6 @@
-"""The metrics file is JSON line by line; the display shows strangers' names without obeying them."""
+"""The metrics file is JSON line by line; the display shows strangers' names without obeying
+them.
+"""
 
 import io
 import json
@@ -30,9 +32,17 @@ def progress(step, loss, *rates):
 
 def info(**changes):
     fields = {
-        "round": 3, "step": 75, "members": 2, "partner": "bob", "bytes_sent": 543_000, "bytes_received": 544_000, "lag": 0,
-        "wait_s": 0.25, "loss": 2.5, "weights": "0123456789abcdef",
-    }  # fmt: skip
+        "round": 3,
+        "step": 75,
+        "members": 2,
+        "partner": "bob",
+        "bytes_sent": 543_000,
+        "bytes_received": 544_000,
+        "lag": 0,
+        "wait_s": 0.25,
+        "loss": 2.5,
+        "weights": "0123456789abcdef",
+    }
     return RoundRecord(**(fields | changes))
 
 
@@ -112,7 +122,8 @@ def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_
     metrics.write("after")
     metrics.close()
     assert messages == [
-        f"Cannot write the metrics {str(path)!r} (No space left on device): free some space or choose another folder; "
+        f"Cannot write the metrics {str(path)!r} (No space left on device): free some space or "
+        "choose another folder; "
         "training goes on without them.",
         "Metrics can be written again.",
     ]
@@ -141,18 +152,16 @@ def test_lines_name_the_round_and_hold_progress_back():
     now[0] += LINE_EVERY_S
     display.update(progress(4, 4.5, 100.0, 51_200.0, 0.414))
     display.close()
-    assert (
-        stream.getvalue().splitlines()
-        == [
-            "round 3 with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
-            "round 3 without a partner (bert broke off): up 543 kB, down 544 kB, wait 250 ms",
-            "round 3 with bob: up 543 kB, down 544 kB, wait 250 ms",
-            "round 3, fragment 3 of 4, with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
-            "round 4 with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",  # the last average, of all fragments
-            "step 2 of 1000: loss 4.5000, 100.0 steps/s",
-            "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
-        ]
-    )
+    assert stream.getvalue().splitlines() == [
+        "round 3 with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
+        "round 3 without a partner (bert broke off): up 543 kB, down 544 kB, wait 250 ms",
+        "round 3 with bob: up 543 kB, down 544 kB, wait 250 ms",
+        "round 3, fragment 3 of 4, with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
+        # the last average, of all fragments
+        "round 4 with bob: loss 2.5000, up 543 kB, down 544 kB, wait 250 ms",
+        "step 2 of 1000: loss 4.5000, 100.0 steps/s",
+        "step 4 of 1000: loss 4.5000, 100.0 steps/s, 51,200 tokens/s, 41 % MFU",
+    ]
 
 
 @pytest.mark.parametrize("total", [0, 100])
@@ -212,22 +221,26 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
     done, where = summary(made, Path("runs/a"), 2.25)
     assert (
         done
-        == "finished after 50 steps and 5 rounds, 16 of 20 exchanges with others: held-out loss 2.5000, 4.0000 at first"
+        == "finished after 50 steps and 5 rounds, 16 of 20 exchanges with others: held-out loss "
+        "2.5000, 4.0000 at first"
     )
     assert where.startswith(
-        "checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with --resume and more"
+        "checkpoints, metrics.jsonl and result.json are in 'runs/a'; the same command with "
+        "--resume and more"
     )
     made.interrupted, made.loss_last = True, None
     done, where = summary(made, Path("runs/a"), 2.25)
     assert (
         done
-        == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss 2.2500"
+        == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss "
+        "2.2500"
     )
     assert where.endswith("the same command with --resume goes on from there")
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
     made.lag, made.lag_auto, made.late, made.wait_s = 7, True, 2, 1.25
     assert summary(made, Path(), 1.0)[1] == (
-        "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training waited 1.25 s for the network"
+        "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training "
+        "waited 1.25 s for the network"
     )
 
 
@@ -243,7 +256,10 @@ def test_an_end_that_was_not_saved_is_no_place_to_go_on_from(tmp_path, there, wa
     for step in there:
         (tmp_path / f"step-{step:08d}").mkdir()
     made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, not_saved="Cannot save")
-    said = f"metrics.jsonl and result.json are in {str(tmp_path)!r}, but not the end of this run; {way}"
+    said = (
+        f"metrics.jsonl and result.json are in {str(tmp_path)!r}, but not the end of this run; "
+        f"{way}"
+    )
     assert summary(made, tmp_path, 1.0)[-1] == said
 
 

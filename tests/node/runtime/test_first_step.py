@@ -1,4 +1,6 @@
-"""What is loaded up to the first step of a node, and that its optimizers compute what torch's do."""
+"""What is loaded up to the first step of a node, and that its optimizers compute what torch's
+do.
+"""
 
 import inspect
 import json
@@ -45,7 +47,7 @@ loaded = sorted(sys.modules)
 import hivemind
 print(json.dumps({"loaded": loaded, "steps": trainer.opt.steps, "whole": hivemind.DHT.__name__, "version": hivemind.__version__,
     "collected": sum(collections), "collects": gc.isenabled(), "kept": gc.get_freeze_count()}))
-"""
+"""  # noqa: E501
 
 
 def top(names: list[str]) -> set[str]:

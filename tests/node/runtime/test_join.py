@@ -1,4 +1,6 @@
-"""What a joiner takes from the manifest and what is its own affair; the door for manifests, and which shard it gets."""
+"""What a joiner takes from the manifest and what is its own affair; the door for manifests, and
+which shard it gets.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -103,12 +105,15 @@ def test_without_muon_in_torch_the_built_in_task_has_its_own_optimizer(monkeypat
 @pytest.mark.parametrize(
     ("given", "guarded"),
     [
-        ({}, {"robust": "clipped-gossip", "check_loss": True}), ({"outer.method": "diloco"}, {"robust": "centered-clip"}),
-        ({"outer.method": "none"}, {}), ({"outer.robust": "none"}, {"check_loss": True}),
-        ({"outer.check_loss": False}, {"robust": "clipped-gossip"}), ({"outer.weights": "tokens"}, {"check_loss": True}),
+        ({}, {"robust": "clipped-gossip", "check_loss": True}),
+        ({"outer.method": "diloco"}, {"robust": "centered-clip"}),
+        ({"outer.method": "none"}, {}),
+        ({"outer.robust": "none"}, {"check_loss": True}),
+        ({"outer.check_loss": False}, {"robust": "clipped-gossip"}),
+        ({"outer.weights": "tokens"}, {"check_loss": True}),
         ({"outer.method": "sparseloco", "outer.codec": "topk2-senders+ef:0.95"}, {}),
     ],
-)  # fmt: skip
+)
 def test_a_public_swarm_has_its_defences_unless_the_user_chose_others(given, guarded):
     before = load(None, given | {"swarm.public": True, "swarm.name": "whales"})
     outer = open_manifest(new_manifest(for_new_swarm(before), ME, "0" * 64)).outer
@@ -190,14 +195,22 @@ def test_the_flags_of_a_table_make_the_same_table_again():
 @pytest.mark.parametrize(
     ("key", "wanted", "had"),
     [
-        ("outer.lr", 0.5, "outer.lr=1.0"), ("outer.method", "diloco", "outer.method='noloco'"), ("outer.every", 3, "outer.every=7"),
-        ("outer.codec", "int8", "outer.codec='mod4'"), ("swarm.name", "x", "swarm.name='whales'"),
-        ("swarm.start_when", 9, "swarm.start_when=1"), ("swarm.invite_only", True, "swarm.invite_only=False"),
-        ("train.seed", 6, "train.seed=5"), ("train.eval_every", 6, "train.eval_every=0"), ("train.clip", 2.0, "train.clip=0.0"),
-        ("train.schedule", "constant", "train.schedule='task'"), ("verify.audit_rate", 0.5, "verify.audit_rate=0.0"),
-        ("task.options.width", 64, "task.options.width=32"), ("task.options.layers", 2, "no task.options.layers"),
+        ("outer.lr", 0.5, "outer.lr=1.0"),
+        ("outer.method", "diloco", "outer.method='noloco'"),
+        ("outer.every", 3, "outer.every=7"),
+        ("outer.codec", "int8", "outer.codec='mod4'"),
+        ("swarm.name", "x", "swarm.name='whales'"),
+        ("swarm.start_when", 9, "swarm.start_when=1"),
+        ("swarm.invite_only", True, "swarm.invite_only=False"),
+        ("train.seed", 6, "train.seed=5"),
+        ("train.eval_every", 6, "train.eval_every=0"),
+        ("train.clip", 2.0, "train.clip=0.0"),
+        ("train.schedule", "constant", "train.schedule='task'"),
+        ("verify.audit_rate", 0.5, "verify.audit_rate=0.0"),
+        ("task.options.width", 64, "task.options.width=32"),
+        ("task.options.layers", 2, "no task.options.layers"),
     ],
-)  # fmt: skip
+)
 def test_what_the_manifest_fixes_is_refused_and_named_unless_it_is_the_same(key, wanted, had):
     theirs = manifest(**{"outer.every": 7, "task.options": {"width": 32}, "swarm.name": "whales"})
     with pytest.raises(ConfigError) as caught:

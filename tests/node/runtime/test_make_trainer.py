@@ -1,4 +1,6 @@
-"""The learning-rate schedule of a node that joins late: at the swarm's place in it, never back, and never beyond its end."""
+"""The learning-rate schedule of a node that joins late: at the swarm's place in it, never back, and
+never beyond its end.
+"""
 
 from types import SimpleNamespace
 
@@ -48,7 +50,8 @@ def test_a_late_node_begins_where_the_swarm_is_and_says_so():
     made, on_time = trainer(settings(**COSINE)), trainer(settings(**COSINE))
     line = follow_schedule(made, settings(**COSINE), manifest(), 4, [], {})
     assert line == (
-        "the learning-rate schedule begins at step 20 of 40, where the swarm is, and stays at its end from this node's step 20 on"
+        "the learning-rate schedule begins at step 20 of 40, where the swarm is, and stays at its "
+        "end from this node's step 20 on"
     )
     for _ in range(20):
         on_time.schedule.step()
@@ -78,7 +81,9 @@ def test_where_there_is_nothing_to_follow_it_begins_at_its_own_first_step(given,
 
 @pytest.mark.parametrize("round", [8, 9, 10**6, 2**53, 2**63])
 def test_a_swarm_that_lies_about_its_round_can_put_it_at_the_end_at_most(round):
-    """Fault: a round of 9e15, as a hostile peer answers, is stepped through, or leads beyond the end of OneCycle."""
+    """Fault: a round of 9e15, as a hostile peer answers, is stepped through, or leads beyond the
+    end of OneCycle.
+    """
     made = trainer(settings(**COSINE))
     assert "begins at step 40 of 40, where the swarm is" in follow_schedule(
         made, settings(**COSINE), manifest(), round, [], {}

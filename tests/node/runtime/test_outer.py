@@ -1,4 +1,6 @@
-"""Every method from its settings: defaults are the method's own, and each trains through the node's trainer."""
+"""Every method from its settings: defaults are the method's own, and each trains through the node's
+trainer.
+"""
 
 import re
 import typing
@@ -81,7 +83,8 @@ def made(settings):
 def test_the_settings_know_every_method_and_every_knob_is_some_methods():
     assert typing.get_args(OuterSettings.model_fields["method"].annotation) == tuple(METHODS)
     assert all(methods_with(knob) for knob in KNOBS)
-    # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, the rest of CO2 is for experiments.
+    # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, the
+    # rest of CO2 is for experiments.
     assert {knob for method in METHODS.values() for knob in method.knobs} == {
         *KNOBS, "nesterov", "keep", "penalty", "clip", "pull", "mix", "part",
     }  # fmt: skip
@@ -275,11 +278,13 @@ def test_evaluation_is_with_the_slow_weights_where_the_method_says_so(name):
         ),
         (
             {"lag": "never"},
-            r"outer\.lag='never' cannot be used: it should be auto, or a whole number from 0 to 1000000",
+            r"outer\.lag='never' cannot be used: it should be auto, or a whole number from 0 to "
+            r"1000000",
         ),
         (
             {"method": "diloco", "lag": 3},
-            r"the method 'diloco' has no lag: leave it out, or choose one that has it \(noloco, local,",
+            r"the method 'diloco' has no lag: leave it out, or choose one that has it \(noloco, "
+            r"local,",
         ),
         ({"method": "none", "lag": 0}, r"the method 'none' has no lag"),
     ],

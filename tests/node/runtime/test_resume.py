@@ -1,4 +1,6 @@
-"""A trainer begins with the weights of another run, of any method; what is asked for wrongly is one sentence."""
+"""A trainer begins with the weights of another run, of any method; what is asked for wrongly is one
+sentence.
+"""
 
 import pytest
 import torch
@@ -205,8 +207,10 @@ def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
     with pytest.raises(CheckpointError) as caught:
         check_same_outer(OuterSettings(method="noloco"), old)
     assert str(caught.value) == (
-        "The swarm of the checkpoint has outer.method=diloco, and a swarm's settings are fixed: leave method out, or pass "
-        "--resume-from runs/a in place of --resume to begin a new swarm from it with outer.method=noloco."
+        "The swarm of the checkpoint has outer.method=diloco, and a swarm's settings are fixed: "
+        "leave method out, or pass "
+        "--resume-from runs/a in place of --resume to begin a new swarm from it with "
+        "outer.method=noloco."
     )
 
 

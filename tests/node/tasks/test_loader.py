@@ -1,4 +1,6 @@
-"""Loading a task by name, of one file or several: the three forms, and one sentence for each way in which it can fail."""
+"""Loading a task by name, of one file or several: the three forms, and one sentence for each way in
+which it can fail.
+"""
 
 import sys
 from pathlib import Path
@@ -83,11 +85,11 @@ def test_example_learns():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nonsense", "'nonsense' is not of the form module:Class"), ("module:", "is not of the form"),
-        (":Class", "is not of the form"), ("no_such_module_here:Task", "no module 'no_such_module_here'"),
-        ("no-module:Task", "is no module name"), ("node.no_such:Task", r"no module 'node\.no_such'"),
+        ("nonsense", "'nonsense' is not of the form module:Class"), ("module:", "is not of the form"),  # noqa: E501
+        (":Class", "is not of the form"), ("no_such_module_here:Task", "no module 'no_such_module_here'"),  # noqa: E501
+        ("no-module:Task", "is no module name"), ("node.no_such:Task", r"no module 'node\.no_such'"),  # noqa: E501
         ("no/such/file.py:Task", "There is no file 'no/such/file.py'"),
-        ("shoal.node.tasks.text:TextTusk", "did you mean 'TextTask'"), ("shoal.node.tasks.text:math", "There is no class 'math'"),
+        ("shoal.node.tasks.text:TextTusk", "did you mean 'TextTask'"), ("shoal.node.tasks.text:math", "There is no class 'math'"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_names_that_lead_nowhere(spec, words):
@@ -99,8 +101,8 @@ def test_names_that_lead_nowhere(spec, words):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("x = 1\nraise RuntimeError('no luck\\nat all')", r"RuntimeError: no luck \(mine.py, line 2\)"), ("def (:", "SyntaxError"),
-        ("import sys\nsys.exit(3)", "SystemExit: 3"), ("import no_such_neighbour", "install that module"),
+        ("x = 1\nraise RuntimeError('no luck\\nat all')", r"RuntimeError: no luck \(mine.py, line 2\)"), ("def (:", "SyntaxError"),  # noqa: E501
+        ("import sys\nsys.exit(3)", "SystemExit: 3"), ("import no_such_neighbour", "install that module"),  # noqa: E501
         ("", "it defines no class at all"),
     ],
 )  # fmt: skip
@@ -153,7 +155,7 @@ def several(tmp_path, **files):
 
 
 BODY = "\nfrom shoal import Task\nclass Mine(Task):\n    def model(self): ...\n    def batches(self, shard): ...\n" \
-    "    def evaluate(self, model): ...\n    def loss(self, model, batch): ...\n"  # fmt: skip
+    "    def evaluate(self, model): ...\n    def loss(self, model, batch): ...\n"  # fmt: skip  # noqa: E501
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def imports(monkeypatch):
 
 def test_a_task_imports_modules_and_packages_beside_it_at_once_and_later(tmp_path, imports):
     spec = several(
-        tmp_path, shoal_beside_one="A = 1", **{"shoal_beside_pack/__init__": "B = 2"}, shoal_beside_late="C = 3",
+        tmp_path, shoal_beside_one="A = 1", **{"shoal_beside_pack/__init__": "B = 2"}, shoal_beside_late="C = 3",  # noqa: E501
         task="import shoal_beside_one, shoal_beside_pack" + BODY
         + "    def tokens(self, batch):\n        import shoal_beside_late\n"
         "        return shoal_beside_one.A + shoal_beside_pack.B + shoal_beside_late.C\n",
@@ -210,10 +212,10 @@ def test_an_import_that_fails_or_would_mislead_gets_the_right_hint(tmp_path, imp
 
 
 def test_an_error_in_a_module_beside_the_task_is_the_users(tmp_path, imports):
-    spec = several(tmp_path, shoal_beside_bad="def f(): 1 / 0", task="import shoal_beside_bad" + BODY.replace(
+    spec = several(tmp_path, shoal_beside_bad="def f(): 1 / 0", task="import shoal_beside_bad" + BODY.replace(  # noqa: E501
         "def model(self): ...", "def model(self): shoal_beside_bad.f()"))  # fmt: skip
     with pytest.raises(
         UserCodeError,
-        match=r"failed in model\(\): ZeroDivisionError: division by zero \(shoal_beside_bad.py, line 1\)",
+        match=r"failed in model\(\): ZeroDivisionError: division by zero \(shoal_beside_bad.py, line 1\)",  # noqa: E501
     ):
         load_task(spec).model()

@@ -184,10 +184,17 @@ def test_unreadable_file_is_one_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"layers": 0}, {"width": 30}, {"lr": 0.0}, {"batch": "8"}, {"warmup": -1}, {"order": "sorted"}, {"field": ""},
-        {"tokenizer": 3}, {"shuffle": 0},
+        {"layers": 0},
+        {"width": 30},
+        {"lr": 0.0},
+        {"batch": "8"},
+        {"warmup": -1},
+        {"order": "sorted"},
+        {"field": ""},
+        {"tokenizer": 3},
+        {"shuffle": 0},
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_named(options):
     with pytest.raises(DataError, match=next(iter(options))):
         TextTask(**options)
@@ -200,5 +207,6 @@ def test_a_text_of_wide_characters_is_named_with_what_to_do(tmp_path, encoding):
     with pytest.raises(DataError) as error:
         read_documents(str(path), 1000)
     assert str(error.value) == (
-        f"The text {str(path)!r} is in UTF-16 or UTF-32: save it as UTF-8, such as with iconv -f UTF-16 -t UTF-8."
+        f"The text {str(path)!r} is in UTF-16 or UTF-32: save it as UTF-8, such as with iconv -f "
+        "UTF-16 -t UTF-8."
     )

@@ -67,7 +67,9 @@ def run(*args, **kwargs):
 
 
 def plain(step, device=CPU, task=None, optimizer=None):
-    """Return the weights after STEPS steps of a loop in which ``step(task, model, inner, batch)`` is written out."""
+    """Return the weights after STEPS steps of a loop in which ``step(task, model, inner, batch)``
+    is written out.
+    """
     torch.manual_seed(1)
     task = task or Small()
     model = task.model().to(device)

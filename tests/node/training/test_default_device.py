@@ -1,4 +1,6 @@
-"""torch.set_default_device, as scripts call it, is the model's matter: what Shoal makes for itself stays on the CPU."""
+"""torch.set_default_device, as scripts call it, is the model's matter: what Shoal makes for itself
+stays on the CPU.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def clean():
 
 
 def trained(device, **settings):
-    """Return what two peers have after two rounds, each in a thread of its own: the default device is each thread's."""
+    """Return what two peers have after two rounds, each in a thread of its own: the default device
+    is each thread's.
+    """
     diloco.limit.cache_clear()
 
     def peer(exchange):

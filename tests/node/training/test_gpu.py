@@ -1,4 +1,6 @@
-"""A node's training on a GPU leaves the weights that it leaves on the CPU, however it computes, and resumes on either."""
+"""A node's training on a GPU leaves the weights that it leaves on the CPU, however it computes, and
+resumes on either.
+"""
 
 import pytest
 import torch
@@ -67,10 +69,15 @@ def weights(trainer):
 @pytest.mark.parametrize(
     ("task", "how"),
     [
-        (Small, {}), (Small, {"slow_on_device": True}), (Small, {"accumulate": 4}), (Small, {"workers": 1}), (Adapted, {}),
-        (Text, {"recompute": True}), (Text, {"method": "streaming", "slow_on_device": True}),
+        (Small, {}),
+        (Small, {"slow_on_device": True}),
+        (Small, {"accumulate": 4}),
+        (Small, {"workers": 1}),
+        (Adapted, {}),
+        (Text, {"recompute": True}),
+        (Text, {"method": "streaming", "slow_on_device": True}),
     ],
-)  # fmt: skip
+)
 def test_it_trains_as_on_the_cpu(task, how, same_adam):
     found = []
     for device in (CPU, CUDA):

@@ -1,4 +1,6 @@
-"""An inner step is that of a plain PyTorch loop: cut by rows, accumulated, clipped, in mixed precision."""
+"""An inner step is that of a plain PyTorch loop: cut by rows, accumulated, clipped, in mixed
+precision.
+"""
 
 import math
 from collections import namedtuple
@@ -100,8 +102,12 @@ def test_float16_is_the_plain_loop_with_gradscaler(name, task):
 def test_a_step_that_is_left_out_still_counts_for_the_swarm(recwarn):
     float16(CPU)
     rounds = []
-    made = trainer(Overflows(bad=(0, 1, 2)), TrainSettings(steps=STEPS, seed=1, schedule="constant", warmup=2), method="noloco",
-                   precision="float16")  # fmt: skip
+    made = trainer(
+        Overflows(bad=(0, 1, 2)),
+        TrainSettings(steps=STEPS, seed=1, schedule="constant", warmup=2),
+        method="noloco",
+        precision="float16",
+    )
     made.opt.on_round = lambda info: rounds.append((info.step, made.round_loss()))
     before = [parameter.clone() for parameter in made.params]
     for _ in range(3):
@@ -121,7 +127,8 @@ def test_gradients_that_never_are_finite_end_training():
     made = trainer(Overflows(bad=range(1000)), TrainSettings(seed=1), precision="float16")
     with pytest.raises(
         TrainingError,
-        match=r"The gradients of 50 steps in a row were not finite: lower the learning rate, or set",
+        match=r"The gradients of 50 steps in a row were not finite: lower the learning rate, or "
+        r"set",
     ):
         made.run()
     assert made.opt.steps == SKIPS
@@ -160,7 +167,7 @@ def test_the_built_in_task_accumulates_in_bfloat16(tmp_path):
     assert made.evaluate() < before
 
 
-# -- optimizer and schedule -------------------------------------------------------------------------------------------------
+# -- optimizer and schedule ------------------------------------------------------------------------
 
 
 def test_the_swarms_optimizer_and_schedule_are_torchs():

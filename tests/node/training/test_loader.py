@@ -1,4 +1,6 @@
-"""Batches are the same whoever draws them, workers leave no trace in results or in positions, and end with the node."""
+"""Batches are the same whoever draws them, workers leave no trace in results or in positions, and
+end with the node.
+"""
 
 import os
 import random
@@ -78,12 +80,19 @@ def shuffled(kind, workers):
 
 
 KINDS = {
-    "generator": generated, "position": Counted, "numbered": Squares, "numbered with an end": Few, "stream": Stream,
-    "loader": lambda: shuffled(DataLoader, 0), "loader with workers": lambda: shuffled(DataLoader, 1),
+    "generator": generated,
+    "position": Counted,
+    "numbered": Squares,
+    "numbered with an end": Few,
+    "stream": Stream,
+    "loader": lambda: shuffled(DataLoader, 0),
+    "loader with workers": lambda: shuffled(DataLoader, 1),
     "stateful loader": lambda: shuffled(StatefulDataLoader, 0),
-    "text in epochs": lambda: TextTask(context=8, batch=2, order="epochs", data=__file__).batches(SHARD),
+    "text in epochs": lambda: TextTask(context=8, batch=2, order="epochs", data=__file__).batches(
+        SHARD
+    ),
     "text": lambda: TextTask(context=8, batch=2).batches(SHARD),
-}  # fmt: skip
+}
 
 
 class Own(Task):
@@ -209,7 +218,9 @@ def test_global_random_numbers_are_left_to_the_model_and_those_of_workers_are_fi
 
 
 def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch):
-    """A pinned view with gaps would be copied to a GPU by way of memory that is not pinned, and waited for."""
+    """A pinned view with gaps would be copied to a GPU by way of memory that is not pinned, and
+    waited for.
+    """
     held = torch.arange(24.0).view(4, 6)
     batch = {
         "inputs": held[:, :-1],
@@ -283,7 +294,8 @@ def test_an_error_in_a_worker_is_the_users_own_in_the_same_sentence(where):
         assert "shoal/node" not in caught.value.trace.splitlines()[1]
     assert said[0] == said[1]
     assert said[0].startswith(
-        f"Your task 'Mine' failed in batches(){'.state_dict()' if where == 'state' else ''}: ValueError"
+        f"Your task 'Mine' failed in batches(){'.state_dict()' if where == 'state' else ''}: "
+        "ValueError"
     )
 
 
@@ -443,7 +455,8 @@ UNSENT = {
     ),
     "too large": (
         too_large,
-        r"A worker cannot send what it drew \(RuntimeError: .*train.workers=0.*docker run --shm-size",
+        r"A worker cannot send what it drew \(RuntimeError: .*train.workers=0.*docker run "
+        r"--shm-size",
     ),
     "received": (
         lambda: iter([Taken()] * 9),

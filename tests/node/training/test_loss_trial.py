@@ -21,7 +21,9 @@ SHARD = Shard(0, 1, 3)
 
 
 class Line(Task):
-    """y = w x + b, with targets 0, so that the loss is the mean of (w x + b)^2; x is 1 in every batch."""
+    """y = w x + b, with targets 0, so that the loss is the mean of (w x + b)^2; x is 1 in every
+    batch.
+    """
 
     def model(self):
         model = nn.Linear(1, 1)
@@ -89,7 +91,9 @@ class Lines(nn.Module):
 
 @pytest.mark.parametrize("named", [True, False])
 def test_losses_are_those_of_the_right_weights_whatever_the_optimizers_groups(named):
-    """With positions in the order of the groups, and the copy's parameters in the model's, the loss was another model's."""
+    """With positions in the order of the groups, and the copy's parameters in the model's, the loss
+    was another model's.
+    """
     model = Lines()
     groups = [{"params": [model.u]}, {"params": [model.v]}, {"params": [model.w]}]
     opt = NoLoCo(
@@ -121,8 +125,8 @@ def test_trials_that_take_too_long_become_rarer_until_one_does_not(monkeypatch):
     assert tried(-1.0, 1 + 1 + 1) == (3, 2)
     assert tried(-1.0, 2 + sum(1 + 2**n for n in range(2, 7)) + 3 * 65) == (2 + 129 + 195, 8)
     assert (
-        "took over -1 s: they count untried, as will the next 64 (outer.check_loss): give the task smaller batches"
-        in said[-1]
+        "took over -1 s: they count untried, as will the next 64 (outer.check_loss): give the task "
+        "smaller batches" in said[-1]
     )
 
 
@@ -147,7 +151,9 @@ def test_a_trial_without_memory_counts_untried_and_training_goes_on(monkeypatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("slow", ["cpu", "cuda"])
 def test_a_trial_goes_on_beside_training(slow):
-    """On a stream of its own: the stand-in raises where that reads what training may still write, or writes what it reads."""
+    """On a stream of its own: the stand-in raises where that reads what training may still write,
+    or writes what it reads.
+    """
     model, streams = Line().model().to("cuda"), []
     opt, training = (
         around(model, fragments=[[model.weight], [model.bias]], slow_device=slow),
@@ -195,9 +201,15 @@ def test_a_node_tries_if_the_swarm_asks_for_it_and_it_can(asked, draws, ranks, t
     task = Line()
     task.draws_with_model = draws
     trainer = SimpleNamespace(
-        outer=SimpleNamespace(check_loss=asked), task=task, layout=SimpleNamespace(ranks=ranks), model=model, whole=around(model),
-        device=torch.device("cpu"), shard=SHARD, inner_step=SimpleNamespace(autocast=nullcontext),
-    )  # fmt: skip
+        outer=SimpleNamespace(check_loss=asked),
+        task=task,
+        layout=SimpleNamespace(ranks=ranks),
+        model=model,
+        whole=around(model),
+        device=torch.device("cpu"),
+        shard=SHARD,
+        inner_step=SimpleNamespace(autocast=nullcontext),
+    )
     try_partners(trainer, screen, lines.append)
     assert (screen.loss_check is not None, len(lines)) == (tries, said)
 
@@ -222,7 +234,9 @@ class Choosy(Line):
 
 
 def test_weights_at_which_the_task_raises_are_the_partners_fault_and_its_own_are_not():
-    """Mutants: a partner makes this node report an error of its own; an error of its own is put down to the partner."""
+    """Mutants: a partner makes this node report an error of its own; an error of its own is put
+    down to the partner.
+    """
     model = Line().model()
     tried = LossTrial(Choosy().loss, Line().batches(SHARD), model, around(model), print)
     own, _, theirs = tried(0, weights(1, 0), weights(3, 0))

@@ -1,4 +1,6 @@
-"""The optimizer muon in a node's training: the pair of torch's optimizers, its schedule, and a run that goes on bit by bit."""
+"""The optimizer muon in a node's training: the pair of torch's optimizers, its schedule, and a run
+that goes on bit by bit.
+"""
 
 import shutil
 

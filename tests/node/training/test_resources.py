@@ -1,4 +1,6 @@
-"""The memory budget and what a node cannot compute: queues, precisions, and blocks that compute their activations again."""
+"""The memory budget and what a node cannot compute: queues, precisions, and blocks that compute
+their activations again.
+"""
 
 import copy
 import gc
@@ -171,7 +173,8 @@ def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         OuterError,
-        match=r"cannot be kept in files in '.*file' \(.*\): free some space, or choose another folder",
+        match=r"cannot be kept in files in '.*file' \(.*\): free some space, or choose another "
+        r"folder",
     ):
         Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "file")
     made = Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "there")
@@ -180,7 +183,9 @@ def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
 
 @pytest.fixture
 def card(monkeypatch):
-    """Plays a device of 100 MB, of which tensors of this process have the model's 4 MB and 1 MB more."""
+    """Plays a device of 100 MB, of which tensors of this process have the model's 4 MB and 1 MB
+    more.
+    """
     has = SimpleNamespace(free=95_000_000, allocated=5_000_000)
     monkeypatch.setattr(of_device, "free_and_total", lambda device: (has.free, 100_000_000))
     monkeypatch.setattr(of_device, "allocated", lambda device: has.allocated)
@@ -253,7 +258,10 @@ def test_a_device_without_room_is_refused_with_what_would_fit(card):
     card.free = 24_000_000  # and the 4 MB that the model has
     planned(slow_there=True)
     card.free -= 1
-    words = r"about 0\.03 GB of cuda:0 without activations \(model 0\.00, .*\) and 0\.03 are free there: leave --offload device out"
+    words = (
+        r"about 0\.03 GB of cuda:0 without activations \(model 0\.00, .*\) and 0\.03 are free "
+        r"there: leave --offload device out"
+    )
     with pytest.raises(
         MemoryBudgetError, match=words + ".* train a model of fewer than 999,999 parameters"
     ):
@@ -276,7 +284,10 @@ def test_after_the_first_step_what_is_held_is_compared_with_the_plan(card, held,
     taken = round(12_000_000 * held) + libraries
     card.allocated, card.peak = 1_000_000 + taken, 41_000_000 + libraries
     found = plan.compared()
-    begins = f"after its first step this node holds {taken / 1e9:.2f} GB of cuda:0, where 0.01 were planned; with activations, "
+    begins = (
+        f"after its first step this node holds {taken / 1e9:.2f} GB of cuda:0, where 0.01 "
+        "were planned; with activations, "
+    )
     later = 48_000_000 + libraries  # with Adam's 8 MB
     assert found.startswith(
         begins + f"gradients and exchange the next ones will take up to {later / 1e9:.2f}"
@@ -290,8 +301,8 @@ def test_memory_that_the_second_step_will_not_have_is_told_after_the_first(card)
     assert "accumulate" not in plan.compared()
     card.peak += 1
     assert (
-        "take up to 0.10, more than the 0.10 that are there, so raise train.accumulate, or set train.recompute"
-        in plan.compared()
+        "take up to 0.10, more than the 0.10 that are there, so raise train.accumulate, or set "
+        "train.recompute" in plan.compared()
     )
 
 
@@ -372,7 +383,8 @@ class Starved(Small):
     [
         (
             {},
-            r"on 'cpu' for a step: cut the batch into parts \(--set train.accumulate=2\), .* format \(--precision bfloat16\), ",
+            r"on 'cpu' for a step: cut the batch into parts \(--set train.accumulate=2\), .* "
+            r"format \(--precision bfloat16\), ",
         ),
         ({"accumulate": 4}, r"\(--set train.accumulate=8\)"),
         (
@@ -390,7 +402,8 @@ def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
 def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
     with pytest.raises(
         UserCodeError,
-        match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set train.accumulate=2\)",
+        match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set "
+        r"train.accumulate=2\)",
     ) as caught:
         run(Guarded(Starved(), "Starved"))
     assert caught.value.trace
@@ -416,7 +429,7 @@ def test_memory_that_runs_out_does_not_ask_for_files_that_there_are(tmp_path):
     assert "--offload" not in str(caught.value)
 
 
-# -- compiling ------------------------------------------------------------------------------------------------------------------
+# -- compiling -------------------------------------------------------------------------------------
 
 
 def test_compiling_changes_no_name_and_evaluates_the_model_itself(monkeypatch):

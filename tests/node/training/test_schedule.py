@@ -1,4 +1,6 @@
-"""A schedule of another length goes on as if it had had that length from the start, and none goes on beyond its end."""
+"""A schedule of another length goes on as if it had had that length from the start, and none goes
+on beyond its end.
+"""
 
 import pytest
 import torch
@@ -56,21 +58,30 @@ def sequential(optimizer, steps):
 MADE = {
     "cosine": lambda opt, steps: torch_schedules.CosineAnnealingLR(opt, T_max=steps),
     "linear": lambda opt, steps: torch_schedules.LinearLR(opt, 1.0, 0.1, total_iters=steps),
-    "onecycle": lambda opt, steps: torch_schedules.OneCycleLR(opt, max_lr=0.3, total_steps=steps), "sequential": sequential,
+    "onecycle": lambda opt, steps: torch_schedules.OneCycleLR(opt, max_lr=0.3, total_steps=steps),
+    "sequential": sequential,
     "chained": lambda opt, steps: torch_schedules.ChainedScheduler(
         [torch_schedules.ConstantLR(opt, 0.5, steps // 2), torch_schedules.ExponentialLR(opt, 0.9)]
     ),
     "lambda": lambda opt, steps: torch_schedules.LambdaLR(opt, lambda step: 1 - step / steps),
     "lambdas with fields": lambda opt, steps: torch_schedules.LambdaLR(opt, Halving(steps)),
-    "multiplied": lambda opt, steps: torch_schedules.MultiplicativeLR(opt, lambda step: 1 - 1 / steps),
-    "polynomial": lambda opt, steps: torch_schedules.PolynomialLR(opt, total_iters=steps, power=2.0),
+    "multiplied": lambda opt, steps: torch_schedules.MultiplicativeLR(
+        opt, lambda step: 1 - 1 / steps
+    ),
+    "polynomial": lambda opt, steps: torch_schedules.PolynomialLR(
+        opt, total_iters=steps, power=2.0
+    ),
     "restarts": lambda opt, steps: torch_schedules.CosineAnnealingWarmRestarts(opt, T_0=steps // 4),
     "steps": lambda opt, steps: torch_schedules.MultiStepLR(opt, [steps // 2, steps - 2]),
-    "cyclic": lambda opt, steps: torch_schedules.CyclicLR(opt, 0.01, 0.1, step_size_up=steps // 4, cycle_momentum=False),
-    "of a user": Own, "transformers cosine": hf("get_cosine_schedule_with_warmup"),
+    "cyclic": lambda opt, steps: torch_schedules.CyclicLR(
+        opt, 0.01, 0.1, step_size_up=steps // 4, cycle_momentum=False
+    ),
+    "of a user": Own,
+    "transformers cosine": hf("get_cosine_schedule_with_warmup"),
     "transformers linear": hf("get_linear_schedule_with_warmup"),
-    "transformers polynomial": hf("get_polynomial_decay_schedule_with_warmup", power=2.0), "none": lambda opt, steps: None,
-}  # fmt: skip
+    "transformers polynomial": hf("get_polynomial_decay_schedule_with_warmup", power=2.0),
+    "none": lambda opt, steps: None,
+}
 
 
 class Scheduled(Small):
@@ -112,7 +123,9 @@ def saved(tmp_path, made):
 def test_a_run_resumed_with_more_steps_has_the_rates_of_one_that_had_them_from_the_start(
     tmp_path, name
 ):
-    """Fault: the old length comes back with the checkpoint: the cosine rises again, OneCycle ends with an error."""
+    """Fault: the old length comes back with the checkpoint: the cosine rises again, OneCycle ends
+    with an error.
+    """
     make = MADE[name]
     short = trainer(make, FIRST)
     for _ in range(FIRST):
@@ -139,7 +152,9 @@ def test_the_same_schedule_goes_on_as_it_was(tmp_path, name):
 
 @pytest.mark.parametrize("name", MADE)
 def test_going_forward_is_as_many_steps_and_stays_at_the_end(name):
-    """Fault: OneCycle raises beyond its end, a cosine rises again; a late node does more steps than are left of a schedule."""
+    """Fault: OneCycle raises beyond its end, a cosine rises again; a late node does more steps than
+    are left of a schedule.
+    """
     jumped, stepped = trainer(MADE[name], LENGTH), trainer(MADE[name], LENGTH)
     for _ in range(12):
         stepped.schedule.step()
@@ -192,7 +207,9 @@ HALF = TrainSettings(steps=LENGTH, seed=1)
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_changed_rate_is_the_schedules_times_a_factor(name):
-    """Mutants: the factor is multiplied in at every step; a chainable schedule goes on from the scaled rate."""
+    """Mutants: the factor is multiplied in at every step; a chainable schedule goes on from the
+    scaled rate.
+    """
     plain, made = trainer(MADE[name], LENGTH), trainer(MADE[name], LENGTH)
     rates = [[group["lr"] for group in groups] for groups in followed(plain, 12)]
     followed(made, 5)
@@ -216,7 +233,9 @@ def test_a_changed_length_has_the_rates_of_one_that_was_so_from_the_start(name):
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_changed_run_is_resumed_with_its_rates(tmp_path, name):
-    """Mutants: the factor is lost, or counts twice, in a run that is resumed before or after it knows of the change."""
+    """Mutants: the factor is lost, or counts twice, in a run that is resumed before or after it
+    knows of the change.
+    """
     whole = trainer(MADE[name], FIRST)
     for _ in range(4):
         whole.step()

@@ -1,4 +1,6 @@
-"""The training loop: it resumes bit by bit with the same random numbers, refuses what cannot be trained, and counts FLOPs."""
+"""The training loop: it resumes bit by bit with the same random numbers, refuses what cannot be
+trained, and counts FLOPs.
+"""
 
 import math
 import random
@@ -25,7 +27,9 @@ STEPS = 12
 
 
 class Noisy(Small):
-    """A model with dropout, an optimizer with momentum and a schedule: all that a checkpoint must hold."""
+    """A model with dropout, an optimizer with momentum and a schedule: all that a checkpoint must
+    hold.
+    """
 
     def __init__(self, width=6):
         self.width = width
@@ -46,7 +50,9 @@ class Noisy(Small):
 
 
 class Draws(Noisy):
-    """Its loss draws from every global generator of the CPU; some keep a number for the next draw."""
+    """Its loss draws from every global generator of the CPU; some keep a number for the next
+    draw.
+    """
 
     def loss(self, model, batch):
         drawn = random.random() + random.gauss(0, 1) + np.random.rand() + np.random.randn()
@@ -212,7 +218,8 @@ class Explodes(Noisy):
         (Ends, "The task's batches ended after 1 steps: batches(shard) must go on without end."),
         (
             Explodes,
-            "The training loss became nan by step 4: lower the task's learning rate, or have loss() return 0 for a batch in "
+            "The training loss became nan by step 4: lower the task's learning rate, or have "
+            "loss() return 0 for a batch in "
             "which every label is masked, whose mean is nan.",
         ),
     ],
@@ -247,12 +254,14 @@ class Inferred(Noisy):
     [
         (
             OnMeta,
-            "The task's model() has no values for '0.weight', which is on the device meta: make it on the CPU, or call "
+            "The task's model() has no values for '0.weight', which is on the device meta: make it "
+            "on the CPU, or call "
             'to_empty(device="cpu") and set the values.',
         ),
         (
             Inferred,
-            "The task's model() made '0.weight' under torch.inference_mode, so it cannot be trained: make it outside.",
+            "The task's model() made '0.weight' under torch.inference_mode, so it cannot be "
+            "trained: make it outside.",
         ),
     ],
 )
@@ -347,7 +356,9 @@ def flops_of(model, batch):
 
 
 def test_flops_are_those_of_forward_and_backward():
-    """A product of (8, 32) and (32, 16) takes 2 * 8 * 32 * 16; backward takes one for the weight, and none for the input."""
+    """A product of (8, 32) and (32, 16) takes 2 * 8 * 32 * 16; backward takes one for the weight,
+    and none for the input.
+    """
     assert flops_of(nn.Linear(32, 16, bias=False), torch.randn(8, 32)) == 2 * (2 * 8 * 32 * 16)
 
 
@@ -370,7 +381,8 @@ def test_flops_are_counted_once_in_the_first_step_and_scale_with_tokens():
         trained(peak=1e9, **own) for own in ({}, {"recompute": True}, {"accumulate": 2})
     )
     found = once.throughput._flops_per_token
-    # Two layers of 12 C^2, and the head. Torch's counter knows the attention of GPUs, and not that of the CPU.
+    # Two layers of 12 C^2, and the head. Torch's counter knows the attention of GPUs, and not that
+    # of the CPU.
     assert found == 6 * (2 * 12 * 16**2 + 16 * 256)
     assert recomputed.throughput._flops_per_token == found
     assert parts.throughput._flops_per_token == found
@@ -456,7 +468,9 @@ def test_the_state_of_another_kind_of_device_is_left_out(saved_on, size, kind, m
 
 
 class Decayed(Small):
-    """A task with decay and no-decay groups, the latter first; ``part``: it trains only the first of its parameters."""
+    """A task with decay and no-decay groups, the latter first; ``part``: it trains only the first
+    of its parameters.
+    """
 
     def __init__(self, part=False):
         self.part = part
@@ -471,7 +485,9 @@ class Decayed(Small):
 
 
 def test_a_node_averages_in_the_models_order_whatever_the_groups_of_its_task():
-    """A public swarm tries partners' weights by position: with those of the groups nothing was ever exchanged."""
+    """A public swarm tries partners' weights by position: with those of the groups nothing was ever
+    exchanged.
+    """
     made = trainer(Decayed())
     assert [id(p) for p in made.opt.parameters] == [id(p) for p in made.model.parameters()]
     assert made.opt.parameters.names == made.params.names != ("",) * len(made.params)

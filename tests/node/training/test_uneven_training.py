@@ -1,4 +1,6 @@
-"""Training in rounds that are not steps: what the settings mean to the trainer, and the speed that it reports."""
+"""Training in rounds that are not steps: what the settings mean to the trainer, and the speed that
+it reports.
+"""
 
 import types
 
@@ -54,13 +56,18 @@ def made(
 @pytest.mark.parametrize(
     ("settings", "weight"),
     [
-        ({}, equal), ({"round": "tokens:100"}, equal), ({"round": "seconds:5"}, by_tokens),
-        ({"round": "seconds:auto", "weights": "equal"}, equal), ({"round": "seconds:5", "weights": "rate"}, by_rate),
-        ({"weights": "tokens"}, by_tokens), ({"round": "seconds:5", "method": "decoupled"}, by_rate),
-        ({"round": "seconds:5", "method": "local"}, by_tokens), ({"round": "seconds:5", "method": "none"}, equal),
+        ({}, equal),
+        ({"round": "tokens:100"}, equal),
+        ({"round": "seconds:5"}, by_tokens),
+        ({"round": "seconds:auto", "weights": "equal"}, equal),
+        ({"round": "seconds:5", "weights": "rate"}, by_rate),
+        ({"weights": "tokens"}, by_tokens),
+        ({"round": "seconds:5", "method": "decoupled"}, by_rate),
+        ({"round": "seconds:5", "method": "local"}, by_tokens),
+        ({"round": "seconds:5", "method": "none"}, equal),
         ({"weights": "tokens", "method": "none"}, equal),
     ],
-)  # fmt: skip
+)
 def test_peers_are_weighted_by_tokens_where_they_learn_from_unequally_much(settings, weight):
     assert made(**settings).opt.weight is weight
     assert made(**OuterSettings(**settings).resolved().model_dump()).opt.weight is weight
@@ -128,9 +135,14 @@ def test_two_trainers_of_unequal_speed_meet_in_every_round():
     def peer(exchange):
         infos: list[RoundInfo] = []
         trainer = made(
-            Timed(on_step=lambda: exchange.sleep(step_s[exchange.peer])), exchange, index=int(exchange.peer),
-            clock=lambda: exchange.simulation.now, on_round=infos.append, round="seconds:20", codec="float32",
-        )  # fmt: skip
+            Timed(on_step=lambda: exchange.sleep(step_s[exchange.peer])),
+            exchange,
+            index=int(exchange.peer),
+            clock=lambda: exchange.simulation.now,
+            on_round=infos.append,
+            round="seconds:20",
+            codec="float32",
+        )
         while len(infos) < 6:
             trainer.step()
         return infos, trainer.opt.tokens, [slow.clone() for slow in trainer.opt.slow]

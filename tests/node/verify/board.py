@@ -1,4 +1,6 @@
-"""Several nodes that verify each other in one process: real policies, claims and checks, but no sockets, threads or clock."""
+"""Several nodes that verify each other in one process: real policies, claims and checks, but no
+sockets, threads or clock.
+"""
 
 import hashlib
 import itertools
@@ -32,7 +34,10 @@ class Board:
 
 
 class Net:
-    """`shoal.node.verify.audit.SwarmNetwork` on a board. ``hands_out`` False: it has nothing that it is asked for."""
+    """`shoal.node.verify.audit.SwarmNetwork` on a board.
+
+    ``hands_out`` False: it has nothing that it is asked for.
+    """
 
     def __init__(self, board, me, hands_out=True):
         self.board, self.me, self.swarm, self.hands_out = board, me, SWARM, hands_out
@@ -92,7 +97,10 @@ def toy_signature(peer, record):
 
 
 class Node:
-    """A node that trains a small policy and verifies; ``verification`` and its network. ``rules``: others than a swarm's."""
+    """A node that trains a small policy and verifies; ``verification`` and its network.
+
+    ``rules``: others than a swarm's.
+    """
 
     def __init__(self, board, me, folder, calibration, *, seed=0, hands_out=True, **rules):
         self.me, self.said, self.events = me, [], []
@@ -108,7 +116,8 @@ class Node:
             settings, make_terms(settings, self.task), self.task, self.network, clock
         )
         self.claimer = kind.claimer
-        # No claim is planted unless a test asks for it: what honest peers claim is then valid, whatever the lottery.
+        # No claim is planted unless a test asks for it: what honest peers claim is then valid,
+        # whatever the lottery.
         with mock.patch.object(
             service,
             "rules_of",
@@ -153,7 +162,9 @@ def task_of(seed=0):
 
 
 def calibrate(out, claims, name="tiny"):
-    """Write the calibration of the policy that all nodes here train to the file ``out``, which is returned."""
+    """Write the calibration of the policy that all nodes here train to the file ``out``, which is
+    returned.
+    """
     task = task_of()
     save_calibration(
         self_calibrate(task.policy, task.env, Agreed(1.0, 8, 8), policy_name=name, claims=claims),
@@ -175,7 +186,9 @@ def settings_of(folder, **verify):
 
 
 def run(board, nodes, rounds):
-    """So many rounds: each node steps, and trains once at the begin of each and once later; changes of weights are real."""
+    """So many rounds: each node steps, and trains once at the begin of each and once later; changes
+    of weights are real.
+    """
     with torch.random.fork_rng([]):
         for tick in range(int(rounds * TICKS)):
             for node in nodes:

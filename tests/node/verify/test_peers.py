@@ -1,4 +1,6 @@
-"""`shoal peers`: the standings follow from what is signed, whatever else a log says; and what a node says of them."""
+"""`shoal peers`: the standings follow from what is signed, whatever else a log says; and what a
+node says of them.
+"""
 
 import contextlib
 import time
@@ -100,7 +102,9 @@ def test_what_is_forged_or_of_another_swarm_changes_nothing(identities, story):
 
 @pytest.fixture
 def look(identities, story, monkeypatch):
-    """`read_peers` of a swarm whose members hand out the given logs; None for one that does not answer."""
+    """`read_peers` of a swarm whose members hand out the given logs; None for one that does not
+    answer.
+    """
 
     def look(logs, terms=True, verify=VERIFY):
         @contextlib.contextmanager
@@ -145,9 +149,18 @@ def test_the_table_that_most_give_is_shown(identities, story, look):
     assert by_peer[liar]["banned_until"] == pytest.approx((11 + ScoreRules().ban + 1) * ROUND_S)
     assert by_peer[liar]["why"] == "2 claims found invalid"
     assert by_peer[honest] | {"claims": 0, "votes": 0} == {
-        "name": "", "peer": honest, "here": False, "score": by_peer[honest]["score"], "claims": 0, "votes": 0,
-        "disputes": {"won": 0, "lost": 0}, "bans": 0, "banned_until": None, "why": "", "drawn": True,
-    }  # fmt: skip
+        "name": "",
+        "peer": honest,
+        "here": False,
+        "score": by_peer[honest]["score"],
+        "claims": 0,
+        "votes": 0,
+        "disputes": {"won": 0, "lost": 0},
+        "bans": 0,
+        "banned_until": None,
+        "why": "",
+        "drawn": True,
+    }
     assert by_peer[honest]["claims"]["valid"] == 2
     assert by_peer[honest]["score"] > 0
     assert by_peer[third]["here"]
@@ -204,14 +217,23 @@ def test_where_nothing_is_verified_that_is_said(look, identities):
 
 def test_a_name_is_no_markup():
     told = {
-        "name": "[bold]demo[/bold]", "verify": "activations", "agree": 1, "asked": 1,
+        "name": "[bold]demo[/bold]",
+        "verify": "activations",
+        "agree": 1,
+        "asked": 1,
         "peers": [
             {
-                "name": "[red]eve[/red][link=http://x]", "peer": "12D3KooWeve", "score": -1.0, "claims": Standing().claims,
-                "votes": Standing().votes, "banned_until": None, "why": "", "drawn": True,
+                "name": "[red]eve[/red][link=http://x]",
+                "peer": "12D3KooWeve",
+                "score": -1.0,
+                "claims": Standing().claims,
+                "votes": Standing().votes,
+                "banned_until": None,
+                "why": "",
+                "drawn": True,
             }
         ],
-    }  # fmt: skip
+    }
     shown = summary(told)
     assert "[bold]demo[/bold]" in shown
     assert "[red]eve[/red][link=http://x]" in shown
@@ -250,14 +272,15 @@ def table(round, **absences):
     return Table(round, standings, {})
 
 
-def test_a_node_that_is_not_drawn_for_want_of_votes_says_so_once_with_what_to_do_and_when_it_is_over():
+def test_a_node_that_is_not_drawn_for_want_of_votes_says_so_once_with_what_to_do_and_when_it_is_over():  # noqa: E501
     before, first, still, after = said(
         table(1, me=ABSENT - 1), table(2, me=ABSENT), table(3, me=ABSENT + 1), table(4, me=0)
     )
     assert (before, still, after) == ([], [], ["this node is drawn as a verifier again"])
     (sentence,) = first
     assert sentence.startswith(
-        "this node is not drawn as a verifier for a while, because 7 of its votes did not come; it stays a"
+        "this node is not drawn as a verifier for a while, because 7 of its votes did not come; it "
+        "stays a"
     )
     assert sentence.endswith("run less on this machine")
 

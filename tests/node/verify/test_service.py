@@ -1,4 +1,6 @@
-"""Sessions of several nodes over a board in memory: terms that fit, the guilty banned, nobody else, and all reckon alike."""
+"""Sessions of several nodes over a board in memory: terms that fit, the guilty banned, nobody else,
+and all reckon alike.
+"""
 
 import itertools
 import json
@@ -54,7 +56,9 @@ def node(tmp_path, calibration):
 
 @pytest.fixture
 def five(node, monkeypatch):
-    """Three honest nodes; one that claims what a policy of 4 bits wrote; and one that hands nothing out."""
+    """Three honest nodes; one that claims what a policy of 4 bits wrote; and one that hands nothing
+    out.
+    """
 
     def make(board, **verify):
         prove = completions.prove
@@ -125,8 +129,8 @@ def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(
         in said
     )
     assert (
-        "of withholding's node is invalid: The author of the claim does not serve what it was made of."
-        in said
+        "of withholding's node is invalid: The author of the claim does not serve what it was made "
+        "of." in said
     )
     for one in (nodes[0], late):
         assert sorted(
@@ -152,7 +156,9 @@ def test_training_waits_for_nothing_not_even_while_a_claim_is_checked(node):
     get = ann.network.get
 
     def look(*arguments):
-        """What training, the network and people may want in the middle of a check, each by a thread that must come back."""
+        """What training, the network and people may want in the middle of a check, each by a thread
+        that must come back.
+        """
         verification = ann.verification
         wants = [
             lambda: ann.claimer.write(ann.task.policy, 1, 0),
@@ -222,7 +228,9 @@ def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
 def test_rounds_too_short_for_the_weights_behind_a_claim_are_told_with_the_length_that_is_not(
     node, monkeypatch
 ):
-    """The fault: rounds of 60 s give a body 3 s to arrive, and an honest peer with a large adapter was banned for its link."""
+    """The fault: rounds of 60 s give a body 3 s to arrive, and an honest peer with a large adapter
+    was banned for its link.
+    """
     monkeypatch.setattr("shoal.node.verify.service.UPLINK", 0.001)
     ann = node(Board(), "ann")
     ann.step()
@@ -363,7 +371,8 @@ def test_another_policy_is_refused_in_a_sentence_and_a_habit_is_none(tmp_path):
     with pytest.raises(ConfigError) as refused:
         check_terms(terms, with_policy(settings_of(tmp_path), "hf:/models/small"), task_of())
     assert str(refused.value) == (
-        "The swarm verifies the policy 'tiny', this node was given 'hf:small': pass --policy and where that one is."
+        "The swarm verifies the policy 'tiny', this node was given 'hf:small': pass --policy and "
+        "where that one is."
     )
 
 
@@ -377,7 +386,8 @@ def test_other_untrained_weights_are_refused_in_a_sentence(tmp_path):
     with pytest.raises(ConfigError) as refused:
         check_terms(terms, settings_of(tmp_path), other)
     assert str(refused.value) == (
-        "This node's copy of 'tiny' has other weights than the swarm's: take the same version of the model."
+        "This node's copy of 'tiny' has other weights than the swarm's: take the same version of "
+        "the model."
     )
 
 
@@ -408,14 +418,15 @@ def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_pa
             break
     assert {node.me: node.banned for node in nodes} == {name: {"quantised"} for name in names}
     standings = nodes[0].verification.report()["standings"]
-    # Honest verifiers agree with each other, but for those whose own odds are not there yet: two claims are refused in all.
+    # Honest verifiers agree with each other, but for those whose own odds are not there yet: two
+    # claims are refused in all.
     assert all(standings[name]["seats"]["against"] <= 2 for name in names[:4])
     assert all(standings[name]["score"] > -5 for name in names[:4])
     assert all(standings[name]["claims"]["invalid"] == 0 for name in names[:4])
     said = "\n".join(line for node in nodes[:4] for line in node.said)
     assert (
-        "the claims of quantised's node, taken together, are not honest ones: `shoal verify explain quantised` says why"
-        in said
+        "the claims of quantised's node, taken together, are not honest ones: `shoal verify "
+        "explain quantised` says why" in said
     )
     assert "is invalid: Taken together, this peer's claims are not those of an honest one: " in said
     assert sum("taken together, are not honest" in line for line in nodes[0].said) <= 1

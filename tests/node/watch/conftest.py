@@ -33,18 +33,35 @@ class Author:
 
     def round(self, number, partners=(), **changes):
         fields = {
-            "round": number, "step": 10 * (number + 1), "loss": 4.0 / (number + 1), "members": 1 + len(partners),
-            "partners": tuple(partner.tail for partner in partners), "sent": 1000, "received": 900, "wait_s": 0.1,
-        }  # fmt: skip
+            "round": number,
+            "step": 10 * (number + 1),
+            "loss": 4.0 / (number + 1),
+            "members": 1 + len(partners),
+            "partners": tuple(partner.tail for partner in partners),
+            "sent": 1000,
+            "received": 900,
+            "wait_s": 0.1,
+        }
         return RoundStatus(**{**fields, **changes})
 
     def status(self, *rounds, **changes):
         last = rounds[-1] if rounds else self.round(0)
         fields = {
-            "swarm": SWARM, "peer": self.peer, "name": self.name, "addresses": (), "state": "training", "round": last.round,
-            "step": last.step, "loss": last.loss, "steps_per_s": 5.0, "sent": 1000, "received": 900, "rounds": rounds,
-            "issued": NOW, "version": "0.1.0",
-        }  # fmt: skip
+            "swarm": SWARM,
+            "peer": self.peer,
+            "name": self.name,
+            "addresses": (),
+            "state": "training",
+            "round": last.round,
+            "step": last.step,
+            "loss": last.loss,
+            "steps_per_s": 5.0,
+            "sent": 1000,
+            "received": 900,
+            "rounds": rounds,
+            "issued": NOW,
+            "version": "0.1.0",
+        }
         return Status(**{**fields, **changes})
 
     def heard(self, *rounds, at=NOW, **changes):

@@ -1,4 +1,6 @@
-"""``shoal watch`` as it is typed, with recordings and with links that lead nowhere; and what it never imports."""
+"""``shoal watch`` as it is typed, with recordings and with links that lead nowhere; and what it
+never imports.
+"""
 
 import json
 import signal
@@ -14,7 +16,7 @@ from shoal.node.watch.source import Recorder
 from shoal.swarm.errors import ShoalError
 from tests.node.watch.conftest import NOW
 
-NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
+NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"  # noqa: E501
 
 # A process of its own, to see what it imports.
 ALONE = """
@@ -25,7 +27,7 @@ try:
     main()
 finally:
     print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "hivemind", "libp2p"})))
-"""
+"""  # noqa: E501
 
 
 def run(*arguments):

@@ -1,4 +1,6 @@
-"""The client of `shoal watch` against a real node, and that node read by another implementation of libp2p."""
+"""The client of `shoal watch` against a real node, and that node read by another implementation of
+libp2p.
+"""
 
 import asyncio
 import json
@@ -56,7 +58,9 @@ class Node:
 
 
 def heard(node, next_of, **changes):
-    """What is heard of a node that publishes every second, as real ones do: the mesh takes up a new listener with its heartbeat."""
+    """What is heard of a node that publishes every second, as real ones do: the mesh takes up a new
+    listener with its heartbeat.
+    """
     for _ in range(30):
         node.publish(**changes)
         with suppress(queue.Empty):
@@ -170,7 +174,9 @@ def test_a_host_that_failed_under_other_names_is_not_dialled_and_no_news(authors
 
 
 def test_another_implementation_of_libp2p_reads_the_same_node(node, until):
-    """A client on py-libp2p, written from docs/wire.md, takes manifest and statuses of a node of ours."""
+    """A client on py-libp2p, written from docs/wire.md, takes manifest and statuses of a node of
+    ours.
+    """
     pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
     command = [sys.executable, str(ROOT / "examples" / "py_libp2p.py"), str(node.link)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -190,8 +196,12 @@ def test_another_implementation_of_libp2p_reads_the_same_node(node, until):
             node.send(b"garbage")
             node.publish(name="anna", state="waiting")
             assert json.loads(process.stdout.readline()) | {"loss": 0} == {
-                "name": "anna", "peer": node.host.peer_id, "state": "waiting", "round": 0, "loss": 0,
-            }  # fmt: skip
+                "name": "anna",
+                "peer": node.host.peer_id,
+                "state": "waiting",
+                "round": 0,
+                "loss": 0,
+            }
             process.send_signal(signal.SIGINT)
             _, refused = process.communicate(timeout=30)
         finally:

@@ -1,4 +1,6 @@
-"""The page as a browser shows it: only that runs its script. Headless Chromium, where there is one."""
+"""The page as a browser shows it: only that runs its script. Headless Chromium, where there is
+one.
+"""
 
 import asyncio
 import json
@@ -63,7 +65,9 @@ def recording(authors, tmp_path):
 
 
 def look(recording, work, **window):
-    """Run ``work(tab)`` on the page at the end of ``recording``, and see that its scripts did not fail."""
+    """Run ``work(tab)`` on the page at the end of ``recording``, and see that its scripts did not
+    fail.
+    """
     window = {"width": 1400, "height": 900, **window}
 
     @asynccontextmanager
@@ -131,14 +135,24 @@ def test_it_fills_the_width_and_nothing_sticks_out(recording, width):
         table = "document.querySelector('table')"
         fits = f"{table}.scrollWidth <= {table}.parentElement.clientWidth"
         await tab.value(
-            "last.totals.confirmed = {exchanges: 1234, tokens: 345678, rounds: 10, elsewhere: 5}; tiles(last)"
+            "last.totals.confirmed = {exchanges: 1234, tokens: 345678, rounds: 10, elsewhere: 5}; "
+            "tiles(last)"
         )
-        tallest = "Math.max(...[...document.querySelectorAll('#tiles div')].map((tile) => tile.clientHeight))"
+        tallest = (
+            "Math.max(...[...document.querySelectorAll('#tiles div')].map((tile) => "
+            "tile.clientHeight))"
+        )
         assert await tab.value(tallest) < 110  # three lines
         assert await tab.value(fits) == (width == 1400)  # a narrow page scrolls it in its own box
-        right = "Math.max(...[...document.querySelectorAll('section:not([hidden])')].map((s) => s.getBoundingClientRect().right))"
+        right = (
+            "Math.max(...[...document.querySelectorAll('section:not([hidden])')].map((s) => "
+            "s.getBoundingClientRect().right))"
+        )
         assert width - 24 <= await tab.value(right) <= width
-        columns = "new Set([...document.querySelectorAll('section:not([hidden])')].map((s) => s.getBoundingClientRect().left)).size"
+        columns = (
+            "new Set([...document.querySelectorAll('section:not([hidden])')].map((s) => "
+            "s.getBoundingClientRect().left)).size"
+        )
         assert await tab.value(columns) == (1 if width == 390 else 4)
 
     look(recording, work, width=width)

@@ -1,4 +1,6 @@
-"""Events as lines, in a file and back; and what a terminal shows of them, driven without a terminal."""
+"""Events as lines, in a file and back; and what a terminal shows of them, driven without a
+terminal.
+"""
 
 import asyncio
 import queue
@@ -36,12 +38,20 @@ from tests.node.watch.conftest import NOW, SWARM, Source
 def events(authors):
     anna, bert, _ = authors
     return [
-        Watching(time=NOW, swarm=SWARM), Connected(time=NOW + 0.5, peer=anna.peer),
+        Watching(time=NOW, swarm=SWARM),
+        Connected(time=NOW + 0.5, peer=anna.peer),
         Described(time=NOW + 0.6, name="first", task="text", method="noloco"),
-        anna.heard(anna.round(1, [bert]), at=NOW + 1, reward=0.5, faults=(("no-partner", 1),), banned=(bert.peer,)),
-        MessageRefused(time=NOW + 2, reason="forged"), Unreachable(time=NOW + 3, peer=bert.peer, reason="nobody answers"),
+        anna.heard(
+            anna.round(1, [bert]),
+            at=NOW + 1,
+            reward=0.5,
+            faults=(("no-partner", 1),),
+            banned=(bert.peer,),
+        ),
+        MessageRefused(time=NOW + 2, reason="forged"),
+        Unreachable(time=NOW + 3, peer=bert.peer, reason="nobody answers"),
         Disconnected(time=NOW + 100, peer=anna.peer),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -196,7 +206,9 @@ def test_any_curve_fits_any_size(curves, size):
 
 
 def test_a_mean_beside_all_curves_is_drawn_too():
-    """It is rounded: of equal losses of a million it lies beside them, and ended the terminal view."""
+    """It is rounded: of equal losses of a million it lies beside them, and ended the terminal
+    view.
+    """
     drawn = plot([[(0, 1234567.0), (9, 1234567.0)]] * 2, 40, 8, [(0, 1234600.0), (12, 1234600.0)])
     assert len(drawn.plain.split("\n")) == 8
 
@@ -243,7 +255,8 @@ def test_the_charts_fit_at_first_sight_and_after_each_change_of_size(screen_even
     def fits():
         for name in ("losses", "exchanges"):
             picture = app.query_one(f"#{name}")
-            picture.refresh()  # else the size of a layout in progress may be newer than what is painted
+            # else the size of a layout in progress may be newer than what is painted
+            picture.refresh()
             width, height = picture.content_size
             drawn = getattr(pictures, name)(app.view, width, height).plain.split("\n")
             shown = [picture.render_line(y).text.rstrip() for y in range(len(drawn))]

@@ -1,4 +1,6 @@
-"""The link on the page: whose addresses it has, what it never has, and a QR code that says the same."""
+"""The link on the page: whose addresses it has, what it never has, and a QR code that says the
+same.
+"""
 
 import pytest
 

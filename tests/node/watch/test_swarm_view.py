@@ -1,4 +1,6 @@
-"""The picture of a swarm: whom a watcher dials, what it lets in, and peers, curves, pairs and faults; bounded whatever comes."""
+"""The picture of a swarm: whom a watcher dials, what it lets in, and peers, curves, pairs and
+faults; bounded whatever comes.
+"""
 
 import json
 import os
@@ -48,11 +50,20 @@ def texts(view, kind):
 def test_peers_and_totals(authors):
     anna, bert, carl = authors
     view = view_of(
-        Watching(time=NOW, swarm=SWARM), Described(time=NOW, name="first", task="text", method="noloco"),
+        Watching(time=NOW, swarm=SWARM),
+        Described(time=NOW, name="first", task="text", method="noloco"),
         Connected(time=NOW, peer=anna.peer),
-        anna.heard(anna.round(3, [bert]), sent=5000, tokens_per_s=1500.0, mfu=0.25, reach="punched", throughput=1.56e6),
-        bert.heard(bert.round(3, [anna]), tokens_per_s=500.5), carl.heard(carl.round(2)),
-    )  # fmt: skip
+        anna.heard(
+            anna.round(3, [bert]),
+            sent=5000,
+            tokens_per_s=1500.0,
+            mfu=0.25,
+            reach="punched",
+            throughput=1.56e6,
+        ),
+        bert.heard(bert.round(3, [anna]), tokens_per_s=500.5),
+        carl.heard(carl.round(2)),
+    )
     assert [view.peers[author.peer].status.name for author in authors] == ["anna", "bert", "carl"]
     assert all(peer.here for peer in view.peers.values())
     totals = view.totals()
@@ -94,7 +105,9 @@ def test_of_a_swarm_of_buckets_size_and_speed_are_estimated_by_those_heard_of(au
 
 
 def test_one_that_states_a_size_in_a_swarm_without_buckets_makes_it_no_larger(authors):
-    """Nobody else states one: with 2^53 peers the watcher waited for years before it called one silent."""
+    """Nobody else states one: with 2^53 peers the watcher waited for years before it called one
+    silent.
+    """
     anna, bert, carl = authors
     view = view_of(anna.heard(anna.round(3)), carl.heard(carl.round(3), peers=2**53))
     assert (view.totals()["size"], view.totals()["sampled"]) == (2, False)
@@ -141,9 +154,11 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
     anna, bert, _ = authors
     rounds = [anna.round(number, [bert]) for number in range(5)]
     view = view_of(
-        anna.heard(*rounds[:3]), anna.heard(*rounds[1:4], at=NOW + 1), anna.heard(*rounds[2:], at=NOW + 2),
+        anna.heard(*rounds[:3]),
+        anna.heard(*rounds[1:4], at=NOW + 1),
+        anna.heard(*rounds[2:], at=NOW + 2),
         bert.heard(*(bert.round(number, [anna]) for number in range(5)), at=NOW + 2),
-    )  # fmt: skip
+    )
     assert view.peers[anna.peer].loss.points == [(n, 4.0 / (n + 1)) for n in range(5)]
     pair = tuple(sorted((anna.tail, bert.tail)))
     assert view.meetings.pairs() == {pair: 5}  # both told each of them
@@ -233,10 +248,13 @@ def test_a_fault_of_every_round_does_not_flood_the_news(authors):
 def test_connections_and_refusals_are_counted(authors):
     anna, bert, _ = authors
     view = view_of(
-        Connected(time=NOW, peer=anna.peer), Disconnected(time=NOW, peer=anna.peer),
-        Unreachable(time=NOW, peer=bert.peer, reason="nobody answers"), MessageRefused(time=NOW, reason="forged"),
-        MessageRefused(time=NOW, reason="forged"), MessageRefused(time=NOW, reason="malformed"),
-    )  # fmt: skip
+        Connected(time=NOW, peer=anna.peer),
+        Disconnected(time=NOW, peer=anna.peer),
+        Unreachable(time=NOW, peer=bert.peer, reason="nobody answers"),
+        MessageRefused(time=NOW, reason="forged"),
+        MessageRefused(time=NOW, reason="forged"),
+        MessageRefused(time=NOW, reason="malformed"),
+    )
     assert view.connected == set()
     assert view.unreachable == {bert.peer: "nobody answers"}
     assert view.refused == {"forged": 2, "malformed": 1}
@@ -400,9 +418,11 @@ def test_groups_and_lone_peers_of_the_newest_rounds_are_told(authors):
     anna, bert, carl = authors
     dora = Author("dora")
     view = view_of(
-        anna.heard(anna.round(1, [bert, carl]), anna.round(2)), bert.heard(bert.round(1, [anna, carl])), carl.heard(),
+        anna.heard(anna.round(1, [bert, carl]), anna.round(2)),
+        bert.heard(bert.round(1, [anna, carl])),
+        carl.heard(),
         dora.heard(dora.round(1)),
-    )  # fmt: skip
+    )
     shown = page_data(view, ended=False)["meetings"]
     told = [
         (number, {frozenset(group) for group in groups}, alone)
@@ -603,11 +623,22 @@ def test_the_largest_status_fits():
     others = [Author("x") for _ in range(8)]
     address = "/dns4/" + "a" * 200 + "/tcp/4001"
     status = author.status(
-        *(author.round(2**52 + n, others, sent=2**40, received=2**40, step=2**53) for n in range(6)),
-        addresses=(address,) * 4, banned=tuple(other.peer for other in others),
-        faults=tuple((f"{'f' * 62}{n:02}", 2**53) for n in range(12)), sent=2**40, received=2**40, reward=0.1,
-        rollouts_own=2**53, rollouts_foreign=2**53, claims=2**53, checked=2**53, invalid=2**53,
-    )  # fmt: skip
+        *(
+            author.round(2**52 + n, others, sent=2**40, received=2**40, step=2**53)
+            for n in range(6)
+        ),
+        addresses=(address,) * 4,
+        banned=tuple(other.peer for other in others),
+        faults=tuple((f"{'f' * 62}{n:02}", 2**53) for n in range(12)),
+        sent=2**40,
+        received=2**40,
+        reward=0.1,
+        rollouts_own=2**53,
+        rollouts_foreign=2**53,
+        claims=2**53,
+        checked=2**53,
+        invalid=2**53,
+    )
     assert len(pack(status)) < status.LIMIT
     gate = RecordFilter(Status, SWARM, clock=lambda: NOW)
     assert gate.open("x", make_envelope(SWARM, make_body(status, author.identity))) == status

@@ -288,7 +288,9 @@ def gated(work, monkeypatch, **limits):
 
 
 async def fetched(port):
-    """The first line of the answer to a request for the page; nothing if the connection was refused."""
+    """The first line of the answer to a request for the page; nothing if the connection was
+    refused.
+    """
     reader, writer = await asyncio.open_connection(web.HERE, port)
     try:
         writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")

@@ -345,7 +345,9 @@ def test_each_fragment_has_its_own():
 
 
 def test_two_sided_feedback_loses_nothing_on_either_side():
-    """The pattern of 1-bit Adam: peers send to a reducer, the reducer sends the mean back, each with its own residual."""
+    """The pattern of 1-bit Adam: peers send to a reducer, the reducer sends the mean back, each
+    with its own residual.
+    """
     peers, reducer, rounds = [codec_named("sign+ef") for _ in range(3)], codec_named("sign+ef"), 30
     meant = [torch.zeros(shape, dtype=torch.float64) for shape in FED]
     moved = [torch.zeros(shape, dtype=torch.float64) for shape in FED]

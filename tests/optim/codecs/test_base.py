@@ -83,7 +83,10 @@ WIDER = {"float16": torch.float32, "bfloat16": torch.float32, "float32": torch.f
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 def test_a_finite_value_never_becomes_infinite(codec):
-    """The range ends half a unit above the largest number, as in IEEE 754. NaN and infinity pass, as ever."""
+    """The range ends half a unit above the largest number, as in IEEE 754.
+
+    NaN and infinity pass, as ever.
+    """
     largest, wider = LARGEST[codec.name], WIDER[codec.name]
     rounded, over = {
         "float16": (65519.0, 65520.0),
@@ -171,8 +174,17 @@ def test_codecs_are_found_by_name():
         SIGN,
         TOPK2,
     ]
-    for name in ("auto:2", "auto:0.5", "int8+ef", "topk2+ef:0.95", "auto:3.5+ef:0.9", "bfloat16+ef", "topk2-senders+ef:0.95",
-                 "topk2:0.1+ef:0.9", "topk2-senders:0.05+ef"):  # fmt: skip
+    for name in (
+        "auto:2",
+        "auto:0.5",
+        "int8+ef",
+        "topk2+ef:0.95",
+        "auto:3.5+ef:0.9",
+        "bfloat16+ef",
+        "topk2-senders+ef:0.95",
+        "topk2:0.1+ef:0.9",
+        "topk2-senders:0.05+ef",
+    ):
         assert codec_named(name).name == name
         assert codec_named(name) is not codec_named(name)  # each has a state of its own
         assert re.fullmatch(r"[a-z0-9_.:,=+-]{1,64}", name)  # what a message between peers admits
@@ -218,7 +230,8 @@ UNKNOWN = [
 def test_an_unknown_name_gets_the_known_ones(name):
     with pytest.raises(
         ValueError,
-        match=rf"unknown codec {re.escape(repr(name))}: choose one of float32, float16, bfloat16, int8",
+        match=rf"unknown codec {re.escape(repr(name))}: choose one of float32, float16, bfloat16, "
+        r"int8",
     ):
         codec_named(name)
 
@@ -241,7 +254,8 @@ def test_whole_weights_are_not_sent_through_what_is_for_displacements():
     for name in ("e3m0", "topk2", "sign", "auto:4", "int8+ef"):
         with pytest.raises(
             ValueError,
-            match=f"LocalSGD sends whole weights, of which the codec {re.escape(name)} loses too much",
+            match=f"LocalSGD sends whole weights, of which the codec {re.escape(name)} loses too "
+            "much",
         ):
             check_sends_weights(codec_named(name), "LocalSGD")
 

@@ -127,8 +127,8 @@ def test_a_power_of_two_goes_through(codec, x, power):  # down to where numbers 
 @given(x=TENSORS)
 def test_contraction(codec, x):
     (y,) = through(codec, [x])
-    # Kept for sure: of topk2 a 64th, of the denser one what an outlier leaves in the mean over 208 places;
-    # of int8 and e3m0 all but the bounds below; of sign what the mean holds.
+    # Kept for sure: of topk2 a 64th, of the denser one what an outlier leaves in the mean over 208
+    # places; of int8 and e3m0 all but the bounds below; of sign what the mean holds.
     kept = {"topk2": 1 / 64, "topk2:0.1": 2 / 416, "int8": 0.9, "e3m0": 0.5, "sign": 0.0}[
         codec.name
     ]
@@ -139,10 +139,12 @@ def test_contraction(codec, x):
 @given(x=TENSORS)
 @example(tensor((3695,), "gaussian", 2398))
 def test_int8_is_within_half_a_step_and_four_roundings(x):
-    """A value x becomes n/127 s for the n nearest to fl(fl(x/s) 127), in float32, computed as fl(fl(n/127) s).
+    """A value x becomes n/127 s for the n nearest to fl(fl(x/s) 127), in float32, computed as
+    fl(fl(n/127) s).
 
-    Each of the four roundings is off by at most u = 2^-24 of a number of at most s (or 127, in steps of s/127): the first two
-    move x by 2 u s before it is rounded to a step, the others move the result by 2 u s. In all 4 u s, and u^2 s.
+    Each of the four roundings is off by at most u = 2^-24 of a number of at most s (or 127, in
+    steps of s/127): the first two move x by 2 u s before it is rounded to a step, the others move
+    the result by 2 u s. In all 4 u s, and u^2 s.
     """
     (y,) = through(INT8, [x])
     for block, got in zip(

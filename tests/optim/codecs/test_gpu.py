@@ -59,12 +59,13 @@ def test_a_payload_is_read_from_the_device_in_one_copy(name, tail):
     for number in range(3):
         with sys.modules["standin"].waits() as found:
             there.encode(x)
-        # auto measures its candidates in the first round, from which there is one number each; tables go there once
+        # auto measures its candidates in the first round, from which there is one number each;
+        # tables go there once
         assert len(list(found.elements())) == 1 or number == 0, "\n".join(found)
 
 
 @pytest.mark.gpu(standin=True)
-def test_feedback_on_a_device_takes_back_what_was_refused_and_goes_on_from_saved_state_as_on_the_cpu():
+def test_feedback_on_a_device_takes_back_what_was_refused_and_goes_on_from_saved_state_as_on_the_cpu():  # noqa: E501
     here, there, x = codec_named("auto:3+ef"), codec_named("auto:3+ef"), tensors()
     for _ in range(2):
         assert torch.equal(here.encode(x), there.encode([tensor.cuda() for tensor in x]))

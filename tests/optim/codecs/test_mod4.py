@@ -132,9 +132,11 @@ def test_what_one_gains_the_other_loses_to_the_last_bit(rounds):
 
 @settings(max_examples=40)
 @given(
-    shapes=st.lists(st.lists(st.integers(0, 70), max_size=2).map(tuple), max_size=4), scale=st.floats(1e-4, 1e4),
-    distance=st.floats(0, 3), seed=st.integers(0, 999),
-)  # fmt: skip
+    shapes=st.lists(st.lists(st.integers(0, 70), max_size=2).map(tuple), max_size=4),
+    scale=st.floats(1e-4, 1e4),
+    distance=st.floats(0, 3),
+    seed=st.integers(0, 999),
+)
 def test_any_shapes_and_distances(shapes, scale, distance, seed):
     generator = torch.Generator().manual_seed(seed)
     base = [scale * torch.randn(shape, generator=generator) for shape in shapes]
@@ -162,7 +164,9 @@ def test_any_shapes_and_distances(shapes, scale, distance, seed):
 
 
 def test_the_distance_of_a_short_block_is_that_of_its_values():
-    """What fills it up is rounded as well: counted with them it made a block of 2 values seem six times as far away."""
+    """What fills it up is rounded as well: counted with them it made a block of 2 values seem six
+    times as far away.
+    """
     _, (mine, theirs) = pair([(64, 64), (2,), (30,)], 0.05)
     read = mine.read(theirs.payload)
     for found, size, row, own in zip(
@@ -174,7 +178,9 @@ def test_the_distance_of_a_short_block_is_that_of_its_values():
 
 
 def test_blocks_that_are_too_far_are_refused_by_both():
-    """Those whose digest agrees by chance are 1 in 256, and they too move nobody further than its own range."""
+    """Those whose digest agrees by chance are 1 in 256, and they too move nobody further than its
+    own range.
+    """
     _, (mine, theirs) = pair((256, 256), 0.01)
     far = Mod4Codec()
     far.expect("run:0:0", [torch.full((256, 256), 0.01)])
@@ -190,7 +196,9 @@ def test_blocks_that_are_too_far_are_refused_by_both():
 
 
 def test_the_digest_finds_a_block_that_was_read_wrong():
-    """One value a whole range away in each block: within twice the own distance, so the digest alone refuses it."""
+    """One value a whole range away in each block: within twice the own distance, so the digest
+    alone refuses it.
+    """
     _, (mine, _) = pair((2000, 64), 0.01)
     other = Mod4Codec()
     other.expect("run:0:0", [torch.full((2000, 64), 0.01)])
@@ -262,7 +270,10 @@ def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
 
 
 def gossip(weights, codecs, rounds, learnt, failing=0.0):
-    """Let peers meet in random pairs; before round r each learns ``learnt(r)``, rms. The rms distance to the mean, by rounds."""
+    """Let peers meet in random pairs; before round r each learns ``learnt(r)``, rms.
+
+    The rms distance to the mean, by rounds.
+    """
     dice, generator = random.Random(1), torch.Generator().manual_seed(1)
     slow, apart = [w.clone() for w in weights], []
     for round in range(rounds):
@@ -297,7 +308,9 @@ def gossip(weights, codecs, rounds, learnt, failing=0.0):
 @pytest.mark.parametrize("size", [640, 30, 2])
 @pytest.mark.parametrize(("count", "failing"), [(4, 0.0), (3, 0.5), (6, 0.8)])
 def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, failing):
-    """Where each failed round made them wider, and with them what is rounded, the peers went apart without end."""
+    """Where each failed round made them wider, and with them what is rounded, the peers went apart
+    without end.
+    """
     weights = [
         0.1 * torch.randn(size, generator=torch.Generator().manual_seed(peer))
         for peer in range(count)
@@ -333,7 +346,9 @@ def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
 @pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 10])
 def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows):
-    """As in the rows of rare tokens. Its range grew by 1.65 with each exchange, for the others could not be read by it with theirs
+    """As in the rows of rare tokens.
+
+    Its range grew by 1.65 with each exchange, for the others could not be read by it with theirs
     of next to nothing, and what it rounded ended the run at step 500.
     """
     codecs, weights = [Mod4Codec() for _ in range(4)], [torch.zeros(40, BLOCK) for _ in range(4)]
@@ -357,7 +372,10 @@ def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows)
 
 @pytest.mark.parametrize("others", [3, 7])
 def test_who_is_far_and_stays_so_drives_the_others_neither_apart_nor_their_ranges(others):
-    """A newcomer with random weights that could fetch none. What three others learnt from it made them half as far apart again."""
+    """A newcomer with random weights that could fetch none.
+
+    What three others learnt from it made them half as far apart again.
+    """
     base, apart, widths = torch.randn(6400, generator=torch.Generator().manual_seed(1)), [], []
     for stranger in (0, 1):
         weights, codecs = (
@@ -379,7 +397,9 @@ def test_who_is_far_and_stays_so_drives_the_others_neither_apart_nor_their_range
 
 @pytest.mark.parametrize("others", [2, 4, 8])
 def test_a_newcomer_with_the_weights_of_one_is_read_by_the_others_at_once(others):
-    """It knows nothing of distances: what it has learnt in its first round is what it has to go by."""
+    """It knows nothing of distances: what it has learnt in its first round is what it has to go
+    by.
+    """
     base = torch.randn(6400, generator=torch.Generator().manual_seed(1))
     weights, codecs = [base.clone() for _ in range(others)], [Mod4Codec() for _ in range(others)]
     gossip(weights, codecs, 30, lambda round: 0.02)

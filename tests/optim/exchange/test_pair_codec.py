@@ -25,7 +25,9 @@ def train(
     faults=None,
     **options,
 ):
-    """Each peer walks at random for some rounds and stands still for the quiet ones; peer -> (slow weights, state)."""
+    """Each peer walks at random for some rounds and stands still for the quiet ones; peer -> (slow
+    weights, state).
+    """
 
     def peer(exchange):
         number = peers.index(exchange.peer)
@@ -34,9 +36,13 @@ def train(
         )
         every = 4
         opt = method(
-            torch.optim.SGD([parameter], lr=1.0), exchange, every=every, lag=lag, codec=codec_named(codec),
+            torch.optim.SGD([parameter], lr=1.0),
+            exchange,
+            every=every,
+            lag=lag,
+            codec=codec_named(codec),
             fragments=[[parameter]] if lag else None,
-        )  # fmt: skip
+        )
         begin = 0
         if saved is not None:
             state, weights = saved[exchange.peer]
@@ -57,7 +63,9 @@ def train(
 
 
 def spread(found):
-    """The largest distance of a block of a peer to the mean of all, rms, and that of all blocks together."""
+    """The largest distance of a block of a peer to the mean of all, rms, and that of all blocks
+    together.
+    """
     slow = torch.stack([slow.double() for slow, _ in found.values()])
     apart = (slow - slow.mean(0)).square()
     return max(float(block.mean(1).max()) for block in apart.split(64, 1)) ** 0.5, float(
@@ -75,7 +83,9 @@ def test_peers_of_a_random_order_come_together_in_every_block(method):
 
 
 def test_the_sum_of_all_peers_is_kept():
-    """Local SGD moves the members of a pair by opposite amounts, so the sum is that of what was learnt, up to float32."""
+    """Local SGD moves the members of a pair by opposite amounts, so the sum is that of what was
+    learnt, up to float32.
+    """
     found = train("mod4", LocalSGD)
     total = sum(slow.double() for slow, _ in found.values())
     first = torch.randn(SIZE, generator=torch.Generator().manual_seed(9)).double()

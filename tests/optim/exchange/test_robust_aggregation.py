@@ -1,4 +1,6 @@
-"""What each of several members counts for: stated weights in means and in simulations, and robust means as shares of them."""
+"""What each of several members counts for: stated weights in means and in simulations, and robust
+means as shares of them.
+"""
 
 import math
 from statistics import median_low
@@ -32,7 +34,9 @@ def flat(tensors):
 
 
 def clip(vector, radius):
-    """clip(z, radius) of ClippedGossip (He, Karimireddy, Jaggi, 2022) and of CenteredClip (Karimireddy, He, Jaggi, 2021)."""
+    """clip(z, radius) of ClippedGossip (He, Karimireddy, Jaggi, 2022) and of CenteredClip
+    (Karimireddy, He, Jaggi, 2021).
+    """
     return vector * min(1.0, radius / float(vector.norm())) if vector.any() else vector
 
 
@@ -114,7 +118,9 @@ def test_centered_clip_comes_to_rest_where_the_formula_does(seed, count, times):
     st.sampled_from(["apart", "together", "flip"]),
 )
 def test_a_quarter_of_attackers_cannot_move_centered_clip_far(seed, sizes, magnitude, form):
-    """It stays within twice the largest honest distance from the honest mean, whatever the attackers send."""
+    """It stays within twice the largest honest distance from the honest mean, whatever the
+    attackers send.
+    """
     count, bad = sizes
     random = torch.Generator().manual_seed(seed)
     middle = flat(peer(random, 3))
@@ -145,7 +151,9 @@ def test_shares_go_with_the_contributions_and_not_with_their_places(count, seed)
     moved = centered_clip(squared_distances([contributions[place] for place in there]), 1.0)
     if (
         count > 2
-    ):  # of two none is nearer to the others, and the first begins; it ends in the middle all the same
+        # of two none is nearer to the others, and the first begins; it ends in the middle all the
+        # same
+    ):
         assert all(abs(moved[at] - shares[place]) <= 2 for at, place in enumerate(there))
     else:
         assert shares == moved == [1, 1] or abs(shares[0] - shares[1]) <= 2
@@ -215,7 +223,9 @@ def test_the_first_tensors_get_a_plain_mean():
 
 
 def moved(method, lie, *, size, steps=40, peers=6, **options):
-    """How far the honest peers are from their optimum, 0, where one peer pulls towards 1 and states the weight ``lie``."""
+    """How far the honest peers are from their optimum, 0, where one peer pulls towards 1 and states
+    the weight ``lie``.
+    """
 
     def peer(exchange):
         hostile = exchange.peer == "peer0"

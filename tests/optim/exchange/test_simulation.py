@@ -1,4 +1,6 @@
-"""The simulated exchange, who is paired with whom in it, and tensors that are computed when they are taken."""
+"""The simulated exchange, who is paired with whom in it, and tensors that are computed when they
+are taken.
+"""
 
 import hashlib
 import itertools
@@ -43,7 +45,9 @@ def one_hot(peer):
 
 
 class Log:
-    """Every peer's outcome of each round and the virtual seconds that it waited, dead peers included."""
+    """Every peer's outcome of each round and the virtual seconds that it waited, dead peers
+    included.
+    """
 
     def __init__(self, simulation, rounds, pause):
         self.outcomes: dict[tuple[str, int], Mean | None] = {}
@@ -71,19 +75,25 @@ class Log:
 
 
 def times(values, count):
-    """Return a pure function of (peer, round) in half seconds, so that many events are simultaneous."""
+    """Return a pure function of (peer, round) in half seconds, so that many events are
+    simultaneous.
+    """
     return lambda peer, round: values[(PEERS.index(peer) * count + round) % len(values)] / 2
 
 
 @pytest.mark.ci
 @settings(max_examples=150)
 @given(
-    peers=st.integers(1, 5), size=st.integers(1, 4), seed=st.integers(0, 1000),
+    peers=st.integers(1, 5),
+    size=st.integers(1, 4),
+    seed=st.integers(0, 1000),
     pauses=st.lists(st.integers(0, 10), min_size=1, max_size=20),
     delays=st.lists(st.sampled_from([0, 0, 0, 1, 2, 5, 9]), min_size=1, max_size=20),
     drops=st.lists(st.booleans(), min_size=1, max_size=20),
-    kills=st.dictionaries(st.sampled_from(PEERS), st.integers(0, 40).map(lambda x: x / 2), max_size=4),
-)  # fmt: skip
+    kills=st.dictionaries(
+        st.sampled_from(PEERS), st.integers(0, 40).map(lambda x: x / 2), max_size=4
+    ),
+)
 def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(
     peers, size, seed, pauses, delays, drops, kills
 ):

@@ -1,4 +1,7 @@
-"""All processes agree on members and outcome, whichever gives up at any time. In threads, over a store in memory."""
+"""All processes agree on members and outcome, whichever gives up at any time.
+
+In threads, over a store in memory.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -162,7 +165,9 @@ def test_what_is_over_leaves_nothing_in_the_store():
 
 @pytest.mark.parametrize(("size", "dropped"), [(0, 0), (2, 0), (3, 1), (6, 0)])
 def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
-    """Each has sockets and threads: with groups drawn anew in each round a process ran out of them."""
+    """Each has sockets and threads: with groups drawn anew in each round a process ran out of
+    them.
+    """
     mean, gone, offer = (
         Mean([], 1.0, ("0", "1", "2")),
         [],
@@ -177,9 +182,14 @@ def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
         agree=lambda *_: True,
     )
     vars(exchange).update(
-        _consensus=consensus, _gloo=SimpleNamespace(mean=lambda *_: mean, drop=gone.append), _process=SimpleNamespace(peer=0),
-        _size=size, _peers=list("012345"), _timeout=1.0, _forget=lambda round: None,
-    )  # fmt: skip
+        _consensus=consensus,
+        _gloo=SimpleNamespace(mean=lambda *_: mean, drop=gone.append),
+        _process=SimpleNamespace(peer=0),
+        _size=size,
+        _peers=list("012345"),
+        _timeout=1.0,
+        _forget=lambda round: None,
+    )
     ticket, payload = (
         SimpleNamespace(expected=(0, 1, 2), closed=threading.Event()),
         SimpleNamespace(codec=FLOAT32, message=None),

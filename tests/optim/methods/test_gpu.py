@@ -1,4 +1,6 @@
-"""Every method on a GPU leaves what it leaves on the CPU: weights, slow weights and buffers, wherever the slow weights are."""
+"""Every method on a GPU leaves what it leaves on the CPU: weights, slow weights and buffers,
+wherever the slow weights are.
+"""
 
 import copy
 import io
@@ -35,7 +37,8 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.norm = torch.nn.Embedding(40, 48), torch.nn.BatchNorm1d(96)
-        # A bias before a norm has the gradient 0: of what rounding makes of it Adam takes whole steps, others on each device.
+        # A bias before a norm has the gradient 0: of what rounding makes of it Adam takes whole
+        # steps, others on each device.
         self.up, self.down = torch.nn.Linear(48, 96, bias=False), torch.nn.Linear(96, 48)
         self.out = torch.nn.Linear(48, 40)
 
@@ -58,7 +61,10 @@ class Setup:
 
 
 def peer(setup, place, devices, exchange):
-    """Train one peer; return its weights, buffers and slow weights. ``devices``: before and after a resume."""
+    """Train one peer; return its weights, buffers and slow weights.
+
+    ``devices``: before and after a resume.
+    """
     spec, resumed = METHODS[setup.method], len(devices) > 1
     options = dict(setup.options)
     if "every" in spec.knobs:
@@ -116,7 +122,9 @@ def compare(setup, places=("cpu", "device")):
 
 
 def within(setup):
-    """On a card a last bit may become a step of the codec, another value that is sent, or a step of bfloat16."""
+    """On a card a last bit may become a step of the codec, another value that is sent, or a step of
+    bfloat16.
+    """
     coarse = setup.codec is not None or setup.method == "sparseloco"
     off = 4e-2 if setup.dtype == torch.bfloat16 else 1e-2 if coarse else 1e-4
     return {"rtol": off, "atol": off}

@@ -1,4 +1,6 @@
-"""Properties of all methods: saving at any step, also in flight, weights, buffers, the last mean, bfloat16, tied parameters."""
+"""Properties of all methods: saving at any step, also in flight, weights, buffers, the last mean,
+bfloat16, tied parameters.
+"""
 
 import io
 import warnings
@@ -38,23 +40,38 @@ from tests.optim.training import equal
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 
 AT_ONCE = {
-    "local": partial(LocalSGD, lag=0), "noloco": partial(NoLoCo, pull=0.3, lag=0), "gasloc": partial(GASLoC, lag=0),
-    "diloco": partial(DiLoCo, weight=by_tokens), "heavy ball": partial(DiLoCo, nesterov=False, buffers="average"),
-    "sparseloco": partial(SparseLoCo, codec=FLOAT16), "sparta": partial(SPARTA, part=0.2),
-    "streaming": partial(StreamingDiLoCo, fragments=2, lag=0, mix=0.5), "decoupled": partial(DecoupledDiLoCo, fragments=3, lag=0),
-    "eager": lambda inner, exchange, every, model: OuterOptimizer(inner, exchange, rule=EagerRule(), schedule=Every(every)),
-    "co2": lambda inner, exchange, every, model: OuterOptimizer(inner, exchange, rule=CO2Rule(), schedule=Every(every)),
-}  # fmt: skip
+    "local": partial(LocalSGD, lag=0),
+    "noloco": partial(NoLoCo, pull=0.3, lag=0),
+    "gasloc": partial(GASLoC, lag=0),
+    "diloco": partial(DiLoCo, weight=by_tokens),
+    "heavy ball": partial(DiLoCo, nesterov=False, buffers="average"),
+    "sparseloco": partial(SparseLoCo, codec=FLOAT16),
+    "sparta": partial(SPARTA, part=0.2),
+    "streaming": partial(StreamingDiLoCo, fragments=2, lag=0, mix=0.5),
+    "decoupled": partial(DecoupledDiLoCo, fragments=3, lag=0),
+    "eager": lambda inner, exchange, every, model: OuterOptimizer(
+        inner, exchange, rule=EagerRule(), schedule=Every(every)
+    ),
+    "co2": lambda inner, exchange, every, model: OuterOptimizer(
+        inner, exchange, rule=CO2Rule(), schedule=Every(every)
+    ),
+}
 LATE = {
-    "streaming": partial(StreamingDiLoCo, fragments=2, lag=3), "decoupled": partial(DecoupledDiLoCo, fragments=3, lag=2),
-    "eager": partial(Eager, lr=0.3, momentum=0.5), "co2": CO2, "co2 keep": partial(CO2, keep=True),
+    "streaming": partial(StreamingDiLoCo, fragments=2, lag=3),
+    "decoupled": partial(DecoupledDiLoCo, fragments=3, lag=2),
+    "eager": partial(Eager, lr=0.3, momentum=0.5),
+    "co2": CO2,
+    "co2 keep": partial(CO2, keep=True),
     "noloco": partial(NoLoCo, fragments=2, lag=3, buffers="average"),
     "noloco weighted": partial(NoLoCo, fragments=3, lag=1, pull=0.3, weight=by_tokens),
-    "local": partial(LocalSGD, fragments=1, lag=2), "gasloc": partial(GASLoC, fragments=2, lag=3),
+    "local": partial(LocalSGD, fragments=1, lag=2),
+    "gasloc": partial(GASLoC, fragments=2, lag=3),
     "a lag of its own": partial(NoLoCo, fragments=2, lag="auto"),
-    "with a memory": lambda *args, **o: StreamingDiLoCo(*args, fragments=2, lag=3, codec=codec_named("topk2+ef:0.95"), **o),
+    "with a memory": lambda *args, **o: StreamingDiLoCo(
+        *args, fragments=2, lag=3, codec=codec_named("topk2+ef:0.95"), **o
+    ),
     "with two": lambda *args, **o: CO2(*args, codec=codec_named("auto:2+ef"), **o),
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):
@@ -351,18 +368,42 @@ def test_a_loader_that_cannot_begin_exchanges_anew_takes_back_what_is_in_flight(
 
 
 SPOILT = {
-    "a fragment that is not there": (lambda facts, tensors: facts.update(fragment=9), "has fragment 9, which must lie between"),
+    "a fragment that is not there": (
+        lambda facts, tensors: facts.update(fragment=9),
+        "has fragment 9, which must lie between",
+    ),
     "a step to come": (lambda facts, tensors: facts.update(step=99), "has step 99"),
     "a position to come": (lambda facts, tensors: facts.update(position=99), "has position 99"),
-    "a lag that is none": (lambda facts, tensors: facts.update(lag=-1), "has lag -1, which must lie between 0 and"),
-    "a weight that is none": (lambda facts, tensors: facts.update(weight=float("nan")), "has weight nan"),
+    "a lag that is none": (
+        lambda facts, tensors: facts.update(lag=-1),
+        "has lag -1, which must lie between 0 and",
+    ),
+    "a weight that is none": (
+        lambda facts, tensors: facts.update(weight=float("nan")),
+        "has weight nan",
+    ),
     "an arrival to come": (lambda facts, tensors: facts.update(arrived=50), "has arrived 50"),
-    "other tensors": (lambda facts, tensors: tensors.update(sent=tensors["sent"][1:]), "has 'sent' of other tensors"),
-    "a fast weight less": (lambda facts, tensors: tensors.update(fast=tensors["fast"][1:]), "has 'fast' of other tensors"),
-    "a start": (lambda facts, tensors: tensors.update(start=tensors["sent"]), "has 'start' of other tensors"),
-    "buffers": (lambda facts, tensors: tensors.update(tail=[torch.ones(2)]), "has 'tail' of other tensors"),
-    "a rule for nothing": (lambda facts, tensors: facts["settings"][0][1].clear(), "do not fit together"),
-}  # fmt: skip
+    "other tensors": (
+        lambda facts, tensors: tensors.update(sent=tensors["sent"][1:]),
+        "has 'sent' of other tensors",
+    ),
+    "a fast weight less": (
+        lambda facts, tensors: tensors.update(fast=tensors["fast"][1:]),
+        "has 'fast' of other tensors",
+    ),
+    "a start": (
+        lambda facts, tensors: tensors.update(start=tensors["sent"]),
+        "has 'start' of other tensors",
+    ),
+    "buffers": (
+        lambda facts, tensors: tensors.update(tail=[torch.ones(2)]),
+        "has 'tail' of other tensors",
+    ),
+    "a rule for nothing": (
+        lambda facts, tensors: facts["settings"][0][1].clear(),
+        "do not fit together",
+    ),
+}
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), SPOILT.values(), ids=SPOILT)
@@ -396,7 +437,9 @@ def test_another_lag_takes_back_what_its_schedule_would_not_apply():
 
 
 def test_a_codec_that_does_not_show_what_it_encoded_has_it_taken_back():
-    """As one of the user's own, written before exchanges in flight were saved: its contribution is sent again with the next one."""
+    """As one of the user's own, written before exchanges in flight were saved: its contribution is
+    sent again with the next one.
+    """
 
     class Own:
         name, displacement = "own", True

@@ -1,4 +1,6 @@
-"""The table of methods is complete and correct, and config_diff tells any two optimizers of it apart, by every knob."""
+"""The table of methods is complete and correct, and config_diff tells any two optimizers of it
+apart, by every knob.
+"""
 
 import inspect
 
@@ -63,7 +65,9 @@ def test_its_row_says_how_it_is_scheduled(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_its_row_says_what_its_rule_and_codec_remember(name):
-    """In times the slow weights: `shoal.node.training.resources` sums the memory of a node by it, before there is a state."""
+    """In times the slow weights: `shoal.node.training.resources` sums the memory of a node by it,
+    before there is a state.
+    """
     model, inner = pieces()
     method = method_named(name)
     opt = method.make(inner, Alone(), model=model)
@@ -125,8 +129,13 @@ def test_its_own_codec_is_the_one_it_uses(name):
 
 def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
-        "every": 50, "lr": 1.0, "momentum": 0.3, "pull": None, "fragments": None, "lag": DEFAULT_LAG,
-    }  # fmt: skip
+        "every": 50,
+        "lr": 1.0,
+        "momentum": 0.3,
+        "pull": None,
+        "fragments": None,
+        "lag": DEFAULT_LAG,
+    }
     assert method_named("diloco").knobs == {
         "every": 500,
         "lr": 0.7,
@@ -157,9 +166,19 @@ def test_the_codec_of_pairs_is_refused_where_groups_are_larger(name):
 
 
 OTHER = {
-    "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
-    "part": 0.5, "keep": True, "nesterov": False,
-}  # fmt: skip
+    "every": 6,
+    "lr": 0.31,
+    "momentum": 0.21,
+    "pull": 0.11,
+    "fragments": 2,
+    "lag": 3,
+    "mix": 0.75,
+    "penalty": 1.5,
+    "clip": 0.9,
+    "part": 0.5,
+    "keep": True,
+    "nesterov": False,
+}
 
 
 @pytest.fixture

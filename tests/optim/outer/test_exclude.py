@@ -1,4 +1,6 @@
-"""Which tensors of a model take part: what is excluded or frozen, buffers, the cut into fragments, and float64."""
+"""Which tensors of a model take part: what is excluded or frozen, buffers, the cut into fragments,
+and float64.
+"""
 
 import copy
 from functools import partial
@@ -268,7 +270,9 @@ def test_a_session_averages_what_is_trained_of_a_module_and_of_a_list():
 
 
 def test_a_session_sees_what_the_caller_unfreezes():
-    """Without an optimizer of its own it knew the trained parameters only, and each peer's backbone drifted for itself."""
+    """Without an optimizer of its own it knew the trained parameters only, and each peer's backbone
+    drifted for itself.
+    """
     net = Adapted()
     session = object.__new__(Session)
     session._model, session._params, session._ranks = net, parameters_of(net), None
@@ -374,7 +378,9 @@ class Net(nn.Module):
 
 
 class Holds(nn.Module):
-    """As DistributedDataParallel, peft and many a training script hold a model; ``held`` may itself be wrapped."""
+    """As DistributedDataParallel, peft and many a training script hold a model; ``held`` may itself
+    be wrapped.
+    """
 
     def __init__(self, held):
         super().__init__()
@@ -447,12 +453,16 @@ def test_peers_that_cut_their_models_in_other_ways_get_one_sentence():
         for _ in range(2):
             opt.step()
 
-    sentence = r"peer b sends \d+ tensors in fragment 0 where peer a sends \d+ or other shapes: all must have the same model"
+    sentence = (
+        r"peer b sends \d+ tensors in fragment 0 where peer a sends \d+ or other shapes: "
+        r"all must have the same model"
+    )
     with pytest.raises(ValueError, match=sentence):
         Simulation(["a", "b"]).run(peer)
 
 
-KEEPS = {  # knobs with which a round without a partner changes no weight, or keeps exactly what was learnt
+# knobs with which a round without a partner changes no weight, or keeps exactly what was learnt
+KEEPS = {
     "noloco": {"lr": 1.0, "momentum": 0.0, "lag": 0},
     "local": {"lag": 0},
     "gasloc": {"lr": 1.0, "momentum": 0.0, "lag": 0},

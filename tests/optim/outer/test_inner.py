@@ -1,4 +1,6 @@
-"""Inner optimizers behind the outer one, and the outer rate and momentum in parameter groups: driven, loaded, saved, compared."""
+"""Inner optimizers behind the outer one, and the outer rate and momentum in parameter groups:
+driven, loaded, saved, compared.
+"""
 
 import copy
 import re
@@ -167,7 +169,8 @@ def test_what_cannot_be_combined_is_refused_and_a_state_that_does_not_fit_change
 @pytest.mark.parametrize("form", [lambda inner: inner, lambda inner: [inner]])
 def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(form):
     sentence = (
-        "GoesBack remembers earlier weights, to which it would go back after a round has moved the model (of a move 50% was left "
+        "GoesBack remembers earlier weights, to which it would go back after a round has moved the "
+        "model (of a move 50% was left "
         "after 56 steps): use an inner optimizer whose state holds gradients only, such as AdamW"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
@@ -176,7 +179,8 @@ def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(form):
 
 def test_an_inner_optimizer_that_needs_a_closure_is_refused():
     sentence = (
-        "LBFGS compares gradients at weights between which a round may have moved the model, in steps that need a closure: use "
+        "LBFGS compares gradients at weights between which a round may have moved the model, in "
+        "steps that need a closure: use "
         "an inner optimizer whose state holds gradients only, such as AdamW"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
@@ -231,13 +235,16 @@ def test_an_inner_optimizer_that_loaded_an_outer_ones_state_is_refused():
     )
     with pytest.raises(
         ValueError,
-        match="the saved state of an outer one: load that into the outer optimizer, once it is made",
+        match="the saved state of an outer one: load that into the outer optimizer, once it is "
+        "made",
     ):
         DiLoCo(bare, Alone())
 
 
 def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapped():
-    """12 micro-batches in accumulations of 4 are 3 steps: rounds of 1 step are 3, and the weights those of whole batches."""
+    """12 micro-batches in accumulations of 4 are 3 steps: rounds of 1 step are 3, and the weights
+    those of whole batches.
+    """
     accelerate = pytest.importorskip("accelerate")
     ends = []
     for order in ("whole batches", "prepared first", "prepared last"):
@@ -421,9 +428,13 @@ def test_a_rule_without_rate_or_momentum_has_no_such_key():
         for make in (NoLoCo, LocalSGD, SPARTA, SparseLoCo, DiLoCo, CO2)
     }
     assert keys == {
-        NoLoCo: {"lr", "momentum"}, LocalSGD: set(), SPARTA: set(), SparseLoCo: {"lr"}, DiLoCo: {"lr", "momentum"},
+        NoLoCo: {"lr", "momentum"},
+        LocalSGD: set(),
+        SPARTA: set(),
+        SparseLoCo: {"lr"},
+        DiLoCo: {"lr", "momentum"},
         CO2: {"lr", "momentum"},
-    }  # fmt: skip
+    }
     opt = NoLoCo(inner, Alone(), lag=0)
     assert [[p.shape for p in group["params"]] for group in opt.outer.param_groups] == [
         [(4, 3), (4,)],

@@ -1,4 +1,6 @@
-"""What an outer optimizer holds, in memory or in files: slow weights, the rule's state, and nothing else of the model's size."""
+"""What an outer optimizer holds, in memory or in files: slow weights, the rule's state, and nothing
+else of the model's size.
+"""
 
 import errno
 import subprocess

@@ -1,4 +1,6 @@
-"""The outer optimizer as an ordinary optimizer: schedulers, GradScaler, closures, hooks, kinds of models, what a round does."""
+"""The outer optimizer as an ordinary optimizer: schedulers, GradScaler, closures, hooks, kinds of
+models, what a round does.
+"""
 
 import copy
 import pickle
@@ -92,7 +94,9 @@ INNER = {
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", INNER)
 def test_a_step_that_grad_scaler_leaves_out_still_counts_for_the_rounds(kind, clip):
-    """Mutants: the outer part is left out too (37 steps, 7 rounds), gradients unscaled twice or never, an infinity is stepped."""
+    """Mutants: the outer part is left out too (37 steps, 7 rounds), gradients unscaled twice or
+    never, an infinity is stepped.
+    """
     steps, every, overflows = 40, 5, (3, 14, 15)
     data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(steps)]
 
@@ -271,9 +275,15 @@ def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(d
 def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
     net, infos = model(), []
     opt = NoLoCo(
-        torch.optim.SGD(net.parameters(), lr=0.1), Partner(None), every=3, lr=0.7, momentum=0.5, pull=pull, on_round=infos.append,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        Partner(None),
+        every=3,
+        lr=0.7,
+        momentum=0.5,
+        pull=pull,
+        on_round=infos.append,
         lag=0,
-    )  # fmt: skip
+    )
     slow = [s.clone() for s in opt.slow]
     velocity = [torch.zeros_like(s) for s in slow]
     for round in range(4):
@@ -340,16 +350,23 @@ def test_rounds_are_labelled_in_order_and_may_be_set_forward():
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        (NoLoCoRule, {"lr": -0.1}, "outer lr must not be negative"), (NoLoCoRule, {"momentum": 1.5}, "outer momentum must lie"),
-        (NoLoCoRule, {"momentum": -0.1}, "outer momentum must lie"), (NoLoCoRule, {"pull": -0.1}, "pull must not be negative"),
-        (DiLoCoRule, {"lr": -0.1}, "outer lr must not be negative"), (DiLoCoRule, {"momentum": 1.5}, "outer momentum must lie"),
-        (DiLoCoRule, {"mix": 2.0}, "mix must be keep or lie"), (DiLoCoRule, {"mix": "hold"}, "mix must be keep or lie"),
-        (CO2Rule, {"penalty": 0.5}, "penalty must be at least 1"), (CO2Rule, {"clip": 0.0}, "clip must be positive"),
-        (SpartaRule, {"part": -0.1}, r"part must lie in \[0, 1\]"), (SpartaRule, {"part": 1.5}, r"part must lie in \[0, 1\]"),
-        (GASLoCRule, {"mix": -0.1}, r"mix must lie in \[0, 1\]"), (GASLoCRule, {"mix": 1.5}, r"mix must lie in \[0, 1\]"),
+        (NoLoCoRule, {"lr": -0.1}, "outer lr must not be negative"),
+        (NoLoCoRule, {"momentum": 1.5}, "outer momentum must lie"),
+        (NoLoCoRule, {"momentum": -0.1}, "outer momentum must lie"),
+        (NoLoCoRule, {"pull": -0.1}, "pull must not be negative"),
+        (DiLoCoRule, {"lr": -0.1}, "outer lr must not be negative"),
+        (DiLoCoRule, {"momentum": 1.5}, "outer momentum must lie"),
+        (DiLoCoRule, {"mix": 2.0}, "mix must be keep or lie"),
+        (DiLoCoRule, {"mix": "hold"}, "mix must be keep or lie"),
+        (CO2Rule, {"penalty": 0.5}, "penalty must be at least 1"),
+        (CO2Rule, {"clip": 0.0}, "clip must be positive"),
+        (SpartaRule, {"part": -0.1}, r"part must lie in \[0, 1\]"),
+        (SpartaRule, {"part": 1.5}, r"part must lie in \[0, 1\]"),
+        (GASLoCRule, {"mix": -0.1}, r"mix must lie in \[0, 1\]"),
+        (GASLoCRule, {"mix": 1.5}, r"mix must lie in \[0, 1\]"),
         (Every, {"every": 0}, "at least 1 inner step, got 0"),
     ],
-)  # fmt: skip
+)
 def test_rules_and_schedules_refuse_what_cannot_work(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         kind(**arguments)

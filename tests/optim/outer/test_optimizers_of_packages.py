@@ -1,4 +1,6 @@
-"""Which optimizers of other packages are accepted as inner ones: those that go on from where a round has moved the model."""
+"""Which optimizers of other packages are accepted as inner ones: those that go on from where a
+round has moved the model.
+"""
 
 import pytest
 import torch
@@ -8,13 +10,29 @@ from shoal.optim.outer import inner as inner_module
 from shoal.optim.outer.inner import check_inner
 
 GO_BACK = {
-    "a2grad", "accsgd", "dadaptadagrad", "dadaptsgd", "ftrl", "lbfgs", "madgrad", "ranger", "ranger21", "schedulefreeadamw",
-    "schedulefreeradam", "schedulefreesgd", "srmm", "Lookahead(AdamW)", "ScheduleFreeWrapper(AdamW)", "TRAC(AdamW)",
-}  # fmt: skip
+    "a2grad",
+    "accsgd",
+    "dadaptadagrad",
+    "dadaptsgd",
+    "ftrl",
+    "lbfgs",
+    "madgrad",
+    "ranger",
+    "ranger21",
+    "schedulefreeadamw",
+    "schedulefreeradam",
+    "schedulefreesgd",
+    "srmm",
+    "Lookahead(AdamW)",
+    "ScheduleFreeWrapper(AdamW)",
+    "TRAC(AdamW)",
+}
 
 
 def refused(made, caplog):
-    """Return the names of those refused, of those that could be made, and of the classes that could not be tried."""
+    """Return the names of those refused, of those that could be made, and of the classes that could
+    not be tried.
+    """
     names, known = set(), set()
     for name, make in made:
         try:

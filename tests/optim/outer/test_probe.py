@@ -1,4 +1,6 @@
-"""Optimizers that go back to earlier weights are told from those that go on from where a round has moved the model."""
+"""Optimizers that go back to earlier weights are told from those that go on from where a round has
+moved the model.
+"""
 
 import copy
 import random
@@ -70,7 +72,9 @@ def test_one_that_goes_back_is_told_at_any_rate(kind, rate):
 
 
 def test_one_inside_another_is_tried_too():
-    """Mutant: the inside is shared with the real one, which is stepped, or has the real parameters."""
+    """Mutant: the inside is shared with the real one, which is stepped, or has the real
+    parameters.
+    """
 
     class Around(torch.optim.Optimizer):
         def __init__(self, inside):
@@ -89,7 +93,9 @@ def test_one_inside_another_is_tried_too():
 
 
 def test_trying_changes_nothing_of_a_run_under_way():
-    """Mutants: the schedule's `step` of the instance is called; a hook for all optimizers is; random numbers are drawn."""
+    """Mutants: the schedule's `step` of the instance is called; a hook for all optimizers is;
+    random numbers are drawn.
+    """
     net = model()
     inner = torch.optim.AdamW(net.parameters(), lr=0.1)
     schedule = LambdaLR(inner, lambda step: 1.0)
@@ -154,7 +160,8 @@ def test_one_that_cannot_be_tried_is_said_once_and_accepted(caplog):
         NoLoCo(NeedsItsModel(model().parameters(), lr=0.1), Alone(), lag=0)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "whether NeedsItsModel remembers earlier weights could not be tried, for a small copy of it takes no step: if its state "
+        "whether NeedsItsModel remembers earlier weights could not be tried, for a small copy of "
+        "it takes no step: if its state "
         "holds weights, a round's move is lost"
     )
 

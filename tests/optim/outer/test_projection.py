@@ -1,4 +1,6 @@
-"""Random projections estimate norms and distances, also where all values are alike; the consensus distance follows from them."""
+"""Random projections estimate norms and distances, also where all values are alike; the consensus
+distance follows from them.
+"""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Exchanges that are refused or late: a codec's residual adds up to all that was learnt, and lags that a peer finds by itself."""
+"""Exchanges that are refused or late: a codec's residual adds up to all that was learnt, and lags
+that a peer finds by itself.
+"""
 
 import copy
 from itertools import chain
@@ -30,13 +32,17 @@ from shoal.optim.outer.optimizer import LASTS
 CODECS = ["topk2+ef", "e3m0+ef", "sign+ef", "int8+ef", "auto:2+ef"]
 EVERY, SHAPES = 2, [(3, 5), (40,)]
 CASES = {
-    "at once": (DiLoCoRule(1.0, 0.0), Every(EVERY)), "a fragment at a time": (DiLoCoRule(1.0, 0.0), Streaming(EVERY, 2)),
-    "a round late": (CO2Rule(1.0, 0.0, 1.0, None), Delayed(EVERY)), "eager": (EagerRule(1.0, 0.0), Delayed(EVERY)),
-}  # fmt: skip
+    "at once": (DiLoCoRule(1.0, 0.0), Every(EVERY)),
+    "a fragment at a time": (DiLoCoRule(1.0, 0.0), Streaming(EVERY, 2)),
+    "a round late": (CO2Rule(1.0, 0.0, 1.0, None), Delayed(EVERY)),
+    "eager": (EagerRule(1.0, 0.0), Delayed(EVERY)),
+}
 
 
 class ScriptedExchange(Exchange):
-    """Exchange of one peer with given outcomes: "yes", "no" (encoded and sent in vain) or "nobody" (not even encoded)."""
+    """Exchange of one peer with given outcomes: "yes", "no" (encoded and sent in vain) or "nobody"
+    (not even encoded).
+    """
 
     def __init__(self, outcomes):
         self.outcomes = iter(outcomes)
@@ -61,9 +67,15 @@ class Drifting:
     def __init__(self, rule, schedule, codec, outcomes, seed):
         self.weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
         self.opt = OuterOptimizer(
-            torch.optim.SGD(self.weights, lr=1.0), ScriptedExchange(outcomes), rule=rule, schedule=schedule, codec=codec,
-            fragments=[[weight] for weight in self.weights] if isinstance(schedule, Streaming) else None,
-        )  # fmt: skip
+            torch.optim.SGD(self.weights, lr=1.0),
+            ScriptedExchange(outcomes),
+            rule=rule,
+            schedule=schedule,
+            codec=codec,
+            fragments=[[weight] for weight in self.weights]
+            if isinstance(schedule, Streaming)
+            else None,
+        )
         self.generator = torch.Generator().manual_seed(seed)
         self.learnt = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
 
@@ -116,7 +128,9 @@ def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, bef
 @settings(max_examples=20)
 @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.integers(0, 99))
 def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, lost_by_b, seed):
-    """SparseLoCo with beta 1: over both peers, slow weights plus residuals are all that both have learnt (halved if averaged)."""
+    """SparseLoCo with beta 1: over both peers, slow weights plus residuals are all that both have
+    learnt (halved if averaged).
+    """
     lost = {"a": lost_by_a, "b": lost_by_b}
 
     def peer(exchange):
@@ -168,8 +182,8 @@ ROUND, FRAGMENTS, STEPS, RATE, OTHER = 6, 3, 40, 0.5, 3.0
 
 
 class Drawn(Exchange):
-    """Exchange with a peer whose weights are all ``OTHER``; by round, how many polls it takes, whether it comes to nothing, and
-    whether it moves bytes until then.
+    """Exchange with a peer whose weights are all ``OTHER``; by round, how many polls it takes,
+    whether it comes to nothing, and whether it moves bytes until then.
     """
 
     def __init__(self, plan):
@@ -241,7 +255,9 @@ def gradient(step, place):
 
 
 def reference(plan):
-    """The weights after each step, from the formulas: sent is the fast weight, and fast moves by mean - sent when it is applied."""
+    """The weights after each step, from the formulas: sent is the fast weight, and fast moves by
+    mean - sent when it is applied.
+    """
     fast = [1.0 + place for place in range(FRAGMENTS)]
     flying, arrivals, seen, round, applied = {}, [], [], 0, []
     for step in range(1, STEPS + 1):
@@ -306,7 +322,7 @@ PLANS = st.lists(
 
 @settings(max_examples=40)
 @given(plan=PLANS, at=st.integers(0, STEPS))
-def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_after_an_interruption(
+def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_after_an_interruption(  # noqa: E501
     plan, at
 ):
     exchange, infos, seen = Drawn(plan), [], []

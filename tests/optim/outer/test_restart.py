@@ -1,4 +1,6 @@
-"""Weights that change behind the outer optimizer: begun from anew when it is asked to, and else said, once."""
+"""Weights that change behind the outer optimizer: begun from anew when it is asked to, and else
+said, once.
+"""
 
 import re
 import warnings
@@ -10,11 +12,17 @@ from shoal.optim import Alone, DiLoCo, NoLoCo, Simulation, Stepped, method_named
 from tests.optim.training import model, same, train
 
 KNOBS = {
-    "noloco": {"every": 6, "fragments": 2, "lag": 2}, "gasloc": {"every": 6, "fragments": 2, "lag": 2},
-    "local": {"every": 6, "lag": 0}, "sparta": {"every": 3, "part": 0.2}, "diloco": {"every": 6},
-    "streaming": {"every": 6, "fragments": 2, "lag": 2}, "sparseloco": {"every": 6},
-    "decoupled": {"every": 6, "fragments": 2, "lag": 2}, "co2": {"every": 6}, "eager": {"every": 6},
-}  # fmt: skip
+    "noloco": {"every": 6, "fragments": 2, "lag": 2},
+    "gasloc": {"every": 6, "fragments": 2, "lag": 2},
+    "local": {"every": 6, "lag": 0},
+    "sparta": {"every": 3, "part": 0.2},
+    "diloco": {"every": 6},
+    "streaming": {"every": 6, "fragments": 2, "lag": 2},
+    "sparseloco": {"every": 6},
+    "decoupled": {"every": 6, "fragments": 2, "lag": 2},
+    "co2": {"every": 6},
+    "eager": {"every": 6},
+}
 
 
 def sgd(net):
@@ -37,7 +45,9 @@ def held(net, opt):
 def test_after_a_restart_it_is_as_a_new_one_from_these_weights(
     name, place, dtype, tmp_path, recwarn
 ):
-    """Mutants: momentum, start, an eager part, a codec's residual, a rounding error or a mean in flight is left of before."""
+    """Mutants: momentum, start, an eager part, a codec's residual, a rounding error or a mean in
+    flight is left of before.
+    """
     if (place, dtype) == ("files", torch.bfloat16):
         dtype = torch.float64
     options = {**KNOBS[name], "slow_device": tmp_path if place == "files" else "cpu"}
@@ -115,7 +125,9 @@ def test_a_change_outside_a_step_is_said_once_with_the_remedy(then):
 
 
 def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
-    """Mutant: its own writing (a round, averaged, adopt, finish, loaded state) or equal weights copied before step 1 count."""
+    """Mutant: its own writing (a round, averaged, adopt, finish, loaded state) or equal weights
+    copied before step 1 count.
+    """
     net = model()
     opt = NoLoCo(sgd(net), Alone(), every=2, lag=0)
     load(net)

@@ -1,4 +1,6 @@
-"""What a saved state holds, also by torch.distributed.checkpoint, and that one which does not fit changes nothing."""
+"""What a saved state holds, also by torch.distributed.checkpoint, and that one which does not fit
+changes nothing.
+"""
 
 import copy
 import math
@@ -85,7 +87,8 @@ def test_other_shapes_change_nothing_and_the_difference_is_named():
     before = everything(run)
     with pytest.raises(
         ValueError,
-        match=r"^the saved outer state 'slow' has shape \(5, 3\) at tensor 0, this model has \(4, 3\)$",
+        match=r"^the saved outer state 'slow' has shape \(5, 3\) at tensor 0, this model has \(4, "
+        r"3\)$",
     ):
         run.opt.load_state_dict(other.opt.state_dict())
     assert equal(everything(run), before)
@@ -109,7 +112,9 @@ def test_other_shapes_change_nothing_and_the_difference_is_named():
 
 
 class Echo(Alone):
-    """Exchange whose mean is the own contribution as the codec sends it, so that the codec keeps a residual."""
+    """Exchange whose mean is the own contribution as the codec sends it, so that the codec keeps a
+    residual.
+    """
 
     def start(self, mine):
         shapes = [tuple(tensor.shape) for tensor in mine.tensors]
@@ -142,22 +147,54 @@ def all_of(opt):
 
 
 SPOILT = {
-    **{f"no {name}": (lambda state, name=name: state.pop(name), f"no '{name}', so it is not an outer optimizer's") for name in
-       ("inner", "slow", "rule", "steps", "round")},
-    "another codec": (lambda state: state["codecs"][0].update(codec="e3m0+ef"), "of the codec e3m0"),
-    "a memory less": (lambda state: state.update(codecs=[{}, {}]), "has 2 fragments, this optimizer 1"),
-    "a residual of another shape": (lambda state: state["codecs"][0].update(error=[torch.zeros(3)]), "of other tensors than"),
-    "a residual that is not finite": (lambda state: state["codecs"][0]["error"][0].fill_(math.nan), "NaN or infinity"),
+    **{
+        f"no {name}": (
+            lambda state, name=name: state.pop(name),
+            f"no '{name}', so it is not an outer optimizer's",
+        )
+        for name in ("inner", "slow", "rule", "steps", "round")
+    },
+    "another codec": (
+        lambda state: state["codecs"][0].update(codec="e3m0+ef"),
+        "of the codec e3m0",
+    ),
+    "a memory less": (
+        lambda state: state.update(codecs=[{}, {}]),
+        "has 2 fragments, this optimizer 1",
+    ),
+    "a residual of another shape": (
+        lambda state: state["codecs"][0].update(error=[torch.zeros(3)]),
+        "of other tensors than",
+    ),
+    "a residual that is not finite": (
+        lambda state: state["codecs"][0]["error"][0].fill_(math.nan),
+        "NaN or infinity",
+    ),
     "two sent": (lambda state: state.update(sent_at=[[0, 0], [0, 0]]), "has 2 fragments"),
     "two applied": (lambda state: state.update(applied=[0, 0]), "has 2 fragments"),
-    "rounding of nothing": (lambda state: state.update(rounding={9: torch.zeros(2)}), "'rounding' has 1 tensors, this model has 0"),
-    "rounding of another shape": (lambda state: state.update(rounding={0: torch.zeros(9)}), r"'rounding' has shape \(9,\)"),
+    "rounding of nothing": (
+        lambda state: state.update(rounding={9: torch.zeros(2)}),
+        "'rounding' has 1 tensors, this model has 0",
+    ),
+    "rounding of another shape": (
+        lambda state: state.update(rounding={0: torch.zeros(9)}),
+        r"'rounding' has shape \(9,\)",
+    ),
     "steps that are none": (lambda state: state.update(steps="many"), "invalid literal"),
     "tokens that are none": (lambda state: state.update(tokens="many"), "invalid literal"),
-    "a length that is none": (lambda state: state.update(length={"began": "then"}), "invalid literal"),
-    "another method": (lambda state: state.update(rule={"offset": []}), "has 'offset', which this method does not use"),
-    "groups": (lambda state: state["inner"]["param_groups"].append({"params": []}), "parameter group"),
-}  # fmt: skip
+    "a length that is none": (
+        lambda state: state.update(length={"began": "then"}),
+        "invalid literal",
+    ),
+    "another method": (
+        lambda state: state.update(rule={"offset": []}),
+        "has 'offset', which this method does not use",
+    ),
+    "groups": (
+        lambda state: state["inner"]["param_groups"].append({"params": []}),
+        "parameter group",
+    ),
+}
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), SPOILT.values(), ids=SPOILT)
@@ -179,10 +216,13 @@ def test_the_state_of_a_codec_with_memory_changes_nothing_in_one_without_and_the
         assert equal(all_of(opt), before)
 
 
-def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_that_are_not_restored():
+def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_not_restored():
     saved = sparse(9, "float32", make=partial(DiLoCo, lr=0.3, nesterov=False)).state_dict()
     opt = sparse(0, "float32", make=DiLoCo, lr=0.9)
-    sentence = r"had nesterov False, this optimizer has nesterov True: these outer settings stay those of the constructor"
+    sentence = (
+        r"had nesterov False, this optimizer has nesterov True: these outer settings stay "
+        r"those of the constructor"
+    )
     with pytest.warns(UserWarning, match=sentence):
         opt.load_state_dict(saved)
     assert (opt.steps, opt.rule.nesterov, opt.outer.param_groups[0]["lr"]) == (9, True, 0.3)
@@ -325,7 +365,8 @@ def test_a_state_to_be_flattened_is_refused_when_it_is_saved(read):
     with pytest.raises(ValueError, match=r"^a state of flatten") as raised:
         read(net, opt, options=options)
     assert str(raised.value) == (
-        "a state of flatten_optimizer_state_dict=True loses the slow weights, outer momentum and round when it is loaded: leave "
+        "a state of flatten_optimizer_state_dict=True loses the slow weights, outer momentum and "
+        "round when it is loaded: leave "
         "that option out, here and where it is loaded"
     )
 
@@ -443,7 +484,9 @@ def test_of_the_swarm_s_weights_nothing_is_taken_back_that_they_never_held():
 
 
 def test_tokens_may_be_counted_as_a_tensor():
-    """Added to in place, the same tensor stood for what was counted before: no token seemed to be new."""
+    """Added to in place, the same tensor stood for what was counted before: no token seemed to be
+    new.
+    """
     net = nn.Linear(3, 2)
     opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, lag=0)
     counted = []

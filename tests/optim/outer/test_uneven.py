@@ -1,4 +1,6 @@
-"""Peers of different speed and weight, that come late or miss rounds: what is conserved, who waits, when all are equal again."""
+"""Peers of different speed and weight, that come late or miss rounds: what is conserved, who waits,
+when all are equal again.
+"""
 
 from functools import partial
 
@@ -45,7 +47,7 @@ STEP_S = {peer: 7.5 / speed for peer, speed in SPEEDS.items()}
 OPTIMUM = {"anna": 1.0, "bert": -2.0, "cleo": 4.0}
 
 
-# -- the mean is conserved -----------------------------------------------------------------------------------------------
+# -- the mean is conserved -------------------------------------------------------------------------
 
 
 @st.composite
@@ -61,7 +63,9 @@ def swarms(draw):
 
 
 def one_round(rule, slow, states, weights, met, moved):
-    """Apply ``rule`` among the groups ``met``; return the sum over the peers of their group's weighted mean of ``moved``."""
+    """Apply ``rule`` among the groups ``met``; return the sum over the peers of their group's
+    weighted mean of ``moved``.
+    """
     fast, key = [[s[0] - m] for s, m in zip(slow, moved, strict=True)], RoundKey("run", 0)
     total = torch.zeros(4, dtype=torch.float64)
     for group in met:
@@ -144,11 +148,13 @@ def test_what_is_sent_holds_no_weight_so_that_float16_can_hold_it(lab, method):
         assert np.allclose(heavy[peer].slow, plain[peer].slow, atol=5e-3)
 
 
-# -- rounds of seconds ---------------------------------------------------------------------------------------------------
+# -- rounds of seconds -----------------------------------------------------------------------------
 
 
 def uneven(method, seconds, rounds, *, size=3, late=None, **options):
-    """Train the peers to the end of ``rounds``; {peer: (infos, waits, inner steps in each round, slow weights)}."""
+    """Train the peers to the end of ``rounds``; {peer: (infos, waits, inner steps in each round,
+    slow weights)}.
+    """
 
     def peer(exchange):
         name = exchange.peer
@@ -209,19 +215,24 @@ def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligne
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        (partial(NoLoCo, lag=0), {"weight": by_tokens}), (partial(LocalSGD, lag=0), {"weight": by_tokens}),
-        (DiLoCo, {"momentum": 0.5, "weight": by_tokens}), (DiLoCo, {"momentum": 0.5}),
+        (partial(NoLoCo, lag=0), {"weight": by_tokens}),
+        (partial(LocalSGD, lag=0), {"weight": by_tokens}),
+        (DiLoCo, {"momentum": 0.5, "weight": by_tokens}),
+        (DiLoCo, {"momentum": 0.5}),
     ],
-)  # fmt: skip
+)
 def test_they_reach_the_optimum_of_the_weighted_objective_and_without_weights_another_one(
     method, options
 ):
-    """Quadratics with one optimum each; the displacement of a round counts by its tokens, or all count the same."""
+    """Quadratics with one optimum each; the displacement of a round counts by its tokens, or all
+    count the same.
+    """
     found = uneven(method, 75.0, 60, every=20, **options)
     made = {"anna": 10, "bert": 30, "cleo": 100}  # inner steps, and tokens, in each round
     for peer, (_, _, steps, _) in found.items():
         assert set(steps[1:]) == {made[peer]}
-    # n steps of gradient descent cover 1 - (1 - lr)^n of the way to the own optimum: at rest these ways balance.
+    # n steps of gradient descent cover 1 - (1 - lr)^n of the way to the own optimum: at rest these
+    # ways balance.
     force = {peer: (n if "weight" in options else 1) * (1 - 0.95**n) for peer, n in made.items()}
     expected = sum(force[p] * OPTIMUM[p] for p in made) / sum(force.values())
     for _, _, _, slow in found.values():
@@ -253,16 +264,22 @@ def test_fragments_of_uneven_peers_meet_in_the_same_rounds():
 
 
 def test_a_peer_that_slept_through_rounds_joins_the_one_that_the_others_are_in():
-    """After its sleep it is given the swarm's round, as in a node, and from then on ends its rounds with the others."""
+    """After its sleep it is given the swarm's round, as in a node, and from then on ends its rounds
+    with the others.
+    """
     names = ["anna", "bert"]
 
     def peer(exchange):
         weight = torch.nn.Parameter(torch.ones(1))
         members = []
         opt = NoLoCo(
-            torch.optim.SGD([weight], lr=0.1), exchange, length=Seconds(10.0, lambda: exchange.simulation.now), every=4,
-            on_round=lambda info: members.append((info.key.round, len(info.members))), lag=0,
-        )  # fmt: skip
+            torch.optim.SGD([weight], lr=0.1),
+            exchange,
+            length=Seconds(10.0, lambda: exchange.simulation.now),
+            every=4,
+            on_round=lambda info: members.append((info.key.round, len(info.members))),
+            lag=0,
+        )
         while opt.round < 12:
             exchange.sleep(0.5 if exchange.peer == "anna" else 1.25)
             if exchange.peer == "bert" and opt.round == 3:
@@ -284,9 +301,13 @@ def test_rounds_of_tokens_have_as_many_tokens_for_peers_with_other_batches():
         weight = torch.nn.Parameter(torch.ones(1))
         counted = []
         opt = DiLoCo(
-            torch.optim.SGD([weight], lr=0.1), exchange, length=Tokens(100), every=5, weight=by_tokens,
+            torch.optim.SGD([weight], lr=0.1),
+            exchange,
+            length=Tokens(100),
+            every=5,
+            weight=by_tokens,
             on_round=lambda info: counted.append((opt.tokens, info.members)),
-        )  # fmt: skip
+        )
         while len(counted) < 20:
             exchange.sleep(batches[exchange.peer] * 0.01)
             weight.grad = torch.ones(1)
@@ -334,7 +355,9 @@ def test_a_weight_that_is_none_is_refused(weight):
 
 
 def trained(method, peers, listening=(), rounds=1, **options):
-    """Return the slow weights of each peer after ``rounds`` rounds; ``listening`` ones join late, with other gradients."""
+    """Return the slow weights of each peer after ``rounds`` rounds; ``listening`` ones join late,
+    with other gradients.
+    """
     made = method_named(method)
     size = len(peers) if made.group == "everyone" else 2
 
@@ -399,7 +422,10 @@ REST = 40
 
 
 def meet(exchange, method, steps=120, rest=False, seed=0, rounds=None):
-    """Train on the peer's own data, with ``rest`` not in the last steps. Return what all peers should hold alike."""
+    """Train on the peer's own data, with ``rest`` not in the last steps.
+
+    Return what all peers should hold alike.
+    """
     generator = torch.Generator().manual_seed(int(exchange.peer[1:]))
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
@@ -468,7 +494,9 @@ def test_a_peer_that_the_others_went_on_without_takes_over_what_they_hold(method
 
 
 def test_a_failed_round_is_made_up_for_by_the_mean_of_what_each_did_alone():
-    """DiLoCo is linear, so the mean of four lone outer steps is the outer step with the mean: nothing is lost."""
+    """DiLoCo is linear, so the mean of four lone outer steps is the outer step with the mean:
+    nothing is lost.
+    """
 
     def run(faults):
         return Simulation(FOUR, size=4, faults=faults).run(
@@ -532,7 +560,9 @@ LOSING = {
 
 
 def missed(make, steps, adopt_at=None):
-    """Return {peer: (slow weights after each step, optimizer)}; rounds are missed, and from ``adopt_at`` on "c" adopts from "a"."""
+    """Return {peer: (slow weights after each step, optimizer)}; rounds are missed, and from
+    ``adopt_at`` on "c" adopts from "a".
+    """
     states = {}
 
     def peer(exchange):
@@ -546,9 +576,11 @@ def missed(make, steps, adopt_at=None):
             opt.zero_grad()
             if exchange.peer == "a":
                 states[step] = (
-                    [t.clone() for t in opt.slow], opt.round, {n: [t.clone() for t in ts] for n, ts in opt.shared.items()},
+                    [t.clone() for t in opt.slow],
+                    opt.round,
+                    {n: [t.clone() for t in ts] for n, ts in opt.shared.items()},
                     list(opt.applied),
-                )  # fmt: skip
+                )
             elif exchange.peer == "c" and adopt_at is not None and step >= adopt_at and astray:
                 slow, round, shared, applied = states[
                     step - 1
@@ -616,7 +648,10 @@ def test_what_does_not_fit_changes_nothing(given, reason):
 
 
 def test_what_is_dropped_is_given_up_in_the_exchange_too():
-    """Else its partner would count a contribution that is sent again here. Of a fragment that stays, nothing is."""
+    """Else its partner would count a contribution that is sent again here.
+
+    Of a fragment that stays, nothing is.
+    """
     given_up = []
 
     class Waiting(Handle):

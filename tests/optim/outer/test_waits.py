@@ -1,4 +1,6 @@
-"""What an exchange makes the host wait for the device: a few times, whatever the size, and equal to the CPU bit for bit."""
+"""What an exchange makes the host wait for the device: a few times, whatever the size, and equal to
+the CPU bit for bit.
+"""
 
 import sys
 
@@ -24,7 +26,9 @@ class Net(torch.nn.Module):
 
 
 def trained(device, slow, method, codec, dtype, width=32, buffers="average"):
-    """Return the weights and buffers of two peers, and the waits of the first one's busiest step but for the first rounds."""
+    """Return the weights and buffers of two peers, and the waits of the first one's busiest step
+    but for the first rounds.
+    """
     waits = []
 
     def peer(exchange):

@@ -26,7 +26,10 @@ def trios():
 
 @pytest.fixture
 def trio(nursery, trios):
-    """Three processes: the two ranks of one peer, and another peer. New ones, if those of the last test did not answer."""
+    """Three processes: the two ranks of one peer, and another peer.
+
+    New ones, if those of the last test did not answer.
+    """
     if not trios or not trios[-1].whole:
         trios.append(worlds.Ranks(nursery, 3))
     return trios[-1]

@@ -1,4 +1,6 @@
-"""Programs of the processes in the tests of exchanges that are in flight in a peer of several ranks (see ``rank_jobs``)."""
+"""Programs of the processes in the tests of exchanges that are in flight in a peer of several ranks
+(see ``rank_jobs``).
+"""
 
 import torch.distributed as dist
 from rank_jobs import batches, full, groups, laid_out, make, make_model, numbers, step_of
@@ -10,7 +12,9 @@ from shoal.optim.ranks.ranks import Ranks
 
 
 class Polled(Exchange):
-    """Exchange with a peer whose tensors are all 0; an exchange is over after a number of polls that depends on its round."""
+    """Exchange with a peer whose tensors are all 0; an exchange is over after a number of polls
+    that depends on its round.
+    """
 
     def __init__(self):
         self.polls = 0
@@ -37,7 +41,10 @@ class Poll(Handle):
 
 
 def polled(opt, model, ranks=None, at=None, remake=None):
-    """Train 40 steps; ``at`` that step go on in what ``remake`` returns. Return lags, weights and state."""
+    """Train 40 steps; ``at`` that step go on in what ``remake`` returns.
+
+    Return lags, weights and state.
+    """
     lags = []
     for step, batch in enumerate(batches(0, 40)):
         if step == at:
@@ -61,7 +68,9 @@ def agreeing(kind):
 
 
 def interrupted(kind, method, at):
-    """Train a peer of two ranks that is interrupted ``at`` that step, with exchanges in flight; process 2: one that is not."""
+    """Train a peer of two ranks that is interrupted ``at`` that step, with exchanges in flight;
+    process 2: one that is not.
+    """
     groups()
     if dist.get_rank() == 2:
         model = make_model()

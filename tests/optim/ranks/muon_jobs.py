@@ -1,4 +1,6 @@
-"""What the ranks of test_sharded_muon.py do: steps of Muon of a model that is cut in some way, with gradients that all know."""
+"""What the ranks of test_sharded_muon.py do: steps of Muon of a model that is cut in some way, with
+gradients that all know.
+"""
 
 from functools import cache
 
@@ -14,9 +16,13 @@ from shoal.optim.ranks.group import cut_like
 
 STEPS = 3
 UNEVEN = [(7, 5), (5, 4), (4, 1), (1, 3), (3, 6), (6, 2)]
-"""Of the layers, (in, out): rows that ranks share unevenly, fewer rows than ranks, and both orientations."""
+"""Of the layers, (in, out): rows that ranks share unevenly, fewer rows than ranks, and both
+orientations.
+"""
 EVEN = [(8, 4), (4, 12), (12, 8)]
-"""What torch itself can gather where both are cut, tensor parallel and FSDP: its ``full_tensor`` of uneven rows hangs."""
+"""What torch itself can gather where both are cut, tensor parallel and FSDP: its ``full_tensor`` of
+uneven rows hangs.
+"""
 
 
 def make_model(kind):

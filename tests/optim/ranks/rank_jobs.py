@@ -33,14 +33,21 @@ from shoal.optim.ranks.ranks import Ranks
 
 STEPS, BATCH = 12, 8
 KNOBS = {
-    "noloco": {"every": 3, "lag": 0}, "local": {"every": 3, "lag": 0}, "gasloc": {"every": 3, "lag": 0},
+    "noloco": {"every": 3, "lag": 0},
+    "local": {"every": 3, "lag": 0},
+    "gasloc": {"every": 3, "lag": 0},
     "noloco, overlapped": {"every": 4, "fragments": 2, "lag": 3},
     "noloco, two tensors": {"every": 4, "fragments": 3, "lag": 1, "pull": 0.3},
-    "local, overlapped": {"every": 4, "fragments": 2, "lag": 2}, "gasloc, overlapped": {"every": 4, "fragments": 2, "lag": 3},
-    "noloco, auto": {"every": 6, "fragments": 2, "lag": "auto"}, "streaming": {"every": 4, "fragments": 2, "lag": 1},
-    "decoupled": {"every": 4, "fragments": 2, "lag": 1}, "sparta": {"every": 2, "part": 0.2}, "diloco, muon": {"every": 3},
-    "noloco, mod4": {"every": 3, "lag": 0}, "gasloc, overlapped, mod4": {"every": 4, "fragments": 2, "lag": 3},
-}  # fmt: skip
+    "local, overlapped": {"every": 4, "fragments": 2, "lag": 2},
+    "gasloc, overlapped": {"every": 4, "fragments": 2, "lag": 3},
+    "noloco, auto": {"every": 6, "fragments": 2, "lag": "auto"},
+    "streaming": {"every": 4, "fragments": 2, "lag": 1},
+    "decoupled": {"every": 4, "fragments": 2, "lag": 1},
+    "sparta": {"every": 2, "part": 0.2},
+    "diloco, muon": {"every": 3},
+    "noloco, mod4": {"every": 3, "lag": 0},
+    "gasloc, overlapped, mod4": {"every": 4, "fragments": 2, "lag": 3},
+}
 
 
 class Model(nn.Module):
@@ -83,7 +90,9 @@ def backward(model, batch, dtype="float32"):
 
 @functools.cache
 def groups():
-    """Return groups of the ranks, for training and for the outer optimizer, and one of the peers; all processes call it."""
+    """Return groups of the ranks, for training and for the outer optimizer, and one of the peers;
+    all processes call it.
+    """
     limit, members = timedelta(seconds=20), {"train": [0, 1], "ranks": [0, 1], "peers": [0, 2]}
     return {name: dist.new_group(some, timeout=limit) for name, some in members.items()}
 
@@ -283,7 +292,9 @@ def told(kind):
 
 
 def misfits(kind):
-    """Return what all ranks raise for what rank 0 gives and does not fit, and whether anything has changed."""
+    """Return what all ranks raise for what rank 0 gives and does not fit, and whether anything has
+    changed.
+    """
     groups()
     if dist.get_rank() == 2:
         return None
@@ -327,7 +338,9 @@ def restore(model, weights):
 
 
 def relay(dtype, kinds, method="streaming"):
-    """Train in one layout after another, each from the checkpoint of the one before; "one" is rank 0 by itself."""
+    """Train in one layout after another, each from the checkpoint of the one before; "one" is rank
+    0 by itself.
+    """
     groups()
     if dist.get_rank() == 2:
         return None
@@ -401,7 +414,9 @@ def buffers_of(model):
 
 
 def normed():
-    """Average buffers with rounds whose length rank 0's clock decides; return them and the positions of the schedule."""
+    """Average buffers with rounds whose length rank 0's clock decides; return them and the
+    positions of the schedule.
+    """
     peers = Distributed(groups()["peers"], wait=20.0) if dist.get_rank() != 1 else Alone()
     torch.manual_seed(0)
     model, ranks = Normed(), Ranks(groups()["ranks"], timeout=20.0) if dist.get_rank() < 2 else None
@@ -436,7 +451,9 @@ def normed():
 
 
 def bounded(kind):
-    """Return the most values that rank 0 takes from others between two starts of the real exchange, and those of a fragment."""
+    """Return the most values that rank 0 takes from others between two starts of the real exchange,
+    and those of a fragment.
+    """
     groups()
     if dist.get_rank() == 2:
         return None

@@ -1,4 +1,6 @@
-"""Peers of two ranks exchange with a peer of one process as two such peers do, bit by bit, with every method."""
+"""Peers of two ranks exchange with a peer of one process as two such peers do, bit by bit, with
+every method.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""A step of Muon has the bits of torch's own in one process, whatever the matrices' shape and however they are cut."""
+"""A step of Muon has the bits of torch's own in one process, whatever the matrices' shape and
+however they are cut.
+"""
 
 from pathlib import Path
 

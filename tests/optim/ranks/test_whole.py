@@ -1,4 +1,6 @@
-"""What rank 0 of a peer takes and gives for all ranks: slow weights, adoption, checkpoints, and what is left when a rank dies."""
+"""What rank 0 of a peer takes and gives for all ranks: slow weights, adoption, checkpoints, and
+what is left when a rank dies.
+"""
 
 from pathlib import Path
 

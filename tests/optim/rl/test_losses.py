@@ -30,7 +30,9 @@ REWARDS = st.lists(st.integers(-640, 640).map(lambda n: n / 64), min_size=1, max
 
 
 def reference(name, per, new, old, behaviour, advantages, mask):
-    """Return the loss in plain Python, token by token, and its derivative by each entry of ``new``."""
+    """Return the loss in plain Python, token by token, and its derivative by each entry of
+    ``new``.
+    """
     rows, columns = len(new), len(new[0])
     lengths = [sum(row) for row in mask]
     loss, slope = 0.0, [[0.0] * columns for _ in range(rows)]

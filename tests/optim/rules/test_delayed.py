@@ -1,4 +1,6 @@
-"""Means that arrive a whole round late: CO2-style and eager updates, against float64 references and the stability limits."""
+"""Means that arrive a whole round late: CO2-style and eager updates, against float64 references and
+the stability limits.
+"""
 
 import itertools
 import warnings
@@ -248,7 +250,9 @@ def test_eager_without_lag_is_diloco(lab):
     [partial(CO2, penalty=1.6, momentum=0.0, clip=None), partial(Eager, lr=1.0, momentum=0.0)],
 )
 def test_after_finish_every_motion_has_been_applied_once(lab, method):
-    """Constant gradient, no momentum: the slow weights end at the start minus all displacements (over the penalty)."""
+    """Constant gradient, no momentum: the slow weights end at the start minus all displacements
+    (over the penalty).
+    """
     found = lab.run(method, STEPS, every=EVERY, loss=lab.linear, finish=True)
     motion = STEPS * lab.RATE * np.array([lab.problem(peer)[0][0] for peer in lab.PEERS])
     damping = 1.6 if method.func is CO2 else 1.0
@@ -257,7 +261,9 @@ def test_after_finish_every_motion_has_been_applied_once(lab, method):
 
 
 def rests(rate, momentum, lag, nesterov=True, fresh=0.0):
-    """Return whether slow weights come to rest of which a part ``fresh`` counts at once, and the others ``lag`` rounds late."""
+    """Return whether slow weights come to rest of which a part ``fresh`` counts at once, and the
+    others ``lag`` rounds late.
+    """
     slow, velocity = [1.0] * (lag + 1), 0.0
     for _ in range(3000):
         g = fresh * slow[-1] + (1 - fresh) * slow[-1 - lag]
@@ -270,11 +276,25 @@ def rests(rate, momentum, lag, nesterov=True, fresh=0.0):
 
 @pytest.mark.parametrize(
     ("nesterov", "lag", "momentum", "table"),
-    [(True, 0, 0.9, 1.357), (True, 1, 0.0, 1.0), (True, 1, 0.2, 0.805), (True, 1, 0.5, 0.56), (True, 1, 0.9, 0.25),
-     (True, 2, 0.0, 0.615), (True, 2, 0.2, 0.49), (True, 2, 0.5, 0.31), (True, 2, 0.9, 0.08),
-     (False, 0, 0.9, 3.8), (False, 1, 0.5, 0.5), (False, 1, 0.9, 0.1),
-     (False, 2, 0.0, 0.615), (False, 2, 0.2, 0.475), (False, 2, 0.5, 0.28), (False, 2, 0.9, 0.05)],
-)  # fmt: skip
+    [
+        (True, 0, 0.9, 1.357),
+        (True, 1, 0.0, 1.0),
+        (True, 1, 0.2, 0.805),
+        (True, 1, 0.5, 0.56),
+        (True, 1, 0.9, 0.25),
+        (True, 2, 0.0, 0.615),
+        (True, 2, 0.2, 0.49),
+        (True, 2, 0.5, 0.31),
+        (True, 2, 0.9, 0.08),
+        (False, 0, 0.9, 3.8),
+        (False, 1, 0.5, 0.5),
+        (False, 1, 0.9, 0.1),
+        (False, 2, 0.0, 0.615),
+        (False, 2, 0.2, 0.475),
+        (False, 2, 0.5, 0.28),
+        (False, 2, 0.9, 0.05),
+    ],
+)
 def test_the_stability_limits_are_those_of_the_tables_and_of_the_recursion_itself(
     nesterov, lag, momentum, table
 ):

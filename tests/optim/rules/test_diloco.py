@@ -1,4 +1,6 @@
-"""DiLoCo's equivalences, in both forms, and SparseLoCo's, each against an independent float64 reference."""
+"""DiLoCo's equivalences, in both forms, and SparseLoCo's, each against an independent float64
+reference.
+"""
 
 from functools import partial
 
@@ -178,7 +180,9 @@ def test_weights_that_cannot_be_are_refused():
 
 
 class TopWithMemory:
-    """The largest ``count`` values of each tensor in float32 (as a dense payload), with error feedback."""
+    """The largest ``count`` values of each tensor in float32 (as a dense payload), with error
+    feedback.
+    """
 
     name, displacement = "top-test", True
 
@@ -249,9 +253,13 @@ def test_a_contribution_in_no_mean_goes_back_into_the_residual_and_each_fragment
     codec = TopWithMemory(1, 0.9)
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     opt = OuterOptimizer(
-        torch.optim.SGD(weights, lr=0.1), Alone(), rule=DiLoCoRule(), schedule=Streaming(2, 2), codec=codec,
+        torch.optim.SGD(weights, lr=0.1),
+        Alone(),
+        rule=DiLoCoRule(),
+        schedule=Streaming(2, 2),
+        codec=codec,
         fragments=[weights[:1], weights[1:]],
-    )  # fmt: skip
+    )
     assert opt._codecs[0] is codec
     assert opt._codecs[1] is not codec
 
@@ -267,7 +275,9 @@ def by_peers(sent):
 
 
 def by_senders(sent):
-    """Average one tensor as the authors' code does: norms clipped to torch's median, then a scatter with reduce="mean"."""
+    """Average one tensor as the authors' code does: norms clipped to torch's median, then a scatter
+    with reduce="mean".
+    """
     norms = [float(np.sqrt((x * x).sum())) for x in sent]
     median = sorted(norms)[(len(norms) - 1) // 2]
     clipped = [x * min(median / (norm + 1e-8), 1.0) for x, norm in zip(sent, norms, strict=True)]
@@ -284,9 +294,15 @@ def bfloat16(value):
 
 @pytest.mark.parametrize(("codec", "average"), [(PAPER, by_peers), (CODE, by_senders)])
 def test_it_is_the_recursion_with_either_mean(lab, codec, average):
-    """Of the tensors of 3 and 2 values one value each is sent, as a bfloat16: e <- beta e + g - sent; slow <- slow - lr mean."""
-    found = lab.run(lambda inner, exchange, **o: SparseLoCo(inner, exchange, codec=codec_named(codec), **o),
-                    PACE * TIMES, every=PACE, lr=LR)  # fmt: skip
+    """Of the tensors of 3 and 2 values one value each is sent, as a bfloat16: e <- beta e + g -
+    sent; slow <- slow - lr mean.
+    """
+    found = lab.run(
+        lambda inner, exchange, **o: SparseLoCo(inner, exchange, codec=codec_named(codec), **o),
+        PACE * TIMES,
+        every=PACE,
+        lr=LR,
+    )
     slow, errors = lab.start(), {peer: np.zeros(5) for peer in lab.PEERS}
     for round in range(TIMES):
         sent = []

@@ -1,4 +1,6 @@
-"""GASLoC and SPARTA: cross-tests against NoLoCo and DiLoCo, conservation, and the mask that nobody sends."""
+"""GASLoC and SPARTA: cross-tests against NoLoCo and DiLoCo, conservation, and the mask that nobody
+sends.
+"""
 
 import subprocess
 import sys
@@ -135,9 +137,13 @@ builtin_round = round
 
 
 def test_the_mask_follows_from_the_key_alone():
-    """Other processes get the same mask, whatever their random state; other keys give others. The numbers are the protocol's."""
+    """Other processes get the same mask, whatever their random state; other keys give others.
+
+    The numbers are the protocol's.
+    """
     code = (
-        "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from shoal.optim.rules.gossip import chosen;"
+        "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from "
+        "shoal.optim.rules.gossip import chosen;"
         "print(chosen(RoundKey('r', 7, 1), 1000, 0.008).tolist())"
     )
     there = subprocess.run(

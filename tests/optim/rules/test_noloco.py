@@ -1,4 +1,6 @@
-"""NoLoCo and its like against the formulas in float64: at once, with a lag, in fragments, odd groups, missing peers, weights."""
+"""NoLoCo and its like against the formulas in float64: at once, with a lag, in fragments, odd
+groups, missing peers, weights.
+"""
 
 import itertools
 import warnings
@@ -20,12 +22,14 @@ WEIGHTS = {"anna": 1.0, "bert": 20.0, "cleo": 5.0, "dora": 0.5, "emil": 3.0}
 def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=()):
     """Return the slow weights of each peer after each round.
 
-    With n = the members of a group that count, as in the authors' code (Eq. 1-3 with the sign of the second term that descends):
+    With n = the members of a group that count, as in the authors' code (Eq. 1-3 with the sign of
+    the second term that descends):
 
-        v <- a v + (b / n) sum_j (slow_j - fast_j) + c (slow - (1/n) sum_j slow_j);   slow <- slow - v;   fast <- slow
+        v <- a v + (b / n) sum_j (slow_j - fast_j) + c (slow - (1/n) sum_j slow_j);   slow <- slow -
+        v;   fast <- slow
 
-    Ours: the first sum is weighted (up to four times the median weight), the second is not; who listens in round 0 counts in
-    neither, and if all of a group listen, all count alike.
+    Ours: the first sum is weighted (up to four times the median weight), the second is not; who
+    listens in round 0 counts in neither, and if all of a group listen, all count alike.
     """
     slow = {peer: lab.own_start(peer) for peer in peers}
     velocity = {peer: np.zeros(5) for peer in peers}
@@ -55,7 +59,10 @@ def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=
 
 
 def check(lab, method, peers, size, expected, *, lost=(), weights=None, **options):
-    """Compare with the real optimizer. All begin each round at the same time, so that nobody is late after a lost one."""
+    """Compare with the real optimizer.
+
+    All begin each round at the same time, so that nobody is late after a lost one.
+    """
 
     def peer(exchange):
         parameter = torch.nn.Parameter(
@@ -151,16 +158,20 @@ def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_local_sgd_is_federated_averaging(lab, size, weights):
-    """The mean of the weights; with uneven weights that of the displacements, from the plain mean of where they began."""
+    """The mean of the weights; with uneven weights that of the displacements, from the plain mean
+    of where they began.
+    """
     expected = noloco(lab, lab.PEERS, size, 1.0, 0.0, 1.0, LOST, weights)
     check(lab, LocalSGD, lab.PEERS, size, expected, lost=LOST, weights=weights)
 
 
-# -- what follows from it ----------------------------------------------------------------------------------------------------
+# -- what follows from it --------------------------------------------------------------------------
 
 
 def rounds(lab, peers, *, size=2, begin=None, **options):
-    """Return {peer: (slow weights after each round (ROUNDS, 5), members of each round, virtual seconds at the end)}."""
+    """Return {peer: (slow weights after each round (ROUNDS, 5), members of each round, virtual
+    seconds at the end)}.
+    """
     begin = begin or lab.own_start
     found = lab.run(
         NoLoCo, ROUNDS * EVERY, peers, size=size, begin=begin, every=EVERY, lag=0, **options
@@ -171,8 +182,18 @@ def rounds(lab, peers, *, size=2, begin=None, **options):
     }
 
 
-RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.789), (0.5, 1.4, 0.943), (0.5, 1.6, 1.044),
-         (0.9, 0.3, 0.978), (0.9, 0.45, 1.019), (0.9, 1.0, 1.203), (0.3, 1.9, 1.049)]  # fmt: skip
+RATES = [
+    (0.5, 0.1, 0.798),
+    (0.5, 0.3, 0.622),
+    (0.5, 0.7, 0.695),
+    (0.5, 1.0, 0.789),
+    (0.5, 1.4, 0.943),
+    (0.5, 1.6, 1.044),
+    (0.9, 0.3, 0.978),
+    (0.9, 0.45, 1.019),
+    (0.9, 1.0, 1.203),
+    (0.3, 1.9, 1.049),
+]
 
 
 @pytest.mark.thinned(4)
@@ -255,7 +276,9 @@ UNEQUAL = {"anna": 1.0, "bert": 2.0, "cleo": 0.75, "dora": 1.5}
 
 
 class NoLoCoReference:
-    """v <- a v + b mean(slow - fast) + c (slow - mean(slow)); slow <- slow - v. All as sent, but v."""
+    """v <- a v + b mean(slow - fast) + c (slow - mean(slow)); slow <- slow - v. All as sent, but
+    v.
+    """
 
     def __init__(self, lr=1.0, momentum=0.3, pull=None, weights=None):
         self.lr, self.momentum, self.pull, self.weights = (
@@ -287,7 +310,9 @@ class LocalReference:
 
 
 class GASLoCReference:
-    """u = slow + b (fast - slow) as sent; slow <- u - a (u - mean(u)) + c (u - u of the round before)."""
+    """u = slow + b (fast - slow) as sent; slow <- u - a (u - mean(u)) + c (u - u of the round
+    before).
+    """
 
     def __init__(self, lr=0.7, momentum=0.5, mix=1.0):
         self.lr, self.momentum, self.mix = lr, momentum, mix
@@ -312,7 +337,9 @@ def parts_of(count):
 
 
 def expected(lab, reference, peers, steps, count, lag, *, every=ROUND, lost=(), finish=False):
-    """Return {peer: (slow, fast) after each step}: fast <- fast + (slow - fast as sent) when a mean is applied."""
+    """Return {peer: (slow, fast) after each step}: fast <- fast + (slow - fast as sent) when a mean
+    is applied.
+    """
     parts, sent_at = parts_of(count), [(number + 1) * every // count for number in range(count)]
     slow = {peer: lab.own_start(peer) for peer in peers}
     fast = {peer: lab.own_start(peer) for peer in peers}
@@ -350,7 +377,10 @@ def expected(lab, reference, peers, steps, count, lag, *, every=ROUND, lost=(), 
 
 
 def found(lab, method, peers, steps, count, lag, *, every=ROUND, lost=(), finish=False, **options):
-    """Return the same of the optimizer. All take each step at the same time, however long one has waited before."""
+    """Return the same of the optimizer.
+
+    All take each step at the same time, however long one has waited before.
+    """
 
     def peer(exchange):
         first = torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32)

@@ -1,4 +1,6 @@
-"""Streaming and Decoupled DiLoCo: the schedule, the fragments, and the equivalences against float64 references."""
+"""Streaming and Decoupled DiLoCo: the schedule, the fragments, and the equivalences against float64
+references.
+"""
 
 import copy
 from collections import Counter
@@ -52,7 +54,9 @@ def streaming(lab, peers, steps, *, every, slices, lag, mix, lr, momentum, merge
                     fast[peer] = fast[peer].copy()
                     if (
                         mix == "keep"
-                    ):  # recipes: move = (slow - slow before) - d, where d = fast - slow when it was sent
+                        # recipes: move = (slow - slow before) - d, where d = fast - slow when it
+                        # was sent
+                    ):
                         fast[peer][part] += (slow[part] - before) + own
                         continue
                     fast[peer][part] = mix * fast[peer][part] + (1 - mix) * slow[part]
@@ -295,8 +299,15 @@ def test_a_method_that_sends_the_whole_model_refuses_fragments():
 def test_every_parameter_must_be_in_exactly_one_fragment():
     a, b = (nn.Parameter(torch.ones(size)) for size in (2, 3))
     inner = torch.optim.SGD([a, b], lr=0.1)
-    for parts, message in [([[a]], r"parameter 1 of shape \(3,\) is in 0 fragments"), ([[a, b], [b]], "parameter 1 .* in 2"),
-                           ([[a, b], []], "fragment 1 has no parameter")]:  # fmt: skip
+    for parts, message in [
+        (
+            [[a]],
+            r"parameter 1 of "
+            r"shape \(3,\) is in 0 fragments",
+        ),
+        ([[a, b], [b]], "parameter 1 .* in 2"),
+        ([[a, b], []], "fragment 1 has no parameter"),
+    ]:
         with pytest.raises(ValueError, match=message):
             StreamingDiLoCo(inner, Alone(), fragments=parts, lag=1)
     with pytest.raises(ValueError, match="lag must be at least 0 and below every"):
@@ -304,7 +315,9 @@ def test_every_parameter_must_be_in_exactly_one_fragment():
 
 
 def test_a_bfloat16_model_restarted_from_a_mix_loses_nothing_to_rounding():
-    """Nothing is learnt: slow and fast weights must stay where the mix put them, whatever bfloat16 can hold."""
+    """Nothing is learnt: slow and fast weights must stay where the mix put them, whatever bfloat16
+    can hold.
+    """
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     opt = StreamingDiLoCo(
         torch.optim.SGD([weight], lr=1.0),

@@ -1,4 +1,6 @@
-"""When a schedule's actions happen: in rounds of tokens and seconds, and with a lag that follows the arrivals."""
+"""When a schedule's actions happen: in rounds of tokens and seconds, and with a lag that follows
+the arrivals.
+"""
 
 import copy
 import itertools
@@ -166,7 +168,7 @@ def test_lengths_that_are_none():
         list(Tokens(5).reached(0, Every(1), 0))
 
 
-# -- in the optimizer ----------------------------------------------------------------------------------------------------
+# -- in the optimizer ------------------------------------------------------------------------------
 
 
 def make(schedule, length, parts=1):
@@ -275,7 +277,9 @@ def test_a_checkpoint_of_another_length_is_taken_over():
 
 
 def test_a_step_that_reaches_several_positions_does_all_that_they_ask_for():
-    """A peer so slow that each step is a whole round: a contribution sent early in it is also applied in it."""
+    """A peer so slow that each step is a whole round: a contribution sent early in it is also
+    applied in it.
+    """
     clock, applied = Clock(0.0), []
     weights, opt = make(Streaming(3, 3, 2), Seconds(1.0, clock), 3)
     opt.on_round = applied.append
@@ -316,7 +320,7 @@ def test_an_optimizer_that_counts_weighs_only_if_asked_to():
     assert [(sent.weight, len(sent.tensors)) for sent in exchange.sent] == [(1.0, 1), (14.0, 2)]
 
 
-# -- seconds that all peers agree on -------------------------------------------------------------------------------------
+# -- seconds that all peers agree on ---------------------------------------------------------------
 
 speeds = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20)
 
@@ -377,10 +381,15 @@ def found(arrivals, every=100):
 @pytest.mark.parametrize(
     ("arrivals", "lag"),
     [
-        ([3], 3), ([8], 9), ([20, 8, 9], 22), ([20, 8, 9, 9], 10), ([8] * 22 + [60, 70], 9), ([8] * 21 + [60, 70, 80], 67),
+        ([3], 3),
+        ([8], 9),
+        ([20, 8, 9], 22),
+        ([20, 8, 9, 9], 10),
+        ([8] * 22 + [60, 70], 9),
+        ([8] * 21 + [60, 70, 80], 67),
         ([1] * 9, 1),
     ],
-)  # fmt: skip
+)
 def test_it_is_the_least_with_which_nearly_all_are_in_time_and_an_eighth(arrivals, lag):
     assert found(arrivals) == lag
 
@@ -410,7 +419,9 @@ def test_a_state_that_is_none_changes_nothing():
 
 
 class Late(Exchange):
-    """Exchange whose outcome is there after so many polls between steps; it knows when it was waited for in vain."""
+    """Exchange whose outcome is there after so many polls between steps; it knows when it was
+    waited for in vain.
+    """
 
     def __init__(self, after, partner=True):
         self.after, self.partner, self.waits, self.sent = after, partner, 0, []
@@ -440,8 +451,15 @@ METHODS = {"noloco": NoLoCo, "streaming": StreamingDiLoCo}
 def run(exchange, steps, every=20, method="noloco", fragments=4, tokens=0, **options):
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
     infos = []
-    opt = METHODS[method](torch.optim.SGD(weights, lr=0.1), exchange, every=every, lag="auto", fragments=fragments,
-                          on_round=infos.append, **options)  # fmt: skip
+    opt = METHODS[method](
+        torch.optim.SGD(weights, lr=0.1),
+        exchange,
+        every=every,
+        lag="auto",
+        fragments=fragments,
+        on_round=infos.append,
+        **options,
+    )
     for _ in range(steps):
         opt.count(tokens)
         opt.step()
@@ -491,7 +509,9 @@ def test_alone_it_is_applied_a_step_later():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_in_rounds_of_tokens_or_seconds_the_lag_is_in_positions(method):
-    """A step of a quarter of a round: five positions, of which each sends a fragment, and applies one, at most."""
+    """A step of a quarter of a round: five positions, of which each sends a fragment, and applies
+    one, at most.
+    """
     opt, infos = run(Late(1), 40, method=method, tokens=5, length=Tokens(20))
     assert opt.position == 200
     assert {info.lag for info in infos} <= {0, 1}
@@ -524,13 +544,16 @@ def test_polls_stop_once_it_is_there_and_a_simulation_may_skip_quiet_steps():
 
 
 @pytest.mark.parametrize(("method", "more"), [("noloco", 0.0), ("streaming", 4 * 6.5)])
-def test_peers_at_unequal_distance_meet_each_in_its_own_time_and_begin_their_exchanges_in_the_same_order(
+def test_peers_at_unequal_distance_meet_in_time_and_begin_their_exchanges_in_the_same_order(
     method, more
 ):
-    """Virtual time: a step takes 1 s, and what anna sends needs 6.5 s. The lag of bo is 13 at first.
+    """Virtual time: a step takes 1 s, and what anna sends needs 6.5 s.
 
-    They begin with other weights, which streaming makes equal by a second exchange for each fragment, waited for; between processes
-    of torch.distributed another order of exchanges would be a deadlock.
+    The lag of bo is 13 at first.
+
+    They begin with other weights, which streaming makes equal by a second exchange for each
+    fragment, waited for; between processes of torch.distributed another order of exchanges would be
+    a deadlock.
     """
 
     def peer(exchange):

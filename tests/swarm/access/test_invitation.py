@@ -1,4 +1,6 @@
-"""Invitations: who may use one, and what is said to who may not; which of several that came by the same one are in."""
+"""Invitations: who may use one, and what is said to who may not; which of several that came by the
+same one are in.
+"""
 
 import base64
 import itertools
@@ -112,7 +114,7 @@ def test_a_link_carries_an_invitation():
     assert Link.parse(str(Link(SWARM, (address,)))).invite == ""
 
 
-# -- the policy ------------------------------------------------------------------------------------------------------------
+# -- the policy ------------------------------------------------------------------------------------
 
 
 def test_an_open_swarm_admits_all_peers_that_are_not_denied():

@@ -75,23 +75,47 @@ def test_one_changed_character_never_crashes(at, char):
     assert Link.parse(str(link)) == link
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "does not start with shoal://"), (GOOD.replace("shoal", "http"), "does not start with shoal://"),
-    (GOOD.replace(SWARM, SWARM[:-1]), "swarm id"), (GOOD.replace(SWARM, SWARM.upper()), "swarm id"),
-    (GOOD.replace(SWARM, SWARM[:-1] + "b"), "swarm id"), (GOOD.replace(SWARM, SWARM + "\n"), "swarm id"),
-    (f"shoal://{SWARM}", "names no peer"), (f"shoal://{SWARM}?", "names no peer"), (f"{GOOD}&host=x", "unknown part"),
-    (f"{GOOD}&", "unknown part"), (f"shoal://{SWARM}?peer=", "does not start with /"), (GOOD.replace("ip4", "ip5"), "host"),
-    (GOOD.replace("ip4", "ip6"), "host"), (GOOD.replace("203.0.113.5", "203.0.113.256"), "host"),
-    (GOOD.replace("ip4/203.0.113.5", "dns/a b"), "host"), (GOOD.replace("ip4/203.0.113.5", "ip6/fe80::1%25eth0"), "host"),
-    (GOOD.replace("4001", "0"), "port"), (GOOD.replace("4001", "65536"), "port"), (GOOD.replace("4001", "40a1"), "port"),
-    (GOOD.replace("tcp", "udp"), "transport"), (GOOD.replace("tcp/4001", "sctp/4001"), "transport"),
-    (GOOD.replace(f"/p2p/{PEER}", ""), "end with /p2p/"), (GOOD.replace("4001", "4001/ws"), "end with /p2p/"),
-    (GOOD + "/p2p-circuit", "end with /p2p/"), (GOOD.replace(PEER, PEER[:-1]), "peer id is invalid"),
-    (GOOD.replace(PEER, RELAY), "peer id is invalid"),
-    (f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/1/p2p/Qm/p2p-circuit/p2p/{PEER}", "id of its relay"),
-    (f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/1/p2p/0OIl/p2p-circuit/p2p/{PEER}", "id of its relay"),
-    (GOOD + f"&peer={HERE}" * 16, "17 addresses, at most 16"), (GOOD + "&peer=" + "x" * MAX_CHARS, "longer than 4096"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "does not start with shoal://"),
+        (GOOD.replace("shoal", "http"), "does not start with shoal://"),
+        (GOOD.replace(SWARM, SWARM[:-1]), "swarm id"),
+        (GOOD.replace(SWARM, SWARM.upper()), "swarm id"),
+        (GOOD.replace(SWARM, SWARM[:-1] + "b"), "swarm id"),
+        (GOOD.replace(SWARM, SWARM + "\n"), "swarm id"),
+        (f"shoal://{SWARM}", "names no peer"),
+        (f"shoal://{SWARM}?", "names no peer"),
+        (f"{GOOD}&host=x", "unknown part"),
+        (f"{GOOD}&", "unknown part"),
+        (f"shoal://{SWARM}?peer=", "does not start with /"),
+        (GOOD.replace("ip4", "ip5"), "host"),
+        (GOOD.replace("ip4", "ip6"), "host"),
+        (GOOD.replace("203.0.113.5", "203.0.113.256"), "host"),
+        (GOOD.replace("ip4/203.0.113.5", "dns/a b"), "host"),
+        (GOOD.replace("ip4/203.0.113.5", "ip6/fe80::1%25eth0"), "host"),
+        (GOOD.replace("4001", "0"), "port"),
+        (GOOD.replace("4001", "65536"), "port"),
+        (GOOD.replace("4001", "40a1"), "port"),
+        (GOOD.replace("tcp", "udp"), "transport"),
+        (GOOD.replace("tcp/4001", "sctp/4001"), "transport"),
+        (GOOD.replace(f"/p2p/{PEER}", ""), "end with /p2p/"),
+        (GOOD.replace("4001", "4001/ws"), "end with /p2p/"),
+        (GOOD + "/p2p-circuit", "end with /p2p/"),
+        (GOOD.replace(PEER, PEER[:-1]), "peer id is invalid"),
+        (GOOD.replace(PEER, RELAY), "peer id is invalid"),
+        (
+            f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/1/p2p/Qm/p2p-circuit/p2p/{PEER}",
+            "id of its relay",
+        ),
+        (
+            f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/1/p2p/0OIl/p2p-circuit/p2p/{PEER}",
+            "id of its relay",
+        ),
+        (GOOD + f"&peer={HERE}" * 16, "17 addresses, at most 16"),
+        (GOOD + "&peer=" + "x" * MAX_CHARS, "longer than 4096"),
+    ],
+)
 def test_each_fault_is_named(text, says):
     with pytest.raises(LinkError, match=says):
         Link.parse(text)

@@ -1,4 +1,6 @@
-"""A change of the settings of training: what counts in which round, how one is added to another, and what is refused."""
+"""A change of the settings of training: what counts in which round, how one is added to another,
+and what is refused.
+"""
 
 import pytest
 
@@ -102,13 +104,17 @@ def test_a_change_in_words():
 
 
 ABLE = "it can change train.lr and train.steps."
-ANEW = " A new swarm with another value can begin with the weights of this one (shoal up --resume-from)."
+ANEW = (
+    " A new swarm with another value can begin with the weights of this one (shoal up "
+    "--resume-from)."
+)
 
 
 CANNOT = "cannot change while the swarm runs, because"
 OWN = "is each node's own: start that node again with it (--resume goes on from its checkpoint)."
 REASONS = {
-    "outer.codec": "partners compute with the same method, codec and length of rounds, and one that has "
+    "outer.codec": "partners compute with the same method, codec and length of rounds, and one "
+    "that has "
     "another cannot meet the rest",
     "train.seed": "the state of the inner optimizer, the data and the schedule were made with it",
     "swarm.name": "the swarm's id follows from it",

@@ -1,4 +1,6 @@
-"""Peers that this node has banned: nobody is paired with them, in pairs or groups, whether they know it or not."""
+"""Peers that this node has banned: nobody is paired with them, in pairs or groups, whether they
+know it or not.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Payloads: made from the tensors while they are read, and the same bytes as an encoded one; and contributions of weight 0."""
+"""Payloads: made from the tensors while they are read, and the same bytes as an encoded one; and
+contributions of weight 0.
+"""
 
 import pytest
 import torch
@@ -74,10 +76,12 @@ def test_the_digest_of_weights_is_that_of_their_float32_values():
 
 
 CASES = {
-    "one of two": ([0.0, 2.0], [5.0, 3.0], 3.0), "one of three": ([0.0, 1.0, 3.0], [100.0, 2.0, 6.0], 5.0),
-    "one of four, all-reduced": ([1.0, 0.0, 1.0, 2.0], [4.0, 100.0, 8.0, 2.0], 4.0), "all of two": ([0.0, 0.0], [5.0, 3.0], 4.0),
+    "one of two": ([0.0, 2.0], [5.0, 3.0], 3.0),
+    "one of three": ([0.0, 1.0, 3.0], [100.0, 2.0, 6.0], 5.0),
+    "one of four, all-reduced": ([1.0, 0.0, 1.0, 2.0], [4.0, 100.0, 8.0, 2.0], 4.0),
+    "all of two": ([0.0, 0.0], [5.0, 3.0], 4.0),
     "all of four, all-reduced": ([0.0] * 4, [1.0, 2.0, 3.0, 6.0], 3.0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)

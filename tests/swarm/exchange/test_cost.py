@@ -31,7 +31,9 @@ FAST = Line(12.5e6, 0.0)
 
 
 def recorded():
-    """The latest figure of each setting over each line: what was done, and how much of its time it computed."""
+    """The latest figure of each setting over each line: what was done, and how much of its time it
+    computed.
+    """
     latest = {}
     for run in records(RECORD):
         for row in run["rows"]:
@@ -49,11 +51,14 @@ def recorded():
 
 @pytest.mark.parametrize(("done", "over", "measured", "loaded"), recorded())
 def test_the_formula_agrees_with_what_was_measured(done, over, measured, loaded):
-    # With a lag that is set too short the wait is a small difference of long times: nobody chooses that, and the bound is wider.
+    # With a lag that is set too short the wait is a small difference of long times: nobody chooses
+    # that, and the bound is wider.
     short = done.lag != "auto" and 0 < done.lag * done.step_s < exchange_s(done, over)
-    # What is waited for takes longer where other work keeps the processors busy, which delays the answers that pace it.
+    # What is waited for takes longer where other work keeps the processors busy, which delays the
+    # answers that pace it.
     slower = loaded and done.lag == 0
-    # Where exchanges want more than there is, runs differ by more: 0.73 to 0.81 for gossip over 20 Mbit/s and 200 ms.
+    # Where exchanges want more than there is, runs differ by more: 0.73 to 0.81 for gossip over 20
+    # Mbit/s and 200 ms.
     full = forecast(done, over).filled > BUSY
     assert forecast(done, over).utilisation == pytest.approx(
         measured, abs=0.15 if short or slower else 0.05 if full else 0.03
@@ -181,7 +186,9 @@ def test_the_least_every_is_enough_and_leaves_room_and_one_less_does_not(task, o
 
 @pytest.mark.parametrize("arrival", [1, 7, 8, 15, 16, 40, 88, 89, 90, 100])
 def test_the_lag_that_is_expected_is_the_one_that_is_found(arrival, monkeypatch):
-    """The formula is written twice: this module loads no torch, and the one that watches loads no module of the network."""
+    """The formula is written twice: this module loads no torch, and the one that watches loads no
+    module of the network.
+    """
     found = AutoLag(100)
     for _ in range(24):
         found.observe(arrival)

@@ -44,12 +44,20 @@ def rounds_at(*times):
     return found
 
 
-@pytest.mark.parametrize(("rounds", "patience"), [
-    ((0.0, 500.0, 1000.0), 100.0), ((0.0, 86_400.0, 2 * 86_400.0), LONGEST_S),
-    ((), 10.0), ((0.0,), 10.0), ((0.0, 500.0), 10.0), ((0.0, 2.0, 4.0), 10.0),
-    ((0.0, 2.0, 30_000.0), 10.0), ((0.0, 30_000.0, 30_002.0), 10.0),  # one long pause is no measure
-])  # fmt: skip
-def test_long_rounds_wait_for_a_fifth_of_their_time_and_quick_ones_and_the_first_two_as_long_as_is_set(
+@pytest.mark.parametrize(
+    ("rounds", "patience"),
+    [
+        ((0.0, 500.0, 1000.0), 100.0),
+        ((0.0, 86_400.0, 2 * 86_400.0), LONGEST_S),
+        ((), 10.0),
+        ((0.0,), 10.0),
+        ((0.0, 500.0), 10.0),
+        ((0.0, 2.0, 4.0), 10.0),
+        ((0.0, 2.0, 30_000.0), 10.0),
+        ((0.0, 30_000.0, 30_002.0), 10.0),  # one long pause is no measure
+    ],
+)
+def test_long_rounds_wait_for_a_fifth_of_their_time_and_quick_ones_and_the_first_two_as_long_as_is_set(  # noqa: E501
     rounds, patience
 ):
     assert rounds_at(*rounds).patience() == patience

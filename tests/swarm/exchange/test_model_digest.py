@@ -34,21 +34,51 @@ def test_equal_shapes_in_another_order_are_another_model():
     )
 
 
-@pytest.mark.parametrize(("mine", "theirs", "said"), [
-    (attention("q", "k"), attention("k", "q"),
-     "parameter 0 is 'q.weight' here and 'k.weight' there, the same names in another order"),
-    (attention("q", "k"), attention("q", "key"), "parameter 1 is 'k.weight' here and 'key.weight' there"),
-    (attention("q", "k"), attention("q", "k", "v"),
-     "the model has 2 parameters here and 3 there: 'v.weight' is only there"),
-    (attention("q", "k", out=4), attention("q", "k", out=5), "'q.weight' has shape [4, 4] here and [5, 4] there"),
-    (attention("q"), list(attention("q").parameters()),
-     "the parameters have names here and none there, where a list of them is averaged in place of a module"),
-    (list(attention("q").parameters()), attention("q"),
-     "the parameters have names there and none here, where a list of them is averaged in place of a module"),
-    (list(attention("q").parameters()), list(attention("q", out=5).parameters()),
-     "tensor 0 has shape [4, 4] here and [5, 4] there"),
-    (attention("q", "k"), attention("q", "k"), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        (
+            attention("q", "k"),
+            attention("k", "q"),
+            "parameter 0 is 'q.weight' here and 'k.weight' there, the same names in another order",
+        ),
+        (
+            attention("q", "k"),
+            attention("q", "key"),
+            "parameter 1 is 'k.weight' here and 'key.weight' there",
+        ),
+        (
+            attention("q", "k"),
+            attention("q", "k", "v"),
+            "the model has 2 parameters here and 3 there: 'v.weight' is only there",
+        ),
+        (
+            attention("q", "k", out=4),
+            attention("q", "k", out=5),
+            "'q.weight' has shape [4, 4] here and [5, 4] there",
+        ),
+        (
+            attention("q"),
+            list(attention("q").parameters()),
+            "the parameters have names here and none there, where a list of them is averaged in "
+            "place of "
+            "a module",
+        ),
+        (
+            list(attention("q").parameters()),
+            attention("q"),
+            "the parameters have names there and none here, where a list of them is averaged in "
+            "place of "
+            "a module",
+        ),
+        (
+            list(attention("q").parameters()),
+            list(attention("q", out=5).parameters()),
+            "tensor 0 has shape [4, 4] here and [5, 4] there",
+        ),
+        (attention("q", "k"), attention("q", "k"), None),
+    ],
+)
 def test_the_first_difference_is_named(mine, theirs, said):
     assert outline(mine).differs(outline(theirs)) == said
 
@@ -64,7 +94,8 @@ def test_a_newcomer_is_told_which_parameter_is_called_what():
     with pytest.raises(ModelDiffersError) as error:
         query.check("12D3KooW", header)
     assert str(error.value) == (
-        "This node's model does not fit the swarm: parameter 0 is 'q.weight' here and 'k.weight' there, the same names in another "
+        "This node's model does not fit the swarm: parameter 0 is 'q.weight' here and 'k.weight' "
+        "there, the same names in another "
         "order (in the swarm); use the swarm's model, task and options."
     )
 

@@ -1,5 +1,5 @@
-"""An update refused by a node's screen never counts, in pairs and groups; what a partner counts by what it has shown; and the check
-of its weights by the loss on data."""
+"""An update refused by a node's screen never counts, in pairs and groups; what a partner counts by
+what it has shown; and the check of its weights by the loss on data."""
 
 import itertools
 import math
@@ -247,7 +247,9 @@ def test_then_6_times_what_is_usual_with_the_mean_and_8_times_with_the_partner_a
 
 
 def test_a_loss_below_0_is_judged_by_its_size():
-    """Of a density's negative logarithm: bounds below 0 refused every partner, so that each node trained alone."""
+    """Of a density's negative logarithm: bounds below 0 refused every partner, so that each node
+    trained alone.
+    """
     check = Check()
     assert check.verdict(-2.0, -1.91, -1.81) is None
     assert check.verdict(-2.0, -1.89, -2.0) is not None
@@ -327,7 +329,7 @@ def odd(mean=1.5, alone=2.0):
     return check
 
 
-def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_takes_what_is_like_the_others_until_it_is_fewer():
+def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_takes_what_is_like_the_others_until_it_is_fewer():  # noqa: E501
     check = odd()
     assert [check.verdict(1.0, 1.5, 2.0) for _ in range(3)] == [None] * 3
     for _ in range(3):  # better ones: five bad of the last eight

@@ -25,7 +25,9 @@ def evidence(members, fragments=1):
 
 
 def trained(members, fragments=1, until=10, met=()):
-    """A node that has been in ``until`` rounds of a second each, and has exchanged with ``met`` in the last one."""
+    """A node that has been in ``until`` rounds of a second each, and has exchanged with ``met`` in
+    the last one.
+    """
     node = evidence(members, fragments)
     for round in range(until * fragments):
         node.begin(round / fragments, round)
@@ -149,7 +151,9 @@ def test_two_words_of_peers_never_met_move_a_newcomer_to_the_lower():
 
 
 def test_of_who_has_spoken_the_newer_of_word_and_record_counts():
-    """A newcomer hears one word a round: the others' are as old as its last calls, and it would stay as many rounds behind."""
+    """A newcomer hears one word a round: the others' are as old as its last calls, and it would
+    stay as many rounds behind.
+    """
     members = {"a": Record(0), "b": Record(0), "silent": Record(FAR)}
     node = trained(members)
     node.heard("a", 40)
@@ -178,7 +182,9 @@ def test_a_node_that_is_ahead_and_alone_goes_back_to_those_who_call_it():
 
 
 def test_nobody_takes_a_node_back_to_before_their_last_exchange():
-    """A liar that called for round 0 did, and those whom it passed over were so for as many rounds again."""
+    """A liar that called for round 0 did, and those whom it passed over were so for as many rounds
+    again.
+    """
     node = trained({"liar": Record(FAR), "friend": Record(50)}, until=40, met=["liar", "friend"])
     for _ in range(ALONE):
         node.called("liar", 0)

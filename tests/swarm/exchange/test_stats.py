@@ -1,4 +1,6 @@
-"""What went wrong in exchanges is counted by kind, once for each peer and round, and forgotten after a while."""
+"""What went wrong in exchanges is counted by kind, once for each peer and round, and forgotten
+after a while.
+"""
 
 import typing
 

@@ -1,4 +1,6 @@
-"""What a node refuses and clips: honest peers never, hostile ones within bounds; in simulations, and as the settings say."""
+"""What a node refuses and clips: honest peers never, hostile ones within bounds; in simulations,
+and as the settings say.
+"""
 
 import math
 
@@ -24,7 +26,9 @@ def tensors(seed, scale=1.0):
 
 
 def problem(screen, number, far, *, own=1.0, fragment=0):
-    """The verdict on a contribution at the distance ``far``, to a node whose own has the norm ``own``."""
+    """The verdict on a contribution at the distance ``far``, to a node whose own has the norm
+    ``own``.
+    """
     return screen.problem(
         RoundKey(RUN, number, fragment),
         lambda: [torch.tensor([own, 0.0])],
@@ -100,7 +104,9 @@ def test_when_all_have_grown_for_good_the_bound_grows_by_half_in_five_rounds(bef
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.lists(st.booleans(), min_size=40, max_size=40))
 def test_a_quarter_of_giants_does_not_widen_the_bound(seed, order):
-    """Of each four in a row one is hostile; what honest peers would be refused for does not change much."""
+    """Of each four in a row one is hostile; what honest peers would be refused for does not change
+    much.
+    """
     random = torch.Generator().manual_seed(seed)
     screen, honest = DistanceScreen(), lambda: float(1 + 0.2 * torch.rand((), generator=random))
     for number in range(10):
@@ -189,7 +195,10 @@ def test_where_nobody_has_weight_all_count_alike(robust):
 
 
 def train(method, attack, make_defence, peers=8, hostile=2, rounds=24, warmup=0):
-    """Each learns the same line from data of its own. Distance to it of the honest peers' slow weights, and their watches."""
+    """Each learns the same line from data of its own.
+
+    Distance to it of the honest peers' slow weights, and their watches.
+    """
     names = [f"p{number}" for number in range(peers)]
     bad = set(names[-hostile:]) if attack else set()
     watches, board = {name: make_defence() for name in names if name not in bad}, Board()
@@ -299,16 +308,29 @@ def test_settings():
     )
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    ({"outer.robust": "krum"}, "outer.robust='krum'"),
-    ({"outer.robust": "centered-clip"}, "'noloco' cannot be robust by centered-clip"),
-    ({"outer.robust": "clipped-gossip", "outer.method": "diloco"}, "'diloco' cannot be robust by clipped-gossip"),
-    ({"outer.robust": "clipped-gossip", "outer.weights": "tokens"}, "counts every peer the same"),
-    (
-        {"outer.robust": "centered-clip", "outer.method": "sparseloco", "outer.codec": "topk2-senders+ef"},
-        "has a mean of its own, clipped to the median norm",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"outer.robust": "krum"}, "outer.robust='krum'"),
+        ({"outer.robust": "centered-clip"}, "'noloco' cannot be robust by centered-clip"),
+        (
+            {"outer.robust": "clipped-gossip", "outer.method": "diloco"},
+            "'diloco' cannot be robust by clipped-gossip",
+        ),
+        (
+            {"outer.robust": "clipped-gossip", "outer.weights": "tokens"},
+            "counts every peer the same",
+        ),
+        (
+            {
+                "outer.robust": "centered-clip",
+                "outer.method": "sparseloco",
+                "outer.codec": "topk2-senders+ef",
+            },
+            "has a mean of its own, clipped to the median norm",
+        ),
+    ],
+)
 def test_settings_that_do_not_go_together(overrides, words):
     with pytest.raises(ConfigError, match=words):
         load(None, overrides)

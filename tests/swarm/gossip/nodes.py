@@ -1,4 +1,6 @@
-"""Hosts with gossip of their own, and a rollout that is as usual, of which a test says what is not."""
+"""Hosts with gossip of their own, and a rollout that is as usual, of which a test says what is
+not.
+"""
 
 import contextlib
 import os
@@ -15,10 +17,21 @@ SWARM = swarm_id(b"")
 
 def rollout_of(peer, /, **changes):
     fields = {
-        "swarm": SWARM, "peer": peer, "env": "add", "env_version": "1", "env_config": b"\x80", "seed": 2**63 - 1, "index": 2,
-        "completions": ("one", "two"), "finish": ("stop", "length"), "policy_version": 3, "temperature": 1.0, "round": 10,
-        "nonce": os.urandom(16), "issued": 1e9,
-    }  # fmt: skip
+        "swarm": SWARM,
+        "peer": peer,
+        "env": "add",
+        "env_version": "1",
+        "env_config": b"\x80",
+        "seed": 2**63 - 1,
+        "index": 2,
+        "completions": ("one", "two"),
+        "finish": ("stop", "length"),
+        "policy_version": 3,
+        "temperature": 1.0,
+        "round": 10,
+        "nonce": os.urandom(16),
+        "issued": 1e9,
+    }
     return Rollout(**{**fields, **changes})
 
 

@@ -1,4 +1,6 @@
-"""Gossip envelopes: round trips, compression with its limits, and every wrong message with its own reason."""
+"""Gossip envelopes: round trips, compression with its limits, and every wrong message with its own
+reason.
+"""
 
 import os
 import tracemalloc
@@ -132,27 +134,63 @@ HOSTILE = {
     "cut payload": (enveloped(plain(sealed_bytes(pack(rollout())[:-5]))), "truncated"),
     "cut zlib": (enveloped(Body("zlib", 4000, zlib.compress(bytes(4000))[:-6])), "truncated"),
     "shorter than it says": (enveloped(plain(seal(rollout(), ME)), size=9999), "truncated"),
-    "too long a message": (enveloped(Body("plain", 9, bytes(MAX_MESSAGE - 512))) + bytes(512), "oversized"),
+    "too long a message": (
+        enveloped(Body("plain", 9, bytes(MAX_MESSAGE - 512))) + bytes(512),
+        "oversized",
+    ),
     "claims too much": (enveloped(make_body(rollout(), ME), size=ROOM + 1), "oversized"),
-    "too long a text": (enveloped(plain(sealed_bytes(msgpack.packb(
-        ["rollout", 1, rollout().model_dump() | {"completions": b"\x01\x80\x00\x00" + bytes(32_769)}])))), "oversized"),
+    "too long a text": (
+        enveloped(
+            plain(
+                sealed_bytes(
+                    msgpack.packb(
+                        [
+                            "rollout",
+                            1,
+                            rollout().model_dump()
+                            | {"completions": b"\x01\x80\x00\x00" + bytes(32_769)},
+                        ]
+                    )
+                )
+            )
+        ),
+        "oversized",
+    ),
     "nested": (b"\x91" * 200_000, "malformed"),
     "nested maps": (b"\x81\xa1a" * 60_000, "malformed"),
     "nested record": (enveloped(plain(b"\x91" * 200_000)), "nested"),
-    "nested payload": (enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 1, NESTED])))), "malformed"),
+    "nested payload": (
+        enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 1, NESTED])))),
+        "malformed",
+    ),
     "version of the envelope": (msgpack.packb(["parcel", 2, {}]), "version"),
-    "version of the record": (enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 2, {}]), version=2))), "version"),
-    "another kind": (enveloped(plain(sealed_bytes(msgpack.packb(["member", 1, {}]), "member"))), "kind"),
+    "version of the record": (
+        enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 2, {}]), version=2))),
+        "version",
+    ),
+    "another kind": (
+        enveloped(plain(sealed_bytes(msgpack.packb(["member", 1, {}]), "member"))),
+        "kind",
+    ),
     "no envelope": (seal(rollout(), ME), "malformed"),
     "forged": (enveloped(plain(flipped(seal(rollout(), ME)))), "forged"),
     "another's": (enveloped(plain(seal(rollout(), Identity.ephemeral()))), "forged"),
-    "another swarm": (enveloped(make_body(rollout(), ME), swarm=swarm_id(b"other")), "foreign-swarm"),
+    "another swarm": (
+        enveloped(make_body(rollout(), ME), swarm=swarm_id(b"other")),
+        "foreign-swarm",
+    ),
     "bomb": (enveloped(Body("zlib", 1000, zlib.compress(bytes(100 << 20), 9))), "bomb"),
     "no zlib": (enveloped(Body("zlib", 4, b"junk")), "malformed"),
     "longer than it says": (enveloped(plain(seal(rollout(), ME)), size=9), "malformed"),
-    "a rest after zlib": (enveloped(Body("zlib", 9, zlib.compress(bytes(9)) + b"rest")), "malformed"),
-    "missing field": (enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 1, {}])))), "malformed"),
-}  # fmt: skip
+    "a rest after zlib": (
+        enveloped(Body("zlib", 9, zlib.compress(bytes(9)) + b"rest")),
+        "malformed",
+    ),
+    "missing field": (
+        enveloped(plain(sealed_bytes(msgpack.packb(["rollout", 1, {}])))),
+        "malformed",
+    ),
+}
 
 
 @pytest.mark.parametrize(("data", "reason"), HOSTILE.values(), ids=HOSTILE.keys())

@@ -1,4 +1,6 @@
-"""Gossip among four real hosts: everybody receives everything once, large or small, also after a daemon was killed."""
+"""Gossip among four real hosts: everybody receives everything once, large or small, also after a
+daemon was killed.
+"""
 
 import hashlib
 import os

@@ -1,5 +1,5 @@
-"""The parts of gossip by themselves: quotas, bounded queues and tables, fetching, and the end of a node that still has records to
-publish."""
+"""The parts of gossip by themselves: quotas, bounded queues and tables, fetching, and the end of a
+node that still has records to publish."""
 
 import asyncio
 import copy
@@ -241,7 +241,9 @@ async def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
 
 @on_loop
 async def test_announcers_of_one_range_leave_a_source_to_others():
-    """The fault: the first four announcers were asked, and free keys that named the same body hid its author."""
+    """The fault: the first four announcers were asked, and free keys that named the same body hid
+    its author.
+    """
     crowd = [Identity.ephemeral().peer_id for _ in range(MAX_SOURCES)]
     fetch = Fetch(met=dict.fromkeys(crowd, "10.1.0.1") | {PEERS[0]: "10.2.0.1"}, p0=b"body")
     fetch.fetching.want(crowd[0], announcement(crowd[0]))
@@ -321,10 +323,17 @@ def publish(pool, count):
     for index in range(count):
         pool.publish(
             pool.make(
-                env="e", env_version="1", env_config=b"{}", seed=1, index=index, completions=("x",), finish=("stop",),
-                policy_version=0, temperature=1.0,
+                env="e",
+                env_version="1",
+                env_config=b"{}",
+                seed=1,
+                index=index,
+                completions=("x",),
+                finish=("stop",),
+                policy_version=0,
+                temperature=1.0,
             )
-        )  # fmt: skip
+        )
 
 
 def test_records_that_wait_are_published_before_flush_returns(host, pool):

@@ -48,15 +48,22 @@ def sealed_unchecked(**changes):
 
 
 @given(
-    st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,30}", fullmatch=True), option, max_size=32),
+    st.dictionaries(
+        st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,30}", fullmatch=True), option, max_size=32
+    ),
     st.sampled_from(["text", "package.module:Class", "my-file.py:Class"]),
     st.builds(OuterSettings, lr=st.floats(0.01, 10), every=st.integers(1, 10**6)),
     st.builds(
-        TrainSettings, steps=st.integers(1, 2**53), seed=st.integers(0, 2**63 - 1), optimizer=st.just("adamw"),
-        lr=st.none() | st.floats(0.01, 10), schedule=st.sampled_from(["constant", "cosine", "wsd"]), warmup=st.integers(0, 2**53),
+        TrainSettings,
+        steps=st.integers(1, 2**53),
+        seed=st.integers(0, 2**63 - 1),
+        optimizer=st.just("adamw"),
+        lr=st.none() | st.floats(0.01, 10),
+        schedule=st.sampled_from(["constant", "cosine", "wsd"]),
+        warmup=st.integers(0, 2**53),
         clip=st.floats(0, 1e9),
     ),
-)  # fmt: skip
+)
 def test_round_trip_keeps_values_and_their_types(options, task, outer, train):
     made = manifest(task=task, task_options=options, outer=outer, train=train)
     sealed = seal(made, ME)
@@ -92,20 +99,52 @@ def test_another_protocol_is_named():
         open_manifest(seal(manifest(protocol=3), ME))
 
 
-@pytest.mark.parametrize("change", [
-    {"task": "../evil.py:Class"}, {"task": "/tmp/evil.py:Class"}, {"task": "a:b:c"}, {"task": "a:b()"}, {"task": ""},
-    {"task_options": {"a b": 1}}, {"task_options": {"a": [1]}}, {"task_options": {"a": None}},
-    {"task_options": {"a": float("nan")}}, {"task_options": {"a": 2**63}}, {"task_options": {"a": "x" * 1025}},
-    {"task_options": {f"a{n}": 1 for n in range(33)}}, {"outer": {"every": 0}}, {"outer": {"lr": float("inf")}},
-    {"outer": {"method": "diloko"}}, {"outer": {"method": "local", "lr": 0.5}}, {"outer": {"codec": "int9"}},
-    {"outer": {"codec": "sign"}}, {"outer": {"codec": "int8+ef:" + "9" * 60}}, {"outer": {"fragments": 1025}},
-    {"outer": {"fragments": 3, "every": 2}}, {"outer": {"method": "diloco", "lag": 1}}, {"outer": {"lag": 50}},
-    {"outer": {"lag": -1}}, {"outer": {"lag": "often"}}, {"outer": {"lag": 1.0}}, {"outer": {"lag": True}},
-    {"outer": {"unknown": 1}}, {"outer": {"wait_s": 0}}, {"train": {"steps": -1}}, {"train": {"steps": True}},
-    {"start_when": 0}, {"bucket": 3}, {"bucket": 65}, {"bucket": -1}, {"bucket": 64, "epoch_s": 29.9},
-    {"bucket": 64, "epoch_s": 1e6}, {"bucket": 64, "verify": {"audit_rate": 0.1}}, {"public": True, "invite_only": True},
-    {"shards": 0}, {"name": "a\nb"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "../evil.py:Class"},
+        {"task": "/tmp/evil.py:Class"},
+        {"task": "a:b:c"},
+        {"task": "a:b()"},
+        {"task": ""},
+        {"task_options": {"a b": 1}},
+        {"task_options": {"a": [1]}},
+        {"task_options": {"a": None}},
+        {"task_options": {"a": float("nan")}},
+        {"task_options": {"a": 2**63}},
+        {"task_options": {"a": "x" * 1025}},
+        {"task_options": {f"a{n}": 1 for n in range(33)}},
+        {"outer": {"every": 0}},
+        {"outer": {"lr": float("inf")}},
+        {"outer": {"method": "diloko"}},
+        {"outer": {"method": "local", "lr": 0.5}},
+        {"outer": {"codec": "int9"}},
+        {"outer": {"codec": "sign"}},
+        {"outer": {"codec": "int8+ef:" + "9" * 60}},
+        {"outer": {"fragments": 1025}},
+        {"outer": {"fragments": 3, "every": 2}},
+        {"outer": {"method": "diloco", "lag": 1}},
+        {"outer": {"lag": 50}},
+        {"outer": {"lag": -1}},
+        {"outer": {"lag": "often"}},
+        {"outer": {"lag": 1.0}},
+        {"outer": {"lag": True}},
+        {"outer": {"unknown": 1}},
+        {"outer": {"wait_s": 0}},
+        {"train": {"steps": -1}},
+        {"train": {"steps": True}},
+        {"start_when": 0},
+        {"bucket": 3},
+        {"bucket": 65},
+        {"bucket": -1},
+        {"bucket": 64, "epoch_s": 29.9},
+        {"bucket": 64, "epoch_s": 1e6},
+        {"bucket": 64, "verify": {"audit_rate": 0.1}},
+        {"public": True, "invite_only": True},
+        {"shards": 0},
+        {"name": "a\nb"},
+    ],
+)
 def test_values_out_of_bounds_are_refused_here_and_from_the_wire(change):
     with pytest.raises(ValidationError):
         manifest(**change)
@@ -124,12 +163,18 @@ PAIRS = pytest.mark.parametrize("method", ["noloco", "local", "gasloc"])
 
 
 @PAIRS
-@pytest.mark.parametrize(("given", "fragments", "lag"), [
-    ({}, 4, "auto"),
-    ({"every": 3}, 3, "auto"),  # each fragment has a step of its own
-    ({"lag": 0}, 1, 0), ({"fragments": 1}, 1, "auto"), ({"lag": 7}, 4, 7), ({"fragments": 2}, 2, "auto"),
-    ({"fragments": 2, "lag": 0}, 2, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "fragments", "lag"),
+    [
+        ({}, 4, "auto"),
+        ({"every": 3}, 3, "auto"),  # each fragment has a step of its own
+        ({"lag": 0}, 1, 0),
+        ({"fragments": 1}, 1, "auto"),
+        ({"lag": 7}, 4, 7),
+        ({"fragments": 2}, 2, "auto"),
+        ({"fragments": 2, "lag": 0}, 2, 0),
+    ],
+)
 def test_a_new_manifest_has_fragments_and_lag_written_out(
     method, given, fragments, lag, monkeypatch
 ):
@@ -197,6 +242,8 @@ def test_no_bucket_is_larger_than_what_a_node_stores_of_a_key():
 
 @pytest.mark.parametrize("bucket", [1, MIN_BUCKET - 1, MAX_BUCKET + 1, 2**40])
 def test_a_bucket_that_no_swarm_can_have_is_refused_in_one_sentence(bucket):
-    """It came in a manifest of somebody else's: a node stores no more records of one key, and pairs need a few to choose from."""
+    """It came in a manifest of somebody else's: a node stores no more records of one key, and pairs
+    need a few to choose from.
+    """
     with pytest.raises(MessageError, match=r"^[^\n]*bucket[^\n]* holds 4 to 64 members[^\n]*\.$"):
         open_manifest(sealed_unchecked(bucket=bucket))

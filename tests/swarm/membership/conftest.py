@@ -36,7 +36,9 @@ class Node:
 
 
 class Meeting(SimHost):
-    """A simulated host that knows where it met others; ``at``: the IP address at which they meet it."""
+    """A simulated host that knows where it met others; ``at``: the IP address at which they meet
+    it.
+    """
 
     at = "127.0.0.1"
 

@@ -1,5 +1,5 @@
-"""Epoch buckets: positions, the depth of a bucket and how peers agree on it, the keys that are read and written, the search for one
-peer's record, and a directory's view."""
+"""Epoch buckets: positions, the depth of a bucket and how peers agree on it, the keys that are read
+and written, the search for one peer's record, and a directory's view."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ def record(prefix, identity=ME, swarm=SWARM, issued=1e9):
     return make_record(prefix, member_of(identity.peer_id, swarm=swarm, issued=issued), identity)
 
 
-# -- positions -------------------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 def test_positions_are_even_and_new_in_each_epoch_and_swarm():
@@ -90,7 +90,7 @@ def test_a_record_is_believed_under_its_own_way_of_the_epoch_alone():
     assert open_record(record(trie)).prefix == trie
 
 
-# -- depth -----------------------------------------------------------------------------------------------------------------
+# -- depth -----------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 150_000), st.integers(0, DEEPEST), st.integers(4, 64))
@@ -105,7 +105,9 @@ def test_an_epoch_begins_at_a_depth_that_fits_and_stays(size, depth, most):
 
 @given(st.integers(4, 64), st.integers(1, 8), st.floats(0.82, 1.0))
 def test_peers_near_a_border_stay_where_they_are(most, depth, low):
-    """Whoever went deeper at an estimate does not come back at one that is a fifth lower, nor the other way round."""
+    """Whoever went deeper at an estimate does not come back at one that is a fifth lower, nor the
+    other way round.
+    """
     size = FULL * most * 2**depth * 1.001
     deeper = depth_for(size, depth, most)
     assert deeper == depth + 1
@@ -129,14 +131,18 @@ def test_a_swarm_of_one_bucket_is_not_split():
 
 
 def peers_of(*prefixes):
-    """Return for each prefix a made-up peer whose position begins so, and the function that tells it."""
+    """Return for each prefix a made-up peer whose position begins so, and the function that tells
+    it.
+    """
     where = {f"{number} {prefix}": prefix.ljust(48, "0") for number, prefix in enumerate(prefixes)}
     return list(where), where.__getitem__
 
 
 @given(st.integers(1, 22), st.integers(1, 22), st.integers(0, 15), st.integers(0, 9))
 def test_peers_that_disagree_by_one_agree_at_the_first_reading(above, below, beside, depth):
-    """``above`` and ``below`` are at both levels and would share the deeper bucket; ``beside`` are in the other half."""
+    """``above`` and ``below`` are at both levels and would share the deeper bucket; ``beside`` are
+    in the other half.
+    """
     assume(above + below >= 4)
     way = "01" * 5
     names, position = peers_of(
@@ -161,7 +167,8 @@ def test_a_full_bucket_is_split_by_all_and_nobody_returns_into_it():
     bits = "00".ljust(48, "0")
     assert agreed(1, bits, {0: [], 1: names[:14], 2: []}, position, 16) == 1  # fifteen
     assert agreed(1, bits, {0: [], 1: names[:15], 2: []}, position, 16) == 2
-    # One has gone first: the others are still under the old key, and so is what the other half wrote.
+    # One has gone first: the others are still under the old key, and so is what the other half
+    # wrote.
     assert agreed(2, bits, {1: names[:15], 2: [], 3: []}, position, 16) == 2
     assert agreed(1, bits, {0: [], 1: names[3:15], 2: names[:3]}, position, 16) == 2
 
@@ -186,7 +193,7 @@ def test_a_few_forged_records_far_down_lure_nobody():
     )  # a quarter of a bucket is a swarm
 
 
-# -- the keys ----------------------------------------------------------------------------------------------------------------
+# -- the keys --------------------------------------------------------------------------------------
 
 
 class Table:
@@ -287,7 +294,9 @@ def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
 
 
 def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
-    """They do not see this peer any more; their records under the old key are only not yet expired."""
+    """They do not see this peer any more; their records under the old key are only not yet
+    expired.
+    """
     table, index = sixty()
     own = bits_in(SWARM, EPOCH, "me")
     other = own[:3] + ("0" if own[3] == "1" else "1")
@@ -366,7 +375,7 @@ def test_the_estimate_is_smoothed_but_for_a_great_change():
         assert index._estimate == pytest.approx(expected)
 
 
-# -- visitors ----------------------------------------------------------------------------------------------------------------
+# -- visitors --------------------------------------------------------------------------------------
 
 
 def test_a_visitor_counts_the_members_of_eight_buckets_and_is_nearer_to_the_truth_than_by_one():
@@ -416,7 +425,7 @@ def test_a_visitor_sees_all_of_a_swarm_of_a_few_buckets_whatever_level_they_are_
         table.broken = set()
 
 
-# -- the search for one peer's record ------------------------------------------------------------------------------------------
+# -- the search for one peer's record --------------------------------------------------------------
 
 TURN = 7
 OWN = bits_in(SWARM, TURN, ME.peer_id)
@@ -461,7 +470,7 @@ def test_keys_that_cannot_be_read_are_passed_over_unless_they_are_all():
         searched({}, broken=every)
 
 
-# -- the directory of a swarm of buckets ---------------------------------------------------------------------------------------
+# -- the directory of a swarm of buckets -----------------------------------------------------------
 
 HOUR = 3600.0
 

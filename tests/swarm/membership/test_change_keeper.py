@@ -1,4 +1,6 @@
-"""A change of the settings goes from member to member, also to one that comes later; a liar costs a request a minute."""
+"""A change of the settings goes from member to member, also to one that comes later; a liar costs a
+request a minute.
+"""
 
 import time
 
@@ -48,7 +50,9 @@ class Listing:
 
 @pytest.fixture
 def keep(network):
-    """Make a member whose looks are the test's to call; ``stated``: peer -> a function that returns its number."""
+    """Make a member whose looks are the test's to call; ``stated``: peer -> a function that returns
+    its number.
+    """
     keepers = []
 
     def made(**stated):

@@ -1,4 +1,6 @@
-"""A node whose clock is wrong is told so again and again, with what to do; peers that lie or are silent change nothing."""
+"""A node whose clock is wrong is told so again and again, with what to do; peers that lie or are
+silent change nothing.
+"""
 
 import asyncio
 import re
@@ -26,29 +28,58 @@ def views(*skews, error=0.1):
     return [DialBackView("peer", "", skew, error) for skew in skews]
 
 
-@pytest.mark.parametrize(("seen", "says"), [
-    ((), ""), ((3.0,), ""), ((-3.0, 3.0, 2.9), ""),
-    ((0.1, 0.2, 1e300), ""),  # one of three lies
-    ((3.3,), "3.3 s behind that of the only peer that answered, so yours or theirs is wrong: set both by NTP"),
-    ((0.1, 60.0), ""),  # a bootstrap node agrees with this machine, the only other member does not
-    ((60.0, 0.1), ""), ((-60.0, 60.0), ""), ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
-    ((-61.0, -62.0, 0.0), "61.0 s ahead of that of 3 peers: set it by NTP (`timedatectl set-ntp true`)"),
-    ((1e300, 1e300), "1000000000.0 s behind that of 2 peers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        ((), ""),
+        ((3.0,), ""),
+        ((-3.0, 3.0, 2.9), ""),
+        ((0.1, 0.2, 1e300), ""),  # one of three lies
+        (
+            (3.3,),
+            "3.3 s behind that of the only peer that answered, so yours or theirs is wrong: set "
+            "both by NTP",
+        ),
+        (
+            (0.1, 60.0),
+            "",
+        ),  # a bootstrap node agrees with this machine, the only other member does not
+        ((60.0, 0.1), ""),
+        ((-60.0, 60.0), ""),
+        ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
+        (
+            (-61.0, -62.0, 0.0),
+            "61.0 s ahead of that of 3 peers: set it by NTP (`timedatectl set-ntp true`)",
+        ),
+        ((1e300, 1e300), "1000000000.0 s behind that of 2 peers"),
+    ],
+)
 def test_the_median_decides(seen, says):
     found = clock_problem(views(*seen))
     assert (says in found) if says else not found
     assert clock_problem(views(5.0, error=2.5)) == ""  # an answer that took five seconds
 
 
-@pytest.mark.parametrize(("skews", "followed", "says"), [
-    ((125.0, 125.5, 126.0), 125.5, "Until then it dates its records, and counts epochs, by their clock."),
-    ((-240.0, -240.5, 0.0), -240.0, "Until then it dates its records, and counts epochs, by their clock."),
-    ((0.5, 0.6, 700.0), 0.0, ""),  # one lies
-    ((125.0, 125.0), 7.0, "set it by NTP"),  # two are no majority, and nor do they take back what one said
-    ((1e5, 1e5, 1e5), 7.0, "set it by NTP"),  # the DHT takes no record that is dated so far off
-    ((), 7.0, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("skews", "followed", "says"),
+    [
+        (
+            (125.0, 125.5, 126.0),
+            125.5,
+            "Until then it dates its records, and counts epochs, by their clock.",
+        ),
+        (
+            (-240.0, -240.5, 0.0),
+            -240.0,
+            "Until then it dates its records, and counts epochs, by their clock.",
+        ),
+        ((0.5, 0.6, 700.0), 0.0, ""),  # one lies
+        # two are no majority, and nor do they take back what one said
+        ((125.0, 125.0), 7.0, "set it by NTP"),
+        ((1e5, 1e5, 1e5), 7.0, "set it by NTP"),  # the DHT takes no record that is dated so far off
+        ((), 7.0, ""),
+    ],
+)
 def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
     directory = SimpleNamespace(skew=7.0)
     host = Quiet()
@@ -62,7 +93,9 @@ def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
 
 
 def test_an_address_range_has_one_voice():
-    """Keys cost nothing: with five of one machine the node went by its clock, ten minutes off, and saw nobody."""
+    """Keys cost nothing: with five of one machine the node went by its clock, ten minutes off, and
+    saw nobody.
+    """
     directory, host = SimpleNamespace(skew=0.0), Quiet()
     host.met = {
         "seed": "198.51.100.1",
@@ -81,7 +114,9 @@ def test_an_address_range_has_one_voice():
 
 @pytest.fixture
 def behind(tmp_path, monkeypatch):
-    """A swarm whose first node's clock is a minute ahead of the one that joins, which compares them often; and the link."""
+    """A swarm whose first node's clock is a minute ahead of the one that joins, which compares them
+    often; and the link.
+    """
     monkeypatch.setattr(overview, "FIRST_S", 0.1)
     monkeypatch.setattr(overview, "SOON_S", 0.2)
     monkeypatch.setattr(
@@ -115,7 +150,10 @@ def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
     node.directory.skew = 0.0
     found = [until(node.news) for _ in range(3)]
     # Measured to half a round trip, which a busy machine makes long.
-    wrong = r"his machine's clock is (59|60)\.\d s behind that of the only peer that answered, so yours or theirs is wrong"
+    wrong = (
+        r"his machine's clock is (59|60)\.\d s behind that of the only peer that answered, so "
+        r"yours or theirs is wrong"
+    )
     assert all(re.match(f"This node cannot meet the others: t{wrong}", line) for line in found), (
         found
     )

@@ -1,5 +1,5 @@
-"""The directory: real hosts that see each other, records that are refused, a trie in memory with a thousand peers; and reading and
-publishing, which do not wait for each other."""
+"""The directory: real hosts that see each other, records that are refused, a trie in memory with a
+thousand peers; and reading and publishing, which do not wait for each other."""
 
 import asyncio
 import random
@@ -36,11 +36,13 @@ from tests.swarm.membership.conftest import Shelf as Table
 SWARM = "a" * 52
 
 
-# -- the trie, in memory ---------------------------------------------------------------------------------------------------
+# -- the trie, in memory ---------------------------------------------------------------------------
 
 
 class Shelf:
-    """A DHT in memory: prefix -> peers; every peer's older record is dropped, as it would expire."""
+    """A DHT in memory: prefix -> peers; every peer's older record is dropped, as it would
+    expire.
+    """
 
     def __init__(self):
         self.keys = {}
@@ -160,7 +162,7 @@ def test_a_peer_whose_key_was_not_read_stays():
     assert dht.place("peer", "0101", {"": {}}, cap=2) == "0101"
 
 
-# -- records ---------------------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,9 +176,11 @@ def member(identity, **changes):
 
 def dht_record(value, subkey, prefix="", swarm=SWARM, expires_in=30.0):
     return DHTRecord(
-        key=DHTID.generate(source=key_of(swarm, prefix)).to_bytes(), subkey=DHTProtocol.serializer.dumps(subkey),
-        value=DHTProtocol.serializer.dumps(value), expiration_time=time.time() + expires_in,
-    )  # fmt: skip
+        key=DHTID.generate(source=key_of(swarm, prefix)).to_bytes(),
+        subkey=DHTProtocol.serializer.dumps(subkey),
+        value=DHTProtocol.serializer.dumps(value),
+        expiration_time=time.time() + expires_in,
+    )
 
 
 def accepted(record):
@@ -233,7 +237,7 @@ def test_hostile_bytes_never_raise(me):
         assert not validator.validate(DHTRecord(b"", raw[:5], raw, 0.0))
 
 
-# -- who is barred, without a network ----------------------------------------------------------------------------------------
+# -- who is barred, without a network --------------------------------------------------------------
 
 
 def test_who_is_barred_is_no_member_but_can_be_found():
@@ -259,7 +263,7 @@ def test_who_is_barred_is_no_member_but_can_be_found():
     assert set(directory.members()) == {me.peer_id}
 
 
-# -- real hosts ------------------------------------------------------------------------------------------------------------
+# -- real hosts ------------------------------------------------------------------------------------
 
 
 def round_of(node, other):
@@ -457,7 +461,9 @@ def test_a_node_is_published_again_and_again_however_its_reading_goes(start, rea
 
 
 def test_an_older_record_does_not_replace_a_newer_one(start):
-    """As when another node of the DHT still has the record from under another key, or an earlier reading."""
+    """As when another node of the DHT still has the record from under another key, or an earlier
+    reading.
+    """
 
     async def at_once(board):
         pass
@@ -484,7 +490,9 @@ def test_an_older_record_does_not_replace_a_newer_one(start):
 
 
 class SlowBoard(Board):
-    """A reading and a publication take so many seconds of the clock ``now``, in which nothing else happens."""
+    """A reading and a publication take so many seconds of the clock ``now``, in which nothing else
+    happens.
+    """
 
     def __init__(self, reading_s, publication_s):
         super().__init__(self.read)
@@ -533,7 +541,9 @@ def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_star
 
 
 def test_each_place_gets_a_record_of_the_moment(monkeypatch):
-    """The DHT refuses what expires later than its date allows: a first store that took two seconds spoiled the second."""
+    """The DHT refuses what expires later than its date allows: a first store that took two seconds
+    spoiled the second.
+    """
     now, issued = [1000.0], []
     directory = Directory(Quiet(), Identity.ephemeral(), "a" * 52)
     directory.announce(**ABOUT)

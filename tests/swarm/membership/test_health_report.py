@@ -1,5 +1,6 @@
-"""The health report of `shoal status`: the slow by the median, the failing by the word of others, and nothing where all is well;
-and of the whole swarm: exact where all members are in view, else estimated from those in view."""
+"""The health report of `shoal status`: the slow by the median, the failing by the word of others,
+and nothing where all is well; and of the whole swarm: exact where all members are in view, else
+estimated from those in view."""
 
 import pytest
 
@@ -26,7 +27,10 @@ IDS = {name: Identity.ephemeral().peer_id for name in ("anna", "bert", "carl", "
 
 
 def swarm(*names, **changes):
-    """Members by peer id; changes: name -> fields that are not as usual. Blamed peers are named by name."""
+    """Members by peer id; changes: name -> fields that are not as usual.
+
+    Blamed peers are named by name.
+    """
     made = {}
     for name in names:
         fields = {"steps_per_s": 10.0, "exchange_s": 0.5, "exchanges": 20} | changes.get(name, {})
@@ -52,24 +56,28 @@ def test_where_all_is_well_nothing_is_said(names):
 
 
 def test_members_without_partners_are_named_together_with_the_reason_and_what_to_do():
-    """Mutants: a sentence for each of them; two reasons in one; the most rounds of them in place of the fewest."""
+    """Mutants: a sentence for each of them; two reasons in one; the most rounds of them in place of
+    the fewest.
+    """
     rows = {"anna": ("taken", 12), "bert": ("taken", 5), "carl": ("model", 3)}
     others, both = health_report(
         swarm(*ALL, **{name: {"partnerless": row} for name, row in rows.items()}), NOW
     )
     assert (
-        others
-        == f"carl had no partner in 3 rounds or more (all others train another model); {PARTNERLESS['model'][1]}."
+        others == "carl had no partner in 3 rounds or more (all others train another model); "
+        f"{PARTNERLESS['model'][1]}."
     )
     assert both.startswith(
-        "anna and bert had no partner in 5 rounds or more (all others were taken, or in other rounds); `shoal status`"
+        "anna and bert had no partner in 5 rounds or more (all others were taken, or in other "
+        "rounds); `shoal status`"
     )
 
 
 def test_errors_of_a_members_own_code_are_told_as_such():
     (said,) = health_report(swarm(*ALL, anna={"internal_errors": 1200}), NOW)
     assert said == (
-        "anna met 1,200 errors of its own, in the code of shoal or of its task and not in the network: node.log in its folder has "
+        "anna met 1,200 errors of its own, in the code of shoal or of its task and not in the "
+        "network: node.log in its folder has "
         "the traceback; please report it."
     )
 
@@ -100,7 +108,8 @@ def test_where_most_fail_with_each_other_none_of_them_is_blamed():
     }
     (said,) = health_report(swarm(*names, **fields), NOW)
     assert said.startswith(
-        "3 of 3 members fail with each other (24 x unreachable), so none is to blame: look after what they share"
+        "3 of 3 members fail with each other (24 x unreachable), so none is to blame: look after "
+        "what they share"
     )
     (said,) = health_report(swarm(*ALL, "emil", **fields), NOW)
     assert said.startswith("3 of 5 members fail with each other")
@@ -138,7 +147,8 @@ def test_one_peers_word_is_not_anothers_fault_but_the_way_between_them():
     assert len(health_report(swarm(*ALL, anna=one, bert=other), NOW)) == 1
     (said,) = health_report(swarm(*ALL, anna=one), NOW)
     assert said == (
-        f"anna and bert fail with each other: anna met 9 x unreachable in its last 20 exchanges; {REMEDY['unreachable']}."
+        "anna and bert fail with each other: anna met 9 x unreachable in its last 20 exchanges; "
+        f"{REMEDY['unreachable']}."
     )
 
 
@@ -148,8 +158,8 @@ def test_who_fails_with_everybody_fails_itself():
         swarm(*ALL, anna={"failures": (("broken", 5), ("damaged", 2)), "blamed": blamed}), NOW
     )
     assert (
-        said
-        == f"anna fails: of its last 20 exchanges it met 5 x broken, 2 x damaged; {REMEDY['broken']}."
+        said == "anna fails: of its last 20 exchanges it met 5 x broken, 2 x damaged; "
+        f"{REMEDY['broken']}."
     )
 
 
@@ -178,18 +188,35 @@ def test_a_partition_is_told_as_those_see_it_who_suspect_it():
     }
     (said,) = health_report(swarm(*ALL, anna=lost, carl=lost), NOW)
     assert said == (
-        "A partition is suspected: 5 of 8 members vanished within 3 s (emil, fred, gina, hans, …), says anna and carl; training "
+        "A partition is suspected: 5 of 8 members vanished within 3 s (emil, fred, gina, hans, …), "
+        "says anna and carl; training "
         "goes on, and they come together again by themselves."
     )
 
 
 def test_the_table_has_the_times_and_the_sentences_below():
     member = {
-        "name": "anna", "peer": IDS["anna"], "state": "training", "round": 3, "step": 9, "loss": None, "step_s": 0.1234,
-        "exchange_s": 2.5, "wait_s": 0.0, "exchanges": 20, "failures": {"timeout": 1, "broken": 3}, "shard": "0/1",
-        "reach": "punched", "throughput": 1.56e6, "seen_s_ago": 1.0,
-        "tokens_per_s": 12345.6, "mfu": 0.41, "lag": 7, "lag_auto": True, "late": 2,
-    }  # fmt: skip
+        "name": "anna",
+        "peer": IDS["anna"],
+        "state": "training",
+        "round": 3,
+        "step": 9,
+        "loss": None,
+        "step_s": 0.1234,
+        "exchange_s": 2.5,
+        "wait_s": 0.0,
+        "exchanges": 20,
+        "failures": {"timeout": 1, "broken": 3},
+        "shard": "0/1",
+        "reach": "punched",
+        "throughput": 1.56e6,
+        "seen_s_ago": 1.0,
+        "tokens_per_s": 12345.6,
+        "mfu": 0.41,
+        "lag": 7,
+        "lag_auto": True,
+        "late": 2,
+    }
     said = ["anna\x1b[31m is slow."]
     report = {
         "name": "n",
@@ -208,14 +235,14 @@ def test_the_table_has_the_times_and_the_sentences_below():
     }
     assert "Inner optimizer" not in table(report)
     assert (
-        "\nChanged by the creator, from round 4 on: train.lr=0.0001 (5 of 6 members have the change).\n"
-        in table(report)
+        "\nChanged by the creator, from round 4 on: train.lr=0.0001 (5 of 6 members have the "
+        "change).\n" in table(report)
     )
     report["optimizer"] = "muon"
     shown = table(report)
     assert (
-        "\nInner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains).\n"
-        in shown
+        "\nInner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each "
+        "trains).\n" in shown
     )
     assert all(
         text in shown
@@ -232,7 +259,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
     assert shown.splitlines()[-2:] == ["anna?[31m is slow.", "Link: shoal://x"]
 
 
-# -- the whole swarm -----------------------------------------------------------------------------------------------------------
+# -- the whole swarm -------------------------------------------------------------------------------
 
 
 def members(count, **fields):
@@ -256,9 +283,15 @@ def test_with_all_in_view_everything_is_exact():
     here |= members(1, state="waiting", loss=None, tokens_per_s=0.0)
     found = totals(here, 4)
     assert found == {
-        "peers": 4, "listed": 4, "sampled": False, "error": 0.0, "training": 3, "tokens_per_s": 300.0, "steps_per_s": 10.0,
+        "peers": 4,
+        "listed": 4,
+        "sampled": False,
+        "error": 0.0,
+        "training": 3,
+        "tokens_per_s": 300.0,
+        "steps_per_s": 10.0,
         "loss": 1.0,
-    }  # fmt: skip
+    }
     assert totals_said(found) == "4 peers: 300 tokens a second in all, median loss 1.0000."
     assert totals_said(totals({}, 0)) == "0 peers."
 

@@ -1,5 +1,5 @@
-"""Whose addresses are in a link, and in which order; how a newcomer gets the manifest; and who is dialled again when out of
-sight."""
+"""Whose addresses are in a link, and in which order; how a newcomer gets the manifest; and who is
+dialled again when out of sight."""
 
 import asyncio
 from itertools import pairwise

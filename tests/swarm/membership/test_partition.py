@@ -1,4 +1,6 @@
-"""A swarm falls into two parts, both go on, and when the network is whole they come together: real exchanges, network in memory."""
+"""A swarm falls into two parts, both go on, and when the network is whole they come together: real
+exchanges, network in memory.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -76,9 +78,13 @@ class Node:
             self.exchange = GroupExchange(context, timeouts, fragments=self.opt.fragments)
         self.opt.exchange = self.exchange
         membership = SimpleNamespace(
-            identity=self.host.identity, directory=SimpleNamespace(members=self.members), host=self.host, swarm=SWARM,
-            manifest=SimpleNamespace(outer=OuterSettings()), network=NetworkOptions(),
-        )  # fmt: skip
+            identity=self.host.identity,
+            directory=SimpleNamespace(members=self.members),
+            host=self.host,
+            swarm=SWARM,
+            manifest=SimpleNamespace(outer=OuterSettings()),
+            network=NetworkOptions(),
+        )
         self.outer_sync = OuterSync(
             membership, MODEL, self.opt, self.exchange, make_screen(OuterSettings())
         )
@@ -125,7 +131,9 @@ class Swarm:
             node.everybody = self.nodes
 
     def quiet(self):
-        """Wait until what is in flight has arrived, so that every exchange is before a change of the network or after it."""
+        """Wait until what is in flight has arrived, so that every exchange is before a change of
+        the network or after it.
+        """
         for node in self.nodes:
             for flight in node.opt._in_flight:
                 flight.handle.result()
@@ -141,7 +149,9 @@ class Swarm:
         self.cut.side.clear()
 
     def train(self, rounds, nodes=None):
-        """So many rounds' steps of ``nodes``, step by step together; what a node fetches comes before the next step."""
+        """So many rounds' steps of ``nodes``, step by step together; what a node fetches comes
+        before the next step.
+        """
         nodes = nodes or self.nodes
         for _ in range(rounds * EVERY):
             list(self.pool.map(Node.step, nodes))
@@ -152,7 +162,9 @@ class Swarm:
                     break
                 threading.Event().wait(
                     0.01
-                )  # and if they do not come, training goes on: the source may wait for its next round
+                    # and if they do not come, training goes on: the source may wait for its next
+                    # round
+                )
 
     def spread(self):
         weights = torch.stack([node.flat() for node in self.nodes])
@@ -227,7 +239,8 @@ def test_the_part_that_is_behind_comes_to_the_other(swarm, ahead):
     whole.train(5, parts[ahead])
     assert parts[ahead][0].opt.round == parts[1 - ahead][0].opt.round + 5
     whole.heal()
-    # How many rounds it takes depends on the threads: one that is late misses a round, and comes by the next.
+    # How many rounds it takes depends on the threads: one that is late misses a round, and comes by
+    # the next.
     assert any(whole.together_after_a_round() for _ in range(30))
     assert whole.monotone()
 

@@ -1,4 +1,6 @@
-"""A partition is suspected when members vanish together, not when they crash one by one, leave, or while this node sleeps."""
+"""A partition is suspected when members vanish together, not when they crash one by one, leave, or
+while this node sleeps.
+"""
 
 import time
 
@@ -19,7 +21,9 @@ def member(name, issued, **changes):
 
 
 class Scene:
-    """The directory of "me": each peer renews its record every five seconds, at a phase of its own, until it is cut off."""
+    """The directory of "me": each peer renews its record every five seconds, at a phase of its own,
+    until it is cut off.
+    """
 
     def __init__(self, phases=(0.0, 1.0, 2.5, 4.0)):
         self.absence = PartitionDetector(PEERS["me"])
@@ -99,7 +103,8 @@ def test_who_is_left_with_nobody_may_be_cut_off_itself():
     scene.cut["anna"] = 100.0
     scene.until(160)
     assert scene.said[0].startswith(
-        "a partition is suspected: 1 of 2 members vanished within 0 s (anna); training goes on with 1"
+        "a partition is suspected: 1 of 2 members vanished within 0 s (anna); training goes on "
+        "with 1"
     )
 
 

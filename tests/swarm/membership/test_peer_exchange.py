@@ -1,4 +1,6 @@
-"""Peer exchange between members on a simulated network: who is found, whom nobody believes, and what strangers do not get."""
+"""Peer exchange between members on a simulated network: who is found, whom nobody believes, and
+what strangers do not get.
+"""
 
 import asyncio
 import random
@@ -188,7 +190,7 @@ def test_a_node_that_comes_back_begins_with_what_it_kept(world):
     assert nodes[1].address in nodes[0].host.known()
 
 
-def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_asked_before_its_record_expires(
+def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_asked_before_its_record_expires(  # noqa: E501
     world,
 ):
     one, other = world.many(2)
@@ -209,11 +211,18 @@ def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_
     assert world.network._number - calls - quiet >= 60 / (TTL / 2 + 1.2 * LOOK)
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"swarm": ELSEWHERE}, "foreign-swarm"), ({"record": "another's"}, "another's"), ({"record": "foreign"}, "foreign-swarm"),
-    ({"record": "leaving"}, "old"), ({"record": "stale"}, "old"), ({"record": b"junk"}, "malformed"),
-    ({"record": "forged"}, "forged"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"swarm": ELSEWHERE}, "foreign-swarm"),
+        ({"record": "another's"}, "another's"),
+        ({"record": "foreign"}, "foreign-swarm"),
+        ({"record": "leaving"}, "old"),
+        ({"record": "stale"}, "old"),
+        ({"record": b"junk"}, "malformed"),
+        ({"record": "forged"}, "forged"),
+    ],
+)
 def test_a_caller_that_shows_no_record_of_its_own_gets_none(world, changes, reason):
     one, other, caller, third = world.many(4)
     one.told(other)
@@ -278,10 +287,18 @@ def test_an_offered_peer_is_never_believed(world):
     assert one.sees() == {liar.peer_id}
 
 
-@pytest.mark.parametrize("changes", [
-    {"swarm": ELSEWHERE}, {"state": "leaving"}, {"issued": EPOCH - AGE - 1}, {"issued": EPOCH + 1000}, {"addresses": ()},
-    {"addresses": ("/unix/tmp/x",)}, {"addresses": ("another's",)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"swarm": ELSEWHERE},
+        {"state": "leaving"},
+        {"issued": EPOCH - AGE - 1},
+        {"issued": EPOCH + 1000},
+        {"addresses": ()},
+        {"addresses": ("/unix/tmp/x",)},
+        {"addresses": ("another's",)},
+    ],
+)
 def test_a_wrong_offer_is_no_hint(world, changes):
     one, liar, third = world.many(3)
     if changes.get("addresses") == ("another's",):

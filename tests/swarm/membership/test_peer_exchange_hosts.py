@@ -1,4 +1,6 @@
-"""Peer exchange between real hosts: a swarm outlives its bootstrap peer, and a node that reads nothing in the DHT has members."""
+"""Peer exchange between real hosts: a swarm outlives its bootstrap peer, and a node that reads
+nothing in the DHT has members.
+"""
 
 import pytest
 
@@ -39,7 +41,7 @@ def ids(*nodes):
 
 
 @pytest.mark.ci
-def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_again_when_it_comes_back(
+def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_again_when_it_comes_back(  # noqa: E501
     nodes, tmp_path
 ):
     first = nodes()

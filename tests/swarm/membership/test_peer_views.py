@@ -1,4 +1,6 @@
-"""Active and passive view: bounded, filled by peers that answered, one range before another, and by nobody who only pushes."""
+"""Active and passive view: bounded, filled by peers that answered, one range before another, and by
+nobody who only pushes.
+"""
 
 import random
 from collections import Counter
@@ -61,7 +63,9 @@ def test_this_node_is_in_no_view_of_its_own():
 
 
 def test_peers_of_few_ranges_get_few_places_however_many_and_however_often():
-    """40 honest peers, each in a range of its own, and 120 hostile ones in four ranges that turn up twice each."""
+    """40 honest peers, each in a range of its own, and 120 hostile ones in four ranges that turn up
+    twice each.
+    """
     places = Counter()
     for seed in range(12):
         view = views(seed)
@@ -69,7 +73,8 @@ def test_peers_of_few_ranges_get_few_places_however_many_and_however_often():
         for _ in range(2):
             meet(view, [contact(f"hostile{n}", where=f"range {n % 4}") for n in range(120)])
         places.update(name.startswith("hostile") for name in view.passive)
-    # Each place is of one of 44 ranges, with equal chances: 4 / 44 = 9 %. With one chance a key it would be 120 / 160.
+    # Each place is of one of 44 ranges, with equal chances: 4 / 44 = 9 %. With one chance a key it
+    # would be 120 / 160.
     assert places[True] / places.total() == pytest.approx(4 / 44, abs=0.05)
 
 
@@ -122,7 +127,8 @@ def test_a_peer_that_would_get_no_place_is_not_worth_a_dial():
     view = views()
     meet(view, crowd(3000))
     worth = sum(view.hint(contact(f"new{number}", source=f"{number}")) for number in range(1000))
-    # Of 4,000 peers the last thousand have a fourth of the 30 places when all were tried, so as few as that matter.
+    # Of 4,000 peers the last thousand have a fourth of the 30 places when all were tried, so as few
+    # as that matter.
     assert worth < 3 * PASSIVE
     for name in list(view.hints):
         view.met(contact(name))
@@ -205,7 +211,8 @@ def test_the_next_partner_is_any_of_the_passive_view_and_active_only_if_all_are(
         ],
     )
     view.promote("d")
-    # Not that of the oldest record: hostile peers that the directory shows are never asked, and so have the oldest.
+    # Not that of the oldest record: hostile peers that the directory shows are never asked, and so
+    # have the oldest.
     found = Counter(view.partner().peer for _ in range(300))
     assert found.keys() == {"a", "b", "c"}
     assert min(found.values()) > 60

@@ -1,4 +1,6 @@
-"""Thousands of made-up members in the directory: honest ones stay visible, and memory and reading are bounded."""
+"""Thousands of made-up members in the directory: honest ones stay visible, and memory and reading
+are bounded.
+"""
 
 import asyncio
 import random
@@ -93,7 +95,7 @@ def test_address_ranges():
     assert range_of("") == ""
 
 
-# -- the trie --------------------------------------------------------------------------------------------------------------
+# -- the trie --------------------------------------------------------------------------------------
 
 
 def grind(prefix, count, rng):

@@ -1,4 +1,6 @@
-"""Two nodes with copies of one key: each is told where the other is, and the second before it announces itself."""
+"""Two nodes with copies of one key: each is told where the other is, and the second before it
+announces itself.
+"""
 
 import asyncio
 import itertools
@@ -53,8 +55,10 @@ def said_of(directory):
 
 
 SAID = (
-    f"Another node runs with this node's key, {ME.peer_id}, at {WHERE}, so exchanges with both of them fail: stop one of the "
-    "two, and start it again with a key of its own (--identity FILE; where the swarm is by invitation, with a new invitation)."
+    f"Another node runs with this node's key, {ME.peer_id}, at {WHERE}, so exchanges with both of "
+    "them fail: stop one of the "
+    "two, and start it again with a key of its own (--identity FILE; where the swarm is by "
+    "invitation, with a new invitation)."
 )
 
 
@@ -112,7 +116,9 @@ def test_a_link_to_this_very_key_is_refused_at_once():
     with pytest.raises(AdmissionError) as refused:
         join(ME, Link(SWARM, (WHERE,)), NetworkOptions())
     assert str(refused.value) == (
-        f"The link leads only to the node of this very key, {ME.peer_id}: if that node runs on another machine, start this one "
-        "with a key of its own (--identity FILE); if it has ended, take a link of another member (shoal link), or go on from its "
+        f"The link leads only to the node of this very key, {ME.peer_id}: if that node runs on "
+        "another machine, start this one "
+        "with a key of its own (--identity FILE); if it has ended, take a link of another member "
+        "(shoal link), or go on from its "
         "checkpoint (--resume)."
     )

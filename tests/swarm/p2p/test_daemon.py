@@ -115,11 +115,20 @@ def fake_daemon(monkeypatch, tmp_path, content, mode=0o755):
     monkeypatch.setattr(daemon, "daemon_path", lambda: tmp_path / "p2pd")
 
 
-@pytest.mark.parametrize(("content", "mode", "says"), [
-    (None, 0, "the network daemon is missing: there is no .*p2pd; reinstall"), (b"", 0o644, "not executable: run `chmod"),
-    (b"\x7fELF\x02\x01\x01" + bytes(100), 0o755, "built for another kind of machine than this"),
-    (f"#!{sys.executable}\nprint('no entropy'); raise SystemExit(3)\n".encode(), 0o755, "stopped at once and said: no entropy"),
-], ids=["missing", "not executable", "another machine", "stops"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "mode", "says"),
+    [
+        (None, 0, "the network daemon is missing: there is no .*p2pd; reinstall"),
+        (b"", 0o644, "not executable: run `chmod"),
+        (b"\x7fELF\x02\x01\x01" + bytes(100), 0o755, "built for another kind of machine than this"),
+        (
+            f"#!{sys.executable}\nprint('no entropy'); raise SystemExit(3)\n".encode(),
+            0o755,
+            "stopped at once and said: no entropy",
+        ),
+    ],
+    ids=["missing", "not executable", "another machine", "stops"],
+)
 def test_a_binary_that_does_not_run(monkeypatch, tmp_path, content, mode, says):
     fake_daemon(monkeypatch, tmp_path, content, mode)
     with pytest.raises(StartupError, match=says):
@@ -198,9 +207,12 @@ def test_each_unreachable_bootstrap_peer_is_named_with_its_reason():
         host_port = host.addresses()[0].split("/")[4]
         reasons = {
             f"/ip4/127.0.0.1/tcp/1/p2p/{nobody}": "refused the connection",
-            f"/ip4/127.0.0.1/tcp/{host_port}/p2p/{other}": f"answered but is another peer, {host.peer_id}",
-            f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.ephemeral().peer_id}": "timed out|did not answer",
-            f"/dns4/nowhere.invalid/tcp/4001/p2p/{Identity.ephemeral().peer_id}": "has a name that cannot be resolved|timed out",
+            f"/ip4/127.0.0.1/tcp/{host_port}/p2p/{other}": "answered but is another peer, "
+            f"{host.peer_id}",
+            f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.ephemeral().peer_id}": "timed out|did not "
+            "answer",
+            f"/dns4/nowhere.invalid/tcp/4001/p2p/{Identity.ephemeral().peer_id}": "has a name that "
+            "cannot be resolved|timed out",
         }
         with pytest.raises(StartupError) as caught:
             start(bootstrap=list(reasons), timeout=8)
@@ -245,7 +257,10 @@ def node_process(tmp_path):
 
 
 def nothing_left(family, seconds=60.0):
-    """Return the processes that still run. A zombie has ended: it waits for its parent, which in a container may never look."""
+    """Return the processes that still run.
+
+    A zombie has ended: it waits for its parent, which in a container may never look.
+    """
     end = time.monotonic() + seconds
     while (left := [p for p in family if _runs(p)]) and time.monotonic() < end:
         psutil.wait_procs(left, timeout=0.05)
@@ -352,9 +367,13 @@ def test_addresses_are_written_and_read_as_libp2p_does():
         "a202"
     )
     addresses = (
-        relayed, f"{relayed}/p2p/{peer}", "/ip6/2001:db8::1/udp/65535/quic-v1", "/ip6/::1/tcp/80/ws",
-        "/dns4/node_1.example.org/tcp/443/tls/ws", "/ip4/10.0.0.1/udp/4001/quic",
-    )  # fmt: skip
+        relayed,
+        f"{relayed}/p2p/{peer}",
+        "/ip6/2001:db8::1/udp/65535/quic-v1",
+        "/ip6/::1/tcp/80/ws",
+        "/dns4/node_1.example.org/tcp/443/tls/ws",
+        "/ip4/10.0.0.1/udp/4001/quic",
+    )
     assert [to_text(to_bytes(address)) for address in addresses] == list(addresses)
     for address in addresses[
         2:
@@ -363,11 +382,29 @@ def test_addresses_are_written_and_read_as_libp2p_does():
             assert Multiaddr(address).to_bytes() == to_bytes(address)
 
 
-@pytest.mark.parametrize("wrong", [
-    *("junk", "", "/", "ip4/1.2.3.4/tcp/1", "/ip4", "/ip4/1.2.3/tcp/1", "/ip6/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp"),
-    *("/ip4/1.2.3.4/tcp/65536", "/ip4/1.2.3.4/tcp/-1", "/dns/", "/unknown/1", "/ip4/1.2.3.4/tcp/1/p2p"),
-    *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, "")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            "junk",
+            "",
+            "/",
+            "ip4/1.2.3.4/tcp/1",
+            "/ip4",
+            "/ip4/1.2.3/tcp/1",
+            "/ip6/1.2.3.4/tcp/1",
+            "/ip4/1.2.3.4/tcp",
+        ),
+        *(
+            "/ip4/1.2.3.4/tcp/65536",
+            "/ip4/1.2.3.4/tcp/-1",
+            "/dns/",
+            "/unknown/1",
+            "/ip4/1.2.3.4/tcp/1/p2p",
+        ),
+        *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, "")),
+    ],
+)
 def test_what_is_no_address_is_refused(wrong):
     with pytest.raises(ValueError, match=r"."):
         to_bytes(wrong)
@@ -415,8 +452,10 @@ def test_the_port_of_an_earlier_run_that_is_taken_is_named(tmp_path, caplog):
     with held, start(known=known, swarm="a" * 52) as host:
         assert host.addresses()[0].partition("/p2p/")[0] != before
     assert [line for line in caplog.messages if "as before" in line] == [
-        f"this node cannot listen on {before} as before (another program may have the port), so links and invitations with "
-        "that address lead to it no more: give out a new link (shoal link), or free the address and start it again"
+        f"this node cannot listen on {before} as before (another program may have the port), so "
+        "links and invitations with "
+        "that address lead to it no more: give out a new link (shoal link), or free the address "
+        "and start it again"
     ]
 
 
@@ -430,6 +469,7 @@ def test_without_shared_memory_a_sentence_says_so(monkeypatch):
     with pytest.raises(StartupError) as caught, daemon_process.parts_of_hivemind():
         raise AssertionError
     assert str(caught.value) == (
-        "The system has no shared memory for a lock (/dev/shm: Read-only file system): mount /dev/shm so that it can be "
+        "The system has no shared memory for a lock (/dev/shm: Read-only file system): mount "
+        "/dev/shm so that it can be "
         "written and has some room (docker run --shm-size 64m)."
     )

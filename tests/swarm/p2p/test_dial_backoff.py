@@ -1,5 +1,5 @@
-"""Dials that are put off, as made-up members name a victim's address; dials of two peers at one moment; and how many DHT nodes are
-asked for a key."""
+"""Dials that are put off, as made-up members name a victim's address; dials of two peers at one
+moment; and how many DHT nodes are asked for a key."""
 
 import asyncio
 import itertools
@@ -49,7 +49,9 @@ def backoff(clock):
 
 
 def dials(backoff, clock, named, seconds=HOUR, every=1):
-    """How often a node dials that wants to each so many seconds; ``named`` gives peer and addresses of the next member."""
+    """How often a node dials that wants to each so many seconds; ``named`` gives peer and addresses
+    of the next member.
+    """
     count = 0
     for _ in range(0, seconds, every):
         peer, addresses = named()
@@ -70,11 +72,15 @@ def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backof
 @pytest.mark.parametrize(
     "pattern",
     [
-        "/ip4/198.51.100.7/tcp/{n}", "/ip4/198.51.100.7/udp/{n}/quic-v1", "/ip6/2001:db8:0:1::{n:x}/tcp/443",
-        "/ip6/::ffff:198.51.100.7/tcp/{n}", "/dns4/n{n}.example.org/tcp/443", f"{VICTIM}/p2p/{RELAY}{{n}}/p2p-circuit",
+        "/ip4/198.51.100.7/tcp/{n}",
+        "/ip4/198.51.100.7/udp/{n}/quic-v1",
+        "/ip6/2001:db8:0:1::{n:x}/tcp/443",
+        "/ip6/::ffff:198.51.100.7/tcp/{n}",
+        "/dns4/n{n}.example.org/tcp/443",
+        f"{VICTIM}/p2p/{RELAY}{{n}}/p2p-circuit",
     ],
     ids=["tcp", "quic", "ip6", "mapped", "dns", "relay"],
-)  # fmt: skip
+)
 def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(
     backoff, clock, pattern
 ):
@@ -137,7 +143,10 @@ def test_an_honest_peer_that_calls_is_dialled_and_so_is_one_with_another_address
 
 
 def test_made_up_members_that_name_an_honest_one_do_not_keep_others_from_it(backoff, clock):
-    text = f"all dials failed\n  * [{VICTIM}] peer id mismatch: expected x, but remote key matches {OTHER}"
+    text = (
+        f"all dials failed\n  * [{VICTIM}] peer id mismatch: expected x, but remote key matches "
+        f"{OTHER}"
+    )
     for _ in range(20):
         backoff.fail("made-up", [f"{VICTIM}/p2p/made-up"], text)
     assert backoff.due("made-up", [f"{VICTIM}/p2p/made-up"]) == []
@@ -225,7 +234,9 @@ def test_the_nearest_nodes_are_asked_twice_as_many_as_hold_a_record(monkeypatch)
 
 
 async def test_a_node_id_that_is_none_counts_as_no_answer():
-    """hivemind reads it outside of what catches errors: a stranger that is pinged ended a join with an AssertionError."""
+    """hivemind reads it outside of what catches errors: a stranger that is pinged ended a join with
+    an AssertionError.
+    """
     answers = [bytes(19) + b"\1", b"\1" * 21]
 
     class Client:
@@ -243,9 +254,14 @@ async def test_a_node_id_that_is_none_counts_as_no_answer():
         noted.append((node_id, responded))
 
     vars(protocol).update(
-        p2p=calls, authorizer=None, rpc_semaphore=asyncio.Semaphore(1), wait_timeout=3.0, client_mode=True, node_info=NodeInfo(),
+        p2p=calls,
+        authorizer=None,
+        rpc_semaphore=asyncio.Semaphore(1),
+        wait_timeout=3.0,
+        client_mode=True,
+        node_info=NodeInfo(),
         update_routing_table=update,
-    )  # fmt: skip
+    )
     for found, responded in ((1, True), (None, False)):
         assert await protocol.call_ping(adapter.PeerID.from_base58(OTHER)) == found
         await asyncio.sleep(0)

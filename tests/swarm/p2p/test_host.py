@@ -1,4 +1,6 @@
-"""Two and three real hosts on loopback: starts, calls, limits, a daemon that is killed or too slow, and ends of every kind."""
+"""Two and three real hosts on loopback: starts, calls, limits, a daemon that is killed or too slow,
+and ends of every kind.
+"""
 
 import asyncio
 import os
@@ -238,7 +240,9 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
 
 @pytest.mark.parametrize("taken", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
 def test_the_end_of_the_daemon_is_noticed_whoever_has_sigchld(taken):
-    """Lightning resets it, and torch's loaders take it: the end was not noticed, and each close took 4 s."""
+    """Lightning resets it, and torch's loaders take it: the end was not noticed, and each close
+    took 4 s.
+    """
     with start() as host:
         before = signal.signal(signal.SIGCHLD, taken)
         try:
@@ -286,7 +290,8 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
     def reached():
         try:
             b.call(new(), 60)
-        except NetworkError as error:  # b's daemon may have dialled while there was nobody, and then does not for five seconds
+        # b's daemon may have dialled while there was nobody, and then does not for five seconds
+        except NetworkError as error:
             # By a connection to the dead one, or its dial.
             if not any(
                 said in str(error)
@@ -317,7 +322,9 @@ def test_where_any_port_will_do_the_one_of_before_may_be_taken(tmp_path, monkeyp
 
 
 def test_the_output_of_a_daemon_that_has_ended_is_closed():
-    """Else the garbage collector closes it, in any thread, and the loop again, when its number is that of another thread's file."""
+    """Else the garbage collector closes it, in any thread, and the loop again, when its number is
+    that of another thread's file.
+    """
     with start() as host:
         output = host._supervisor.daemon._child._popen.stdout
         kill_daemon(host)
@@ -369,11 +376,17 @@ def test_the_swarm_is_found_again_through_remembered_peers():
         assert c.call(ask(c, b.peer_id), 60) == b"hello"
 
 
-@pytest.mark.parametrize(("announced", "says"), [
-    (f"/dns4/{'.'.join(['a' * 50] * 5)}/tcp/4001", "it has 269 characters, at most 199 are allowed"),
-    ("/ip4/203.0.113.7/tcp/99999", "its port is not a number"),
-    ("/ip4/203.0.113.7/tcp/4001/ws", "it does not end with /p2p/"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("announced", "says"),
+    [
+        (
+            f"/dns4/{'.'.join(['a' * 50] * 5)}/tcp/4001",
+            "it has 269 characters, at most 199 are allowed",
+        ),
+        ("/ip4/203.0.113.7/tcp/99999", "its port is not a number"),
+        ("/ip4/203.0.113.7/tcp/4001/ws", "it does not end with /p2p/"),
+    ],
+)
 def test_an_address_that_no_record_could_hold_is_not_announced(announced, says):
     with pytest.raises(StartupError, match=f"^cannot announce /.*{says}"):
         start(announce=[announced])
@@ -516,7 +529,9 @@ def test_a_peer_that_lost_answers_is_asked_again_before_records_expire(two):
 
 
 def test_dials_whose_time_is_over_while_the_machine_stands_still_reach_nobody_and_fail_nothing():
-    """Redialling, reports to bootstrap nodes and peer exchange expect a NetworkError at most: a TimeoutError was a traceback."""
+    """Redialling, reports to bootstrap nodes and peer exchange expect a NetworkError at most: a
+    TimeoutError was a traceback.
+    """
 
     async def meet(me, peer):
         loop, stood, dialled = asyncio.get_running_loop(), [0.0], []

@@ -1,4 +1,6 @@
-"""Peers remembered on disk: kept from run to run, bounded, held to the rules of a link, and never half written."""
+"""Peers remembered on disk: kept from run to run, bounded, held to the rules of a link, and never
+half written.
+"""
 
 import json
 import logging
@@ -74,7 +76,9 @@ def test_the_port_of_before_is_taken_if_any_will_do():
 
 
 def test_where_no_address_is_named_the_one_of_before_is_kept():
-    """Fault: a creator resumed without its --listen took another port, and all its invitations led nowhere."""
+    """Fault: a creator resumed without its --listen took another port, and all its invitations led
+    nowhere.
+    """
     for before in ("/ip4/127.0.0.1/tcp/4001", "/ip4/192.168.1.7/tcp/4001", "/ip6/::/tcp/4001"):
         assert as_before(ANYWHERE, (before,)) == (before,)
     assert as_before(ANYWHERE, ()) == ANYWHERE
@@ -167,10 +171,21 @@ def test_a_time_that_cannot_be_does_no_harm(tmp_path, when):
     assert THIRD in Peerstore(OWN, path, SWARM)
 
 
-@pytest.mark.parametrize("text", [
-    "{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000,
-    "\xff", '{"swarm": "S", "peers": {}, "listened": 3}', '{"swarm": "S", "peers": {}, "answered": 3}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "null",
+        '{"swarm": "S"}',
+        '{"swarm": "S", "peers": 3}',
+        '{"swarm": "S", "peers": {"x": 1}}',
+        "[" * 10_000,
+        "\xff",
+        '{"swarm": "S", "peers": {}, "listened": 3}',
+        '{"swarm": "S", "peers": {}, "answered": 3}',
+    ],
+)
 def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(text.replace('"S"', f'"{SWARM}"').encode("latin-1"))

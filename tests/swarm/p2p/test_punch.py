@@ -33,7 +33,8 @@ from shoal.swarm.wire.envelope import pack, unpack
 from tests.sim.memory_stream import stream_pair
 
 FIRST, SECOND = sorted(Identity.ephemeral().peer_id for _ in range(2))
-SEED = "12D3KooWQjxpyme8TkkXzPr5BZTMb8TfDP6XtSy1961RU2ktii6W"  # in the names of tests, which must be the same in all workers
+# in the names of tests, which must be the same in all workers
+SEED = "12D3KooWQjxpyme8TkkXzPr5BZTMb8TfDP6XtSy1961RU2ktii6W"
 OWN = "/ip4/9.9.9.9/udp/4001/quic-v1"
 SIX = "/ip6/2606:4700::7/udp/4001/quic-v1"
 THERE = "/ip4/8.8.8.8/udp/4001/quic-v1"
@@ -45,7 +46,9 @@ def at_once(monkeypatch):
 
 
 def asked(by, of, side=None, address=THERE, key=None):
-    """Return the message of ``by``, whose second daemon has the identity ``side``, for ``of``; signed with ``key``."""
+    """Return the message of ``by``, whose second daemon has the identity ``side``, for ``of``;
+    signed with ``key``.
+    """
     side = side or Identity.ephemeral()
     return pack(
         Punch(
@@ -110,7 +113,9 @@ class FakeDaemon:
 
 
 class World:
-    """A node, ``me``; ``relayed``: the peers that its first daemon is connected to, each with its IP address."""
+    """A node, ``me``; ``relayed``: the peers that its first daemon is connected to, each with its
+    IP address.
+    """
 
     def __init__(self, monkeypatch, me=FIRST, other=SECOND):
         self.me, self.other, self.started, self.origins, self.calls = me, other, [], {other: ""}, []
@@ -171,16 +176,28 @@ async def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
     )
 
 
-@pytest.mark.parametrize(("address", "may"), [
-    (THERE, True), ("/ip6/2606:4700::1111/udp/1024/quic-v1", True), ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
-    ("/ip4/100.64.0.1/udp/4001/quic-v1", False), ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
-    ("/ip6/ff0e::1/udp/4001/quic-v1", False), ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
-    ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False), ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
-    ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False), ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
-    ("/ip4/8.8.8.8/udp/1023/quic-v1", False), ("/ip4/8.8.8.8/udp/65536/quic-v1", False), ("/ip4/8.8.8.8/udp/²/quic-v1", False),
-    ("/ip4/8.8.8.8/tcp/4001/quic-v1", False), ("/dns4/a.example/udp/4001/quic-v1", False),
-    (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("address", "may"),
+    [
+        (THERE, True),
+        ("/ip6/2606:4700::1111/udp/1024/quic-v1", True),
+        ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
+        ("/ip4/100.64.0.1/udp/4001/quic-v1", False),
+        ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
+        ("/ip6/ff0e::1/udp/4001/quic-v1", False),
+        ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False),
+        ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/1023/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/65536/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/²/quic-v1", False),
+        ("/ip4/8.8.8.8/tcp/4001/quic-v1", False),
+        ("/dns4/a.example/udp/4001/quic-v1", False),
+        (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
+    ],
+)
 def test_only_public_addresses_by_quic_and_no_port_of_the_system(address, may):
     assert usable(address) is may
 
@@ -197,14 +214,20 @@ async def test_a_member_is_answered_and_dialled_at_once(world):
     assert await world.puncher.open(SECOND, "/x/1") is None
 
 
-@pytest.mark.parametrize(("why", "request_of"), [
-    ("is no member", lambda: {"data": asked(SECOND, FIRST), "peer": SEED}),
-    ("is connected directly", lambda: {"data": asked(SECOND, FIRST), "origin": "8.8.8.8"}),
-    ("another's key", lambda: {"data": asked(SECOND, FIRST, key=Identity.ephemeral())}),
-    ("another's key", lambda: {"data": asked(SEED, FIRST)}),  # of another member
-    ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
-    ("not public", lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("why", "request_of"),
+    [
+        ("is no member", lambda: {"data": asked(SECOND, FIRST), "peer": SEED}),
+        ("is connected directly", lambda: {"data": asked(SECOND, FIRST), "origin": "8.8.8.8"}),
+        ("another's key", lambda: {"data": asked(SECOND, FIRST, key=Identity.ephemeral())}),
+        ("another's key", lambda: {"data": asked(SEED, FIRST)}),  # of another member
+        ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
+        (
+            "not public",
+            lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")},
+        ),
+    ],
+)
 async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(
     world, caplog, why, request_of
 ):
@@ -352,7 +375,9 @@ async def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, mo
 
 
 async def test_a_second_daemon_that_serves_not_all_is_ended(world, monkeypatch):
-    """The next member to be asked had found it up, and what it did not serve had gone by relays as long as it lived."""
+    """The next member to be asked had found it up, and what it did not serve had gone by relays as
+    long as it lived.
+    """
 
     async def too_slow(daemon, protocol, incoming):
         raise DaemonError("no answer within 10 s")
@@ -371,7 +396,7 @@ async def test_a_second_daemon_that_serves_not_all_is_ended(world, monkeypatch):
 @pytest.mark.parametrize(
     ("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"]
 )
-async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(
+async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(  # noqa: E501
     monkeypatch, me, other
 ):
     world = World(monkeypatch, me, other)
@@ -389,8 +414,8 @@ async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_
 
 
 async def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_asked_anew(world):
-    """Its connections are dead, but each stream over one would wait for seconds before it goes by the relay. What was measured
-    before counts no more, here or at the members.
+    """Its connections are dead, but each stream over one would wait for seconds before it goes by
+    the relay. What was measured before counts no more, here or at the members.
     """
     ways = world.puncher._traffic.ways
 

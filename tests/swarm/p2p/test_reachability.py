@@ -1,4 +1,6 @@
-"""Asking a peer what it sees of us: the address, the clock, the port, the bandwidth; and what nobody can make a peer do."""
+"""Asking a peer what it sees of us: the address, the clock, the port, the bandwidth; and what
+nobody can make a peer do.
+"""
 
 import asyncio
 import contextlib
@@ -107,7 +109,9 @@ def test_bytes_are_timed_both_ways(pair):
 
 
 async def dialled(origin):
-    """Return the outcome for a peer that comes from ``origin``, if something always answers with zeros there."""
+    """Return the outcome for a peer that comes from ``origin``, if something always answers with
+    zeros there.
+    """
     async with wires(origin, ReachabilityProbe().answer) as stream:
         return await ask(stream, 4001, bytes(16))
 
@@ -122,10 +126,17 @@ def test_a_port_of_the_system_is_refused():
         DialRequest(port=LOWEST_PORT - 1, token=bytes(16))
 
 
-@pytest.mark.parametrize(("address", "found", "said"), [
-    ("8.8.8.8", "refused", "refused"), ("8.8.8.8", "other", "other"), ("192.168.1.7", "refused", "unreached"),
-    ("192.168.1.7", "other", "unreached"), ("127.0.0.1", "silent", "unreached"), ("192.168.1.7", "reached", "reached"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("address", "found", "said"),
+    [
+        ("8.8.8.8", "refused", "refused"),
+        ("8.8.8.8", "other", "other"),
+        ("192.168.1.7", "refused", "unreached"),
+        ("192.168.1.7", "other", "unreached"),
+        ("127.0.0.1", "silent", "unreached"),
+        ("192.168.1.7", "reached", "reached"),
+    ],
+)
 async def test_the_finding_in_a_private_network_is_not_reported(monkeypatch, address, found, said):
     async def look(*where):
         assert where == (address, 4001, bytes(16))
@@ -167,12 +178,18 @@ def test_a_request_for_much_is_refused():
     assert len(pack(SpeedRequest(nbytes=MAX_BYTES))) < SpeedRequest.LIMIT
 
 
-@pytest.mark.parametrize(("binary", "found"), [
-    (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1", "127.0.0.1"), (b"\x29" + bytes(15) + b"\x01\x06\x0f\xa1", "::1"),
-    (b"\x04\x08\x08\x08\x08\x91\x02\x0f\xa1\xcd\x03", "8.8.8.8"),
-    (b"\x04\x08\x08\x08\x08\x06\x0f\xa1\xa5\x03\x01\x00\xa2\x02", ""),  # /p2p/…/p2p-circuit
-    (b"\xa2\x02", ""), (b"\x04\x08\x08", ""), (b"", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("binary", "found"),
+    [
+        (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1", "127.0.0.1"),
+        (b"\x29" + bytes(15) + b"\x01\x06\x0f\xa1", "::1"),
+        (b"\x04\x08\x08\x08\x08\x91\x02\x0f\xa1\xcd\x03", "8.8.8.8"),
+        (b"\x04\x08\x08\x08\x08\x06\x0f\xa1\xa5\x03\x01\x00\xa2\x02", ""),  # /p2p/…/p2p-circuit
+        (b"\xa2\x02", ""),
+        (b"\x04\x08\x08", ""),
+        (b"", ""),
+    ],
+)
 def test_the_origin_of_a_direct_connection_is_known(binary, found):
     assert origin(binary) == found
 
@@ -181,16 +198,24 @@ CIRCUIT, LAN = f"/ip4/8.8.4.4/tcp/9/p2p/{PEER}/p2p-circuit/p2p/{PEER}", "/ip4/19
 HERE = "9.9.9.9"  # as peers see it
 
 
-@pytest.mark.parametrize(("announced", "seen", "reach"), [
-    ([LAN], [(HERE, "silent"), (HERE, "other")], "direct"), ([LAN, CIRCUIT], [(HERE, "silent"), ("", "unseen")], "unreachable"),
-    ([f"/ip4/{HERE}/tcp/4001"], [(HERE, "refused")], "unreachable"),
-    (["/ip4/1.1.1.1/tcp/4001"], [(HERE, "silent")], None),  # a tunnel's, which nobody dialled
-    (["/dns4/example.org/tcp/4001"], [(HERE, "silent")], None), (["/dns4/example.org/tcp/4001"], [(HERE, "reached")], "direct"),
-    ([LAN], [("192.168.1.9", "unreached")], "local"),
-    ([LAN], [("192.168.1.9", "reached")], "local"),  # that peer is in the same house
-    ([LAN], [("192.168.1.9", "reached"), (HERE, "silent")], "unreachable"), ([LAN], [(HERE, "busy")], None),
-    ([LAN], [("", "unseen")], None), ([LAN], [("1:", "other")], "local"), ([LAN], [], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("announced", "seen", "reach"),
+    [
+        ([LAN], [(HERE, "silent"), (HERE, "other")], "direct"),
+        ([LAN, CIRCUIT], [(HERE, "silent"), ("", "unseen")], "unreachable"),
+        ([f"/ip4/{HERE}/tcp/4001"], [(HERE, "refused")], "unreachable"),
+        (["/ip4/1.1.1.1/tcp/4001"], [(HERE, "silent")], None),  # a tunnel's, which nobody dialled
+        (["/dns4/example.org/tcp/4001"], [(HERE, "silent")], None),
+        (["/dns4/example.org/tcp/4001"], [(HERE, "reached")], "direct"),
+        ([LAN], [("192.168.1.9", "unreached")], "local"),
+        ([LAN], [("192.168.1.9", "reached")], "local"),  # that peer is in the same house
+        ([LAN], [("192.168.1.9", "reached"), (HERE, "silent")], "unreachable"),
+        ([LAN], [(HERE, "busy")], None),
+        ([LAN], [("", "unseen")], None),
+        ([LAN], [("1:", "other")], "local"),
+        ([LAN], [], None),
+    ],
+)
 def test_who_can_dial_a_node_is_what_peers_found_that_dialled_it(announced, seen, reach):
     views = [DialBackView(PEER, address, 0.0, 0.1, outcome) for address, outcome in seen]
     assert reach_of(views, [f"{address}/p2p/{PEER}" for address in announced]) == reach

@@ -1,5 +1,5 @@
-"""The slots at relays of a node that nobody can dial: kept, lost, asked for again, with daemons that only pretend; who
-may be a relay; and the daemon's options about being reached."""
+"""The slots at relays of a node that nobody can dial: kept, lost, asked for again, with daemons
+that only pretend; who may be a relay; and the daemon's options about being reached."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,9 @@ class Writer:
 
 
 class FakeDaemon:
-    """Connected to ``here``; ``answers``: what each relay says to a request, None: nothing; ``refusal``: of a dial."""
+    """Connected to ``here``; ``answers``: what each relay says to a request, None: nothing;
+    ``refusal``: of a dial.
+    """
 
     def __init__(self):
         self.here, self.asked, self.ended = {SEED, OTHER, THIRD}, [], []
@@ -131,7 +133,9 @@ def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look
 
 
 def test_a_machine_in_another_network_ends_its_connections_and_asks_for_a_slot_at_once(monkeypatch):
-    """From its old address nothing is sent any more, and its daemon would wait half a minute for each answer."""
+    """From its old address nothing is sent any more, and its daemon would wait half a minute for
+    each answer.
+    """
     world, there = World(monkeypatch, needed=True), ["192.168.7.2"]
     monkeypatch.setattr(connections, "sends_from", lambda: there[-1])
     monkeypatch.setattr(connections, "is_gone", lambda address: address not in there)
@@ -156,7 +160,7 @@ def test_the_address_of_this_machine_is_there_and_another_is_not():
     assert connections.is_gone("203.0.113.77")
 
 
-def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(
+def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(  # noqa: E501
     monkeypatch,
 ):
     world = World(monkeypatch, needed=True)
@@ -241,7 +245,9 @@ async def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expe
 
 
 def limited(data, seconds=120):
-    """Return a relay's answer: a slot whose connections end after ``data`` bytes, below 2^28, or ``seconds``."""
+    """Return a relay's answer: a slot whose connections end after ``data`` bytes, below 2^28, or
+    ``seconds``.
+    """
     limit = bytes(
         [8, seconds, 16, *(data >> shift & 127 | 128 for shift in (0, 7, 14)), data >> 21]
     )
@@ -332,7 +338,9 @@ async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_call
 
 @pytest.mark.parametrize(("relay", "slot"), [("auto", True), ("off", False)])
 async def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
-    """With its option -relay=0 alone p2pd gave slots all the same, and cut what it forwarded off after 128 KiB."""
+    """With its option -relay=0 alone p2pd gave slots all the same, and cut what it forwarded off
+    after 128 KiB.
+    """
 
     there = await Daemon.launch(
         Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/0"], public=True, relay=relay
@@ -354,10 +362,14 @@ async def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
 
 def test_a_peer_behind_a_relay_is_no_relay_and_each_counts_once():
     bootstrap = [
-        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}", f"/ip4/192.168.1.2/tcp/4001/p2p/{THIRD}",
-        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}/p2p-circuit/p2p/{THIRD}", f"/ip4/127.0.0.1/tcp/4001/p2p/{OTHER}",
-        f"/ip4/1.2.3.5/udp/4001/quic-v1/p2p/{OTHER}", f"/dns4/example.org/tcp/1/p2p/{OTHER}", f"/ip4/1.2.3.5/tcp/4001/p2p/{OTHER}",
-    ]  # fmt: skip
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}",
+        f"/ip4/192.168.1.2/tcp/4001/p2p/{THIRD}",
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}/p2p-circuit/p2p/{THIRD}",
+        f"/ip4/127.0.0.1/tcp/4001/p2p/{OTHER}",
+        f"/ip4/1.2.3.5/udp/4001/quic-v1/p2p/{OTHER}",
+        f"/dns4/example.org/tcp/1/p2p/{OTHER}",
+        f"/ip4/1.2.3.5/tcp/4001/p2p/{OTHER}",
+    ]
     assert connections.candidates(bootstrap) == [bootstrap[0], bootstrap[5]]
 
 
@@ -372,13 +384,22 @@ async def test_those_that_answer_are_taken_in_order(monkeypatch):
         assert await connections.answering(bootstrap) == bootstrap[1:3]
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({}, {"-autoRelay": "0", "-relay": "1"}),
-    ({"relays": ["R"]}, {"-autoRelay": "1", "-trustedRelays": "R", "-relay": "1"}),
-    ({"relays": ["R"], "relay": "only"}, {"-autoRelay": "1", "-trustedRelays": "R", "-forceReachabilityPrivate": "1"}),
-    ({"relays": ["R"], "relay": "off"}, {"-autoRelay": "0", "-relay": "0"}),
-    ({"relays": ["R"], "public": True}, {"-autoRelay": "0", "-relay": "1", "-forceReachabilityPublic": "1"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"-autoRelay": "0", "-relay": "1"}),
+        ({"relays": ["R"]}, {"-autoRelay": "1", "-trustedRelays": "R", "-relay": "1"}),
+        (
+            {"relays": ["R"], "relay": "only"},
+            {"-autoRelay": "1", "-trustedRelays": "R", "-forceReachabilityPrivate": "1"},
+        ),
+        ({"relays": ["R"], "relay": "off"}, {"-autoRelay": "0", "-relay": "0"}),
+        (
+            {"relays": ["R"], "public": True},
+            {"-autoRelay": "0", "-relay": "1", "-forceReachabilityPublic": "1"},
+        ),
+    ],
+)
 def test_options_about_relays(given, expected):
     def of(listen):
         said = options(control="/unix/x", key=Path("k"), listen=[listen], **given)
@@ -393,13 +414,18 @@ def test_options_about_relays(given, expected):
     assert not {key for key in of("/ip4/127.0.0.1/tcp/1") if key in about}
 
 
-@pytest.mark.parametrize(("listen", "announce", "expected"), [
-    (["/ip4/0.0.0.0/tcp/0"], [], "1"), (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
-    (["/ip4/192.168.0.7/tcp/1"], [], "0"),  # its own network is meant
-    (["/ip4/127.0.0.1/tcp/1"], [], "0"), (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
-    (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
-])  # fmt: skip
-def test_a_router_is_asked_to_open_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(
+@pytest.mark.parametrize(
+    ("listen", "announce", "expected"),
+    [
+        (["/ip4/0.0.0.0/tcp/0"], [], "1"),
+        (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
+        (["/ip4/192.168.0.7/tcp/1"], [], "0"),  # its own network is meant
+        (["/ip4/127.0.0.1/tcp/1"], [], "0"),
+        (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
+        (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
+    ],
+)
+def test_a_router_opens_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(
     listen, announce, expected
 ):
     said = options(control="/unix/x", key=Path("k"), listen=listen, announce=announce)

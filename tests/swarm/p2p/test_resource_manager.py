@@ -1,4 +1,6 @@
-"""Bounds on the streams, calls and bytes of one peer, so that a flooding peer does not keep the others from a node."""
+"""Bounds on the streams, calls and bytes of one peer, so that a flooding peer does not keep the
+others from a node.
+"""
 
 import asyncio
 import resource
@@ -102,7 +104,9 @@ def test_who_becomes_a_member_meanwhile_leaves_nothing_behind():
 
 
 def test_a_crowded_range_of_strangers_or_of_members_gives_a_stream_up_to_another():
-    """The fault: 64 free keys without a record held all that strangers may have, and 512 with one all that there is."""
+    """The fault: 64 free keys without a record held all that strangers may have, and 512 with one
+    all that there is.
+    """
     at, _ = resource_manager(Rates())
     at.known = lambda peer: peer.startswith("member")
     crowd = [Caller(f"s{n}", "10.1.0.1") for n in range(MAX_STRANGERS)]
@@ -202,9 +206,15 @@ def test_who_is_denied_gets_nothing():
     picky, _ = resource_manager(
         access_policy=AccessPolicy("me", lists=PeerLists(allow=frozenset({"a"})))
     )
-    assert [picky.acquire(Caller("b"), "/shoal/manifest/1"), picky.acquire(Caller("b"), ECHO), picky.calls("b", 1)] == [
-        "", "denied", "",
-    ]  # fmt: skip
+    assert [
+        picky.acquire(Caller("b"), "/shoal/manifest/1"),
+        picky.acquire(Caller("b"), ECHO),
+        picky.calls("b", 1),
+    ] == [
+        "",
+        "denied",
+        "",
+    ]
 
 
 def test_what_needs_no_invitation_is_called_so():
@@ -217,7 +227,7 @@ def test_what_needs_no_invitation_is_called_so():
     } == FREE
 
 
-# -- real hosts ------------------------------------------------------------------------------------------------------------
+# -- real hosts ------------------------------------------------------------------------------------
 
 
 async def echo(stream):

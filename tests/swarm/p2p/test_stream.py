@@ -274,7 +274,9 @@ async def test_a_failing_progress_callback_reaches_the_caller():
 @pytest.mark.parametrize("size", [1, LARGE, 5 * CHUNK + 7])
 @pytest.mark.parametrize("there", [False, True])
 async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
-    """While messages come the other way; ``there``: what came ahead was received before the swap."""
+    """While messages come the other way; ``there``: what came ahead was received before the
+    swap.
+    """
 
     async with pair() as (a, b):
         out, back, into, taken = (

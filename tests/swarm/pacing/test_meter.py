@@ -13,7 +13,9 @@ PEER = "peer"
 
 
 def run(ways, rates, exchanges, size=1.0):
-    """Make exchanges by the way that is chosen; return the seconds that each took, the ways, and which were tries."""
+    """Make exchanges by the way that is chosen; return the seconds that each took, the ways, and
+    which were tries.
+    """
     took, chosen, tries = [], [], []
     for _ in range(exchanges):
         way = ways.choose(PEER)

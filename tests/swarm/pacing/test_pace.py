@@ -1,4 +1,6 @@
-"""Pacing of bulk, over links of virtual time: a slow one is filled without a queue, a fast one is not slowed down."""
+"""Pacing of bulk, over links of virtual time: a slow one is filled without a queue, a fast one is
+not slowed down.
+"""
 
 import asyncio
 import contextlib
@@ -14,7 +16,9 @@ MBIT, MB = 125_000, 1_000_000
 
 
 class Line:
-    """One direction of a link, ``rate`` bytes a second with a queue without end, ``delay`` seconds long."""
+    """One direction of a link, ``rate`` bytes a second with a queue without end, ``delay`` seconds
+    long.
+    """
 
     def __init__(self, loop, rate, delay):
         self.loop, self.rate, self.delay, self.free = loop, rate, delay, 0.0
@@ -28,7 +32,9 @@ class Line:
 
 
 class SlowStart(Line):
-    """A line under a TCP that begins with ten packets and doubles them each round trip, and begins anew after a second's pause."""
+    """A line under a TCP that begins with ten packets and doubles them each round trip, and begins
+    anew after a second's pause.
+    """
 
     def __init__(self, loop, rate, delay):
         super().__init__(loop, rate, delay)
@@ -103,7 +109,9 @@ def loop():
 
 
 def run(loop, net, *transfers):
-    """Return the instants at which the transfers ended, and (instant, seconds that a small message would wait) until then."""
+    """Return the instants at which the transfers ended, and (instant, seconds that a small message
+    would wait) until then.
+    """
     waits = []
 
     async def work():
@@ -145,7 +153,9 @@ def test_a_fast_link_stays_fast(loop, mbit, delay, most):
 
 
 def test_a_transfer_after_a_pause_is_as_quick_as_without_pacing(loop):
-    """While TCP begins slowly its queue is no sign of a slow link, and nothing waits for the empty link to be measured."""
+    """While TCP begins slowly its queue is no sign of a slow link, and nothing waits for the empty
+    link to be measured.
+    """
     net, took = Net(loop, 100, 0.4, down=100), []
     net.up = SlowStart(loop, 100 * MBIT, 0.2)
 
@@ -226,7 +236,9 @@ def test_both_ways_at_once(loop):
 
 
 def test_two_whose_bulk_begins_apart_use_the_link_without_queues(loop):
-    """The answers of each wait behind the other's bulk and come in lumps; bytes that went out in lumps made queues by turns."""
+    """The answers of each wait behind the other's bulk and come in lumps; bytes that went out in
+    lumps made queues by turns.
+    """
     one, two = Net(loop, 1, 0.05), Net(loop, 1, 0.05)
     one.down, two.down = two.up, one.up
     took = []
@@ -247,7 +259,10 @@ def test_two_whose_bulk_begins_apart_use_the_link_without_queues(loop):
 
 @pytest.mark.parametrize(("mbit", "delay"), [(20, 0.001), (20, 0.1), (100, 0.001)])
 def test_of_two_that_send_to_each_other_none_starves(loop, mbit, delay):
-    """Pings wait in both queues. Who took the other's for its own sent ever less, and a transfer took five times as long."""
+    """Pings wait in both queues.
+
+    Who took the other's for its own sent ever less, and a transfer took five times as long.
+    """
     one, two = Net(loop, mbit, delay), Net(loop, mbit, delay)
     one.down, two.down = two.up, one.up
     nbytes, took = 6 * mbit * MBIT, {one: [], two: []}
@@ -267,7 +282,10 @@ def test_of_two_that_send_to_each_other_none_starves(loop, mbit, delay):
 
 
 def test_eight_that_send_to_each_other_use_what_ended_transfers_leave_free(loop):
-    """As in a group. The last of seven transfers of a node went on at the rate that it had beside the others."""
+    """As in a group.
+
+    The last of seven transfers of a node went on at the rate that it had beside the others.
+    """
     peers = "abcdefgh"
     nets = {peer: Net(loop, 20, 0.1) for peer in peers}
     nbytes, took = 3 * MB, []
@@ -290,7 +308,10 @@ def test_eight_that_send_to_each_other_use_what_ended_transfers_leave_free(loop)
 
 
 def test_a_rate_that_was_low_for_a_moment_holds_nothing_back(loop):
-    """As while both nodes are busy. A cap by the recent rates rose by a quarter a second, and each transfer paid for it."""
+    """As while both nodes are busy.
+
+    A cap by the recent rates rose by a quarter a second, and each transfer paid for it.
+    """
     net = Net(loop, 2, 0.001)
 
     async def mend():
@@ -310,7 +331,9 @@ def test_without_pings_nothing_is_held_back(loop, peer):
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_silent_peer_gets_no_more(loop, answered):
-    """Of one that fell asleep every few seconds a few bytes went out, and looked as if it took them: it held training for long."""
+    """Of one that fell asleep every few seconds a few bytes went out, and looked as if it took
+    them: it held training for long.
+    """
     net, sent = Net(loop, 8, 0.01, peer="answers" if answered else "is silent"), []
 
     async def watched():
@@ -333,7 +356,9 @@ def test_a_peer_that_was_silent_for_a_while_gets_the_rest(loop):
 
 
 def test_another_way_through_the_network_is_learnt_from_one_transfer(loop):
-    """A machine that was taken to a mobile network sent a fifth of what its line carried for eight minutes."""
+    """A machine that was taken to a mobile network sent a fifth of what its line carried for eight
+    minutes.
+    """
     net, took = Net(loop, 1, 0.05), []
 
     async def often():
@@ -391,7 +416,9 @@ def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
 
 @pytest.mark.parametrize("late", range(6))
 def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(loop, late):
-    """``asyncio.wait_for`` loses a cancellation that comes with the answer; one task that went on would let bulk go every 2 s."""
+    """``asyncio.wait_for`` loses a cancellation that comes with the answer; one task that went on
+    would let bulk go every 2 s.
+    """
     echoes = []
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,6 @@
-"""Deadlines that follow what a transfer moves: over links of virtual time, a slow one is waited for and a trickle is not."""
+"""Deadlines that follow what a transfer moves: over links of virtual time, a slow one is waited for
+and a trickle is not.
+"""
 
 import asyncio
 
@@ -26,7 +28,9 @@ def test_how_long_a_transfer_may_go_on():
 
 
 def given_up(rates, nbytes=15 * MB, deadline=120.0, longest=1800.0):
-    """The second in which a transfer is given up whose two directions move at so many bytes a second; None if it is complete."""
+    """The second in which a transfer is given up whose two directions move at so many bytes a
+    second; None if it is complete.
+    """
     progress, left = Progress(deadline, longest), [float(nbytes)] * len(rates)
     for now in range(100_000):
         if progress.overdue(float(now), tuple(left)):
@@ -82,7 +86,9 @@ def network():
 
 
 def exchanged(network, kind, exchange=10.0, chunk=5.0):
-    """What two peers get that exchange 3 MB with a deadline of so many seconds, and the seconds that it took."""
+    """What two peers get that exchange 3 MB with a deadline of so many seconds, and the seconds
+    that it took.
+    """
     hosts = [network.host(name, network.identity(name)) for name in "ab"]
     members = {host.peer_id: member_of(host.peer_id, name=host.name) for host in hosts}
     timeouts = ExchangeTimeouts(10.0, chunk, exchange)
@@ -113,7 +119,9 @@ def test_peers_on_a_slow_link_exchange_more_than_their_deadline_allows_for(netwo
 
 @pytest.mark.parametrize(("kind", "least"), [(PairExchange, 3e6 / FIRST_RATE), (GroupExchange, 60)])
 def test_a_peer_whose_bytes_only_trickle_is_given_up(network, kind, least):
-    """A group does at the deadline; a pair once training has waited for as long as half 1 Mbit/s takes."""
+    """A group does at the deadline; a pair once training has waited for as long as half 1 Mbit/s
+    takes.
+    """
     network.links = Links(
         0.02, 0.0, 3e3
     )  # something moves within each chunk timeout, and 3 MB take a quarter of an hour

@@ -1,8 +1,10 @@
-"""Opens many connections to one node and keeps them, as several peers: a program of its own, so that its load is not the nodes'.
+"""Opens many connections to one node and keeps them, as several peers: a program of its own, so
+that its load is not the nodes'.
 
     python flood.py ADDRESS CONNECTIONS IDENTITIES
 
-prints ``open N`` when all were tried, and how many of them are open at each line that it reads; ends with its input.
+prints ``open N`` when all were tried, and how many of them are open at each line that it reads;
+ends with its input.
 """
 
 import sys

@@ -37,9 +37,20 @@ def member(**changes):
 
 def status(**changes):
     fields = {
-        "swarm": SWARM, "peer": HONEST.peer_id, "name": "x", "addresses": (), "state": "training", "round": ROUND, "step": 1,
-        "loss": None, "steps_per_s": 1.0, "sent": 0, "received": 0, "issued": time.time(), "version": "0",
-    }  # fmt: skip
+        "swarm": SWARM,
+        "peer": HONEST.peer_id,
+        "name": "x",
+        "addresses": (),
+        "state": "training",
+        "round": ROUND,
+        "step": 1,
+        "loss": None,
+        "steps_per_s": 1.0,
+        "sent": 0,
+        "received": 0,
+        "issued": time.time(),
+        "version": "0",
+    }
     return Status(**{**fields, **changes})
 
 
@@ -51,10 +62,21 @@ def receipts(**changes):
 
 def rollout(**changes):
     fields = {
-        "swarm": SWARM, "peer": HONEST.peer_id, "env": "add", "env_version": "1", "env_config": b"", "seed": 1, "index": 2,
-        "completions": ("one",), "finish": ("stop",), "policy_version": 3, "temperature": 1.0, "round": ROUND, "nonce": bytes(16),
+        "swarm": SWARM,
+        "peer": HONEST.peer_id,
+        "env": "add",
+        "env_version": "1",
+        "env_config": b"",
+        "seed": 1,
+        "index": 2,
+        "completions": ("one",),
+        "finish": ("stop",),
+        "policy_version": 3,
+        "temperature": 1.0,
+        "round": ROUND,
+        "nonce": bytes(16),
         "issued": time.time(),
-    }  # fmt: skip
+    }
     return Rollout(**{**fields, **changes})
 
 
@@ -119,9 +141,18 @@ def mine(round=ROUND):
 def offer(**changes):
     it = mine()
     fields = {
-        "swarm": SWARM, "round": ROUND, "fragment": 0, "nbytes": it.payload.nbytes, "shapes": it.shapes, "dtype": "float32",
-        "codec": "float32", "sha256": it.payload.sha256, "weight": 1.0, "model": MODEL, "nonce": bytes(16),
-    }  # fmt: skip
+        "swarm": SWARM,
+        "round": ROUND,
+        "fragment": 0,
+        "nbytes": it.payload.nbytes,
+        "shapes": it.shapes,
+        "dtype": "float32",
+        "codec": "float32",
+        "sha256": it.payload.sha256,
+        "weight": 1.0,
+        "model": MODEL,
+        "nonce": bytes(16),
+    }
     return Offer(**{**fields, **changes})
 
 
@@ -133,7 +164,7 @@ def decision(**changes):
     return GroupDecision(**{"swarm": SWARM, "nonce": bytes(16), "mean": 3, **changes})
 
 
-# -- what is forged ----------------------------------------------------------------------------------------------------------
+# -- what is forged --------------------------------------------------------------------------------
 
 
 def rekeyed(message):

@@ -1,5 +1,6 @@
-"""Courts for test_forgery.py: what a node does with the bytes of a signed record that a sender brings it, in one word. Each runs
-the code that judges such bytes when they come from the network. It says nothing if it takes them."""
+"""Courts for test_forgery.py: what a node does with the bytes of a signed record that a sender
+brings it, in one word. Each runs the code that judges such bytes when they come from the network.
+It says nothing if it takes them."""
 
 import asyncio
 import logging
@@ -73,11 +74,21 @@ from tests.swarm.security.forgeries import (
 )
 
 WORDS = {
-    "wrong signature": "forged", "another peer than its": "forged", "malformed or forged": "forged", "another peer": "another's",
-    "not signed by the creator": "not the creator's", "in place of": "kind", "he wrong swarm id": "another id",
-    "in swarm": "foreign-swarm", "is for swarm": "foreign-swarm", "is for peer": "another's", "expired": "expired",
-    "it is of round": "another round", "not the one of peer": "another decision", "the nonce": "another nonce",
-}  # fmt: skip
+    "wrong signature": "forged",
+    "another peer than its": "forged",
+    "malformed or forged": "forged",
+    "another peer": "another's",
+    "not signed by the creator": "not the creator's",
+    "in place of": "kind",
+    "he wrong swarm id": "another id",
+    "in swarm": "foreign-swarm",
+    "is for swarm": "foreign-swarm",
+    "is for peer": "another's",
+    "expired": "expired",
+    "it is of round": "another round",
+    "not the one of peer": "another decision",
+    "the nonce": "another nonce",
+}
 
 
 def word(text):
@@ -99,7 +110,9 @@ def stream_from(peer, pipe):
 
 
 class Court:
-    """``make``: an honest record, with changes. ``old``: those of an old one. ``swarm``: those of another swarm's. ``author``: it
+    """``make``: an honest record, with changes.
+
+    ``old``: those of an old one. ``swarm``: those of another swarm's. ``author``: it
     has to come from who signed it. ``again``: anybody may pass it on, but it is taken once.
     """
 
@@ -110,7 +123,9 @@ class Court:
 
 
 class Directories(Court):
-    """A node of the DHT that is asked to store it; and a directory that reads it there, if some other node did."""
+    """A node of the DHT that is asked to store it; and a directory that reads it there, if some
+    other node did.
+    """
 
     make, old = staticmethod(member), {"issued": time.time() - 100}
 
@@ -133,9 +148,11 @@ class Directories(Court):
     def judge(self, sealed, sender):
         value, now = msgpack.packb(["", sealed]), time.time()
         record = DHTRecord(
-            DHTID.generate(source=key_of(SWARM, "")).to_bytes(), DHTProtocol.serializer.dumps(sender.peer_id),
-            DHTProtocol.serializer.dumps(value), now + 20,
-        )  # fmt: skip
+            DHTID.generate(source=key_of(SWARM, "")).to_bytes(),
+            DHTProtocol.serializer.dumps(sender.peer_id),
+            DHTProtocol.serializer.dumps(value),
+            now + 20,
+        )
         stored = MemberValidator(SWARM).validate(record)
         self.values = {sender.peer_id: value}
         directory = Directory(self, VICTIM, SWARM)
@@ -167,7 +184,9 @@ class Manifests(Court):
 
 
 class Policies(Court):
-    """An invitation by the honest creator for a peer, which shows it itself if it came from there, else the sender does."""
+    """An invitation by the honest creator for a peer, which shows it itself if it came from there,
+    else the sender does.
+    """
 
     make, old = staticmethod(invitation), {"expires": time.time() - 400}
 
@@ -289,7 +308,10 @@ class Leaders(Court):
 
 
 class Rosters(Court):
-    """A member that gets its group from its leader. The leader needs only a ready message of each peer that it lists."""
+    """A member that gets its group from its leader.
+
+    The leader needs only a ready message of each peer that it lists.
+    """
 
     make, old, author = staticmethod(ready), {"round": ROUND - 1}, False
 
@@ -450,12 +472,23 @@ class Changes(Court):
 
 
 COURTS = {
-    "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds,  "`manifest`": Manifests,
-    "`change`": Changes, "`invitation`": Policies,
-    "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
-    "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
-    "`attestation`": Records, "`status`": Gates, "`receipts`, at a node": Tallies, "`receipts`, at a watcher": Counters,
-}  # fmt: skip
+    "`member`, in the DHT": Directories,
+    "`member`, at a bootstrap node": Seeds,
+    "`manifest`": Manifests,
+    "`change`": Changes,
+    "`invitation`": Policies,
+    "`offer`, of a caller": Pairs,
+    "`offer`, in answer": Answers,
+    "`group-ready`, at the leader": Leaders,
+    "`group-ready`, in a group": Rosters,
+    "`group-decision`": Judgements,
+    "`rollout`": Pools,
+    "`notice`": Notices,
+    "`attestation`": Records,
+    "`status`": Gates,
+    "`receipts`, at a node": Tallies,
+    "`receipts`, at a watcher": Counters,
+}
 
 
 class Unheard(Quiet):
@@ -505,9 +538,15 @@ PUBLIC = swarm_id(SEALED)
 
 def announcement(**changes):
     fields = {
-        "swarm": PUBLIC, "peer": HONEST.peer_id, "manifest": SEALED, "params": 1, "round_bytes": 1, "memory": 0, "device": "cpu",
+        "swarm": PUBLIC,
+        "peer": HONEST.peer_id,
+        "manifest": SEALED,
+        "params": 1,
+        "round_bytes": 1,
+        "memory": 0,
+        "device": "cpu",
         "issued": 1.0,
-    }  # fmt: skip
+    }
     return Announcement(**{**fields, **changes})
 
 

@@ -1,6 +1,8 @@
-"""Floods of connections to a real daemon: what it holds open is bounded, and a member's exchanges go on all the while.
+"""Floods of connections to a real daemon: what it holds open is bounded, and a member's exchanges
+go on all the while.
 
-What bounds it are the daemon's connection manager (`swarm.daemon_process.CONNECTIONS`) and its own deadline for a handshake.
+What bounds it are the daemon's connection manager (`swarm.daemon_process.CONNECTIONS`) and its own
+deadline for a handshake.
 """
 
 import itertools
@@ -68,7 +70,9 @@ class Members:
         assert [len(mean.members) for mean in means] == [2, 2]
 
     def until_few(self, most, seconds=90.0):
-        """Exchange until the daemon holds no more than so many descriptors; the most that it held meanwhile."""
+        """Exchange until the daemon holds no more than so many descriptors; the most that it held
+        meanwhile.
+        """
         peak, end = 0, time.monotonic() + seconds
         while True:
             held = self.daemon.num_fds()

@@ -1,4 +1,6 @@
-"""The fate of every signed record that is forged, damaged or replayed: the table in docs/wire.md, tried cell by cell."""
+"""The fate of every signed record that is forged, damaged or replayed: the table in docs/wire.md,
+tried cell by cell.
+"""
 
 import pytest
 
@@ -10,7 +12,9 @@ from tests.test_wire import PAGE, SEALED
 
 COURTS = {**RECORDS, **SHUFFLES, **ANNOUNCEMENTS}
 CASES = ("key", "bit", "stale", "swarm", "place", "kind")
-"""Signed with another's key; a flipped bit; an old one; one of another swarm; from another than its author; another kind."""
+"""Signed with another's key; a flipped bit; an old one; one of another swarm; from another than its
+author; another kind.
+"""
 
 
 def table():

@@ -1,6 +1,8 @@
-"""Nothing that a peer sends is unpickled: a pickle that would make a file is sent to all that a node serves, and no file appears.
+"""Nothing that a peer sends is unpickled: a pickle that would make a file is sent to all that a
+node serves, and no file appears.
 
-That the source holds no call that could is tests/test_house.py's affair; this is the proof for what it calls, hivemind too.
+That the source holds no call that could is tests/test_house.py's affair; this is the proof for what
+it calls, hivemind too.
 """
 
 import asyncio
@@ -54,7 +56,9 @@ def importing():
 
 
 def listen(event, arguments):
-    """CPython tells of every class that any unpickler looks up, the one in C too; a hook cannot be taken away again."""
+    """CPython tells of every class that any unpickler looks up, the one in C too; a hook cannot be
+    taken away again.
+    """
     if event in UNPICKLING and listening.is_set() and not importing():
         heard.append(event)
 
@@ -107,7 +111,10 @@ def victim():
 
 @pytest.fixture
 def bombs(tmp_path):
-    """Pickles of several kinds, and the folders that they would make. That they go off is seen first."""
+    """Pickles of several kinds, and the folders that they would make.
+
+    That they go off is seen first.
+    """
     folder = tmp_path / "went off"
     kinds = [pickle.dumps(Bomb(folder), protocol) for protocol in (0, 2, 5)] + [
         in_torch(Bomb(folder))
@@ -125,7 +132,9 @@ def bombs(tmp_path):
 
 
 def wrapped(bomb):
-    """Wrap a bomb: as it is, framed, as a message, in its fields, behind a valid message, compressed."""
+    """Wrap a bomb: as it is, framed, as a message, in its fields, behind a valid message,
+    compressed.
+    """
     length = len(bomb).to_bytes(4, "big")
     message = msgpack.packb(["offer", 1, bomb])
     fields = msgpack.packb(["state-request", 1, {"swarm": bomb, "model": bomb}])
@@ -225,7 +234,9 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
 
 
 def test_hivemind_unpickles_nothing_either():
-    """Check all of it that meets the network: the DHT node's three calls, over the daemon's socket, and its serializer."""
+    """Check all of it that meets the network: the DHT node's three calls, over the daemon's socket,
+    and its serializer.
+    """
     root = Path(importlib.util.find_spec("hivemind").origin).parent
     for file in (
         *(root / "dht").glob("*.py"),
@@ -234,7 +245,8 @@ def test_hivemind_unpickles_nothing_either():
     ):
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"pickle|marshal|torch\.load|\b(eval|exec)\(", text), file
-    # What its serializer makes of extension types: a dictionary of the DHT, and a tensor's shape and type without any content.
+    # What its serializer makes of extension types: a dictionary of the DHT, and a tensor's shape
+    # and type without any content.
     assert {kind.__name__ for kind in MSGPackSerializer._ext_types} <= {
         "DictionaryDHTValue",
         "BatchTensorDescriptor",

@@ -1,4 +1,6 @@
-"""Tables of limited size that any peer may enter: one address range that fills them gives way to others."""
+"""Tables of limited size that any peer may enter: one address range that fills them gives way to
+others.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -86,7 +88,9 @@ def held_calls(monkeypatch):
 
 @pytest.mark.parametrize("table", [chunk_server, state_server, peer_streams, held_calls])
 def test_a_full_table_gives_a_place_of_the_crowded_range_to_another_range(monkeypatch, table):
-    """The fault: it was first come, so a few keys of one host, renewed in time, kept everybody else out."""
+    """The fault: it was first come, so a few keys of one host, renewed in time, kept everybody else
+    out.
+    """
 
     async def main():
         serve, says = table(monkeypatch)
@@ -141,9 +145,18 @@ def test_a_group_leader_gives_places_to_other_ranges_and_never_its_own_away(monk
 
     def caller(who, origin):
         ready = GroupReady(
-            swarm=context.swarm, round=0, fragment=0, model=context.model, codec="float32", shapes=bytes(32), nbytes=4, weight=1.0,
-            sha256=bytes(32), patience=9.0, nonce=bytes(16),
-        )  # fmt: skip
+            swarm=context.swarm,
+            round=0,
+            fragment=0,
+            model=context.model,
+            codec="float32",
+            shapes=bytes(32),
+            nbytes=4,
+            weight=1.0,
+            sha256=bytes(32),
+            patience=9.0,
+            nonce=bytes(16),
+        )
         return Caller(who.peer_id, origin, seal(ready, who))
 
     async def main():
@@ -169,7 +182,9 @@ def test_a_group_leader_gives_places_to_other_ranges_and_never_its_own_away(monk
 
 
 def test_a_leader_whose_rounds_are_taken_gives_the_furthest_up(school):
-    """The fault: thirty-two keys that each wait for two rounds to come took all rounds of a leader."""
+    """The fault: thirty-two keys that each wait for two rounds to come took all rounds of a
+    leader.
+    """
     one = school.peers(1)[0]
     leader, context, gone = one.exchange._leader, one.exchange._context, []
     waiting = lambda round: SimpleNamespace(dismiss=lambda: gone.append(round))  # noqa: E731
@@ -177,9 +192,18 @@ def test_a_leader_whose_rounds_are_taken_gives_the_furthest_up(school):
         (round, 0): PendingGroup({"x": waiting(round)}) for round in range(100, 100 + MAX_PENDING)
     }
     ready = GroupReady(
-        swarm=context.swarm, round=3, fragment=0, model=context.model, codec="float32", shapes=bytes(32), nbytes=4, weight=1.0,
-        sha256=bytes(32), patience=9.0, nonce=bytes(16),
-    )  # fmt: skip
+        swarm=context.swarm,
+        round=3,
+        fragment=0,
+        model=context.model,
+        codec="float32",
+        shapes=bytes(32),
+        nbytes=4,
+        weight=1.0,
+        sha256=bytes(32),
+        patience=9.0,
+        nonce=bytes(16),
+    )
     assert leader._judge("y", ready).verdict == "noted"
     assert gone == [99 + MAX_PENDING]
     assert (

@@ -1,4 +1,6 @@
-"""Records that are stored once more by somebody else: an old one must not take the place of a newer one."""
+"""Records that are stored once more by somebody else: an old one must not take the place of a newer
+one.
+"""
 
 import time
 

@@ -1,6 +1,8 @@
-"""How much harm hostile updates do that no distance gives away, and a lie about a weight: two of eight peers, simulated.
+"""How much harm hostile updates do that no distance gives away, and a lie about a weight: two of
+eight peers, simulated.
 
-Figures are distances of the worst honest peer from what all should learn: 4.3 before training, about 0.2 without attackers.
+Figures are distances of the worst honest peer from what all should learn: 4.3 before training,
+about 0.2 without attackers.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""The list of public swarms at a bootstrap node: what is listed, for how long, and what is refused."""
+"""The list of public swarms at a bootstrap node: what is listed, for how long, and what is
+refused.
+"""
 
 import asyncio
 
@@ -140,7 +142,9 @@ def test_it_is_listed_until_its_announcer_or_its_members_fall_silent():
 
 
 def test_the_creators_word_displaces_whoever_came_first():
-    """The fault: any free key that announced first said how large a swarm is, for as long as it renewed that."""
+    """The fault: any free key that announced first said how large a swarm is, for as long as it
+    renewed that.
+    """
     place, ada, eve = Place(), Identity.ephemeral(), Identity.ephemeral()
     sealed = manifest(ada)
     for who in (eve, ada):
@@ -151,7 +155,9 @@ def test_the_creators_word_displaces_whoever_came_first():
 
 
 def test_a_bootstrap_node_says_no_more_members_than_one_keeps():
-    """The fault: a made-up number came first of all, and chose which member's word on the sizes was shown."""
+    """The fault: a made-up number came first of all, and chose which member's word on the sizes was
+    shown.
+    """
     ada = Identity.ephemeral()
     sealed = manifest(ada)
     listed = ListedSwarm(announcement=announcement(ada, sealed), peers=2**40)

@@ -1,4 +1,6 @@
-"""Gossip that a bootstrap node forwards between members which have only it in common: what it takes on, and for how long."""
+"""Gossip that a bootstrap node forwards between members which have only it in common: what it takes
+on, and for how long.
+"""
 
 import asyncio
 import contextlib
@@ -147,9 +149,14 @@ def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does(monk
     asked = []
     me = Identity.ephemeral()
     host = SimpleNamespace(
-        submit=lambda work: work.close(), known=None, meet=None, seeds=lambda: {"seed": ()},
-        pubsub=SimpleNamespace(topics={STATUS, f"shoal/{OTHER}/status/4", f"shoal/{SWARM}/rollout/2"}),
-    )  # fmt: skip
+        submit=lambda work: work.close(),
+        known=None,
+        meet=None,
+        seeds=lambda: {"seed": ()},
+        pubsub=SimpleNamespace(
+            topics={STATUS, f"shoal/{OTHER}/status/4", f"shoal/{SWARM}/rollout/2"}
+        ),
+    )
 
     async def opened(*_, **__):
         return SimpleNamespace(close=lambda: None)

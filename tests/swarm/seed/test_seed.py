@@ -1,4 +1,6 @@
-"""A bootstrap node: its registry of members, that it needs no torch, and that a swarm is found through it alone."""
+"""A bootstrap node: its registry of members, that it needs no torch, and that a swarm is found
+through it alone.
+"""
 
 import asyncio
 import json
@@ -173,10 +175,22 @@ class SeedProcess:
 
     def __init__(self, home, *arguments):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", home / "seed.key",
-             *arguments],
-            stdout=subprocess.PIPE, text=True, cwd=ROOT,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "shoal",
+                "seed",
+                "--json",
+                "--listen",
+                "/ip4/127.0.0.1/tcp/0",
+                "--identity",
+                home / "seed.key",
+                *arguments,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
         self.ready = json.loads(self.process.stdout.readline())
         self.addresses = self.ready["addresses"]
 
@@ -220,7 +234,8 @@ def test_a_seed_runs_without_torch_and_hivemind():
         "from shoal.swarm.seed import Seed\n"
         "async def main():\n"
         "    up = asyncio.get_running_loop().create_future()\n"
-        "    seed = Seed(Identity.ephemeral(), listen=['/ip4/127.0.0.1/tcp/0'], on_ready=up.set_result)\n"
+        "    seed = Seed(Identity.ephemeral(), listen=['/ip4/127.0.0.1/tcp/0'], "
+        "on_ready=up.set_result)\n"
         "    running = asyncio.ensure_future(seed.run())\n"
         "    await asyncio.wait([up, running], timeout=30, return_when=asyncio.FIRST_COMPLETED)\n"
         "    print(*up.result())\n"
@@ -264,7 +279,8 @@ def test_two_that_started_apart_are_brought_together(seed, nodes):
 def test_a_seed_that_knows_nobody_is_named(seed):
     with pytest.raises(
         StartupError,
-        match=r"the bootstrap node \w+ knows no member of this swarm that can be reached: its last one may",
+        match=r"the bootstrap node \w+ knows no member of this swarm that can be reached: its last "
+        r"one may",
     ):
         Host.start(Identity.ephemeral(), bootstrap=seed.addresses, swarm=SWARM, timeout=7)
 
@@ -311,7 +327,9 @@ def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
 
 
 class Caller:
-    """A stream on which garbage comes, and nothing may be sent; ``said``: whether it was answered or aborted."""
+    """A stream on which garbage comes, and nothing may be sent; ``said``: whether it was answered
+    or aborted.
+    """
 
     def __init__(self, peer, origin):
         self.peer_id, self.origin, self.partner, self.said = peer, origin, False, ""

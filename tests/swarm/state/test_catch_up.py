@@ -1,4 +1,6 @@
-"""Joining a swarm that is under way: begin only when the weights are not too old, and say what is wrong."""
+"""Joining a swarm that is under way: begin only when the weights are not too old, and say what is
+wrong.
+"""
 
 import types
 
@@ -24,7 +26,9 @@ def member(round, state="training", model=MODEL):
 
 
 class Swarm:
-    """Members whose rounds go on while a newcomer downloads; ``given`` are the rounds of the weights that it gets, in turn."""
+    """Members whose rounds go on while a newcomer downloads; ``given`` are the rounds of the
+    weights that it gets, in turn.
+    """
 
     def __init__(self, monkeypatch, members, given=(), seconds=100.0, pace=0, task="text"):
         self.now, self.seconds, self.pace, self.given, self.queries = (
@@ -115,7 +119,9 @@ def test_of_those_in_the_same_round_the_creator_is_asked_first(monkeypatch):
 @pytest.mark.parametrize("claims", ["one range", "a range each", "of the honest"])
 @pytest.mark.parametrize("lie", [10, 10**6])
 def test_a_hundred_free_records_of_one_range_leave_places_for_the_others(monkeypatch, claims, lie):
-    """The fault: the latest by what all records say were asked, then the first of the directory: eight strangers of one host."""
+    """The fault: the latest by what all records say were asked, then the first of the directory:
+    eight strangers of one host.
+    """
 
     def named(made, number):
         where = {

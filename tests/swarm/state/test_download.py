@@ -1,4 +1,6 @@
-"""Chunks from several peers at once: which is asked of whom, wrong ones, peers that die, and going on where it stopped."""
+"""Chunks from several peers at once: which is asked of whom, wrong ones, peers that die, and going
+on where it stopped.
+"""
 
 import asyncio
 import contextlib
@@ -111,7 +113,9 @@ def take(network, wanted, sources, sink=None, chunks=None):
 
 @pytest.fixture
 def spy(monkeypatch):
-    """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot id, chunk) -> bytes or None."""
+    """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot
+    id, chunk) -> bytes or None.
+    """
     true, change, seen = snapshot._chunk, {}, []
 
     def chunk_of(held, chunk):
@@ -136,7 +140,9 @@ def test_a_snapshot_comes_from_all_who_hold_it(network):
 
 
 def test_a_stream_serves_a_model_once(network):
-    """`models_per_hour` counts downloads: one stream that never ended took as many as the uplink could send."""
+    """`models_per_hour` counts downloads: one stream that never ended took as many as the uplink
+    could send.
+    """
     wanted = made()
     server, me = Server(network, wanted), network.host()
 
@@ -293,9 +299,11 @@ def test_the_id_follows_from_what_is_held_and_from_nothing_else():
     same = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
     others = [
         State(4, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2]),
-        State(3, [torch.ones(5)], {"momentum": [torch.zeros(5)]}, [2]), State(3, [torch.ones(5)], {"step": [torch.ones(5)]}, [2]),
-        State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [1]), State(3, [torch.ones(10)], {}, [2]),
-    ]  # fmt: skip
+        State(3, [torch.ones(5)], {"momentum": [torch.zeros(5)]}, [2]),
+        State(3, [torch.ones(5)], {"step": [torch.ones(5)]}, [2]),
+        State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [1]),
+        State(3, [torch.ones(10)], {}, [2]),
+    ]
     ids = [make(one, encode(one)).id for one in (state, same, *others)]
     assert ids[0] == ids[1]
     assert len(set(ids)) == len(others) + 1

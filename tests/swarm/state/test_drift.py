@@ -144,7 +144,9 @@ def test_before_it_knows_how_far_a_round_moves_it_judges_nobody():
 
 
 def test_what_the_group_shows_counts_where_no_record_has_come():
-    """Mutants: only records are compared, so that quick rounds end before; the side that stays learns nothing."""
+    """Mutants: only records are compared, so that quick rounds end before; the side that stays
+    learns nothing.
+    """
     drifts = walk(3, {PEERS[0]: 0.0, PEERS[1]: 0.0, PEERS[2]: 3.0})
     late = {peer: member(peer, None, state="waiting") for peer in PEERS[:3]}
     shown = {peer: drift.newest for peer, drift in drifts.items()}
@@ -174,7 +176,9 @@ def test_what_a_group_member_shows_is_newer_than_its_record():
 
 
 def test_records_of_peers_that_it_never_met_are_no_majority():
-    """The fault: keys are free, and as many made-up records as members sent an honest node to whoever made them, for weights."""
+    """The fault: keys are free, and as many made-up records as members sent an honest node to
+    whoever made them, for weights.
+    """
     drifts = walk(3, dict.fromkeys(PEERS[:3], 0.0) | dict.fromkeys(PEERS[3:], 3.0))
     there = records(drifts)
     for peer in PEERS[:3]:
@@ -192,7 +196,9 @@ def test_records_of_peers_that_it_never_met_are_no_majority():
 
 
 def test_a_leader_that_leaves_the_honest_out_of_one_group_moves_nobody():
-    """Mutant: a group of one liar counts for the swarm, whose other members have only just joined by their records."""
+    """Mutant: a group of one liar counts for the swarm, whose other members have only just joined
+    by their records.
+    """
     drift = walk(3, {PEERS[1]: 0.0})[PEERS[1]]
     there = {peer: member(peer, None, state="waiting") for peer in PEERS}
     lie = {PEERS[0]: (2, 0, at(9.0, 2))}

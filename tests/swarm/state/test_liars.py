@@ -1,4 +1,6 @@
-"""Sources that lie to a newcomer: about their round, about what was applied, alone and in collusion."""
+"""Sources that lie to a newcomer: about their round, about what was applied, alone and in
+collusion.
+"""
 
 import asyncio
 import random
@@ -118,11 +120,17 @@ def test_a_node_that_missed_a_round_does_not_take_the_liars_either(network, give
     assert state.round == 7
 
 
-@pytest.mark.parametrize(("round", "applied", "why"), [
-    (7, (), "states the rounds of 0 fragments, here are 1"), (7, (7, 7), "states the rounds of 2 fragments, here are 1"),
-    (7, (8,), "a round that cannot be: 8"), (7, (2**64 - 1,), f"a round that cannot be: {2**64 - 1}"),
-    (LAST_ROUND + 1, (7,), f"a round that cannot be: {LAST_ROUND + 1}"), (MAX_COUNT, (7,), f"a round that cannot be: {MAX_COUNT}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("round", "applied", "why"),
+    [
+        (7, (), "states the rounds of 0 fragments, here are 1"),
+        (7, (7, 7), "states the rounds of 2 fragments, here are 1"),
+        (7, (8,), "a round that cannot be: 8"),
+        (7, (2**64 - 1,), f"a round that cannot be: {2**64 - 1}"),
+        (LAST_ROUND + 1, (7,), f"a round that cannot be: {LAST_ROUND + 1}"),
+        (MAX_COUNT, (7,), f"a round that cannot be: {MAX_COUNT}"),
+    ],
+)
 def test_a_header_that_no_honest_source_makes_is_refused(network, round, applied, why):
     (offer,) = offered([State(7, slow(), applied=[6])])
     query().check("a" * 10, offer.header)
@@ -167,7 +175,9 @@ def test_members_that_state_rounds_far_ahead_do_not_fill_the_list_of_those_who_a
 
 @pytest.mark.parametrize("equal", [False, True])
 def test_many_of_one_address_range_do_not_outvote_two_of_others(network, give, equal):
-    """The fault: a snapshot that most keys offer was taken, or two that were quick to confirm each other."""
+    """The fault: a snapshot that most keys offer was taken, or two that were quick to confirm each
+    other.
+    """
     lies = [State(8, slow(near=False), applied=[7]) for _ in range(6)]
     truths = [State(7, slow(seed=0 if equal else place), applied=[6]) for place in range(2)]
     hosts, newcomer = [give(state) for state in (*lies, *truths)], network.host()
@@ -191,11 +201,13 @@ def test_of_as_many_peers_in_two_ranges_those_are_believed_with_whom_the_creator
     assert fetch_state(newcomer, query(equal=equal), asked).round == 7
 
 
-# -- one honest source, two that collude ----------------------------------------------------------------------------------
+# -- one honest source, two that collude -----------------------------------------------------------
 
 
 def test_colluding_liars_who_are_most_of_the_sources_decide(network, give):
-    """What is not guaranteed: of three sources in one address range two agree on other weights, and theirs are taken."""
+    """What is not guaranteed: of three sources in one address range two agree on other weights, and
+    theirs are taken.
+    """
     lie = State(7, slow(near=False), applied=[6])
     hosts = [give(state) for state in (lie, lie, State(7, slow(), applied=[6]))]
     found = fetch_state(network.host(), query(equal=True), [(host.peer_id, ()) for host in hosts])
@@ -203,7 +215,9 @@ def test_colluding_liars_who_are_most_of_the_sources_decide(network, give):
 
 
 def test_two_that_do_not_confirm_each_other_are_not_taken(monkeypatch):
-    """What is guaranteed: colluders must agree; a lone lie against the honest one ends in a refusal, not in a choice."""
+    """What is guaranteed: colluders must agree; a lone lie against the honest one ends in a
+    refusal, not in a choice.
+    """
     offers = offered([State(7, slow(near=False), applied=[6]), State(7, slow(), applied=[6])])
     samples = {
         offer.peer: tensor

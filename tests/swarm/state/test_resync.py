@@ -86,7 +86,9 @@ class Swarm:
             self.resynchronizer.adopt_fetched()
 
     def away(self):
-        """Return how far the model is from the swarm's weights: what its next pseudo-gradient holds."""
+        """Return how far the model is from the swarm's weights: what its next pseudo-gradient
+        holds.
+        """
         return (self.model.weight.detach() - self.theirs[0]).norm().item()
 
 
@@ -98,7 +100,9 @@ def test_a_lone_peer_that_is_refused_each_round_stays_near(monkeypatch):
 
 
 def test_who_was_met_is_asked_before_free_records(monkeypatch):
-    """The fault: as many made-up records as are asked, with the lowest ids or the latest rounds, and only strangers were asked."""
+    """The fault: as many made-up records as are asked, with the lowest ids or the latest rounds,
+    and only strangers were asked.
+    """
     swarm = Swarm(monkeypatch, others=("one", "two", *(f"a{number}" for number in range(100))))
     for peer, there in swarm.members.items():
         there.round = 9 if peer in ("one", "two") else 10**6
@@ -116,7 +120,10 @@ def test_of_strangers_one_of_each_address_range_is_asked(monkeypatch):
 
 @pytest.mark.parametrize(("seconds", "rarely"), [(SLOW_S, True), (SLOW_S - 1, False)])
 def test_slow_fetches_that_fail_are_tried_ever_more_rarely(monkeypatch, seconds, rarely):
-    """On a slow uplink each would take the place of the exchanges that are due. Where only the rounds are quick they do not."""
+    """On a slow uplink each would take the place of the exchanges that are due.
+
+    Where only the rounds are quick they do not.
+    """
     swarm = Swarm(monkeypatch)
     began, pending = [], []
 

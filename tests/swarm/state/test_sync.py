@@ -1,5 +1,5 @@
-"""Weights for a newcomer, and for who has drifted: whole or none, from several peers, and which of them; and large ones in
-files."""
+"""Weights for a newcomer, and for who has drifted: whole or none, from several peers, and which of
+them; and large ones in files."""
 
 import errno
 import math
@@ -96,8 +96,14 @@ def equal(one, other):
 
 
 def chunks_by(network, *hosts):
-    return {host.peer_id: sum(1 for me, peer, what in network.opened if peer == host.peer_id and what == CHUNKS_PROTOCOL)
-            for host in hosts}  # fmt: skip
+    return {
+        host.peer_id: sum(
+            1
+            for me, peer, what in network.opened
+            if peer == host.peer_id and what == CHUNKS_PROTOCOL
+        )
+        for host in hosts
+    }
 
 
 def test_weights_come_whole(network, members):
@@ -110,7 +116,9 @@ def test_weights_come_whole(network, members):
 
 
 def test_what_a_newcomer_holds_already_is_not_fetched(network, members):
-    """Mutant: the digests are compared of the wrong chunks, or its own values stay where they differ."""
+    """Mutant: the digests are compared of the wrong chunks, or its own values stay where they
+    differ.
+    """
     (source,) = members(State(0, slow(), {"momentum": slow(1)}))
     held = State(
         0, [tensor.clone() for tensor in source.state.slow], {"momentum": slow(1), "more": slow(2)}
@@ -440,7 +448,9 @@ def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, tw
 
 
 def test_who_asks_for_a_round_that_is_far_away_keeps_no_place(network, two):
-    """The fault: a caller may state any round to wait for, and 64 such kept all newcomers out for a minute each."""
+    """The fault: a caller may state any round to wait for, and 64 such kept all newcomers out for a
+    minute each.
+    """
     asking, asked = two
     server = StateServer(asked, SWARM, MODEL, [(4,)])
     far = ask(network, asking, asked, astray=False, since=2**53)

@@ -1,4 +1,6 @@
-"""Records of verification: their signatures, and their way between two real hosts, one of which sends forged ones and too many."""
+"""Records of verification: their signatures, and their way between two real hosts, one of which
+sends forged ones and too many.
+"""
 
 import asyncio
 import os
@@ -82,7 +84,7 @@ def test_bounds():
             attestation(**changes)
 
 
-# -- over the network ----------------------------------------------------------------------------------------------------
+# -- over the network ------------------------------------------------------------------------------
 
 
 class Node(nodes.Node):
@@ -177,7 +179,9 @@ class Burst:
 
 
 def test_a_whole_draw_may_vote_at_once(network):
-    """More than a topic of large records would keep waiting: none within the quota may be lost on a node that opens them slowly."""
+    """More than a topic of large records would keep waiting: none within the quota may be lost on a
+    node that opens them slowly.
+    """
     host, voters, got = network.host(), [Identity.ephemeral() for _ in range(4)], []
     votes = [
         attestation(voters[number % 4], b"%d" % number) for number in range(QUOTA.messages + 400)

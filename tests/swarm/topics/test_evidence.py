@@ -1,4 +1,6 @@
-"""EvidenceStore: bodies by their digest, between real hosts and fake ones; bounded in what is taken, kept and handed out."""
+"""EvidenceStore: bodies by their digest, between real hosts and fake ones; bounded in what is
+taken, kept and handed out.
+"""
 
 import hashlib
 import os
@@ -72,7 +74,7 @@ def test_unknown_bodies_and_unknown_peers(pair):
         reader.get(Identity.ephemeral().peer_id, bytes(32), 100, 2)
 
 
-# -- without daemons -----------------------------------------------------------------------------------------------------
+# -- without daemons -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -93,7 +95,9 @@ def test_own_bodies_and_those_fetched_lately_need_no_network(network, two):
 
 
 def test_what_was_fetched_is_handed_on_and_pushes_no_own_body_out(monkeypatch, network, two):
-    """The fault: the evidence of others' claims pushed out the own, and an honest author seemed to withhold it."""
+    """The fault: the evidence of others' claims pushed out the own, and an honest author seemed to
+    withhold it.
+    """
     (author, reader), third = two, EvidenceStore(network.host(), SWARM)
     mine, theirs = reader.put(b"mine"), [author.put(b"%d" % number * 100) for number in range(3)]
     monkeypatch.setattr(reader._store, "_max_bytes", 100)

@@ -1,4 +1,6 @@
-"""Logs of verification by stream: whole or not at all, made once for many, and not for who asks too often."""
+"""Logs of verification by stream: whole or not at all, made once for many, and not for who asks too
+often.
+"""
 
 import os
 import threading

@@ -60,16 +60,35 @@ def test_the_largest_texts_fit():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"completions": (), "finish": ()}, {"completions": ("x",) * 65, "finish": ("stop",) * 65},
-        {"completions": ("é" * (MAX_TEXT // 2) + "x",), "finish": ("stop",)}, {"completions": ("\ud800",), "finish": ("stop",)},
-        {"completions": ["list"], "finish": ("stop",)}, {"finish": ("stop",)}, {"finish": ("stop", "tired")},
-        {"env": "../etc/passwd"}, {"env": ""}, {"env_version": "\x1b[0m"}, {"env_config": bytes(4097)}, {"seed": -1},
-        {"seed": 2**63}, {"index": 1.0}, {"temperature": float("nan")}, {"temperature": -1.0}, {"policy_version": -1},
-        {"round": True}, {"nonce": bytes(15)}, {"issued": float("inf")}, {"swarm": "a"}, {"peer": "a"}, {"tokens": (b"", b"")},
-        {"logps": (b"", b"")}, {"tokenizer": "0" * 64}, {"reward": 1.0},
+        {"completions": (), "finish": ()},
+        {"completions": ("x",) * 65, "finish": ("stop",) * 65},
+        {"completions": ("é" * (MAX_TEXT // 2) + "x",), "finish": ("stop",)},
+        {"completions": ("\ud800",), "finish": ("stop",)},
+        {"completions": ["list"], "finish": ("stop",)},
+        {"finish": ("stop",)},
+        {"finish": ("stop", "tired")},
+        {"env": "../etc/passwd"},
+        {"env": ""},
+        {"env_version": "\x1b[0m"},
+        {"env_config": bytes(4097)},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"index": 1.0},
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"policy_version": -1},
+        {"round": True},
+        {"nonce": bytes(15)},
+        {"issued": float("inf")},
+        {"swarm": "a"},
+        {"peer": "a"},
+        {"tokens": (b"", b"")},
+        {"logps": (b"", b"")},
+        {"tokenizer": "0" * 64},
+        {"reward": 1.0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_fields_out_of_bounds(changes):
     with pytest.raises(ValidationError):
         record(**changes)
@@ -78,23 +97,36 @@ def test_fields_out_of_bounds(changes):
 @pytest.mark.parametrize(
     ("ids", "logps"),
     [
-        ((bytes(4),), (bytes(4),)), ((bytes(4), b""), (b"", bytes(4))), ((bytes(4), bytes(3)), (bytes(4), bytes(3))),
-        ((pack_tokens([-1]), b""), (bytes(4), b"")), ((bytes(4), b""), (pack_logps([float("nan")]), b"")),
-        ((bytes(4), b""), (pack_logps([float("-inf")]), b"")), ((bytes(4), b""), (pack_logps([0.1]), b"")),
+        ((bytes(4),), (bytes(4),)),
+        ((bytes(4), b""), (b"", bytes(4))),
+        ((bytes(4), bytes(3)), (bytes(4), bytes(3))),
+        ((pack_tokens([-1]), b""), (bytes(4), b"")),
+        ((bytes(4), b""), (pack_logps([float("nan")]), b"")),
+        ((bytes(4), b""), (pack_logps([float("-inf")]), b"")),
+        ((bytes(4), b""), (pack_logps([0.1]), b"")),
         ((bytes(4 * MAX_TOKENS + 4), b""), (bytes(4 * MAX_TOKENS + 4), b"")),
     ],
     ids=range(8),
-)  # fmt: skip
+)
 def test_tokens_and_log_probabilities_must_fit(ids, logps):
     with pytest.raises(ValidationError):
         with_tokens(ids, logps)
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("completions", b"\x05\x00\x00\x00abc"), ("completions", b"\x05\x00"), ("completions", b"\x01\x00\x00\x00\xff"),
-    ("completions", b"\x00\x00\x00\x00" * 65), ("completions", b"\xff\xff\xff\xff"), ("finish", b"\x00\x02"),
-    ("finish", bytes(65)), ("tokens", b"\x03\x00\x00\x00abc"), ("tokens", 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("completions", b"\x05\x00\x00\x00abc"),
+        ("completions", b"\x05\x00"),
+        ("completions", b"\x01\x00\x00\x00\xff"),
+        ("completions", b"\x00\x00\x00\x00" * 65),
+        ("completions", b"\xff\xff\xff\xff"),
+        ("finish", b"\x00\x02"),
+        ("finish", bytes(65)),
+        ("tokens", b"\x03\x00\x00\x00abc"),
+        ("tokens", 7),
+    ],
+)
 def test_packed_fields_that_are_wrong_are_refused(field, value):
     data = msgpack.packb(["rollout", 1, record().model_dump() | {field: value}])
     with pytest.raises(MessageError):

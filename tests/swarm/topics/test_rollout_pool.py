@@ -1,4 +1,6 @@
-"""The pool of rollouts by itself, and between two real hosts, one of which sends every hostile kind of record."""
+"""The pool of rollouts by itself, and between two real hosts, one of which sends every hostile kind
+of record.
+"""
 
 import os
 import time
@@ -29,7 +31,7 @@ def record(identity=OTHER, **changes):
     return nodes.rollout_of(identity.peer_id, **{"issued": NOW, **changes})
 
 
-# -- the pool by itself --------------------------------------------------------------------------------------------------
+# -- the pool by itself ----------------------------------------------------------------------------
 
 
 class FakeTopic:
@@ -80,9 +82,19 @@ def test_what_came_is_drained_once_in_its_order():
 def test_own_records_carry_round_and_time():
     pool, gossip, _ = pool_of()
     made = pool.make(
-        env="add", env_version="1", env_config=b"\x80", seed=1, index=2, completions=("a",), finish=("stop",), policy_version=3,
-        temperature=0.5, tokens=(pack_tokens([1]),), logps=(pack_logps([-1]),), tokenizer="0" * 64,
-    )  # fmt: skip
+        env="add",
+        env_version="1",
+        env_config=b"\x80",
+        seed=1,
+        index=2,
+        completions=("a",),
+        finish=("stop",),
+        policy_version=3,
+        temperature=0.5,
+        tokens=(pack_tokens([1]),),
+        logps=(pack_logps([-1]),),
+        tokenizer="0" * 64,
+    )
     assert (made.round, made.issued, made.peer, made.swarm) == (10, NOW, ME.peer_id, SWARM)
     pool.publish(made)
     assert gossip.topic.published == [made]
@@ -176,7 +188,7 @@ def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
     assert pool.drain() == [late]
 
 
-# -- over the network ----------------------------------------------------------------------------------------------------
+# -- over the network ------------------------------------------------------------------------------
 
 
 class Node(nodes.Node):

@@ -1,4 +1,6 @@
-"""Statuses go out when there is news, and now and then; how often depends on how many nodes there are."""
+"""Statuses go out when there is news, and now and then; how often depends on how many nodes there
+are.
+"""
 
 import threading
 
@@ -23,10 +25,32 @@ class Node(nodes.Node):
     def status(self):
         self.made += 1
         return Status(
-            swarm=SWARM, peer=self.identity.peer_id, name="anna", addresses=(), state="training", round=self.made, step=1,
-            loss=None, steps_per_s=0.0, sent=0, received=0, issued=float(self.made), version="1",
-            rounds=(RoundStatus(round=1, step=1, loss=1.0, members=2, partners=(), sent=1, received=1, wait_s=0.0),),
-        )  # fmt: skip
+            swarm=SWARM,
+            peer=self.identity.peer_id,
+            name="anna",
+            addresses=(),
+            state="training",
+            round=self.made,
+            step=1,
+            loss=None,
+            steps_per_s=0.0,
+            sent=0,
+            received=0,
+            issued=float(self.made),
+            version="1",
+            rounds=(
+                RoundStatus(
+                    round=1,
+                    step=1,
+                    loss=1.0,
+                    members=2,
+                    partners=(),
+                    sent=1,
+                    received=1,
+                    wait_s=0.0,
+                ),
+            ),
+        )
 
 
 def test_who_listens_hears_a_node_and_nodes_only_pass_on():

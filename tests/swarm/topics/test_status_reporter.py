@@ -1,4 +1,6 @@
-"""What a node tells those who watch: gathered from training, bounded, and never more than a status may hold."""
+"""What a node tells those who watch: gathered from training, bounded, and never more than a status
+may hold.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -27,10 +29,13 @@ ME = PEERS[0]
 
 def membership(method="noloco", bucket=0, seen=25):
     host = SimpleNamespace(
-        peer_id=ME, restarts=0, internal_errors=InternalErrors(), traffic=SimpleNamespace(sent=100, received=50),
+        peer_id=ME,
+        restarts=0,
+        internal_errors=InternalErrors(),
+        traffic=SimpleNamespace(sent=100, received=50),
         addresses=lambda: tuple(f"/ip4/127.0.0.1/tcp/{port}/p2p/{ME}" for port in range(1, 9)),
         submit=lambda coroutine: (coroutine.close(), SimpleNamespace(cancel=lambda: None))[1],
-    )  # fmt: skip
+    )
     gossip = SimpleNamespace(
         host=host, join=lambda kind, handler: SimpleNamespace(close=lambda: None)
     )

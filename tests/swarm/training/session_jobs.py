@@ -1,4 +1,7 @@
-"""Programs of the processes in the tests of sessions of several ranks. Each peer is a torch.distributed job of its own."""
+"""Programs of the processes in the tests of sessions of several ranks.
+
+Each peer is a torch.distributed job of its own.
+"""
 
 import contextlib
 import os
@@ -47,7 +50,9 @@ def loss_of(model, x):
 
 
 def steps(opt, model, data, count, ranks=None):
-    """Take inner steps: in one process with the mean of the batch's halves, in two ranks each with its half."""
+    """Take inner steps: in one process with the mean of the batch's halves, in two ranks each with
+    its half.
+    """
     for _ in range(count):
         halves = next(data).split(BATCH // 2)
         if ranks is None:
@@ -72,7 +77,9 @@ def full(model):
 
 
 def begin(kind, seed, link=None, **options):
-    """Make the session of this rank, of a new swarm or the one of ``link``; return its link on rank 0."""
+    """Make the session of this rank, of a new swarm or the one of ``link``; return its link on rank
+    0.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the nursery ignores it
     model, ranks = laid_out(kind, seed), shoal.Ranks(timeout=30.0)
     make = shoal.create if link is None else lambda **rest: shoal.join(link, **rest)
@@ -82,7 +89,9 @@ def begin(kind, seed, link=None, **options):
 
 
 def cut(kind, seed, link=None):
-    """Make a session whose fragments are those of ``link``'s creator, who names them; return this rank's."""
+    """Make a session whose fragments are those of ``link``'s creator, who names them; return this
+    rank's.
+    """
     model, ranks = laid_out(kind, seed), shoal.Ranks(timeout=30.0)
     inside = getattr(model, "module", model)
     named = {"fragments": [inside[2], inside[0]], "lag": 0, "every": EVERY}
@@ -138,7 +147,9 @@ def whole_run(kind, seed, data, count, link=None, **options):
 
 
 def saved(data, folder):
-    """Train on from saved state twice, the second time with a new model and optimizer that load it; return the weights of both."""
+    """Train on from saved state twice, the second time with a new model and optimizer that load it;
+    return the weights of both.
+    """
     ranks, model, opt = HELD["ranks"], HELD["model"], HELD["opt"]
     train(data, 3)
     state = opt.state_dict()
@@ -179,7 +190,9 @@ def go_on(data, until):
 
 
 def come_back(data):
-    """Train until the swarm's weights were taken over after missed rounds, and for two rounds more; return as ``go_on`` does."""
+    """Train until the swarm's weights were taken over after missed rounds, and for two rounds more;
+    return as ``go_on`` does.
+    """
     ranks, session, taken = HELD["ranks"], HELD["session"], []
     if ranks.first:
         after_step = session._member.after_step
@@ -194,7 +207,9 @@ def come_back(data):
 
 
 def dies(data):
-    """Train until rank 1 is killed within a step; return what rank 0 raises at the end of its session."""
+    """Train until rank 1 is killed within a step; return what rank 0 raises at the end of its
+    session.
+    """
     try:
         with HELD["session"]:
             train(data, EVERY + 2)
@@ -282,7 +297,9 @@ def join_late(kind, link):
 
 
 def changed(kind, count):
-    """Make a swarm, change its rate for round 1, train so many steps; return what this rank's loop is told."""
+    """Make a swarm, change its rate for round 1, train so many steps; return what this rank's loop
+    is told.
+    """
     key, told = Identity.ephemeral(), []
     begin(kind, 0, every=EVERY, method="diloco", wait_s=0.5, identity=key)
     session, ranks = HELD["session"], HELD["ranks"]

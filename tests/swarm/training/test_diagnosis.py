@@ -1,4 +1,6 @@
-"""A node's report of itself in its record, and the notices for its user: of members, partners, what was refused, and lag."""
+"""A node's report of itself in its record, and the notices for its user: of members, partners, what
+was refused, and lag.
+"""
 
 import itertools
 from types import SimpleNamespace
@@ -35,7 +37,9 @@ def member(peer, **changes):
 
 
 def diagnosed(everyone=dict, sketch=lambda: None):
-    """A diagnosis of a node that has the members that ``everyone`` returns in view, and its clock."""
+    """A diagnosis of a node that has the members that ``everyone`` returns in view, and its
+    clock.
+    """
     clock = Clock()
     directory = SimpleNamespace(
         members=everyone, everyone=everyone, departed=dict, belongs=lambda peer: True
@@ -71,7 +75,9 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
 
 
 def test_strangers_that_vanish_are_forgotten_beyond_a_number():
-    """Records cost nothing, and renewing none makes them missing: all pairs of 20,000 were compared once a second."""
+    """Records cost nothing, and renewing none makes them missing: all pairs of 20,000 were compared
+    once a second.
+    """
     detector = PartitionDetector(ME)
     flood = {f"stranger-{n}": member(ANNA) for n in range(5000)}
     detector.look({ME: member(ME), **flood}, (), 0.0)
@@ -90,7 +96,9 @@ def test_it_looks_at_most_once_a_second():
 
 
 def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in_each_round():
-    """Mutants: said in each round that lasts; one sentence of a liar hides that this node itself takes over others' weights."""
+    """Mutants: said in each round that lasts; one sentence of a liar hides that this node itself
+    takes over others' weights.
+    """
     diagnosis, clock = diagnosed()
     there = {peer: member(peer) for peer in (ME, ANNA)}
     diagnosis.apart((), there, False)
@@ -102,7 +110,8 @@ def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in
     assert diagnosis.news() == [
         (
             "weights",
-            f"the weights of 1 other member (anna) differ from this node's, and are to give way to them{purpose}",
+            "the weights of 1 other member (anna) differ from this node's, and are to give way to "
+            f"them{purpose}",
         )
     ]
     diagnosis.apart({ANNA, BERT}, there, True)
@@ -110,7 +119,8 @@ def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in
     names = ", ".join("anna" if peer == ANNA else short(BERT) for peer in sorted((ANNA, BERT)))
     assert (
         said
-        == f"this node's weights differ from those of 2 other members ({names}), so it takes over theirs{purpose}"
+        == f"this node's weights differ from those of 2 other members ({names}), so it takes over "
+        f"theirs{purpose}"
     )
     clock.now += AGAIN_S
     diagnosis.apart({ANNA}, there, False)
@@ -120,7 +130,9 @@ def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in
 
 @pytest.fixture
 def alone():
-    """A node in view of bert, who trains the same model: what it is told after exchanges that had no partner."""
+    """A node in view of bert, who trains the same model: what it is told after exchanges that had
+    no partner.
+    """
     members, number = {BERT: member(BERT, model=MODEL)}, itertools.count()
     diagnosis, _ = diagnosed(lambda: members)
     stats = diagnosis.stats
@@ -152,18 +164,21 @@ def test_an_error_of_its_own_is_no_missing_partner(alone):
     caught, trains_alone = alone.exchange(error=planted, about="internal")[::-1]
     where = "its traceback is in the log: please report it"
     assert trains_alone == (
-        "this node trains alone: an error in its own code, and not in the network, ended every exchange of its last round "
+        "this node trains alone: an error in its own code, and not in the network, ended every "
+        "exchange of its last round "
         f"(RuntimeError: planted); {where}"
     )
     assert caught == (
-        "an error in this node's own code, and not in the network, was caught trying a partner's weights on data "
+        "an error in this node's own code, and not in the network, was caught trying a partner's "
+        "weights on data "
         f"(outer.check_loss) (RuntimeError: planted); {where}"
     )
     assert [alone.exchange(error=planted, about="partner") for _ in range(2 * SEVERAL)] == [[]] * 6
     details = alone.details()
     assert (details["partnerless"], details["internal_errors"]) == (None, 1 + 2 * SEVERAL)
     assert alone.trained_alone(1) == (
-        "this node trained alone though others were there: an error in its own code, and not in the network, ended 7 of 7 "
+        "this node trained alone though others were there: an error in its own code, and not in "
+        "the network, ended 7 of 7 "
         f"exchanges (RuntimeError: planted); {where}"
     )
     alone.exchange(BERT)
@@ -185,7 +200,9 @@ def test_a_round_of_fragments_must_fail_whole_before_the_node_says_that_it_train
 def test_several_rounds_without_any_exchange_are_an_end_alone_if_others_were_there(
     alone, kind, odd, there, alone_in_the_end
 ):
-    """Mutants: a node that nobody has joined ended badly; so did the odd one out; one round is enough."""
+    """Mutants: a node that nobody has joined ended badly; so did the odd one out; one round is
+    enough.
+    """
     if not there:
         alone.members.clear()
         kind = None
@@ -196,15 +213,18 @@ def test_several_rounds_without_any_exchange_are_an_end_alone_if_others_were_the
     assert bool(alone.trained_alone(1)) == alone_in_the_end
 
 
-def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(
+def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_at_their_end(
     alone,
 ):
-    """Mutants: said from the first round, in each, or never again; the rounds with an odd number count, or end the row."""
+    """Mutants: said from the first round, in each, or never again; the rounds with an odd number
+    count, or end the row.
+    """
     told = [alone.exchange(kind="timeout") for _ in range(SEVERAL - 1)]
     told.append(alone.exchange(odd=True))
     assert told == [[]] * SEVERAL
     assert alone.exchange(kind="timeout") == [
-        "3 rounds in a row had no partner (bert did not answer in time), and training goes on without; its machine or its link is "
+        "3 rounds in a row had no partner (bert did not answer in time), and training goes on "
+        "without; its machine or its link is "
         "too slow, or asleep: free it, or leave it out"
     ]
     assert [alone.exchange(kind="timeout") for _ in range(20)] == [[]] * 20
@@ -216,7 +236,9 @@ def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_agai
 
 
 def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
-    """Mutants: a peer that is passed over counts as taken; why it is, is not said; the first reason hides the next."""
+    """Mutants: a peer that is passed over counts as taken; why it is, is not said; the first reason
+    hides the next.
+    """
     (refused,) = [alone.exchange(kind="refused") for _ in range(SEVERAL)][-1]
     assert "(bert refused)" in refused
     assert "another version, other options, a ban, or an error of its own" in refused
@@ -229,13 +251,14 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     alone.members[BERT] = member(BERT, model="f" * 64)
     (model,) = alone.exchange()
     assert (
-        "(all others train another model), and training goes on without; start all nodes with the same model"
-        in model
+        "(all others train another model), and training goes on without; start all nodes with the "
+        "same model" in model
     )
     alone.members.clear()
     (nobody,) = alone.exchange()
     assert (
-        "(nobody else is here), and training goes on without; give others the link (`shoal link` shows a node's, "
+        "(nobody else is here), and training goes on without; give others the link (`shoal link` "
+        "shows a node's, "
         "`session.link` that of a loop of yours)" in nobody
     )
     assert alone.exchange() == alone.exchange(kind="timeout") == []
@@ -251,7 +274,9 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     ],
 )
 def test_rounds_of_seconds_are_advised_only_where_they_would_help(speeds, in_seconds, advised):
-    """The fault: seconds:auto was advised to a run that had seconds:10, and to nodes of one speed."""
+    """The fault: seconds:auto was advised to a run that had seconds:10, and to nodes of one
+    speed.
+    """
     own, others = (
         member(peer, steps_per_s=speed) for peer, speed in zip((ME, BERT), speeds, strict=True)
     )
@@ -282,7 +307,9 @@ def test_rounds_of_seconds_are_advised_only_where_they_would_help(speeds, in_sec
     ],
 )
 def test_who_is_passed_over_is_named_with_what_it_did(alone, kind, passed, why):
-    """Mutant: a peer that is passed over for its cost is blamed for how an exchange with it failed once."""
+    """Mutant: a peer that is passed over for its cost is blamed for how an exchange with it failed
+    once.
+    """
     if kind:
         alone.exchange(BERT, kind=kind)
     (said,) = [alone.exchange(passed=passed) for _ in range(SEVERAL)][-1]
@@ -295,7 +322,9 @@ def test_a_round_of_several_fragments_counts_once(alone):
 
 
 def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost():
-    """Mutants: every change is said; what was refused within the minute is forgotten; all since the start is said each time."""
+    """Mutants: every change is said; what was refused within the minute is forgotten; all since the
+    start is said each time.
+    """
     diagnosis, clock = diagnosed()
 
     def told(**counts):
@@ -315,7 +344,8 @@ def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost
     assert told(rate=3, forged=7) == [
         (
             "refused",
-            "refused from other peers since it was last said: 6 with a false signature or sender (forged)",
+            "refused from other peers since it was last said: 6 with a false signature or sender "
+            "(forged)",
         )
     ]
     clock.now += REFUSED_S

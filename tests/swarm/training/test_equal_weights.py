@@ -1,4 +1,6 @@
-"""Members of a method whose peers hold equal weights say so when theirs differ, and begin anew together when asked to."""
+"""Members of a method whose peers hold equal weights say so when theirs differ, and begin anew
+together when asked to.
+"""
 
 import concurrent.futures
 import logging
@@ -26,7 +28,9 @@ def train(opt, module, data, steps):
 
 
 def swarm(job, peers, **outer):
-    """Run ``job(number, session, opt, module, data)`` in threads, the first in the session that makes the swarm; the results."""
+    """Run ``job(number, session, opt, module, data)`` in threads, the first in the session that
+    makes the swarm; the results.
+    """
     modules = [model(number) for number in range(peers)]
     first = shoal.create(
         state=modules[0],
@@ -72,7 +76,9 @@ def said(caplog):
 def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_rounds(
     method, peers, caplog
 ):
-    """Mutants: sketches go by records alone, which come seconds later; who decides says nothing; it says so in each round."""
+    """Mutants: sketches go by records alone, which come seconds later; who decides says nothing; it
+    says so in each round.
+    """
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
     before = []
 
@@ -101,7 +107,9 @@ def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_roun
     [{"method": "diloco", "codec": "int8"}, {"method": "streaming", "fragments": 2, "lag": "auto"}],
 )
 def test_honest_members_never_say_that_weights_differ(outer, caplog):
-    """Mutant: weights of different rounds, which a lag of one's own brings, or of a lossy codec's roundings are compared."""
+    """Mutant: weights of different rounds, which a lag of one's own brings, or of a lossy codec's
+    roundings are compared.
+    """
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
 
     def job(number, session, opt, module, data):
@@ -114,7 +122,10 @@ def test_honest_members_never_say_that_weights_differ(outer, caplog):
 
 
 def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
-    """Mutant: it only says so. Between two rounds all wait until what it fetches is there, for these are quicker than a fetch."""
+    """Mutant: it only says so.
+
+    Between two rounds all wait until what it fetches is there, for these are quicker than a fetch.
+    """
     meeting = threading.Barrier(3)
 
     def job(number, session, opt, module, data):
@@ -141,7 +152,9 @@ def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
 
 
 def simulated(rounds):
-    """The slow weights of two peers that both begin anew from ``model(5)`` after ``rounds``, and train as many again."""
+    """The slow weights of two peers that both begin anew from ``model(5)`` after ``rounds``, and
+    train as many again.
+    """
 
     def run(exchange):
         module, number = model(0), int(exchange.peer)
@@ -161,7 +174,9 @@ def simulated(rounds):
 def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever_was_being_fetched(
     caplog,
 ):
-    """Mutants: weights that were fetched before replace the loaded ones; the sketches of before are compared with those after."""
+    """Mutants: weights that were fetched before replace the loaded ones; the sketches of before are
+    compared with those after.
+    """
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
 
     def job(number, session, opt, module, data):
@@ -169,7 +184,9 @@ def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever
         resynchronizer = session._member.sync._resynchronizer
         if (
             number == 1
-        ):  # as after a missed round: the weights of before are there, and would be taken over after a step
+            # as after a missed round: the weights of before are there, and would be taken over
+            # after a step
+        ):
             resynchronizer._diverged.add(0)
             resynchronizer._pending = fetched = concurrent.futures.Future()
             fetched.set_result(
@@ -199,7 +216,9 @@ def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever
 
 
 def test_after_the_end_of_its_session_an_optimizer_begins_anew_too():
-    """Mutant: the session, whose network is gone, is asked what to forget, or the next round is never applied."""
+    """Mutant: the session, whose network is gone, is asked what to forget, or the next round is
+    never applied.
+    """
     module, data = model(0), torch.Generator().manual_seed(1)
     with shoal.create(
         state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2

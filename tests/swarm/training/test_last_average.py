@@ -1,4 +1,7 @@
-"""The end of a run: all members that are there take the mean of their weights. Real hosts on loopback, loops in threads."""
+"""The end of a run: all members that are there take the mean of their weights.
+
+Real hosts on loopback, loops in threads.
+"""
 
 import contextlib
 import threading
@@ -43,7 +46,9 @@ def created(count):
 
 
 def peers(count, steps=20):
-    """Train ``count`` own loops with data of their own; return their models, their slow weights before the end, and reports."""
+    """Train ``count`` own loops with data of their own; return their models, their slow weights
+    before the end, and reports.
+    """
     first = created(count)
     link = first.link
 
@@ -171,12 +176,13 @@ def test_a_session_measures_what_the_mean_gained():
         assert report.loss_before == pytest.approx(float(before[0].sum()))
         assert report.loss_after == pytest.approx(float(after[0].sum()))
         assert report.said() == (
-            f"one model of 2 members (peer-0, peer-1): held-out loss {report.loss_before:.4f} before, "
+            f"one model of 2 members (peer-0, peer-1): held-out loss {report.loss_before:.4f} "
+            "before, "
             f"{report.loss_after:.4f} after"
         )
 
 
-# -- who is waited for, without a network ------------------------------------------------------------------------------------
+# -- who is waited for, without a network ----------------------------------------------------------
 
 ME, BERT, CARL = (Identity.ephemeral().peer_id for _ in range(3))
 
@@ -290,8 +296,10 @@ def test_a_node_alone_at_its_end_says_so(world):
     world.last.begin(100)
     assert world.last.enough(())
     assert world.last.report.said() == (
-        "no last average: no other member was at its end in time, so this node ends with a model of its own; "
-        "`shoal pull LINK --average` makes one of members that still serve, `shoal merge --slow` one of checkpoints"
+        "no last average: no other member was at its end in time, so this node ends with a model "
+        "of its own; "
+        "`shoal pull LINK --average` makes one of members that still serve, `shoal merge --slow` "
+        "one of checkpoints"
     )
 
 

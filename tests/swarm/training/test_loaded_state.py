@@ -1,4 +1,6 @@
-"""A saved state that is loaded into a session's optimizer: of its weights and the swarm's, those of the later round count."""
+"""A saved state that is loaded into a session's optimizer: of its weights and the swarm's, those of
+the later round count.
+"""
 
 import threading
 
@@ -15,7 +17,9 @@ from tests.swarm.training.test_session import EVERY, HERE, ROUNDS, loop, model, 
 
 
 def load(form, mine, module, earlier, old):
-    """Load the state of ``earlier``, the optimizer of the model ``old``, into ``mine``, that of ``module``."""
+    """Load the state of ``earlier``, the optimizer of the model ``old``, into ``mine``, that of
+    ``module``.
+    """
     if form == "dcp":
         set_optimizer_state_dict(module, mine, get_optimizer_state_dict(old, earlier))
     else:
@@ -25,7 +29,9 @@ def load(form, mine, module, earlier, old):
 @pytest.mark.parametrize("form", ["state_dict", "whole_state", "dcp"])
 @pytest.mark.parametrize("model_first", [True, False])
 def test_of_an_older_checkpoint_only_the_inner_state_counts(caplog, form, model_first):
-    """Whichever of model and optimizer is loaded first, the swarm's weights are trained on, in its round."""
+    """Whichever of model and optimizer is loaded first, the swarm's weights are trained on, in its
+    round.
+    """
     begin, stop = model(0), threading.Event()
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0)
     opt = first.optimizer(sgd(begin))
@@ -67,8 +73,8 @@ def test_of_an_older_checkpoint_only_the_inner_state_counts(caplog, form, model_
     first.close()
     assert joined >= ROUNDS
     assert (
-        f"the swarm is at round {joined}, beyond the saved 1: its weights count, and of what is loaded the inner optimizer's state"
-        in caplog.messages
+        f"the swarm is at round {joined}, beyond the saved 1: its weights count, and of what is "
+        "loaded the inner optimizer's state" in caplog.messages
     )
 
 
@@ -105,6 +111,6 @@ def test_a_checkpoint_of_a_further_swarm_goes_on_in_the_round_of_this_one(caplog
     assert met
     assert max(met) < joined + 40  # one that is alone may go back or ahead by some rounds
     assert (
-        f"the saved round 40000 is beyond the swarm's: goes on from the saved weights in its round {joined}"
-        in caplog.messages
+        "the saved round 40000 is beyond the swarm's: goes on from the saved weights in its round "
+        f"{joined}" in caplog.messages
     )

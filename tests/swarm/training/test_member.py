@@ -46,15 +46,23 @@ def world():
             directory=peers,
         ),
         SimpleNamespace(
-            round=3, steps=30, tokens=500, lag=7, lag_auto=True, fragments=1, schedule=SimpleNamespace(every=10),
+            round=3,
+            steps=30,
+            tokens=500,
+            lag=7,
+            lag_auto=True,
+            fragments=1,
+            schedule=SimpleNamespace(every=10),
             projection_of=lambda fragment: (1.0,),
         ),
         SimpleNamespace(waited=0.0, stats=stats),
-        screen := SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]], newcomers=Newcomers()),
+        screen := SimpleNamespace(
+            rejections=lambda: [rejected.pop() for _ in rejected[:]], newcomers=Newcomers()
+        ),
         model="digest",
         name="anna",
         shard=Shard(1, 4, 0),
-    )  # fmt: skip
+    )
 
     def serve():
         sync = Recorder("sync", calls)
@@ -62,9 +70,17 @@ def world():
         member._sync = sync
 
     return SimpleNamespace(
-        member=member, calls=calls, traffic=traffic, waits=waits, details=details, rejected=rejected, serve=serve,
-        screen=screen, met=met, members=members,
-    )  # fmt: skip
+        member=member,
+        calls=calls,
+        traffic=traffic,
+        waits=waits,
+        details=details,
+        rejected=rejected,
+        serve=serve,
+        screen=screen,
+        met=met,
+        members=members,
+    )
 
 
 def info(number):
@@ -78,9 +94,20 @@ def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_s
     ((name, args, fields),) = world.calls
     assert (name, args) == ("directory.announce", ())
     assert {key: value for key, value in fields.items() if key != "version"} == {
-        "name": "anna", "round": 3, "step": 30, "loss": None, "steps_per_s": 0.0, "shard": 1, "shards": 4, "model": "digest",
-        "state": "waiting", "tokens_per_s": 0.0, "mfu": None, "ended": False, **LAG,
-    }  # fmt: skip
+        "name": "anna",
+        "round": 3,
+        "step": 30,
+        "loss": None,
+        "steps_per_s": 0.0,
+        "shard": 1,
+        "shards": 4,
+        "model": "digest",
+        "state": "waiting",
+        "tokens_per_s": 0.0,
+        "mfu": None,
+        "ended": False,
+        **LAG,
+    }
 
 
 def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
@@ -144,13 +171,27 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     name, args, fields = world.calls[-1]
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
     assert fields == {
-        "round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1, "odd": False,
-        "why": "", "error": "", "projection": (1.0,), "tokens": 60,
-    }  # fmt: skip
+        "round": 3,
+        "step": 30,
+        "loss": 1.0,
+        "sent": 70,
+        "received": 30,
+        "wait_s": 2.0,
+        "suspicious": 1,
+        "odd": False,
+        "why": "",
+        "error": "",
+        "projection": (1.0,),
+        "tokens": 60,
+    }
 
 
 def test_a_round_without_a_partner_says_why(world):
-    """Only --verbose did. Mutants: the failure of another fragment, or of an earlier round, is said; a partner gets a reason."""
+    """Only --verbose did.
+
+    Mutants: the failure of another fragment, or of an earlier round, is said; a partner gets a
+    reason.
+    """
     world.serve()
     member, stats = world.member, world.member.exchange.stats
 

@@ -1,4 +1,6 @@
-"""Exchanges that were in flight when a peer was saved, or took over other weights: met again bit by bit, or counted by nobody."""
+"""Exchanges that were in flight when a peer was saved, or took over other weights: met again bit by
+bit, or counted by nobody.
+"""
 
 import copy
 import itertools
@@ -74,7 +76,8 @@ def test_what_was_in_flight_is_met_again_in_its_own_round_bit_for_bit(swarm):
             load(node, states[at][node.number])
         first, second = resumed.nodes
         alone = resumed.pool.submit(first.step)
-        # The other has not begun yet: it holds the calls for the rounds that it will begin anew, and does not send them ahead.
+        # The other has not begun yet: it holds the calls for the rounds that it will begin anew,
+        # and does not send them ahead.
         until(lambda second=second: len(second.exchange.held.calls) == 2)
         second.step()
         alone.result()

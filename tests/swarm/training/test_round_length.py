@@ -17,22 +17,39 @@ from shoal.swarm.training.factories import (
 )
 
 
-@pytest.mark.parametrize(("text", "parsed"), [
-    ("steps", ("steps", None)), ("tokens:1", ("tokens", 1)), ("tokens:9007199254740992", ("tokens", 2**53)),
-    ("seconds:30", ("seconds", 30.0)), ("seconds:0.25", ("seconds", 0.25)), ("seconds:auto", ("seconds", None)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("steps", ("steps", None)),
+        ("tokens:1", ("tokens", 1)),
+        ("tokens:9007199254740992", ("tokens", 2**53)),
+        ("seconds:30", ("seconds", 30.0)),
+        ("seconds:0.25", ("seconds", 0.25)),
+        ("seconds:auto", ("seconds", None)),
+    ],
+)
 def test_what_a_round_may_be(text, parsed):
     assert parse_round(text) == parsed
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("", "it should be steps, tokens:N, seconds:S or seconds:auto"), ("steps:50", "it should be"),
-    ("tokens:-1", "it should be"), ("tokens:1.5", "it should be"), ("tokens:٣", "it should be"),
-    ("tokens:0", "between 1 and 9007199254740992 tokens"), ("tokens:9007199254740993", "between 1 and 9007199254740992 tokens"),
-    ("seconds:", "it should be"), ("seconds:nan", "it should be"), ("seconds:1e9", "it should be"),
-    ("seconds:10\n", "it should be"), ("seconds:0", "between 0.1 and 86400 seconds"),
-    ("seconds:86401", "between 0.1 and 86400 seconds"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it should be steps, tokens:N, seconds:S or seconds:auto"),
+        ("steps:50", "it should be"),
+        ("tokens:-1", "it should be"),
+        ("tokens:1.5", "it should be"),
+        ("tokens:٣", "it should be"),
+        ("tokens:0", "between 1 and 9007199254740992 tokens"),
+        ("tokens:9007199254740993", "between 1 and 9007199254740992 tokens"),
+        ("seconds:", "it should be"),
+        ("seconds:nan", "it should be"),
+        ("seconds:1e9", "it should be"),
+        ("seconds:10\n", "it should be"),
+        ("seconds:0", "between 0.1 and 86400 seconds"),
+        ("seconds:86401", "between 0.1 and 86400 seconds"),
+    ],
+)
 def test_what_it_may_not_be(text, words):
     with pytest.raises(ValueError, match=words):
         parse_round(text)
@@ -88,7 +105,9 @@ def test_reports_without_time_have_no_speed():
 
 
 class Node:
-    """A member that sees ``speeds`` of itself ("me") and others, and has exchanged with ``partners``."""
+    """A member that sees ``speeds`` of itself ("me") and others, and has exchanged with
+    ``partners``.
+    """
 
     def __init__(self, speeds, partners=()):
         self.identity, self.host = (
@@ -106,7 +125,9 @@ class Node:
 
 @pytest.mark.parametrize("lie", [1e-9, 0.1, 1e9])
 def test_most_records_may_be_made_up_and_move_a_round_eight_times_at_most(lie):
-    """The fault: a hundred free records made rounds of ten minutes, or of one second, of those of three honest peers."""
+    """The fault: a hundred free records made rounds of ten minutes, or of one second, of those of
+    three honest peers.
+    """
     honest = {"me": 2.0, "a": 1.0, "b": 2.0, "c": 4.0}
     usual = Node(honest).seconds()
     attacked = honest | {f"made up {number}": lie for number in range(100)}
@@ -129,7 +150,9 @@ def test_honest_peers_agree_whomever_they_have_met():
 
 @pytest.mark.parametrize("setting", ["seconds:2.0", "tokens:100"])
 def test_a_late_joiners_place_is_by_one_vote_for_each_address_range_that_it_has_met(setting):
-    """The fault: most records said how many steps a round is, however many of them one host made."""
+    """The fault: most records said how many steps a round is, however many of them one host
+    made.
+    """
 
     def member(peer, steps):
         return SimpleNamespace(peer=peer, steps_per_s=steps, tokens_per_s=20.0)

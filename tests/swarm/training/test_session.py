@@ -1,4 +1,6 @@
-"""A training loop of one's own in a swarm: real hosts on loopback, two loops in threads of this process."""
+"""A training loop of one's own in a swarm: real hosts on loopback, two loops in threads of this
+process.
+"""
 
 import re
 import threading
@@ -47,9 +49,16 @@ def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
 def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(given, written):
     net = model(0)
     sealed = new_swarm(
-        Identity.ephemeral(), parameters_of(net), name="x", seed=0, start_when=1, shards=1, invite_only=False,
-        outer={"every": 10, **given}, model=net,
-    )  # fmt: skip
+        Identity.ephemeral(),
+        parameters_of(net),
+        name="x",
+        seed=0,
+        start_when=1,
+        shards=1,
+        invite_only=False,
+        outer={"every": 10, **given},
+        model=net,
+    )
     assert open_manifest(sealed).outer.fragments == written
 
 
@@ -173,7 +182,9 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
 
 
 def test_a_list_of_parameters_is_cut_evenly_and_a_module_joins_with_that_cut():
-    """It catches a list that silently makes one fragment, and a joiner that cuts its module by layer where the others do not."""
+    """It catches a list that silently makes one fragment, and a joiner that cuts its module by
+    layer where the others do not.
+    """
     begin, other = square(0), square(7)
     first = shoal.create(
         state=list(begin.parameters()), every=EVERY, network=HERE, start_when=2, wait_s=60.0
@@ -211,7 +222,9 @@ def place_of(module):
 
 
 def test_fragments_that_the_creator_names_are_those_of_all_who_join():
-    """It catches a joiner that cuts the model by layer, which would average other parameters with these."""
+    """It catches a joiner that cuts the model by layer, which would average other parameters with
+    these.
+    """
     begin, other = square(0), square(7)
     cut = [begin[2], [begin[0], begin[3].bias, begin[1]]]
     first = shoal.create(
@@ -291,7 +304,9 @@ def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
 
 
 def loaded(module, seed):
-    """Load other weights, as a script that resumes does: after the session was made, before its optimizer."""
+    """Load other weights, as a script that resumes does: after the session was made, before its
+    optimizer.
+    """
     module.load_state_dict(model(seed).state_dict())
     return [p.detach().clone() for p in module.parameters()]
 
@@ -299,7 +314,9 @@ def loaded(module, seed):
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["diloco", "noloco", "co2"])
 def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made(method, caplog):
-    """Mutant: the weights of `create` count, so that a joiner of the same seed keeps them, or one that loaded keeps its own."""
+    """Mutant: the weights of `create` count, so that a joiner of the same seed keeps them, or one
+    that loaded keeps its own.
+    """
     begin, same, other = model(0), model(0), model(0)
     first = shoal.create(state=begin, method=method, every=EVERY, start_when=3, network=HERE)
     joined = [shoal.join(first.link, state=one, network=HERE) for one in (same, other)]
@@ -376,28 +393,50 @@ def alone():
         yield session, module
 
 
-@pytest.mark.parametrize(("make", "sentence"), [
-    (
-        lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5, lag=0),
-        "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5",
-    ),
-    (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 1.0 and not 0.5"),
-    (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
-    (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
-    (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not mod4"),
-    (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0, lag=0), "weighted is True and not False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5, lag=0),
+            "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5",
+        ),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 1.0 and not 0.5"),
+        (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
+        (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
+        (
+            lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0),
+            "the codec is int8 and not mod4",
+        ),
+        (
+            lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0, lag=0),
+            "weighted is True and not False",
+        ),
+    ],
+)
 def test_an_optimizer_that_averages_otherwise_is_refused_in_one_sentence(alone, make, sentence):
     session, module = alone
     with pytest.raises(SessionError, match=re.escape(sentence)):
         make(sgd(module), session.exchange())
 
 
-@pytest.mark.parametrize(("given", "sentence"), [
-    (lambda net: model(1).parameters(), "None of the optimizer's parameters is in the session's state: make it of the model"),
-    (lambda net: net[2].parameters(), "trains 2 of the 4 parameters of the session's state, and not '0.weight': hand in"),
-    (lambda net: [*net.parameters(), torch.nn.Parameter(torch.zeros(3))], r"trains 1 parameters .* one of shape \(3,\): hand"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            lambda net: model(1).parameters(),
+            "None of the optimizer's parameters is in the session's state: make it of the model",
+        ),
+        (
+            lambda net: net[2].parameters(),
+            "trains 2 of the 4 parameters of the session's state, and not '0.weight': hand in",
+        ),
+        (
+            lambda net: [*net.parameters(), torch.nn.Parameter(torch.zeros(3))],
+            r"trains 1 parameters .* "
+            r"one of shape \(3,\): hand",
+        ),
+    ],
+)
 def test_other_parameters_than_the_sessions_are_refused(alone, given, sentence):
     session, module = alone
     for make in (partial(NoLoCo, every=5, lr=0.5, lag=0), partial(NoLoCo, every=5), DiLoCo):
@@ -406,7 +445,9 @@ def test_other_parameters_than_the_sessions_are_refused(alone, given, sentence):
 
 
 def square(seed, frozen=False):
-    """Return a model whose matrices, and vectors, have one shape: in another order they would be averaged too."""
+    """Return a model whose matrices, and vectors, have one shape: in another order they would be
+    averaged too.
+    """
     torch.manual_seed(seed)
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     net[3].weight = net[1].weight  # tied
@@ -421,7 +462,9 @@ def decayed(module):
 
 
 def several(module):
-    """Return two optimizers, of vectors and of matrices, in the opposite order, as Muon beside AdamW."""
+    """Return two optimizers, of vectors and of matrices, in the opposite order, as Muon beside
+    AdamW.
+    """
     found = list(reversed(list(module.parameters())))
     return [
         torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05)
@@ -435,7 +478,9 @@ def several(module):
 def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(
     settings, frozen
 ):
-    """It catches parameters that are sent in the order of an optimizer's groups: their shapes are equal here."""
+    """It catches parameters that are sent in the order of an optimizer's groups: their shapes are
+    equal here.
+    """
     first = shoal.create(
         state=(begin := square(0, frozen)),
         every=EVERY,
@@ -468,7 +513,9 @@ def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_gr
 
 
 def test_a_session_in_the_models_order_resumes_in_that_of_the_groups_bit_for_bit():
-    """It catches state that is kept by place in the session's order and read in that of another exchange."""
+    """It catches state that is kept by place in the session's order and read in that of another
+    exchange.
+    """
     net = square(0).to(torch.bfloat16)
     with shoal.create(
         state=net,
@@ -536,7 +583,9 @@ def test_a_session_has_one_optimizer(alone):
 
 
 def test_record_and_status_carry_its_self_report_and_its_sketch():
-    """Like nodes of `shoal up`, so that parts of a swarm that fell apart find each other, and `shoal status` knows of faults."""
+    """Like nodes of `shoal up`, so that parts of a swarm that fell apart find each other, and
+    `shoal status` knows of faults.
+    """
     module = model(0)
     with shoal.create(state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2) as s:
         opt = s.optimizer(sgd(module))
@@ -609,10 +658,15 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
     assert [id(p) for p in found] == [id(module[2].bias), id(module[2].weight)]
     assert len(parameters_of([module[2].bias, module[2].bias])) == 1
     wrong = {
-        "this Tanh": module[1], "nothing": [], "this list": ["x"], "this Parameter": module[2].weight, "this str": "model",
-        "this NoneType": None, "this SGD": torch.optim.SGD(module.parameters()),
+        "this Tanh": module[1],
+        "nothing": [],
+        "this list": ["x"],
+        "this Parameter": module[2].weight,
+        "this str": "model",
+        "this NoneType": None,
+        "this SGD": torch.optim.SGD(module.parameters()),
         "this tuple": (module[0].weight, torch.zeros(3, dtype=torch.int64)),
-    }  # fmt: skip
+    }
     for name, state in wrong.items():
         with pytest.raises(
             SessionError, match=f"hand in the model that is trained, and not {name}."
@@ -620,21 +674,45 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
             parameters_of(state)
 
 
-@pytest.mark.parametrize(("settings", "sentence"), [
-    ({"fragments": []}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
-    ({"fragments": "two"}, "made with fragments as given: fragments must be a number, or a list of modules, got 'two'"),
-    ({"fragments": [torch.nn.Linear(2, 2)]}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
-    ({"method": "none"}, "averages with no peer"),
-    ({"method": "dilco"}, "made with method as given: did you mean 'diloco'\\? The methods are noloco, "),
-    ({"evry": 5}, "There is no setting 'evry' of a swarm: did you mean 'every'\\?"),
-    ({"zzz": 5}, "There is no setting 'zzz' of a swarm: leave it out."),
-    ({"every": 0}, "made with every as given"),
-    ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
-    ({"start_when": 0}, "made with start_when as given"),
-    ({"bucket": 3}, "made with bucket as given: a bucket holds 4 to 64 members"),
-    ({"bucket": 64, "epoch_s": 5.0}, "made with epoch_s as given: an epoch takes 30 to 86400 seconds"),
-    ({"epoch_s": 90.0}, "The setting epoch_s is one of buckets: leave it out, or set bucket too"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"fragments": []},
+            r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 "
+            r"fragments",
+        ),
+        (
+            {"fragments": "two"},
+            "made with fragments as given: fragments must be a number, or a list of "
+            "modules, got 'two'",
+        ),
+        (
+            {"fragments": [torch.nn.Linear(2, 2)]},
+            r"made with fragments as given: parameter 0 of shape "
+            r"\(8, 4\) is in 0 fragments",
+        ),
+        ({"method": "none"}, "averages with no peer"),
+        (
+            {"method": "dilco"},
+            "made with method as given: did you mean 'diloco'\\? The methods are noloco, ",
+        ),
+        ({"evry": 5}, "There is no setting 'evry' of a swarm: did you mean 'every'\\?"),
+        ({"zzz": 5}, "There is no setting 'zzz' of a swarm: leave it out."),
+        ({"every": 0}, "made with every as given"),
+        ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
+        ({"start_when": 0}, "made with start_when as given"),
+        ({"bucket": 3}, "made with bucket as given: a bucket holds 4 to 64 members"),
+        (
+            {"bucket": 64, "epoch_s": 5.0},
+            "made with epoch_s as given: an epoch takes 30 to 86400 seconds",
+        ),
+        (
+            {"epoch_s": 90.0},
+            "The setting epoch_s is one of buckets: leave it out, or set bucket too",
+        ),
+    ],
+)
 def test_settings_that_cannot_be_used_are_named_before_anything_starts(settings, sentence):
     with pytest.raises(SessionError, match=sentence):
         shoal.create(state=model(0), network=HERE, **settings)
@@ -686,7 +764,9 @@ def test_after_its_end_a_session_reports_nothing_more_and_the_callback_still_com
 
 
 def test_a_change_of_the_creator_reaches_every_loop_in_its_round():
-    """Mutants: only who was handed the change tells its loop; a loop is told before the round; a change is told twice."""
+    """Mutants: only who was handed the change tells its loop; a loop is told before the round; a
+    change is told twice.
+    """
     key, begin, told = Identity.ephemeral(), model(0), {"anna": [], "bert": []}
     first = shoal.create(
         state=begin, every=EVERY, lag=0, start_when=2, network=HERE, node="anna", identity=key
@@ -726,5 +806,6 @@ def test_a_loop_that_takes_no_changes_is_told_so(caplog):
         loop(opt, begin, 1, steps=2)
     said = [line for line in caplog.messages if "has changed" in line]
     assert said == [
-        "the swarm's creator has changed train.lr=0.01: this loop has no session.on_change, so it goes on as before"
+        "the swarm's creator has changed train.lr=0.01: this loop has no session.on_change, so it "
+        "goes on as before"
     ]

@@ -1,4 +1,6 @@
-"""What cannot be a session's argument: one sentence that names the thing and the remedy, and nothing half-applied."""
+"""What cannot be a session's argument: one sentence that names the thing and the remedy, and
+nothing half-applied.
+"""
 
 import pytest
 import torch
@@ -29,11 +31,25 @@ def complex_one():
 
 
 UNUSABLE = [
-    (lambda: nn.LazyLinear(2), "has no shape yet (a lazy layer): call the model once with an example before"),
-    (complex_one, "is complex, and real numbers are averaged: keep torch.view_as_real of it as the parameter"),
-    (meta, "is on the meta device, without values: make the model on a real one, or fill it (to_empty) before"),
-    (inferred, "was made under torch.inference_mode(), where nothing can be trained: make the model outside it"),
-]  # fmt: skip
+    (
+        lambda: nn.LazyLinear(2),
+        "has no shape yet (a lazy layer): call the model once with an example before",
+    ),
+    (
+        complex_one,
+        "is complex, and real numbers are averaged: keep torch.view_as_real of it as the parameter",
+    ),
+    (
+        meta,
+        "is on the meta device, without values: make the model on a real one, or fill it "
+        "(to_empty) before",
+    ),
+    (
+        inferred,
+        "was made under torch.inference_mode(), where nothing can be trained: make the "
+        "model outside it",
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "fault"), UNUSABLE)
@@ -78,7 +94,8 @@ def test_a_link_that_is_no_text_is_said_to_be_none(link, given):
     with pytest.raises(LinkError) as raised:
         shoal.join(link, model(0))
     assert str(raised.value) == (
-        f"The link is {given}, and must be a text: pass the link that `shoal up` or the other session's `link` shows."
+        f"The link is {given}, and must be a text: pass the link that `shoal up` or the other "
+        "session's `link` shows."
     )
 
 
@@ -86,7 +103,8 @@ def test_who_joins_gives_no_settings():
     with pytest.raises(SessionError) as raised:
         shoal.join("shoal://x", model(0), lr=0.5)
     assert str(raised.value) == (
-        "The swarm has fixed lr, or has no such setting: leave it out, for who joins takes the settings from the swarm."
+        "The swarm has fixed lr, or has no such setting: leave it out, for who joins takes the "
+        "settings from the swarm."
     )
 
 

@@ -1,4 +1,6 @@
-"""A torch.distributed job of two ranks is one peer of a session, by DDP or FSDP2, and holds what one process would."""
+"""A torch.distributed job of two ranks is one peer of a session, by DDP or FSDP2, and holds what
+one process would.
+"""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +64,9 @@ def beside(ranks, folder, call):
 
 
 def simulated(make, seed):
-    """The slow weights that two peers of one process end with, both from the weights of ``seed``."""
+    """The slow weights that two peers of one process end with, both from the weights of
+    ``seed``.
+    """
 
     def peer(exchange):
         model = jobs.plain(seed)
@@ -174,21 +178,60 @@ def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(
 
 
 @pytest.mark.thinned(4)
-@pytest.mark.parametrize(("what", "kind", "sentences"), [
-    ("type", "ddp", ["ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not int"] * 2),
-    ("no ranks", "fsdp", ["cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks()"] * 2),
-    (
-        "setting", "ddp", ["cannot be made with every as given", "rank 0 of this peer failed: The swarm cannot be made with every"],
-    ),
-    ("state", "ddp", ["rank 1 of this peer failed: The state must be a module", "The state must be a module"]),
-    ("model", "ddp", ["rank 1 of this peer failed: Rank 1 has another model", "Rank 1 has another model than rank 0"]),
-    ("link", "ddp", ["shoal up", "rank 0 of this peer failed: "]),
-    ("size", "fsdp", ["The model is cut over 2 processes, and ranks= has 1"] * 2),
-    ("alone", "ddp", [None, "a rank of this peer is gone, or did not answer for 1 s"]),
-    ("optimizer", "ddp", ["The session and its optimizer must have the same ranks"] * 2),
-    ("every", "ddp", ["rank 1 of this peer failed: The optimizer does not average", "every is 7 and not 5"]),
-    ("report", "ddp", ["division by zero", "rank 0 of this peer failed: division by zero"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "kind", "sentences"),
+    [
+        (
+            "type",
+            "ddp",
+            ["ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not int"]
+            * 2,
+        ),
+        (
+            "no ranks",
+            "fsdp",
+            [
+                "cut into shards (FSDP2), so this process is a rank of a peer: hand in "
+                "ranks=shoal.Ranks()"
+            ]
+            * 2,
+        ),
+        (
+            "setting",
+            "ddp",
+            [
+                "cannot be made with every as given",
+                "rank 0 of this peer failed: The swarm cannot be made with every",
+            ],
+        ),
+        (
+            "state",
+            "ddp",
+            [
+                "rank 1 of this peer failed: The state must be a module",
+                "The state must be a module",
+            ],
+        ),
+        (
+            "model",
+            "ddp",
+            [
+                "rank 1 of this peer failed: Rank 1 has another model",
+                "Rank 1 has another model than rank 0",
+            ],
+        ),
+        ("link", "ddp", ["shoal up", "rank 0 of this peer failed: "]),
+        ("size", "fsdp", ["The model is cut over 2 processes, and ranks= has 1"] * 2),
+        ("alone", "ddp", [None, "a rank of this peer is gone, or did not answer for 1 s"]),
+        ("optimizer", "ddp", ["The session and its optimizer must have the same ranks"] * 2),
+        (
+            "every",
+            "ddp",
+            ["rank 1 of this peer failed: The optimizer does not average", "every is 7 and not 5"],
+        ),
+        ("report", "ddp", ["division by zero", "rank 0 of this peer failed: division by zero"]),
+    ],
+)
 def test_what_a_rank_cannot_do_all_are_told_in_one_sentence(nursery, what, kind, sentences):
     ranks = worlds.Ranks(nursery, 2)
     try:
@@ -204,7 +247,8 @@ def test_a_rank_without_a_network_says_who_has_it(pair):
     assert (
         pair.call(JOBS, "refused", what="network")[1]
         == [
-            "Rank 1 of this peer has no network: rank 0 has the link, the membership and the status."
+            "Rank 1 of this peer has no network: rank 0 has the link, the membership and the "
+            "status."
         ]
         * 2
     )

@@ -1,5 +1,5 @@
-"""The beginning of a session: how long a node waits for others, which part of the data it takes, its exchange, and whether weights
-are tried."""
+"""The beginning of a session: how long a node waits for others, which part of the data it takes,
+its exchange, and whether weights are tried."""
 
 import itertools
 from functools import partial
@@ -38,7 +38,9 @@ def test_a_list_of_many_tensors_makes_a_swarm_that_can_be_joined():
 
 
 class Swarm:
-    """A membership by a clock of its own, whose creator is in view up to ``until`` and hands out no weights."""
+    """A membership by a clock of its own, whose creator is in view up to ``until`` and hands out no
+    weights.
+    """
 
     def __init__(self, monkeypatch, until, said=False):
         self.now, self.until, self.said = 0.0, until, said
@@ -90,7 +92,8 @@ def test_who_joined_does_not_wait_for_those_who_are_gone(monkeypatch, wait, said
     sentence, at = Swarm(monkeypatch, 50.0, said).ends(wait)
     assert (
         sentence
-        == f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one."
+        == f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or "
+        "create one."
     )
     assert at == pytest.approx(50.0 + ALONE_S, abs=2 * LOOK_S)
 
@@ -190,9 +193,12 @@ def session(check_loss=True, model=True, optimizer=True):
     nn.init.ones_(module.weight)
     opt = NoLoCo(torch.optim.SGD(module.parameters(), lr=0.1), Alone(), every=2, lag=0)
     return SimpleNamespace(
-        settings=SimpleNamespace(check_loss=check_loss), _screen=DistanceScreen(suspect=0), _model=module if model else None,
-        _opt=opt if optimizer else None, _ranks=None,
-    )  # fmt: skip
+        settings=SimpleNamespace(check_loss=check_loss),
+        _screen=DistanceScreen(suspect=0),
+        _model=module if model else None,
+        _opt=opt if optimizer else None,
+        _ranks=None,
+    )
 
 
 def square(model, batch):

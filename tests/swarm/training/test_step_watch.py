@@ -1,4 +1,6 @@
-"""What a loop of one's own is told between its steps, and the schedule of a node that joins late."""
+"""What a loop of one's own is told between its steps, and the schedule of a node that joins
+late.
+"""
 
 import subprocess
 import sys
@@ -65,7 +67,8 @@ def test_a_session_begun_after_the_end_of_main_is_refused():
     out, err = run(IN_A_THREAD + TOO_LATE)
     assert out == ""
     assert (
-        "The main thread has ended, and with it the thread pools that a session needs: let it wait for this thread, by "
+        "The main thread has ended, and with it the thread pools that a session needs: let it wait "
+        "for this thread, by "
         "thread.join()." in err
     )
 
@@ -83,7 +86,8 @@ def test_who_steps_the_inner_optimizer_is_told_at_once_and_once():
             inner.step()
         opt.finish()
     assert [str(one.message) for one in said] == [
-        "the inner optimizer is stepped and not the outer one, so nothing is averaged: call step() of the outer optimizer (of "
+        "the inner optimizer is stepped and not the outer one, so nothing is averaged: call step() "
+        "of the outer optimizer (of "
         "what session.optimizer returned), which steps the inner one"
     ]
 
@@ -107,7 +111,8 @@ def test_a_step_after_the_session_says_once_that_it_is_averaged_with_nobody(capl
     loop(opt, module, 1, steps=3)
     told = [message for message in caplog.messages if message.startswith("this session is over")]
     assert told == [
-        "this session is over, so this step and those that follow are averaged with nobody: train within its `with` block"
+        "this session is over, so this step and those that follow are averaged with nobody: train "
+        "within its `with` block"
     ]
 
 
@@ -134,7 +139,8 @@ def test_a_schedule_by_the_loss_cannot_follow():
     with pytest.raises(SessionError) as raised:
         follow(ReduceLROnPlateau(sgd(model(0))), 5, 100)
     assert str(raised.value) == (
-        "A schedule that follows the swarm is one by steps, such as LambdaLR, and not ReduceLROnPlateau: choose another, or set "
+        "A schedule that follows the swarm is one by steps, such as LambdaLR, and not "
+        "ReduceLROnPlateau: choose another, or set "
         "its rate yourself."
     )
 
@@ -150,7 +156,8 @@ def test_a_late_node_is_told_of_a_schedule_that_begins_anew(caplog):
     for _ in range(2):
         watch.stepped(opt.param_groups, over=False)
     assert caplog.messages == [
-        "this node joined a swarm that has some 40 steps behind it, and its learning-rate schedule begins at 0: call "
+        "this node joined a swarm that has some 40 steps behind it, and its learning-rate schedule "
+        "begins at 0: call "
         "session.follow(schedule, steps) before the first step"
     ]
 

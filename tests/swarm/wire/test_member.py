@@ -1,4 +1,6 @@
-"""A peer's record fits its limit whatever is in it: one that does not would not be published, and its node be gone for all."""
+"""A peer's record fits its limit whatever is in it: one that does not would not be published, and
+its node be gone for all.
+"""
 
 import pytest
 from hypothesis import given
@@ -27,24 +29,57 @@ from shoal.swarm.wire.messages import MAX_MISSING, MAX_NAMED, Member, SeedReply,
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 WIDE = "\U0001d538"  # a character of four bytes
 LARGEST = {
-    "swarm": "a" * 52, "peer": ME.peer_id, "name": WIDE * 64, "addresses": ("/" + "a" * 255,) * 8, "round": MAX_COUNT,
-    "step": MAX_COUNT, "loss": -MAX_REAL / 3, "steps_per_s": MAX_RATE / 3, "tokens_per_s": MAX_RATE / 3, "mfu": MAX_SHARE / 3,
-    "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
-    "state": "training", "issued": MAX_COUNT / 3, "version": WIDE * 64, "admission": bytes(MAX_SHOWN),
-    "exchange_s": 1e9 / 3, "wait_s": 1e9 / 3,
-    "lag": MAX_COUNT, "lag_auto": True, "late": MAX_COUNT,
-    "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
-    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "partnerless": ("unreachable", MAX_COUNT),
-    "internal_errors": MAX_COUNT, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
-    "missing_within_s": 1e9 / 3, "missing_names": (WIDE * 16,) * MAX_MISSING,
-    "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH), "reach": "unreachable",
-    "throughput": MAX_RATE / 3, "change": MAX_COUNT, "ended": True,
-}  # fmt: skip
+    "swarm": "a" * 52,
+    "peer": ME.peer_id,
+    "name": WIDE * 64,
+    "addresses": ("/" + "a" * 255,) * 8,
+    "round": MAX_COUNT,
+    "step": MAX_COUNT,
+    "loss": -MAX_REAL / 3,
+    "steps_per_s": MAX_RATE / 3,
+    "tokens_per_s": MAX_RATE / 3,
+    "mfu": MAX_SHARE / 3,
+    "shard": MAX_COUNT - 1,
+    "shards": MAX_COUNT,
+    "model": "f" * 64,
+    "state": "training",
+    "issued": MAX_COUNT / 3,
+    "version": WIDE * 64,
+    "admission": bytes(MAX_SHOWN),
+    "exchange_s": 1e9 / 3,
+    "wait_s": 1e9 / 3,
+    "lag": MAX_COUNT,
+    "lag_auto": True,
+    "late": MAX_COUNT,
+    "exchanges": MAX_COUNT,
+    "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
+    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED,
+    "partnerless": ("unreachable", MAX_COUNT),
+    "internal_errors": MAX_COUNT,
+    "missing": MAX_COUNT,
+    "missing_of": MAX_COUNT,
+    "missing_within_s": 1e9 / 3,
+    "missing_names": (WIDE * 16,) * MAX_MISSING,
+    "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH),
+    "reach": "unreachable",
+    "throughput": MAX_RATE / 3,
+    "change": MAX_COUNT,
+    "ended": True,
+}
 SMALL = {
-    "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "tokens_per_s": 0.0, "mfu": None,
-    "shard": 0, "issued": 0.0,
-    "version": "0", "state": "done",
-}  # fmt: skip
+    "name": "x",
+    "addresses": (),
+    "round": 0,
+    "step": 0,
+    "loss": None,
+    "steps_per_s": 0.0,
+    "tokens_per_s": 0.0,
+    "mfu": None,
+    "shard": 0,
+    "issued": 0.0,
+    "version": "0",
+    "state": "done",
+}
 ONES = {
     name: tuple(LARGEST[name][:1]) for name in ("addresses", "failures", "blamed", "missing_names")
 }
@@ -88,11 +123,18 @@ def test_every_record_that_may_be_said_can_be_published(chosen):
     assert unseal(sealed, Member) == (ME.peer_id, member)
 
 
-@pytest.mark.parametrize("more", [
-    {"addresses": LARGEST["addresses"] + ("/a",)}, {"name": WIDE * 65}, {"admission": bytes(MAX_SHOWN + 1)},
-    {"failures": LARGEST["failures"] + (("timeout", 1),)}, {"blamed": LARGEST["blamed"] * 2}, {"missing_names": (WIDE * 17,)},
-    {"sketch": (0, 0, (0.0,) * (SKETCH + 1))},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"addresses": LARGEST["addresses"] + ("/a",)},
+        {"name": WIDE * 65},
+        {"admission": bytes(MAX_SHOWN + 1)},
+        {"failures": LARGEST["failures"] + (("timeout", 1),)},
+        {"blamed": LARGEST["blamed"] * 2},
+        {"missing_names": (WIDE * 17,)},
+        {"sketch": (0, 0, (0.0,) * (SKETCH + 1))},
+    ],
+)
 def test_more_than_the_largest_is_no_record(more):
     with pytest.raises(ValueError, match=next(iter(more))):
         record(more)

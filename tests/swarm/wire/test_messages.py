@@ -48,7 +48,9 @@ KINDS = tuple(
 
 
 def values(annotation, rules=()):
-    """Return a strategy for what a field may hold, by its type and bounds; long ones are not drawn as long as they may be."""
+    """Return a strategy for what a field may hold, by its type and bounds; long ones are not drawn
+    as long as they may be.
+    """
     origin, parts, leaf = (
         typing.get_origin(annotation),
         typing.get_args(annotation),
@@ -231,20 +233,40 @@ def test_kind_and_version_are_named_before_anything_else():
     refused(msgpack.packb({}), OutcomeRequest, says="does not start with a kind and version")
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"round": ...}, "'round': Field required"), ({"extra": 1}, "'extra': Extra inputs"),
-    ({"\x1b[31m" + "x" * 500: 1}, "x1b.*Extra inputs"), ({"round": "1"}, "'round'.*integer"),
-    ({"round": True}, "'round'.*integer"), ({"round": 1.0}, "'round'.*integer"), ({"round": -1}, "'round'.*greater"),
-    ({"round": 2**60}, "'round'.*less"), ({"loss": float("nan")}, "'loss'.*finite"),
-    ({"issued": float("inf")}, "'issued'.*finite"), ({"loss": "1"}, "'loss'"), ({"name": ""}, "'name'"),
-    ({"name": "x" * 65}, "'name'"), ({"name": "a\x1b[2J"}, "'name'.*printable"), ({"name": "a\u202eb"}, "'name'.*printable"),
-    ({"name": b"a"}, "'name'.*string"), ({"peer": "x" * 52}, "'peer'.*peer id"), ({"swarm": "../../etc"}, "'swarm'"),
-    ({"model": "0" * 63 + "G"}, "'model'"), ({"model": "0" * 64 + "\n"}, "'model'"), ({"state": "dead"}, "'state'"),
-    ({"addresses": ["/a"] * 9}, "'addresses'"), ({"addresses": ["/a\n"]}, "'addresses.0'"),
-    ({"addresses": ["/" + "a" * 256]}, "'addresses.0'"), ({"addresses": ["/a"] * 17}, "limits"),
-    ({"shard": 1}, "shard must be below shards"), ({"shards": 0}, "'shards'"),
-    ({"version": msgpack.ExtType(5, b"xx")}, "limits"), ({"issued": msgpack.Timestamp(1, 2)}, "limits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"round": ...}, "'round': Field required"),
+        ({"extra": 1}, "'extra': Extra inputs"),
+        ({"\x1b[31m" + "x" * 500: 1}, "x1b.*Extra inputs"),
+        ({"round": "1"}, "'round'.*integer"),
+        ({"round": True}, "'round'.*integer"),
+        ({"round": 1.0}, "'round'.*integer"),
+        ({"round": -1}, "'round'.*greater"),
+        ({"round": 2**60}, "'round'.*less"),
+        ({"loss": float("nan")}, "'loss'.*finite"),
+        ({"issued": float("inf")}, "'issued'.*finite"),
+        ({"loss": "1"}, "'loss'"),
+        ({"name": ""}, "'name'"),
+        ({"name": "x" * 65}, "'name'"),
+        ({"name": "a\x1b[2J"}, "'name'.*printable"),
+        ({"name": "a\u202eb"}, "'name'.*printable"),
+        ({"name": b"a"}, "'name'.*string"),
+        ({"peer": "x" * 52}, "'peer'.*peer id"),
+        ({"swarm": "../../etc"}, "'swarm'"),
+        ({"model": "0" * 63 + "G"}, "'model'"),
+        ({"model": "0" * 64 + "\n"}, "'model'"),
+        ({"state": "dead"}, "'state'"),
+        ({"addresses": ["/a"] * 9}, "'addresses'"),
+        ({"addresses": ["/a\n"]}, "'addresses.0'"),
+        ({"addresses": ["/" + "a" * 256]}, "'addresses.0'"),
+        ({"addresses": ["/a"] * 17}, "limits"),
+        ({"shard": 1}, "shard must be below shards"),
+        ({"shards": 0}, "'shards'"),
+        ({"version": msgpack.ExtType(5, b"xx")}, "limits"),
+        ({"issued": msgpack.Timestamp(1, 2)}, "limits"),
+    ],
+)
 def test_the_wrong_field_is_named(changes, says):
     refused(raw(member(), **changes), says=says)
 
@@ -279,16 +301,23 @@ def test_duplicate_keys_are_refused():
 
 
 BOMBS = {
-    "array of 2**32": b"\xdd\xff\xff\xff\xff", "map of 2**32": b"\xdf\xff\xff\xff\xff", "string of 4 GiB": b"\xdb\xff\xff\xff\xff",
-    "bytes of 4 GiB": b"\xc6\xff\xff\xff\xff", "extension of 4 GiB": b"\xc9\xff\xff\xff\xff\x01",
-    "nested arrays": b"\x91" * 900_000, "nested wide arrays": b"\x9f" * 900_000,
-    "nested arrays of 65535": b"\xdc\xff\xff" * 300_000, "nested maps": b"\x81\xa1a" * 300_000,
-    "nested wide maps": b"\x8f\xa1a" * 300_000, "many maps": b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15,
-    "flat maps": b"\xdc\xff\xff" + b"\x80" * 65_535, "flat arrays": b"\xdd\x00\x0d\x00\x00" + b"\x90" * 0xD0000,
+    "array of 2**32": b"\xdd\xff\xff\xff\xff",
+    "map of 2**32": b"\xdf\xff\xff\xff\xff",
+    "string of 4 GiB": b"\xdb\xff\xff\xff\xff",
+    "bytes of 4 GiB": b"\xc6\xff\xff\xff\xff",
+    "extension of 4 GiB": b"\xc9\xff\xff\xff\xff\x01",
+    "nested arrays": b"\x91" * 900_000,
+    "nested wide arrays": b"\x9f" * 900_000,
+    "nested arrays of 65535": b"\xdc\xff\xff" * 300_000,
+    "nested maps": b"\x81\xa1a" * 300_000,
+    "nested wide maps": b"\x8f\xa1a" * 300_000,
+    "many maps": b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15,
+    "flat maps": b"\xdc\xff\xff" + b"\x80" * 65_535,
+    "flat arrays": b"\xdd\x00\x0d\x00\x00" + b"\x90" * 0xD0000,
     "shapes of rank 0": b"\xc6\x00\x0d\x00\x00" + b"\x00" * 0xD0000,
     "shapes of rank 255": b"\xc6\x00\x0d\x00\x00" + b"\xff" * 0xD0000,
     "shapes of rank 8": b"\xc6\x00\x0c\xcc\xd2" + (b"\x08" + b"\xff" * 32) * 25_420,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
@@ -320,9 +349,18 @@ def test_a_bomb_is_refused_quickly_and_costs_no_memory(bomb):
 
 def test_the_largest_offer_fits_its_limit():
     offer = Offer(
-        swarm=SWARM, round=2**53, fragment=2**53, nbytes=2**40, shapes=((2**32 - 1, 0),) * MAX_TENSORS,
-        dtype="x" * 64, codec="x" * 64, sha256=bytes(32), weight=0.1, model="f" * 64, nonce=bytes(16),
-    )  # fmt: skip
+        swarm=SWARM,
+        round=2**53,
+        fragment=2**53,
+        nbytes=2**40,
+        shapes=((2**32 - 1, 0),) * MAX_TENSORS,
+        dtype="x" * 64,
+        codec="x" * 64,
+        sha256=bytes(32),
+        weight=0.1,
+        model="f" * 64,
+        nonce=bytes(16),
+    )
     packed = pack(offer)
     assert len(packed) < Offer.LIMIT
     assert unpack(packed, Offer).shapes == offer.shapes

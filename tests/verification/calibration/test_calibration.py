@@ -1,4 +1,6 @@
-"""The pooled test: its variances in closed form, its false alarms on fresh honest claims, and its file."""
+"""The pooled test: its variances in closed form, its false alarms on fresh honest claims, and its
+file.
+"""
 
 import json
 import math
@@ -47,7 +49,9 @@ def honest_claims(many, seed=0, windows=(4,), between=0.1, draw=None):
 
 class TestVariances:
     def test_equal_sizes_by_hand(self):
-        """Two windows a claim, 0.5 to either side of its mean; the means are 1 and 3, each of ten claims."""
+        """Two windows a claim, 0.5 to either side of its mean; the means are 1 and 3, each of ten
+        claims.
+        """
         honest = Honest.of([claim(level - 0.5, level + 0.5) for level in (1.0, 3.0) * 10])
         assert honest.mean == (2.0,)
         within = 20 * 0.5 / 20  # squares over degrees of freedom
@@ -102,7 +106,9 @@ class TestFalseAlarms:
     @pytest.mark.parametrize("windows", [(4,), (1, 4, 16)])
     @pytest.mark.parametrize("many", [20, 50, 200])
     def test_with_too_few_it_is_not_above(self, many, windows):
-        """At 1 in 1,000, over ten calibrations: on average at most the stated rate, although windows are skewed and discrete."""
+        """At 1 in 1,000, over ten calibrations: on average at most the stated rate, although
+        windows are skewed and discrete.
+        """
         fresh = honest_claims(3000, seed=99, windows=windows)
         alarms = 0
         for seed in range(10):
@@ -208,11 +214,16 @@ def test_claims_that_do_not_calibrate(claims, says):
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda: Evidence(ONE), lambda: Evidence(ONE, ((1.0,),), (1.0,), "and a fault"), lambda: claim(math.nan),
-        lambda: claim((1.0, 2.0)), lambda: claim(1.0, sizes=(0.0,)), lambda: claim(1.0, sizes=(1.0, 1.0)),
-        lambda: Pair("", "m", "a", "b"), lambda: Pair("f", "m\n", "a", "b"),
+        lambda: Evidence(ONE),
+        lambda: Evidence(ONE, ((1.0,),), (1.0,), "and a fault"),
+        lambda: claim(math.nan),
+        lambda: claim((1.0, 2.0)),
+        lambda: claim(1.0, sizes=(0.0,)),
+        lambda: claim(1.0, sizes=(1.0, 1.0)),
+        lambda: Pair("", "m", "a", "b"),
+        lambda: Pair("f", "m\n", "a", "b"),
     ],
-)  # fmt: skip
+)
 def test_records_are_checked(bad):
     with pytest.raises(ValueError, match=r"evidence|window|printable"):
         bad()
@@ -241,19 +252,30 @@ class TestFile:
         [
             {"windows": torch.tensor([25, -5], dtype=torch.int64)},
             {"windows": torch.tensor([2**62, 2**62, 2**62, 2**62 + 20], dtype=torch.int64)},
-            {"windows": torch.tensor([19], dtype=torch.int64)}, {"windows": torch.ones(20, dtype=torch.float64)},
-            {"values": torch.full((20, 1), math.nan, dtype=torch.float64)}, {"values": torch.ones(20, 2, dtype=torch.float64)},
-            {"sizes": torch.zeros(20, dtype=torch.float64)}, {"pair": ["f", "m", "a"]}, {"pair": ["f", "m", "a", 5]},
-            {"features": []}, {"features": [["error", -1.0]]}, {"features": [["error", "nan"]]}, {"pairs": "[" * 100_000},
-            {"pairs": "5"}, {"pairs": json.dumps([0] * 257)},
+            {"windows": torch.tensor([19], dtype=torch.int64)},
+            {"windows": torch.ones(20, dtype=torch.float64)},
+            {"values": torch.full((20, 1), math.nan, dtype=torch.float64)},
+            {"values": torch.ones(20, 2, dtype=torch.float64)},
+            {"sizes": torch.zeros(20, dtype=torch.float64)},
+            {"pair": ["f", "m", "a"]},
+            {"pair": ["f", "m", "a", 5]},
+            {"features": []},
+            {"features": [["error", -1.0]]},
+            {"features": [["error", "nan"]]},
+            {"pairs": "[" * 100_000},
+            {"pairs": "5"},
+            {"pairs": json.dumps([0] * 257)},
         ],
         ids=str,
-    )  # fmt: skip
+    )
     def test_lies_are_refused(self, tmp_path, change):
         parts = {
-            "values": torch.ones(20, 1, dtype=torch.float64), "sizes": torch.ones(20, dtype=torch.float64),
-            "windows": torch.ones(20, dtype=torch.int64), "pair": ["f", "m", "a", "b"], "features": [["error", 0.0]],
-        }  # fmt: skip
+            "values": torch.ones(20, 1, dtype=torch.float64),
+            "sizes": torch.ones(20, dtype=torch.float64),
+            "windows": torch.ones(20, dtype=torch.int64),
+            "pair": ["f", "m", "a", "b"],
+            "features": [["error", 0.0]],
+        }
         parts |= change
         described = parts.pop("pairs", None) or json.dumps(
             [{"pair": parts.pop("pair"), "features": parts.pop("features")}]

@@ -29,9 +29,15 @@ def digest(*parts):
 
 def claim_of(peer, round=10, slot=0, **fields):
     given = {
-        "model": digest("model"), "prompt": digest(peer, round, slot), "sampling": digest("sampling"), "seed": 1, "tokens": 64,
-        "output": digest("output"), "fingerprint": digest("proof"), **fields,
-    }  # fmt: skip
+        "model": digest("model"),
+        "prompt": digest(peer, round, slot),
+        "sampling": digest("sampling"),
+        "seed": 1,
+        "tokens": 64,
+        "output": digest("output"),
+        "fingerprint": digest("proof"),
+        **fields,
+    }
     return Claim(peer=peer, run="run", round=round, slot=slot, **given)
 
 

@@ -1,4 +1,6 @@
-"""Drawn verifiers and planted claims: who may be drawn, nobody chooses, everybody computes the same."""
+"""Drawn verifiers and planted claims: who may be drawn, nobody chooses, everybody computes the
+same.
+"""
 
 import random
 from collections import Counter

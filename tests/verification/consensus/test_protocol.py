@@ -1,4 +1,6 @@
-"""The state machine: what is taken when, what is refused and counted, and what a drawn peer has to do."""
+"""The state machine: what is taken when, what is refused and counted, and what a drawn peer has to
+do.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -120,7 +122,9 @@ def test_a_vote_is_revealed_only_when_nobody_can_commit_any_more():
 @settings(deadline=None)
 @given(st.floats(0, 2), st.floats(0, 9.9))
 def test_with_clocks_within_the_skew_no_commitment_comes_after_a_reveal_was_seen(skew, at):
-    """Whoever is ahead by ``skew`` reveals, at its earliest, when whoever is behind takes no commitments any more."""
+    """Whoever is ahead by ``skew`` reveals, at its earliest, when whoever is behind takes no
+    commitments any more.
+    """
     ahead, behind = Scene(), Scene()
     claim, seats = ahead.drawn()
     behind.drawn()

@@ -114,7 +114,7 @@ def test_what_counts_is_the_same_for_all_and_stated_by_more_than_a_third(numbers
         assert sum(root(one(number)) == agreement.root for number in numbers) > 3
 
 
-# -- electorates -------------------------------------------------------------------------------------------------------------
+# -- electorates -----------------------------------------------------------------------------------
 
 
 def entry(peer, round, operator=None):
@@ -188,7 +188,7 @@ def test_a_void_round_draws_nobody_and_its_root_is_its_own():
     )
 
 
-# -- forgetting --------------------------------------------------------------------------------------------------------------
+# -- forgetting ------------------------------------------------------------------------------------
 
 BEHAVIOUR = st.sampled_from(["valid", "invalid", "absent", "withheld"])
 MANY = tuple(f"p{number:02}" for number in range(12))
@@ -302,10 +302,15 @@ def test_when_cheating_does_not_pay():
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: vote(4), lambda: vote(3, 1.1), lambda: vote(3, 0.6, lazy=0.6), lambda: vote(3, miss=-0.1),
-        lambda: vote(5, population=4), lambda: drawn(0, 0.5), lambda: least_audit(1, 0, 1),
+        lambda: vote(4),
+        lambda: vote(3, 1.1),
+        lambda: vote(3, 0.6, lazy=0.6),
+        lambda: vote(3, miss=-0.1),
+        lambda: vote(5, population=4),
+        lambda: drawn(0, 0.5),
+        lambda: least_audit(1, 0, 1),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=r"\w"):
         wrong()

@@ -1,4 +1,6 @@
-"""Records and logs: one encoding, bounds on everything, whole or refused, and nothing hostile gets in."""
+"""Records and logs: one encoding, bounds on everything, whole or refused, and nothing hostile gets
+in.
+"""
 
 import struct
 
@@ -39,23 +41,43 @@ ATTEMPT = st.integers(0, 2)
 MARK = st.sampled_from(["valid", "invalid", "absent", "withheld"])
 SLOT = st.integers(0, 2**16 - 1)
 REVEALS = st.builds(
-    Reveal, peer=NAME, case=HASH, attempt=ATTEMPT, vote=st.sampled_from(["valid", "invalid"]), evidence=st.binary(max_size=512),
+    Reveal,
+    peer=NAME,
+    case=HASH,
+    attempt=ATTEMPT,
+    vote=st.sampled_from(["valid", "invalid"]),
+    evidence=st.binary(max_size=512),
     salt=HASH,
-)  # fmt: skip
+)
 RECORDS = st.one_of(
     st.builds(Entry, peer=NAME, run=NAME, round=COUNT, operator=NAME, anchor=HASH),
     st.builds(
-        Claim, peer=NAME, run=NAME, round=COUNT, slot=SLOT, model=HASH, prompt=HASH, sampling=HASH,
-        seed=st.integers(0, 2**63 - 1), tokens=st.integers(1, 2**20), output=HASH, fingerprint=HASH,
+        Claim,
+        peer=NAME,
+        run=NAME,
+        round=COUNT,
+        slot=SLOT,
+        model=HASH,
+        prompt=HASH,
+        sampling=HASH,
+        seed=st.integers(0, 2**63 - 1),
+        tokens=st.integers(1, 2**20),
+        output=HASH,
+        fingerprint=HASH,
     ),
-    st.builds(Commitment, peer=NAME, case=HASH, attempt=ATTEMPT, digest=HASH), REVEALS,
+    st.builds(Commitment, peer=NAME, case=HASH, attempt=ATTEMPT, digest=HASH),
+    REVEALS,
     st.builds(
-        Verdict, peer=NAME, case=HASH, attempt=ATTEMPT, marks=st.lists(MARK, min_size=1, max_size=MAX_SEATS).map(tuple)
+        Verdict,
+        peer=NAME,
+        case=HASH,
+        attempt=ATTEMPT,
+        marks=st.lists(MARK, min_size=1, max_size=MAX_SEATS).map(tuple),
     ),
     st.builds(Dispute, peer=NAME, round=COUNT, claim=HASH, attempt=ATTEMPT),
     st.builds(Opening, peer=NAME, round=COUNT, claim=HASH, attempt=ATTEMPT, link=HASH),
     st.builds(View, peer=NAME, run=NAME, round=COUNT, root=HASH, table=HASH),
-)  # fmt: skip
+)
 
 
 @settings(deadline=None)
@@ -173,18 +195,29 @@ def frame(*parts):
 @pytest.mark.parametrize(
     "wrong",
     [
-        DATA[:-1], struct.pack(">I", 2**31), frame("voter", "a", "b"), frame("claims", bytes(32)),
-        frame("electorate", 1, bytes(31), False), frame("electorate", -1, bytes(32), False),
+        DATA[:-1],
+        struct.pack(">I", 2**31),
+        frame("voter", "a", "b"),
+        frame("claims", bytes(32)),
+        frame("electorate", 1, bytes(31), False),
+        frame("electorate", -1, bytes(32), False),
         frame("electorate", 1, bytes(32), False) + frame("claims", bytes(33)),
-        frame("electorate", 1, bytes(32), False) + frame("voter", "a" * 65, "b"), frame("base", 2**60),
-        frame("standing", "a", *range(13)), frame("standing", "a", 2**15 + 1, None, *[0] * 13),
+        frame("electorate", 1, bytes(32), False) + frame("voter", "a" * 65, "b"),
+        frame("base", 2**60),
+        frame("standing", "a", *range(13)),
+        frame("standing", "a", 2**15 + 1, None, *[0] * 13),
         frame("standing", "a", 0, 2**53, *[0] * 13),  # no clock shows when such a ban ends
-        frame("standing", "a", 0, None, 0, 4001, *[0] * 11), frame("standing", "a", 1, None, -1, *range(11)),
-        frame("record", b"no record", bytes(64)), frame("record", claim_of("a").encoded, bytes(257)), frame("other"), frame(),
-        struct.pack(">I", 2000) + b"\x91" * 2000, bytes(module.MOST_BYTES + 1),
+        frame("standing", "a", 0, None, 0, 4001, *[0] * 11),
+        frame("standing", "a", 1, None, -1, *range(11)),
+        frame("record", b"no record", bytes(64)),
+        frame("record", claim_of("a").encoded, bytes(257)),
+        frame("other"),
+        frame(),
+        struct.pack(">I", 2000) + b"\x91" * 2000,
+        bytes(module.MOST_BYTES + 1),
     ],
     ids=range(20),
-)  # fmt: skip
+)
 def test_hostile_logs_are_refused(wrong):
     with pytest.raises(ValueError, match="malformed"):
         decode_log(wrong)

@@ -1,4 +1,6 @@
-"""The table: the same for all who have the same records, no ban without a quorum, prices under which cheating does not pay."""
+"""The table: the same for all who have the same records, no ban without a quorum, prices under
+which cheating does not pay.
+"""
 
 import random
 
@@ -53,7 +55,9 @@ def test_the_same_records_in_any_order_give_the_same_table(events, seed):
 @settings(deadline=None, max_examples=30)
 @given(st.lists(EVENT, max_size=12), st.sets(st.sampled_from(PEERS), max_size=4))
 def test_fewer_than_a_quorum_of_drawn_peers_bans_nobody(events, hostile):
-    """Everybody is honest but ``hostile``, who reject all claims, and sit in no draw as a majority; or state nothing at all."""
+    """Everybody is honest but ``hostile``, who reject all claims, and sit in no draw as a majority;
+    or state nothing at all.
+    """
     story = Story(PEERS)
     for slot, (round, peer, _) in enumerate(events):
         claim = story.claim(peer, round, slot, ("absent",) * 3, stating=())
@@ -105,7 +109,9 @@ def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
 
 
 def absence_after(*behaviours):
-    """Standings in rounds 5, 6 and 40 of a peer that is drawn for a claim of round 5 for each of ``behaviours``, and behaves so."""
+    """Standings in rounds 5, 6 and 40 of a peer that is drawn for a claim of round 5 for each of
+    ``behaviours``, and behaves so.
+    """
     story, me, slot = Story(PEERS), None, 0
     for behaviour in behaviours:
         while True:  # a slot for which that peer is drawn
@@ -129,10 +135,14 @@ def test_votes_that_do_not_come_take_the_seat_and_never_the_membership():
 @pytest.mark.parametrize(
     ("behaviours", "absence"),
     [
-        (("absent", "absent"), 1600), (("absent", "absent", "absent"), 2400), (("absent", "valid", "absent"), 1400),
-        (("valid", "invalid", "valid"), 0), (("absent", *("valid",) * 5), 0), (("absent", "withheld"), 800),
+        (("absent", "absent"), 1600),
+        (("absent", "absent", "absent"), 2400),
+        (("absent", "valid", "absent"), 1400),
+        (("valid", "invalid", "valid"), 0),
+        (("absent", *("valid",) * 5), 0),
+        (("absent", "withheld"), 800),
     ],
-)  # fmt: skip
+)
 def test_a_vote_takes_back_a_quarter_of_what_an_empty_seat_adds(behaviours, absence):
     assert absence_after(*behaviours)[0].absence == absence
 

@@ -1,4 +1,6 @@
-"""What a set of records settles: majority, quorum, redraws, disputes, plants; in any order, and for no minority to bend."""
+"""What a set of records settles: majority, quorum, redraws, disputes, plants; in any order, and for
+no minority to bend.
+"""
 
 import random
 
@@ -21,12 +23,17 @@ def ruled(story, claim, ignored=()):
 @pytest.mark.parametrize(
     ("marks", "decision"),
     [
-        (("valid", "valid", "invalid"), "valid"), (("valid", "invalid", "invalid"), "invalid"),
-        (("valid", "valid", "absent"), "valid"), (("valid", "invalid", "absent"), None), (("valid", "absent", "withheld"), None),
-        ((None, None, None), None), ((), None), (("valid", "valid", "invalid", None, "absent"), "valid"),
+        (("valid", "valid", "invalid"), "valid"),
+        (("valid", "invalid", "invalid"), "invalid"),
+        (("valid", "valid", "absent"), "valid"),
+        (("valid", "invalid", "absent"), None),
+        (("valid", "absent", "withheld"), None),
+        ((None, None, None), None),
+        ((), None),
+        (("valid", "valid", "invalid", None, "absent"), "valid"),
         (("invalid",) * 3 + ("absent",) * 4, None),
     ],
-)  # fmt: skip
+)
 def test_strict_majority_of_a_quorum(marks, decision):
     assert decide(marks) == decision
 
@@ -82,7 +89,9 @@ def test_nobody_puts_a_vote_into_anothers_mouth():
 
 
 def test_a_copied_vote_counts_for_nothing():
-    """The copier commits with somebody's digest and reveals the same vote and salt: the digest holds its author's name."""
+    """The copier commits with somebody's digest and reveals the same vote and salt: the digest
+    holds its author's name.
+    """
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("valid", "valid", "absent"), stating=())
     seats = story.verifiers(claim)[0]

@@ -1,4 +1,6 @@
-"""Whole swarms in one process: cheats are banned, honest peers never, and all peers come to the same table."""
+"""Whole swarms in one process: cheats are banned, honest peers never, and all peers come to the
+same table.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,9 @@ def ran(cheats=(), honest=5, rounds=22, world=WORLD, each=lambda round: None):
 
 
 def agreed(swarm, but=()):
-    """All honest peers, ``but`` those, have the same table and rulings, which this returns the first of."""
+    """All honest peers, ``but`` those, have the same table and rulings, which this returns the
+    first of.
+    """
     tables = [
         peer.participant.table
         for peer in swarm.peers
@@ -51,7 +55,10 @@ def all_counts(swarm, reason):
 def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_no_honest_peer_does(
     seed,
 ):
-    """Seven peers, each of which claims once a round. A copier that waits for a vote to copy is as late as a slow machine."""
+    """Seven peers, each of which claims once a round.
+
+    A copier that waits for a vote to copy is as late as a slow machine.
+    """
     swarm = ran(("liar", "copier"), rounds=32, world=replace(WORLD, seed=seed))
     assert banned(swarm) == {"liar-0"}
     table = agreed(swarm)
@@ -67,7 +74,8 @@ def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_n
     assert not any(
         ruling.outcome == "invalid" for ruling in table.rulings.values() if is_right(ruling.claim)
     )
-    # The same records, though they came at other times and in another order; and the pruned past counts as it was.
+    # The same records, though they came at other times and in another order; and the pruned past
+    # counts as it was.
     for peer in swarm.peers:
         known = peer.participant
         again = compute_scores(
@@ -91,7 +99,9 @@ def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_n
     ("cheat", "rounds"), [("thief", 26), ("farmer", 24), ("replayer", 16), ("lazy", 40)]
 )
 def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
-    """A thief copies commitments; a farmer lies once it is respected; a replayer claims old outputs and repeats others' records."""
+    """A thief copies commitments; a farmer lies once it is respected; a replayer claims old outputs
+    and repeats others' records.
+    """
     world = replace(WORLD, rules=Rules(planted=0.4)) if cheat == "lazy" else WORLD
     swarm = ran((cheat,), honest=6, rounds=rounds, world=world)
     assert banned(swarm) == {f"{cheat}-0"}
@@ -104,7 +114,9 @@ def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
 @pytest.mark.ci
 @pytest.mark.parametrize("cheats", [("absent",), ("absent", "absent", "liar")])
 def test_who_never_votes_is_not_drawn_and_keeps_its_membership(cheats):
-    """Its seats are not drawn once it has missed three; what it claims is still checked, and cheats are banned as ever."""
+    """Its seats are not drawn once it has missed three; what it claims is still checked, and cheats
+    are banned as ever.
+    """
     swarm = ran(cheats, honest=6, rounds=26)  # in two or three more the first is drawn again
     assert banned(swarm) == ({"liar-2"} if "liar" in cheats else set())
     table, away = agreed(swarm), [name for name in swarm.names if name.startswith("absent")]
@@ -121,7 +133,9 @@ def test_who_never_votes_is_not_drawn_and_keeps_its_membership(cheats):
 
 @pytest.mark.ci
 def test_colluders_are_banned_and_the_dispute_of_whom_they_outvoted_is_won():
-    """Two of three verifiers collude now and then; the author disputes, and a larger draw overturns the ruling."""
+    """Two of three verifiers collude now and then; the author disputes, and a larger draw overturns
+    the ruling.
+    """
     overturned = 0
     for seed in (0, 4):
         swarm = ran(("colluder", "colluder"), honest=8, rounds=22, world=replace(WORLD, seed=seed))
@@ -161,7 +175,9 @@ def test_who_comes_after_the_beginning_was_forgotten_gets_the_base():
 
 
 def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_a_cheat():
-    """The fault: what was planted, and the chain that shows it, were kept in memory alone; each lost plant is a ban."""
+    """The fault: what was planted, and the chain that shows it, were kept in memory alone; each
+    lost plant is a ban.
+    """
     stopped = 12
 
     def stop(round):
@@ -186,7 +202,9 @@ def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_
 
 
 def test_who_was_away_with_its_evidence_does_not_dispute_that_it_was_missed(monkeypatch):
-    """A second draw would have the evidence, and those who rightly said that it was not served would pay for its author."""
+    """A second draw would have the evidence, and those who rightly said that it was not served
+    would pay for its author.
+    """
     away, check = set(), Peer.check
     monkeypatch.setattr(
         Peer,
@@ -269,7 +287,9 @@ def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing
 
 @pytest.mark.ci
 def test_fresh_keys_that_outnumber_the_honest_are_not_drawn_and_banned():
-    """Nine sybils come together, lie, and would approve each other: who has shown nothing yet does not vote."""
+    """Nine sybils come together, lie, and would approve each other: who has shown nothing yet does
+    not vote.
+    """
     world = replace(WORLD, joins={f"colluder-{number}": 7 for number in range(9)})
     swarm = ran(("colluder",) * 9, honest=6, rounds=20, world=world)
     assert banned(swarm) == {f"colluder-{number}" for number in range(9)}

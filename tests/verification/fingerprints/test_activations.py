@@ -1,4 +1,6 @@
-"""Activation proofs and the hook that takes them: published bytes, closed forms, round trips, and any bytes in their place."""
+"""Activation proofs and the hook that takes them: published bytes, closed forms, round trips, and
+any bytes in their place.
+"""
 
 import copy
 import math
@@ -23,9 +25,11 @@ from shoal.verification.fingerprints.activations import (
 PROOF = ActivationProof()
 # From the README of toploc 0.1.6: windows of 3 x 16 values, top 4, and the last of 1 x 16.
 PUBLISHED = [
-    b"\xff\xd9\xcb\xb8\x9a\xf1\x86%T\xa0", b"\xff\xd9\xb4h\xda\xe6\xe4\xabA\xb6", b"\xff\xd9\x80d\xd6X0\xe2\xafs",
+    b"\xff\xd9\xcb\xb8\x9a\xf1\x86%T\xa0",
+    b"\xff\xd9\xb4h\xda\xe6\xe4\xabA\xb6",
+    b"\xff\xd9\x80d\xd6X0\xe2\xafs",
     b"\xff\xd9\xd2\x04d\xea\x91\x91\xf6\xd7",
-]  # fmt: skip
+]
 
 
 def normal(tokens, width, seed=0, dtype=torch.float32):
@@ -38,7 +42,9 @@ def rows(data):
 
 @pytest.mark.parametrize(("proof", "size"), list(zip(PUBLISHED, (48, 48, 48, 16), strict=True)))
 def test_the_bytes_are_toplocs(proof, size):
-    """The values that a published proof holds look like the largest of so many normal ones, and make the same bytes again."""
+    """The values that a published proof holds look like the largest of so many normal ones, and
+    make the same bytes again.
+    """
     _, coefficients = decode(rows(proof))
     bits = evaluate(coefficients, torch.arange(size).unsqueeze(0))
     values = bits[0].int().to(torch.int16).view(torch.bfloat16).float()
@@ -93,7 +99,9 @@ def test_of_equal_magnitudes_the_first_count():
 
 
 def measured(own, theirs):
-    """The features when all of ``theirs`` are at the places of ``own``: one token's worth of channels."""
+    """The features when all of ``theirs`` are at the places of ``own``: one token's worth of
+    channels.
+    """
     proof = ActivationProof(window=1, top=len(own[0]))
     own, theirs = (torch.tensor(side, dtype=torch.float32) for side in (own, theirs))
     return proof.compare(proof.make(theirs), own).values

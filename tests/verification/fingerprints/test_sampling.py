@@ -1,4 +1,6 @@
-"""Seeded sampling, and interpolation modulo 65,497: closed forms, slow references, and what is refused."""
+"""Seeded sampling, and interpolation modulo 65,497: closed forms, slow references, and what is
+refused.
+"""
 
 import dataclasses
 import math
@@ -199,10 +201,13 @@ def slow(xs, ys):
 @pytest.mark.parametrize(
     ("xs", "ys", "coefficients"),
     [
-        ([7], [42], [42]), ([1, 2, 3], [4, 5, 6], [3, 1, 0]), ([0, 1, 2, 3], [0, 1, 4, 9], [0, 0, 1, 0]),
-        ([0, 1], [1, 0], [1, PRIME - 1]), ([PRIME - 1, 0, 1], [1, 0, 1], [0, 0, 1]),
+        ([7], [42], [42]),
+        ([1, 2, 3], [4, 5, 6], [3, 1, 0]),
+        ([0, 1, 2, 3], [0, 1, 4, 9], [0, 0, 1, 0]),
+        ([0, 1], [1, 0], [1, PRIME - 1]),
+        ([PRIME - 1, 0, 1], [1, 0, 1], [0, 0, 1]),
     ],
-)  # fmt: skip
+)
 def test_closed_forms(xs, ys, coefficients):
     assert interpolate(torch.tensor([xs]), torch.tensor([ys])).tolist() == [coefficients]
 
@@ -264,11 +269,15 @@ def test_modulus():
 @pytest.mark.parametrize(
     ("xs", "ys", "says"),
     [
-        ([[1, 1]], [[2, 3]], "same x"), ([[1, PRIME]], [[2, 3]], "whole numbers"), ([[1, -1]], [[2, 3]], "whole numbers"),
-        ([[1.0, 2.0]], [[2, 3]], "whole numbers"), ([[1, 2]], [[2, PRIME]], "whole numbers"), ([[1, 2]], [[2]], "rows of"),
+        ([[1, 1]], [[2, 3]], "same x"),
+        ([[1, PRIME]], [[2, 3]], "whole numbers"),
+        ([[1, -1]], [[2, 3]], "whole numbers"),
+        ([[1.0, 2.0]], [[2, 3]], "whole numbers"),
+        ([[1, 2]], [[2, PRIME]], "whole numbers"),
+        ([[1, 2]], [[2]], "rows of"),
         ([[]], [[]], "rows of"),
     ],
-)  # fmt: skip
+)
 def test_refused(xs, ys, says):
     with pytest.raises(ValueError, match=says):
         interpolate(torch.tensor(xs), torch.tensor(ys))

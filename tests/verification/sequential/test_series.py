@@ -1,4 +1,6 @@
-"""Series of claims and the capital of bets on them: p-values that no honest peer can make too small, and their odds."""
+"""Series of claims and the capital of bets on them: p-values that no honest peer can make too
+small, and their odds.
+"""
 
 import itertools
 import math
@@ -46,7 +48,9 @@ def steps(series, known, values):
 
 
 def test_p_values_by_hand():
-    """Twenty calibrated claims 0 to 19: 18.5 has one beyond it, and itself, of 21; then that one counts with the others."""
+    """Twenty calibrated claims 0 to 19: 18.5 has one beyond it, and itself, of 21; then that one
+    counts with the others.
+    """
     known = reference([float(n) for n in range(20)])
     assert steps(Series(known, 1), known, [18.5, 18.7, -1.0, 30.0]) == [
         2 / 21,
@@ -64,7 +68,9 @@ def test_ties_count_as_further():
 @given(st.lists(st.integers(0, 4), min_size=22, max_size=22), st.integers(1, 21))
 @settings(deadline=None, max_examples=60)
 def test_p_values_of_exchangeable_claims_are_at_least_uniform_with_any_ties(values, rank):
-    """Of all 22 rotations of one multiset each is as likely; the last claim's p-value is <= rank / 22 in at most that share."""
+    """Of all 22 rotations of one multiset each is as likely; the last claim's p-value is <= rank /
+    22 in at most that share.
+    """
     least = []
     for turn in range(22):
         order = [float(value) for value in values[turn:] + values[:turn]]
@@ -74,8 +80,9 @@ def test_p_values_of_exchangeable_claims_are_at_least_uniform_with_any_ties(valu
 
 
 def test_later_p_values_do_not_inherit_the_luck_of_the_calibration():
-    """Against 20 fixed claims an honest peer would look guilty sooner or later, as these 20 are too near by chance. Of all
-    capitals after 200 claims at most a twentieth may be 20, and 3 standard errors more.
+    """Against 20 fixed claims an honest peer would look guilty sooner or later, as these 20 are too
+    near by chance. Of all capitals after 200 claims at most a twentieth may be 20, and 3 standard
+    errors more.
     """
     source = random.Random(3)
     capitals = []
@@ -117,7 +124,10 @@ def test_no_honest_peer_is_accused_and_one_that_cheats_a_little_is_found():
 
 @pytest.mark.parametrize(("pair", "share"), [(SAME, TOLERANCE), (OTHER, ACROSS)])
 def test_a_shift_within_the_tolerance_is_no_evidence(pair, share):
-    """Claims at 1 + 0.99 share against honest ones at 1 exactly: p is 1. Just beyond, it is the least."""
+    """Claims at 1 + 0.99 share against honest ones at 1 exactly: p is 1.
+
+    Just beyond, it is the least.
+    """
     known = reference([1.0] * 20, pair)
     for shift, p in ((0.99 * share, 1.0), (1.01 * share, 1 / 21)):
         shown = claim(1 + shift)
@@ -143,7 +153,9 @@ def test_odds_are_the_largest_capital_less_the_parts_of_series_and_feature():
 
 
 def test_the_parts_of_all_series_are_one_rate():
-    """Union bound over features and series: sum of 1 / (k (k + 1)) telescopes to 1 - 1 / (n + 1)."""
+    """Union bound over features and series: sum of 1 / (k (k + 1)) telescopes to 1 - 1 / (n +
+    1).
+    """
     known = reference([float(n) for n in range(20)])
     parts = [math.exp(Series(known, number).log_odds) for number in range(1, 1000)]
     assert sum(parts) == pytest.approx(1 - 1 / 1000)

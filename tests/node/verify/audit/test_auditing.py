@@ -1,4 +1,6 @@
-"""A claim on its way to a vote: what a session gets of its swarm, who is asked, snapshots, and how much checking may take."""
+"""A claim on its way to a vote: what a session gets of its swarm, who is asked, snapshots, and how
+much checking may take.
+"""
 
 import hashlib
 import json
@@ -38,14 +40,25 @@ from tests.swarm.conftest import SWARM, Network
 FETCH_S, GOOD = 3.0, Finding(True, "Good.")
 MATERIAL, SNAPSHOT, OTHERS = b"material", b"snapshot", ("bob", "ann", "cat", "dan", "eve")
 CLAIM = Claim(
-    peer="ann", run="run", round=5, slot=0, model=b"m" * 32, prompt=bytes(32), sampling=bytes(32), seed=1, tokens=9,
-    output=bytes(32), fingerprint=b"f" * 32,
-)  # fmt: skip
+    peer="ann",
+    run="run",
+    round=5,
+    slot=0,
+    model=b"m" * 32,
+    prompt=bytes(32),
+    sampling=bytes(32),
+    seed=1,
+    tokens=9,
+    output=bytes(32),
+    fingerprint=b"f" * 32,
+)
 BODIES = {CLAIM.fingerprint: MATERIAL, CLAIM.model: SNAPSHOT}
 
 
 class World:
-    """``has``: of each peer the hashes that it hands out; ``slow``: seconds that others let one wait."""
+    """``has``: of each peer the hashes that it hands out; ``slow``: seconds that others let one
+    wait.
+    """
 
     def __init__(self, has, slow=0.0, knows=False, finding=GOOD, seconds=60.0):
         self.has, self.slow, self.knows_it, self.finding = has, slow, knows, finding
@@ -393,16 +406,21 @@ def spoiled(change):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "no safetensors"), (b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", "no safetensors"), (bytes(1 << 20), "bytes where at most"),
+        (b"", "no safetensors"),
+        (b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", "no safetensors"),
+        (bytes(1 << 20), "bytes where at most"),
         (spoiled(lambda t: t.pop("head.weight")), "another policy"),
         (spoiled(lambda t: t.update(x=torch.zeros(1))), "another policy"),
         (spoiled(lambda t: t.update({"head.weight": t["head.weight"].half()})), "float16 of shape"),
-        (spoiled(lambda t: t.update({"head.weight": t["head.weight"].T.contiguous()})), "not as float32 of shape"),
+        (
+            spoiled(lambda t: t.update({"head.weight": t["head.weight"].T.contiguous()})),
+            "not as float32 of shape",
+        ),
         (spoiled(lambda t: t["head.weight"].fill_(float("nan"))), "not finite"),
         (spoiled(lambda t: t["norm.weight"].fill_(float("inf"))), "not finite"),
     ],
     ids=["empty", "header", "large", "missing", "more", "dtype", "shape", "nan", "inf"],
-)  # fmt: skip
+)
 def test_whole_or_not_at_all(data, said):
     policy = small(3)
     before = weights(policy)

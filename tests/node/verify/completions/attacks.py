@@ -1,4 +1,6 @@
-"""What a prover may try against the check of completions: changed weights, and text of its own under an honest proof."""
+"""What a prover may try against the check of completions: changed weights, and text of its own
+under an honest proof.
+"""
 
 import copy
 
@@ -29,7 +31,7 @@ def restated(world, proven, rows=None, finish=None, **fields):
     return claim.model_copy(update=said), material
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def rounded(bits):
@@ -76,7 +78,7 @@ def tuned(world, steps, lr):
     return other
 
 
-# -- text ------------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 def asked(world, index):
@@ -89,7 +91,9 @@ def seed_for(world, index):
 
 
 def drawn(world, index, policy=None, temperature=None, seed=None):
-    """The text of a group as ``policy`` writes it, at a temperature or from a seed that may be another than is claimed."""
+    """The text of a group as ``policy`` writes it, at a temperature or from a seed that may be
+    another than is claimed.
+    """
     agreed = (
         world.agreed
         if temperature is None
@@ -112,7 +116,9 @@ def margins_of(world, index, rows):
 
 
 def prefilled(world, index, rows):
-    """A claim of ``rows`` whose proof is that of the right weights, which have read them; and its largest margin, in nats."""
+    """A claim of ``rows`` whose proof is that of the right weights, which have read them; and its
+    largest margin, in nats.
+    """
     states, found = margins_of(world, index, rows)
     finish = ["stop" if world.policy.ends(row[-1]) else "length" for row in rows]
     claim, material = restated(
@@ -122,7 +128,9 @@ def prefilled(world, index, rows):
 
 
 def steered(world, index):
-    """The honest text with the right answer where it costs least margin, and that sum in nats; None if it holds it anyway."""
+    """The honest text with the right answer where it costs least margin, and that sum in nats; None
+    if it holds it anyway.
+    """
     rows = drawn(world, index)
     right = tuple(world.policy.encode(asked(world, index).answer, True))
     if right in rows:

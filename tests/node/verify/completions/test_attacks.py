@@ -1,4 +1,6 @@
-"""Each attack on a claim of completions: what one claim of some 60 tokens shows of it, and the bound of what passes."""
+"""Each attack on a claim of completions: what one claim of some 60 tokens shows of it, and the
+bound of what passes.
+"""
 
 import copy
 import dataclasses
@@ -18,12 +20,15 @@ from tests.node.verify.completions.attacks import (
     tuned,
 )
 
-FARTHEST = 0.1  # nats: no token of an accepted claim is further from the one that the claimed weights and seed give
+# nats: no token of an accepted claim is further from the one that the claimed weights and seed give
+FARTHEST = 0.1
 
 
 @pytest.fixture(scope="module")
 def peaked(world):
-    """The policy with logits 2.5 times as large: it has all but one answer left, as a trained one has."""
+    """The policy with logits 2.5 times as large: it has all but one answer left, as a trained one
+    has.
+    """
     policy = copy.deepcopy(world.policy)
     with torch.no_grad():
         policy.module.head.weight *= 2.5
@@ -71,7 +76,9 @@ def test_these_weights_are_always_found(worlds, kind, cheat):
 def test_these_weights_are_found_in_some_claims_and_write_the_right_text_in_the_others(
     world, cheat, least
 ):
-    """60 tokens are few: of 12 claims two thirds of int8 and of an adapter are found, as measured on 30. So it takes a few."""
+    """60 tokens are few: of 12 claims two thirds of int8 and of an adapter are found, as measured
+    on 30. So it takes a few.
+    """
     policy, checker = world.changed(cheat), world.checker(allowed=("float32",))
     accepted = [
         index for index in range(12) if world.check(world.proven(index, policy), checker).accepted
@@ -97,7 +104,9 @@ def test_text_of_a_tuned_copy_or_without_noise_or_with_another_seed_is_always_fo
 
 @pytest.mark.parametrize("lie", ["temperature", "int4"])
 def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding_might(peaked, lie):
-    """A peaked policy writes the same at .9 as at 1, and in int4, more often than not: then there is nothing to be found."""
+    """A peaked policy writes the same at .9 as at 1, and in int4, more often than not: then there
+    is nothing to be found.
+    """
     coarse = peaked.changed(rounded(4))
     texts = [
         drawn(peaked, index, temperature=0.9)
@@ -117,7 +126,9 @@ def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding
 def test_an_answer_put_in_where_it_costs_least_is_found_by_the_one_token_that_it_costs(
     worlds, kind
 ):
-    """The sum of margins may be small, and the mean over the claim smaller: the largest one is not."""
+    """The sum of margins may be small, and the mean over the claim smaller: the largest one is
+    not.
+    """
     world = worlds[kind]
     groups = [
         (index, *found) for index in range(14) if (found := steered(world, index)) is not None

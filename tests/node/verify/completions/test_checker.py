@@ -1,4 +1,6 @@
-"""Claims of the small policy: honest ones pass, and whatever a prover may try is refused with its own sentence."""
+"""Claims of the small policy: honest ones pass, and whatever a prover may try is refused with its
+own sentence.
+"""
 
 import copy
 import dataclasses
@@ -78,7 +80,9 @@ class CoarseTiny(Tiny):
 
 
 def test_a_claim_is_honest_under_autocast_of_the_node(world):
-    """Training may run in bfloat16: what is claimed is computed, and checked, in the dtype of the weights all the same."""
+    """Training may run in bfloat16: what is claimed is computed, and checked, in the dtype of the
+    weights all the same.
+    """
     checker = world.checker(allowed=("float32",))
     for index in range(4):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -99,7 +103,8 @@ def test_a_policy_that_computes_in_bfloat16_says_so_or_does_not_claim(world):
     assert world.check(proven).accepted
     with pytest.raises(
         VerifyError,
-        match=r"^The policy computes in bfloat16, where claims of completions are in float32: give it",
+        match=r"^The policy computes in bfloat16, where claims of completions are in float32: give "
+        r"it",
     ):
         world.proven(0, coarse, allowed=("float32",))
 
@@ -373,6 +378,13 @@ def test_evidence_is_bounded_whatever_the_reason():
 
 
 def test_policies_have_names_without_folders_and_habits():
-    assert [policy_label(spec) for spec in ("tiny", "tiny:first", "hf:org/name", "hf:/a b/c d.gguf", "hf:x/")] == [
-        "tiny", "tiny", "hf:name", "hf:c_d.gguf", "hf:x",
-    ]  # fmt: skip
+    assert [
+        policy_label(spec)
+        for spec in ("tiny", "tiny:first", "hf:org/name", "hf:/a b/c d.gguf", "hf:x/")
+    ] == [
+        "tiny",
+        "tiny",
+        "hf:name",
+        "hf:c_d.gguf",
+        "hf:x",
+    ]

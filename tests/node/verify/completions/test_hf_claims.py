@@ -1,4 +1,6 @@
-"""Claims of a model of transformers with an adapter, where those are installed: a random one of a few thousand parameters."""
+"""Claims of a model of transformers with an adapter, where those are installed: a random one of a
+few thousand parameters.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""What a claim is about, in bytes, and the training thread's part: groups for slots that are due."""
+"""What a claim is about, in bytes, and the training thread's part: groups for slots that are
+due.
+"""
 
 import copy
 import dataclasses
@@ -85,10 +87,16 @@ def test_each_hash_depends_on_all_of_it():
 @pytest.mark.parametrize(
     ("rows", "fields"),
     [
-        ([], {}), ([[1], []], {}), ([[1]] * 65, {}), ([[0] * 16_000] * 9, {}), ([[1]], {"dtype": "float64"}),
-        ([[1]], {"policy": "a b"}), ([[1]], {"snapshot": 0}), ([[1]], {"proof": bytes((2 << 20) + 1)}),
+        ([], {}),
+        ([[1], []], {}),
+        ([[1]] * 65, {}),
+        ([[0] * 16_000] * 9, {}),
+        ([[1]], {"dtype": "float64"}),
+        ([[1]], {"policy": "a b"}),
+        ([[1]], {"snapshot": 0}),
+        ([[1]], {"proof": bytes((2 << 20) + 1)}),
     ],
-)  # fmt: skip
+)
 def test_what_no_claim_can_hold(rows, fields):
     with pytest.raises(ValidationError):
         made(rows, **fields)
@@ -253,7 +261,8 @@ def test_a_planted_group_never_answers_the_same_question(world, round):
     assert write(claimer, other).planted
     (written,) = claimer.take()
     assert not other.checker().check(written.claim, written.material, written.snapshot).accepted
-    # Where there is but one question nothing can be planted, and a right claim must not be passed off as a wrong one.
+    # Where there is but one question nothing can be planted, and a right claim must not be passed
+    # off as a wrong one.
     claimer = Claimer(
         Env("one", b"{}", Few(1)), world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7
     )

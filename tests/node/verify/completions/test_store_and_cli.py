@@ -1,4 +1,6 @@
-"""Stored claims, the commands ``shoal verify``, and claims that say in which dtype and by what they were computed."""
+"""Stored claims, the commands ``shoal verify``, and claims that say in which dtype and by what they
+were computed.
+"""
 
 import json
 import os
@@ -226,7 +228,9 @@ def statistics(world, checker, policy=None):
 
 
 def test_noise_that_rounding_hides_from_float32_shows_in_the_provers_dtype(world):
-    """A check in float32, or one that computes in the prover's dtype with weights that it has not rounded, sees no difference."""
+    """A check in float32, or one that computes in the prover's dtype with weights that it has not
+    rounded, sees no difference.
+    """
     own, across = world.checker(own=BOTH), world.checker()
     changed = world.changed(noisy)
     assert fmean(statistics(world, own, changed)) > 1 + max(statistics(world, own))

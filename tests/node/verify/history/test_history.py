@@ -1,4 +1,6 @@
-"""What becomes of a peer's claims: which count, when that is an alarm, what a restart or a lie changes, and how it is explained."""
+"""What becomes of a peer's claims: which count, when that is an alarm, what a restart or a lie
+changes, and how it is explained.
+"""
 
 import json
 import math
@@ -31,7 +33,10 @@ def found(value, accepted=True, honest=HONEST):
 
 
 class World:
-    """A node "me" that checks a claim of "ann" in each round. ``says``: the odds that others state about ann."""
+    """A node "me" that checks a claim of "ann" in each round.
+
+    ``says``: the odds that others state about ann.
+    """
 
     def __init__(self, path):
         self.path, self.round, self.bans = path, 0, 0
@@ -42,7 +47,9 @@ class World:
         self.history = History(self.path, "me")
 
     def check(self, value, peer="ann", opened=False, finding=None):
-        """Check one claim, and settle its round; return what is voted, and about whom there is an alarm now."""
+        """Check one claim, and settle its round; return what is voted, and about whom there is an
+        alarm now.
+        """
         self.round += 1
         claim = claim_of(peer, self.round)
         voted = self.history.weigh(claim, finding or found(value))
@@ -223,7 +230,7 @@ def test_a_damaged_file_is_one_sentence_and_no_evidence(world, caplog):
     assert "cannot be used" in caplog.text
 
 
-# -- what others state ---------------------------------------------------------------------------------------------------
+# -- what others state -----------------------------------------------------------------------------
 
 SAID = b'{"odds":5e4}'
 
@@ -248,9 +255,22 @@ def test_a_statement_is_read():
 
 @pytest.mark.parametrize(
     "evidence",
-    [b"", b"e", b"[]", b"{}", b'{"odds":true}', b'{"odds":"9"}', b'{"odds":-1}', b'{"odds":0}', b'{"odds":Infinity}',
-     b'{"odds":NaN}', b'{"odds":' + b"9" * 400 + b"}", b"[" * 512, b'{"odds":[1]}'],
-)  # fmt: skip
+    [
+        b"",
+        b"e",
+        b"[]",
+        b"{}",
+        b'{"odds":true}',
+        b'{"odds":"9"}',
+        b'{"odds":-1}',
+        b'{"odds":0}',
+        b'{"odds":Infinity}',
+        b'{"odds":NaN}',
+        b'{"odds":' + b"9" * 400 + b"}",
+        b"[" * 512,
+        b'{"odds":[1]}',
+    ],
+)
 def test_what_states_nothing_is_left_out(evidence):
     assert read(evidence) == {}
 
@@ -264,8 +284,11 @@ def test_the_newest_statement_counts_and_that_of_an_appeal():
     claims = [claim_of("ann", round) for round in (3, 4)]
     dispute = Dispute(peer="ann", round=5, claim=claims[1].id, attempt=0)
     cases = (
-        (claims[0].id, 0, "bob", 2.0), (claims[1].id, 0, "bob", 3.0), (dispute.id, 0, "cat", 4.0), (claims[1].id, 1, "cat", 5.0),
-    )  # fmt: skip
+        (claims[0].id, 0, "bob", 2.0),
+        (claims[1].id, 0, "bob", 3.0),
+        (dispute.id, 0, "cat", 4.0),
+        (claims[1].id, 1, "cat", 5.0),
+    )
     ledger = Ledger(
         Reveal(
             peer=peer,
@@ -333,8 +356,8 @@ def test_people_read_the_decision_and_the_newest_claims(folder):
         f"peer peer-of-ann; an alarm at odds of 20,000 to 1\n{folder}: an alarm, odds of "
     )
     assert (
-        "1. activations of tiny, float32 checked in float32: 12 claims of rounds 1 to 23, odds up to "
-        in shown
+        "1. activations of tiny, float32 checked in float32: 12 claims of rounds 1 to 23, odds up "
+        "to " in shown
     )
     newest = EvidenceFile(folder / NAME).claims("peer-of-ann", 1)[-1]
     last = shown.rstrip().splitlines()[-1]
@@ -356,7 +379,8 @@ def test_a_claim_that_an_earlier_version_stored_has_no_kernel(folder):
     [
         (
             ["nobody"],
-            "No claim was counted of 'nobody' in runs/node: name the peer as `shoal peers` shows it",
+            "No claim was counted of 'nobody' in runs/node: name the peer as `shoal peers` shows "
+            "it",
         ),
         (["bob"], "No claim was counted of 'bob'"),  # too short
         (["peer-of"], "2 peers are called 'peer-of'"),

@@ -1,4 +1,6 @@
-"""What counts and what does not when members of a group, or its leader, die, stop, lie, or are too late."""
+"""What counts and what does not when members of a group, or its leader, die, stop, lie, or are too
+late.
+"""
 
 import asyncio
 import gc
@@ -69,7 +71,9 @@ def kill(peer):
 
 
 def freeze(monkeypatch, frozen):
-    """Streams in ``frozen`` are those of a stopped process: they stay open, and nothing happens on them."""
+    """Streams in ``frozen`` are those of a stopped process: they stay open, and nothing happens on
+    them.
+    """
 
     def freezing(name):
         usual = getattr(Stream, name)
@@ -280,7 +284,9 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(
 
 
 def test_who_reported_and_then_went_has_no_say_in_what_is_common():
-    """Those who stayed hold all three contributions: that the one who went lacked one of them leaves nobody out."""
+    """Those who stayed hold all three contributions: that the one who went lacked one of them
+    leaves nobody out.
+    """
     members = {name: MemberState(None, b"", None, 0.0) for name in "abc"}
     commit = GroupCommit(SimpleNamespace(decisions=None, needed={}), (0, 0), members, alone=True)
     nonce = fresh_nonce()
@@ -424,11 +430,14 @@ def reseal(listed, change, identity=None):
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda listed: [listed[0].replace(b"weight", b"weighs"), *listed[1:]], lambda listed: reseal(listed, {"round": 5}),
-        lambda listed: [*listed, listed[0]], lambda listed: listed[:1], lambda listed: [*listed[:-1], listed[-1][:-5]],
+        lambda listed: [listed[0].replace(b"weight", b"weighs"), *listed[1:]],
+        lambda listed: reseal(listed, {"round": 5}),
+        lambda listed: [*listed, listed[0]],
+        lambda listed: listed[:1],
+        lambda listed: [*listed[:-1], listed[-1][:-5]],
     ],
     ids=["altered", "another-round", "twice", "left-out", "cut"],
-)  # fmt: skip
+)
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
     monkeypatch.setattr(
@@ -472,7 +481,9 @@ def test_a_leader_gets_one_more_attempt_not_one_after_another(school, monkeypatc
 
 
 def test_a_nonce_of_a_group_that_this_node_leads_is_refused(school, monkeypatch):
-    """A member of it knows the nonce: with a group of the same it would answer for this node's decision."""
+    """A member of it knows the nonce: with a group of the same it would answer for this node's
+    decision.
+    """
     monkeypatch.setattr(group_lead, "fresh_nonce", lambda: bytes(16))
     peers = school.peers(3, wait=1.0)
     for peer in peers:

@@ -1,4 +1,6 @@
-"""How the groups of a round come about when peers are late, early, gone, many, or see different memberships."""
+"""How the groups of a round come about when peers are late, early, gone, many, or see different
+memberships.
+"""
 
 import re
 import threading
@@ -66,7 +68,9 @@ def test_peers_in_their_own_time_always_find_their_group(school):
 
 
 def not_led(school, peers, place, after):
-    """Return a round whose peer at ``place`` does not lead the round ``after`` it: who waited for it in vain passes it over."""
+    """Return a round whose peer at ``place`` does not lead the round ``after`` it: who waited for
+    it in vain passes it over.
+    """
     ranked = school.ranked
     return next(
         round
@@ -128,7 +132,8 @@ def test_a_newcomer_that_counts_its_fragments_otherwise_is_put_into_step(school)
     old, new = four[:3], four[3]
     for peer in old:
         peer.sees = [other.id for other in old]
-    # The others send fragment 0 in even rounds; a newcomer that leads its own odd round has nobody to tell it.
+    # The others send fragment 0 in even rounds; a newcomer that leads its own odd round has nobody
+    # to tell it.
     odd = next(round for round in range(5, 100, 2) if school.ranked(four, round)[0] is not new)
     assert (
         school.values([peer.start(odd - 1, 1.0, fragment=0) for peer in old])
@@ -153,13 +158,24 @@ def test_a_dead_leader_is_passed_over_at_once(school):
 
 
 def test_one_peer_takes_few_places_of_a_leader(school):
-    """The fault: a peer may state any round and fragment, and four peers with sixteen streams each took all places of a leader."""
+    """The fault: a peer may state any round and fragment, and four peers with sixteen streams each
+    took all places of a leader.
+    """
     one = school.peers(1)[0]
     leader, context = one.exchange._leader, one.exchange._context
     ready = GroupReady(
-        swarm=context.swarm, round=0, fragment=0, model=context.model, codec="float32", shapes=bytes(32), nbytes=4, weight=1.0,
-        sha256=bytes(32), patience=9.0, nonce=bytes(16),
-    )  # fmt: skip
+        swarm=context.swarm,
+        round=0,
+        fragment=0,
+        model=context.model,
+        codec="float32",
+        shapes=bytes(32),
+        nbytes=4,
+        weight=1.0,
+        sha256=bytes(32),
+        patience=9.0,
+        nonce=bytes(16),
+    )
 
     def judged(round, fragment=0):
         found = leader._judge("x", ready.model_copy(update={"round": round, "fragment": fragment}))
@@ -196,7 +212,9 @@ def test_who_is_only_late_opens_and_is_waited_for(school, monkeypatch):
 
 
 def test_who_is_rounds_ahead_is_not_waited_for_at_all(school, monkeypatch):
-    """It waits in a later round, for the others: they would wait for it in each of theirs until their patience is over."""
+    """It waits in a later round, for the others: they would wait for it in each of theirs until
+    their patience is over.
+    """
     monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
     *others, ahead = school.ranked(school.peers(4, wait=500.0))
     for peer in others:
@@ -332,7 +350,9 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
 
 @pytest.mark.ci
 def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_again(school):
-    """Nobody comes to it or tells it in which round they are: it would wait alone in each round that its rank gives to it."""
+    """Nobody comes to it or tells it in which round they are: it would wait alone in each round
+    that its rank gives to it.
+    """
     late, *others = three = school.peers(3, wait=2.0)
     for peer in others:
         for round in (0, 1):
@@ -397,7 +417,9 @@ def test_nobody_comes(school):
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.parametrize("before", [True, False])
 def test_who_said_goodbye_is_not_waited_for_by_the_last_one(school, monkeypatch, leads, before):
-    """It sat out its whole patience, though the record of who left was there to be read (by a look in the directory)."""
+    """It sat out its whole patience, though the record of who left was there to be read (by a look
+    in the directory).
+    """
     monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
     ranked = school.ranked(school.peers(2, wait=500.0))
     gone, last = ranked if leads else reversed(ranked)

@@ -1,4 +1,6 @@
-"""Groups: the arithmetic of dealing and deciding, the channel to a leader where it breaks, and a mean over four real hosts."""
+"""Groups: the arithmetic of dealing and deciding, the channel to a leader where it breaks, and a
+mean over four real hosts.
+"""
 
 import asyncio
 import gc
@@ -72,10 +74,14 @@ def test_all_takers_hold_the_whole_mean_and_are_in_it(reports):
     ({0: 0b111, 1: 0b111}, (0b111, 0b11)),  # the third died, but both have what it sent
     ({0: 0b111, 1: 0b011}, (0b011, 0b11)),  # only one has it
     ({0: 0b011, 1: 0b011, 2: 0b111}, (0b011, 0b011)),  # what the third sent was of no use
-    ({0: 0b1101, 1: 0b1110, 2: 0b1111, 3: 0b1111}, (0b1110, 0b1110)),  # the first two cannot reach each other
-    ({0: 0b1111, 1: 0b1111, 2: 0b0100, 3: 0b1111}, (0b1111, 0b1011)),  # one that says it holds nobody's goes alone
-    ({0: 0b0111, 1: 0b0111, 2: 0b0111, 3: 0b1111}, (0b0111, 0b0111)),  # whom all the others refuse is out, alone
-    ({0: 0b1101, 1: 0b1111, 2: 0b1111, 3: 0b1111}, (0b1101, 0b1101)),  # one refuses one: the refused is out
+    # the first two cannot reach each other
+    ({0: 0b1101, 1: 0b1110, 2: 0b1111, 3: 0b1111}, (0b1110, 0b1110)),
+    # one that says it holds nobody's goes alone
+    ({0: 0b1111, 1: 0b1111, 2: 0b0100, 3: 0b1111}, (0b1111, 0b1011)),
+    # whom all the others refuse is out, alone
+    ({0: 0b0111, 1: 0b0111, 2: 0b0111, 3: 0b1111}, (0b0111, 0b0111)),
+    # one refuses one: the refused is out
+    ({0: 0b1101, 1: 0b1111, 2: 0b1111, 3: 0b1111}, (0b1101, 0b1101)),
     ({0: 0b1}, (0, 0)), ({0: 0b01, 1: 0b10}, (0, 0)), ({}, (0, 0)),
 ])  # fmt: skip
 def test_what_is_decided(held, expected):
@@ -117,7 +123,9 @@ def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, l
 
 
 def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind():
-    """asyncio reports an exception that nobody has looked at, and a node's log would show it as a warning."""
+    """asyncio reports an exception that nobody has looked at, and a node's log would show it as a
+    warning.
+    """
     reported = []
 
     async def work():
@@ -145,7 +153,9 @@ def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind
 
 
 def test_messages_that_come_quickly_do_not_put_off_the_heartbeats():
-    """Each began the time to the next heartbeat anew: a member that heard much was taken for dead (seed 91531)."""
+    """Each began the time to the next heartbeat anew: a member that heard much was taken for dead
+    (seed 91531).
+    """
     loop, beats = VirtualLoop(), [0.0]
 
     async def work():
@@ -226,10 +236,16 @@ def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_eve
             for number, exchange in enumerate(group)
         ]
         means = [handle.result() for handle in handles]
-        expected = weighted_mean([
-            (host.peer_id, 1.0 + number, twins[number].decode(twins[number].encode(tensors(number, round)), SHAPES))
-            for number, (host, _) in enumerate(hosts)
-        ])  # fmt: skip
+        expected = weighted_mean(
+            [
+                (
+                    host.peer_id,
+                    1.0 + number,
+                    twins[number].decode(twins[number].encode(tensors(number, round)), SHAPES),
+                )
+                for number, (host, _) in enumerate(hosts)
+            ]
+        )
         for mean in means:
             assert (mean.members, mean.weight) == (expected.members, 10.0)
             for got, first, wanted in zip(

@@ -1,5 +1,5 @@
-"""Several meetings of one node at once, one for each fragment: each by itself, all rounds of a node in step, and what they hold in
-memory."""
+"""Several meetings of one node at once, one for each fragment: each by itself, all rounds of a node
+in step, and what they hold in memory."""
 
 import asyncio
 import gc
@@ -172,7 +172,9 @@ def test_what_the_optimizer_hands_in_before_it_knows_of_a_move_is_moved_as_far(n
 
 
 def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
-    """a waits for b with fragment 1 in round 5. b learns of c, with fragment 0, that the swarm is at 8: it will never be at 5."""
+    """a waits for b with fragment 1 in round 5. b learns of c, with fragment 0, that the swarm is
+    at 8: it will never be at 5.
+    """
     while True:
         a, b, c = peers = [Overlapping(network, wait=LONG) for _ in range(3)]
         ids = [peer.id for peer in peers]
@@ -190,7 +192,10 @@ def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
 
 
 def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(network, monkeypatch):
-    """As the weights that it was made of were replaced. The caller, or the callee, learns of it by the end of the stream."""
+    """As the weights that it was made of were replaced.
+
+    The caller, or the callee, learns of it by the end of the stream.
+    """
     swap = PairTransfer._swap
     for giver in (0, 1):
         caller, callee = pair = Overlapping(network, wait=LONG), Overlapping(network, wait=LONG)
@@ -309,7 +314,9 @@ def test_a_move_keeps_every_later_contribution_in_its_step(fragments, sent, data
 
 @given(st.integers(1, 5), st.lists(st.sampled_from(["send", "leave out", "apply", 1, 2, 3])))
 def test_a_round_that_is_left_out_keeps_every_number_in_its_step(fragments, events):
-    """Whatever was in flight then and moves later (by so many steps), and whenever the optimizer learns of it."""
+    """Whatever was in flight then and moves later (by so many steps), and whenever the optimizer
+    learns of it.
+    """
     rounds, counted, turn, flying = PairRounds(fragments, overlap=True), 0, 0, []
     for event in events:
         if event == "send":
@@ -391,7 +398,9 @@ def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(netwo
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_who_found_nobody_meets_one_that_failed_once_but_not_twice(network, failures):
-    """In a small swarm one that had been cut off found the only free one each round, which turned it away for eight rounds."""
+    """In a small swarm one that had been cut off found the only free one each round, which turned
+    it away for eight rounds.
+    """
     a, b, *busy = [Overlapping(network, wait=0.2, overlap=True) for _ in range(5)]
     ids = [peer.id for peer in (a, b, *busy)]
     round = next(r for r in range(4, 1000) if partner_of(SEED, r, a.id, ids) is None)
@@ -424,7 +433,9 @@ def test_who_has_listened_long_enough_costs_training_no_more(needed, over):
 
 @given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, limit):
-    """A liar that answered a round of another fragment put a peer out of step for good: it met nobody any more."""
+    """A liar that answered a round of another fragment put a peer out of step for good: it met
+    nobody any more.
+    """
     moved = PairRounds(fragments).within(wanted, 0, mine, limit)
     assert moved == mine or (mine < moved <= min(wanted, limit) and (moved - mine) % fragments == 0)
 
@@ -494,7 +505,9 @@ OF_AN_EXCHANGE = (
 
 @pytest.fixture
 def uncollected():
-    """What is in a ring of references stays, as it does for long in a node, where hardly any objects are made meanwhile."""
+    """What is in a ring of references stays, as it does for long in a node, where hardly any
+    objects are made meanwhile.
+    """
     gc.disable()
     gc.freeze()  # what is there already is not looked at
     yield

@@ -25,7 +25,8 @@ from tests.clocks import until
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5
-LONG = 60.0  # a wait that no test sits out: what ends in half of it did not wait, however busy the machine
+# a wait that no test sits out: what ends in half of it did not wait, however busy the machine
+LONG = 60.0
 
 
 class Peer:
@@ -119,7 +120,10 @@ def test_four_peers_in_their_own_time_always_meet_their_mates(network):
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("how", ["refused", "lost"])
 def test_calls_cross_and_one_side_cannot_dial(network, who, how):
-    """Behind its router: nobody answers there, or nothing comes back at all. The call that came in is the one that counts."""
+    """Behind its router: nobody answers there, or nothing comes back at all.
+
+    The call that came in is the one that counts.
+    """
     pair = sorted(
         (Peer(network, wait=LONG) for _ in range(2)), key=lambda peer: rank(SEED, 0, peer.id)
     )
@@ -207,7 +211,9 @@ def test_a_partner_that_vanished_costs_no_wait(network):
 
 
 def test_a_partner_that_vanishes_while_it_holds_a_call_is_not_waited_for(network):
-    """Its stream stays open, as one through a relay does, and libp2p opens further ones: only an answer shows that it is there."""
+    """Its stream stays open, as one through a relay does, and libp2p opens further ones: only an
+    answer shows that it is there.
+    """
     a, b = Peer(network, wait=LONG, chunk=0.5), Peer(network, wait=LONG)
     a.sees = b.sees = [a.id, b.id]
     handle = a.start(0, 1.0)
@@ -224,7 +230,9 @@ def test_a_partner_that_vanishes_while_it_holds_a_call_is_not_waited_for(network
 
 @pytest.mark.parametrize("held", [True, False])
 def test_whom_a_silent_partner_kept_waiting_calls_nobody_else(network, held):
-    """The wait for one that is gone is all that training stands still for; the search of others would come on top of it."""
+    """The wait for one that is gone is all that training stands still for; the search of others
+    would come on top of it.
+    """
     peers = a, b, *_ = [Peer(network, wait=LONG, chunk=0.5) for _ in range(3)]
     round, called, opened = a_round([peer.id for peer in peers], [(a.id, b.id)]), [], a.host.open
 
@@ -300,7 +308,8 @@ def test_peers_left_over_meet_each_other(network):
 
 
 def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
-    # a and b have met in this last round and a has left; without it, c would be paired with b, who has passed, or be odd.
+    # a and b have met in this last round and a has left; without it, c would be paired with b, who
+    # has passed, or be odd.
     a, b, c, d = peers = [Peer(network) for _ in range(4)]
     ids = [peer.id for peer in peers]
     three = [b.id, c.id, d.id]
@@ -422,7 +431,9 @@ def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, capl
 
 
 def test_a_node_that_is_a_million_rounds_ahead_goes_back_and_meets_the_others_again(network):
-    """As after the checkpoint of a swarm that was led astray: nobody believes it, so it follows those who call it."""
+    """As after the checkpoint of a swarm that was led astray: nobody believes it, so it follows
+    those who call it.
+    """
     ahead, a, b = peers = [Peer(network, wait=0.3) for _ in range(3)]
     records = {}
     for peer in peers:

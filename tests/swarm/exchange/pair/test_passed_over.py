@@ -1,5 +1,5 @@
-"""The choice of partners: the free ones find each other where some are dead; who spends the rounds of others is passed over, for a
-while."""
+"""The choice of partners: the free ones find each other where some are dead; who spends the rounds
+of others is passed over, for a while."""
 
 import copy
 import hashlib
@@ -163,7 +163,9 @@ def swarm(network, count):
 
 
 def trained(exchanges, rounds, values, first=0):
-    """All rounds from ``first`` on, one after another; for each the members of every exchange's mean."""
+    """All rounds from ``first`` on, one after another; for each the members of every exchange's
+    mean.
+    """
     met = []
     for number in range(first, first + rounds):
         handles = [
@@ -178,7 +180,10 @@ def trained(exchanges, rounds, values, first=0):
     return met
 
 
-BY_THE_CLOCK = "on a busy machine a peer falls out of the step that this test keeps for all, and meets nobody for some rounds"
+BY_THE_CLOCK = (
+    "on a busy machine a peer falls out of the step that this test keeps for all, and "
+    "meets nobody for some rounds"
+)
 
 
 @pytest.mark.thinned(3)
@@ -215,7 +220,9 @@ def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(
 
 
 def test_three_honest_peers_are_all_met_in_turn(network):
-    """Each round's pair is the one that everybody computes, also where it is the same twice: who was met is not passed over."""
+    """Each round's pair is the one that everybody computes, also where it is the same twice: who
+    was met is not passed over.
+    """
     exchanges = swarm(network, 3)
     peers = [exchange._context.me for exchange in exchanges]
     pairs = lambda number: set(groups(SEED, number, peers)[0])  # noqa: E731
@@ -251,7 +258,9 @@ def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
     st.sampled_from([1, 4]),
 )
 def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs, fragments):
-    """With terms from each one's own failure they came back by turns, each turned away by the other: for good (seed 71291)."""
+    """With terms from each one's own failure they came back by turns, each turned away by the
+    other: for good (seed 71291).
+    """
     nodes = [
         PairSelector(selector(f"peer-{number}", directory(2))._context, fragments=fragments)
         for number in (0, 1)
@@ -273,7 +282,9 @@ def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs,
 
 
 def test_who_costs_time_again_is_passed_over_for_as_long_as_it_takes_and_longer_each_time():
-    """The first time this node itself may have slept: two that are all there are did not meet for 128 rounds."""
+    """The first time this node itself may have slept: two that are all there are did not meet for
+    128 rounds.
+    """
     for over, terms in (
         (1, (8, 32, 128, 512, 1024)),
         (100, (8, 128, 512, 1024)),
@@ -287,7 +298,9 @@ def test_who_costs_time_again_is_passed_over_for_as_long_as_it_takes_and_longer_
 
 
 def test_what_breaks_off_while_nobody_is_met_counts_once():
-    """It may be this node's own line: two that lost each other for a minute did not meet for ten."""
+    """It may be this node's own line: two that lost each other for a minute did not meet for
+    ten.
+    """
     passed = PassedOver(1)
     for round in (0, 3, 6):
         passed.missed("peer", round)
@@ -300,7 +313,9 @@ def test_what_breaks_off_while_nobody_is_met_counts_once():
 
 
 def test_a_node_that_would_pass_over_all_meets_those_that_failed_once():
-    """All others passed over a node whose line had been cut, and it them, for as long as the term went, though all was whole."""
+    """All others passed over a node whose line had been cut, and it them, for as long as the term
+    went, though all was whole.
+    """
     here = directory(4)
     node = selector("peer-0", here)
     others = sorted(here.keys() - {"peer-0"})
@@ -373,7 +388,9 @@ def test_who_has_seen_the_same_failures_agrees_and_the_other_pairs_stay(count, r
 
 
 def test_pairs_are_computed_by_all_members():
-    """The order of pairs does not depend on who is passed over, so that views that differ disagree about few pairs."""
+    """The order of pairs does not depend on who is passed over, so that views that differ disagree
+    about few pairs.
+    """
     here = directory(8)
     pairs = groups(SEED, 0, here)
     node = PairSelector(selector(pairs[0][0], here)._context)
@@ -383,7 +400,9 @@ def test_pairs_are_computed_by_all_members():
 
 @pytest.mark.parametrize("hostile", [True, False])
 def test_over_many_swarms_the_honest_two_meet_in_nine_of_ten_rounds_after_the_first(hostile):
-    """The choice of partners alone, of two honest peers and one that always breaks off (or never does)."""
+    """The choice of partners alone, of two honest peers and one that always breaks off (or never
+    does).
+    """
     share = []
     for seed in range(60):
         here = Directory()

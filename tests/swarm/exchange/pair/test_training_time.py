@@ -1,4 +1,6 @@
-"""How long an exchange may hold training: several times what is usual here; and who costs more than it gives is passed over."""
+"""How long an exchange may hold training: several times what is usual here; and who costs more than
+it gives is passed over.
+"""
 
 import asyncio
 import math
@@ -53,7 +55,9 @@ def timed(periods=None, wait=10.0, fragments=1, trial=0.0):
 
 
 def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
-    """Let one transfer run; return its outcome, the selector's ends, the failures that were counted, and what it held."""
+    """Let one transfer run; return its outcome, the selector's ends, the failures that were
+    counted, and what it held.
+    """
     context = PeerContext(None, Identity.ephemeral(), SWARM, "0" * 64, 0, dict)
     attempt = ExchangeAttempt(
         encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32))
@@ -125,7 +129,8 @@ MET, NOT_MET = [("peer", True)], [("peer", False)]
 @pytest.mark.parametrize(("transfer", "options", "outcome", "measured"), [
     (never, {}, (None, NOT_MET, ["timeout"]), True),  # longer than its budget
     (slow, {"budget": 30.0}, (THEIRS, MET, []), True),
-    (committed_and_then_silent, {}, (THEIRS, MET, []), None),  # what was committed counts though the rest is given up
+    # what was committed counts though the rest is given up
+    (committed_and_then_silent, {}, (THEIRS, MET, []), None),
     (never, {"tries": True}, (None, [], ["timeout"]), False),  # of a slow way
     (slow, {"tries": True, "budget": 30.0, "holds": [WAIT / 100] * 3}, (THEIRS, MET, []), False),
     (breaks_off, {"tries": True}, (None, NOT_MET, []), False),
@@ -238,7 +243,9 @@ def test_what_it_costs_little_by_little_adds_up_and_what_rounds_give_is_taken_fr
 
 
 def test_without_a_measure_nothing_is_dear():
-    """Over a satellite the first exchange with each takes longer than any on the ground: who was given up was passed over."""
+    """Over a satellite the first exchange with each takes longer than any on the ground: who was
+    given up was passed over.
+    """
     time = timed({0: 10.0})
     assert time.spent("peer", 0, 0, 5.0, whole=False) == {}
     assert time.spent("peer", 1, 0, 5.0, whole=True) == {}
@@ -302,7 +309,9 @@ def test_tables_are_bounded():
 
 
 def test_who_is_waited_for_in_vain_is_passed_over():
-    """Of two public nodes and one that holds calls each waited eight seconds in every other round of two."""
+    """Of two public nodes and one that holds calls each waited eight seconds in every other round
+    of two.
+    """
     time = timed({0: 2.0})
     assert time.cost("peer", 0, 0, 0.5) == 0
     assert time.cost("peer", 1, 0, 1.0) == math.ceil((0.5 - 2 * GIVES + 1.0) / (2 * GIVES))

@@ -1,4 +1,6 @@
-"""What counts and what does not: lost confirms, damaged and poisoned payloads, and the promises of every exchange."""
+"""What counts and what does not: lost confirms, damaged and poisoned payloads, and the promises of
+every exchange.
+"""
 
 import asyncio
 import math
@@ -26,7 +28,9 @@ from tests.clocks import until
 from tests.swarm.conftest import SWARM, paired
 
 CHUNK_TIMEOUT = 0.5
-LONG = 60.0  # a deadline that no test sits out: what ends in half of it did not wait for it, however busy the machine
+# a deadline that no test sits out: what ends in half of it did not wait for it, however busy the
+# machine
+LONG = 60.0
 
 
 class Pair:
@@ -212,7 +216,9 @@ def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(brisk,
 
 
 def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatch):
-    """Time is up while READY is awaited: what comes later changes nothing, and the partner goes on alone too."""
+    """Time is up while READY is awaited: what comes later changes nothing, and the partner goes on
+    alone too.
+    """
     decide = transfer.PairTransfer._decide
     entered, leave = threading.Event(), []
 
@@ -280,7 +286,9 @@ def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(brisk,
 
 
 def near(pair, number, rounds=1, far=None):
-    """Both sides' codecs of pairs, after as many rounds, with what they sent and got last; ``far``: how far the callee is away."""
+    """Both sides' codecs of pairs, after as many rounds, with what they sent and got last; ``far``:
+    how far the callee is away.
+    """
     codecs, shape = [codec_named("mod4") for _ in range(2)], (300, 100)
     generator = torch.Generator().manual_seed(number)
     base = torch.randn(shape, generator=generator)
@@ -337,7 +345,9 @@ def test_a_callee_whose_confirm_was_lost_learns_the_refused_blocks_too(pair, mon
 
 
 def test_who_is_far_away_as_a_whole_counts_as_turned_down(pair):
-    """So a node that nobody can read fetches the weights of the others (`shoal.swarm.state.resync`)."""
+    """So a node that nobody can read fetches the weights of the others
+    (`shoal.swarm.state.resync`).
+    """
     sent, got = near(pair, 1, far=torch.ones(300, 100))
     assert all(gain.count_nonzero() < 0.05 * gain.numel() for gain in gains(sent, got))
     assert [exchange.stats.turned_down() for exchange in pair.exchanges] == [1, 1]
@@ -450,7 +460,9 @@ def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_w
 
 
 def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
-    """The partner, which knows only the size of its own last one, would take it for something else than a payload."""
+    """The partner, which knows only the size of its own last one, would take it for something else
+    than a payload.
+    """
     monkeypatch.setattr(pair_calls, "HELD_S", 0.0)
     assert pair.run() == [(2.0, -2.0)] * 2
     for codec, ahead in ((BFLOAT16, False), (BFLOAT16, True), (FLOAT32, False)):
