@@ -155,7 +155,10 @@ def hosts():
         "mod4-overlapped",
     ],
 )
-def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
+def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
+    hosts, outer, caplog
+):
+    caplog.set_level("DEBUG", "shoal.swarm.exchange")  # shown if a pair fails to exchange
     rounds = 5
     train = TrainSettings(steps=rounds * outer.every, seed=SEED)
     swarm = "a" * 52

@@ -300,12 +300,13 @@ def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_
     """
     import transformers
 
-    seen = []
+    seen, slow = [], []
 
     class Watching(transformers.Trainer):
         def prediction_step(self, model, inputs, *rest, **named):
             result = super().prediction_step(model, inputs, *rest, **named)
-            seen.append(torch.equal(flat(model.parameters()), flat(callback.opt.slow)))
+            slow.append(flat(callback.opt.slow).clone())
+            seen.append(torch.equal(flat(model.parameters()), slow[-1]))
             return result
 
     model = tiny(0, lora=False)
@@ -330,14 +331,12 @@ def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_
             callbacks=[callback],
         ).train()
     assert callback._hook is None
-    for step in (4, 8):
-        assert not torch.equal(
-            saved_weights(tmp_path / evaluate / f"checkpoint-{step}", model),
-            flat(callback.opt.slow),
-        )
-    assert (
-        seen == [True] * 2 + [evaluate == "slow"] * 2 + [False] * 2
-    )  # at first equal, at last finished
+    at_end, before = (
+        saved_weights(tmp_path / evaluate / f"checkpoint-{step}", model) for step in (8, 4)
+    )
+    assert torch.equal(at_end, flat(callback.opt.slow))  # the run's result
+    assert not torch.equal(before, slow[2])  # of step 4
+    assert seen == [True] * 2 + [evaluate == "slow"] * 2 + [True] * 2
 
 
 def test_a_trainer_that_begins_again_with_smaller_batches_keeps_its_optimizer(tmp_path):
