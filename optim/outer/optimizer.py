@@ -355,10 +355,11 @@ class OuterOptimizer(OuterState):
             return
         key = RoundKey(self.run, self.round, len(self._parts))
         self.round += 1
-        mean = self._take_mean(self.exchange, key)
-        self._start_from_slow()
-        self._note_weights()
-        self._report(key, mean, 0)
+        members = self.average_over(self.exchange, tries=1, first_round=key.round)
+        if not members:
+            self._start_from_slow()
+            self._note_weights()
+        self._report(key, members, 0)
 
     @torch.no_grad()
     def settle(self, *, rest: bool = True) -> None:
@@ -380,18 +381,20 @@ class OuterOptimizer(OuterState):
         exchange: Exchange,
         *,
         tries: int = 2,
+        first_round: int = 0,
         enough: Callable[[tuple[str, ...]], bool] = bool,
         accept: Callable[[], bool] | None = None,
     ) -> tuple[str, ...]:
         """Take the plain mean of the slow weights (and the averaged buffers) over ``exchange``, as
         float32, into the model too.
 
-        Call `settle` before. The rounds of ``exchange`` are its own. The members of one mean bring
-        it to the next try, so that all have equal shares in the end.
+        Call `settle` before. The members of one mean bring it to the next try, so that all have
+        equal shares in the end.
 
         Args:
             tries: exchanges at most; another one follows unless ``enough(members)`` of the mean so
                 far.
+            first_round: number of the first try; ``exchange`` has rounds of its own by default.
             accept: called with the mean in the model; False puts everything back as it was, of
                 which there is a copy until then.
 
@@ -401,10 +404,13 @@ class OuterOptimizer(OuterState):
         before = [] if accept is None else [t.clone() for t in (*self.slow, *self._buffers.now())]
         members: tuple[str, ...] = ()
         for number in range(tries):
-            key = RoundKey(self.run, number * len(self._parts), len(self._parts))
-            mean = self._take_mean(exchange, key)
+            round = first_round + number * len(self._parts)
+            everything = [*(t.float() for t in self.slow), *self._buffers.now()]
+            key = RoundKey(self.run, round, len(self._parts))
+            mean = exchange.start(Contribution(key, OnDemand(everything))).result()
             if mean is not None:
                 members = mean.members
+                assign([*self.slow, *self._buffers.now()], mean.tensors)
                 self._start_from_slow()
                 self._note_weights()
             if self._weights.agreed(enough(members)):
@@ -415,16 +421,6 @@ class OuterOptimizer(OuterState):
             self._note_weights()
             members = ()
         return members
-
-    def _take_mean(self, exchange: Exchange, key: RoundKey) -> Mean | None:
-        """Return the mean of all that is averaged, which the slow weights and buffers are then;
-        None without a partner.
-        """
-        everything = [*(t.float() for t in self.slow), *self._buffers.now()]
-        mean = exchange.start(Contribution(key, OnDemand(everything))).result()
-        if mean is not None:
-            assign([*self.slow, *self._buffers.now()], mean.tensors)
-        return mean
 
     def quiet(self, most: int) -> int:
         """Return the positions up to the next at which anything is sent, applied or asked for, from
@@ -721,7 +717,7 @@ class OuterOptimizer(OuterState):
         late = (
             self._auto is not None and pending.arrived is not None and pending.arrived > pending.lag
         )
-        self._report(context.key, mean, lag, late)
+        self._report(context.key, () if mean is None else mean.members, lag, late)
 
     def _equalise(self, key: RoundKey, mean: Mean) -> None:
         """Equalise the slow weights and the shared state of the fragment ``key.fragment`` among
@@ -755,11 +751,11 @@ class OuterOptimizer(OuterState):
             for index, tensor in zip(part, row, strict=True):
                 tensors[index].copy_(tensor)
 
-    def _report(self, key: RoundKey, mean: Mean | None, lag: int, late: bool = False) -> None:
+    def _report(
+        self, key: RoundKey, members: tuple[str, ...], lag: int, late: bool = False
+    ) -> None:
         if self.on_round is not None:
-            self.on_round(
-                RoundInfo(key, () if mean is None else mean.members, self.steps, lag, late)
-            )
+            self.on_round(RoundInfo(key, members, self.steps, lag, late))
 
     def _apply_in_flight(self) -> None:
         self._begin_anew()

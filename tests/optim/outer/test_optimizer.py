@@ -471,6 +471,34 @@ def test_finish_counts_the_steps_since_the_last_round():
         torch.testing.assert_close(found, (a + b) / 2, rtol=0, atol=1e-6)
 
 
+def test_finish_ends_with_the_bits_of_settle_and_average_over():
+    """Mutants: its mean goes by another number than that of the next round; by a second try."""
+
+    def peer(exchange):
+        ends = []
+        for by_hand in (False, True):
+            net, told = model(), []
+            inner = torch.optim.SGD(net.parameters(), lr=0.1)
+            opt = NoLoCo(inner, exchange, every=4, lag=2, run=f"by hand: {by_hand}")
+            train(net, opt, 9, first=1000 * ord(exchange.peer))
+            opt.on_round = told.append
+            if by_hand:
+                opt.settle()
+                opt.average_over(exchange, tries=1)
+            else:
+                opt.finish(average=True)
+            ends.append((weights(net), [t.clone() for t in opt.slow], told, opt.round))
+        return ends
+
+    for (net, slow, told, round), (net_by_hand, slow_by_hand, _, _) in (
+        Simulation(["a", "b"]).run(peer).values()
+    ):
+        assert same(net, net_by_hand)
+        assert same(slow, slow_by_hand)
+        assert told[-1].key.round == round - 1
+        assert told[-1].members == ("a", "b")
+
+
 def test_after_finish_a_contribution_is_measured_from_where_the_weights_are():
     class Drifting(Partner):
         """Partner whose weights are other ones in the plain mean."""
