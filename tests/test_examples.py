@@ -21,7 +21,7 @@ from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
+from tests.support.blocking import blocking
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"

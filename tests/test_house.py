@@ -404,6 +404,14 @@ def test_what_has_one_user_lives_with_it():
     assert not {name for name in alone if name.startswith(("shoal.node.", "shoal.verification."))}
 
 
+@each([*SHOWN, *TESTS])
+def test_imported_helpers_are_there(file):
+    """In programs in strings too. Helpers live in tests/support."""
+    for name in re.findall(r"\bfrom (tests(?:\.\w+)+) import\b", file.read_text(encoding="utf-8")):
+        place = ROOT.joinpath(*name.split("."))
+        assert place.is_dir() or place.with_suffix(".py").is_file(), f"there is no {name}"
+
+
 @each([*PRODUCT, *SHOWN, *TESTS])
 def test_length(file):
     longest = LONGER.get(relative(file), MAX_LINES)

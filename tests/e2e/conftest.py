@@ -20,7 +20,7 @@ import pytest
 
 from shoal.node.demo.nodes import ForkServer
 from shoal.optim.exchange.base import rank
-from tests.clocks import LIMIT_S, until
+from tests.support.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (

@@ -20,8 +20,8 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
-from tests.blocking import blocking
-from tests.records import member_of
+from tests.support.blocking import blocking
+from tests.support.records import member_of
 
 PEERS = 4
 SEED = 3

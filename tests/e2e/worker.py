@@ -45,7 +45,7 @@ from shoal.swarm.state.snapshot import MemorySink, State
 from shoal.swarm.state.sync import StateQuery, begin_fetch
 from shoal.swarm.wire import envelope
 from shoal.swarm.wire.messages import Commit, Ready, StateRequest
-from tests.records import member_of
+from tests.support.records import member_of
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 2

@@ -33,7 +33,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from tests.records import member_of
+from tests.support.records import member_of
 
 RANK = Path(__file__).parent / "rank.py"
 # a net for what hangs, below the 300 s of a whole test: how long ranks take says how busy the

@@ -21,7 +21,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
+from tests.support.blocking import blocking
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 Named = namedtuple("Named", "x scale note")

@@ -27,8 +27,8 @@ from shoal.swarm.wire.messages import (
     SwarmsReply,
     SwarmsRequest,
 )
-from tests.records import member_of
 from tests.security.bare_client import Connection, Key
+from tests.support.records import member_of
 
 PLACES = 4  # swarms in which one peer is noted
 STEP_S = 10.0

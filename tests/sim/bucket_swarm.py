@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from shoal.swarm.membership.directory import PERIOD, ROOM, TTL
 from shoal.swarm.wire.messages import Member
-from tests.records import SWARM, member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board, Posted, SimDirectory
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links, SimHost, SimNetwork, Trace
+from tests.support.records import SWARM, member_of
 
 BUCKET, EPOCH_S = 16, 30.0
 FIRST = EPOCH_S - EPOCH % EPOCH_S  # virtual second at which the second epoch begins

@@ -30,8 +30,8 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.messages import Member
-from tests.records import member_of
 from tests.sim.network import SimHost, SimNetwork, settled
+from tests.support.records import member_of
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

@@ -21,8 +21,9 @@ from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
-from tests.clocks import LoopThread, until
-from tests.records import member_of
+from tests.support.loop_thread import LoopThread
+from tests.support.records import member_of
+from tests.support.waiting import until
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

@@ -18,8 +18,8 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
 from tests.node.training.loops import Small
+from tests.support.blocking import blocking
 
 
 class Coded(torch.Tensor):

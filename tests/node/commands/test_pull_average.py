@@ -8,7 +8,7 @@ import torch
 
 from shoal.node.commands.pull_average import MOST, average, lines
 from shoal.swarm.errors import NetworkError, ShoalError
-from tests.records import member_of
+from tests.support.records import member_of
 from tests.swarm.training.test_last_average import BERT, CARL, ME
 
 NAMES = {ME: "anna", BERT: "bert", CARL: "carl"}

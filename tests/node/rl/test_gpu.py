@@ -13,7 +13,7 @@ from shoal.node.rl.tiny import END, Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.gpu import STANDIN, assert_same
+from tests.support.gpu import STANDIN, assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

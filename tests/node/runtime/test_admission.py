@@ -26,7 +26,7 @@ from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, StateRequest
-from tests.clocks import until
+from tests.support.waiting import until
 
 MODEL = "0" * 64
 SHAPES = [(4,)]

@@ -28,7 +28,7 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Terms, TrainSettings, open_manifest
 from shoal.swarm.state.sync import ModelDiffersError
-from tests.records import member_of
+from tests.support.records import member_of
 
 ME = Identity.ephemeral()
 

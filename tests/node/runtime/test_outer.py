@@ -33,7 +33,7 @@ from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import KNOBS, OuterSettings, TrainSettings
 from shoal.swarm.training.factories import make_outer
 from shoal.swarm.wire.messages import Offer
-from tests.blocking import blocking
+from tests.support.blocking import blocking
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]

@@ -11,7 +11,7 @@ from shoal.node.training.inner_step import check_precision
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
+from tests.support.blocking import blocking
 
 STEPS, CPU = 9, torch.device("cpu")
 

@@ -8,8 +8,8 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.tasks.text import GPT
 from shoal.swarm.manifest import TrainSettings
-from tests.gpu import assert_same
 from tests.node.training.loops import Overflows, Small, trainer
+from tests.support.gpu import assert_same
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,8 @@ from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_fl
 from shoal.node.training.trainer import Trainer, TrainingError, random_state, restore_random_state
 from shoal.optim import Alone, Simulation
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.blocking import blocking
 from tests.node.training.loops import CPU, Small
+from tests.support.blocking import blocking
 
 STEPS = 12
 

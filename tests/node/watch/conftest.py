@@ -9,7 +9,7 @@ from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.status import TAIL, RoundStatus, Status
-from tests import clocks
+from tests.support import waiting
 
 SWARM = swarm_id(b"")
 NOW = 1_800_000_000.0
@@ -80,4 +80,4 @@ def authors():
 
 @pytest.fixture
 def until():
-    return clocks.until
+    return waiting.until

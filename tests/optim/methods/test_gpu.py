@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from shoal.optim import Faults, Simulation, by_steps, codec_named
 from shoal.optim.inner import muon
 from shoal.optim.methods import METHODS
-from tests.gpu import assert_same
+from tests.support.gpu import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]
 

@@ -22,7 +22,7 @@ from shoal.swarm.exchange.robust import (
     LossCheck,
     Newcomers,
 )
-from tests.clocks import until
+from tests.support.waiting import until
 from tests.swarm.conftest import SWARM, paired
 
 

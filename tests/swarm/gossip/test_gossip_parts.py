@@ -25,7 +25,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
 from shoal.swarm.topics.rollout import RolloutPool
-from tests.clocks import Clock, LoopThread
+from tests.support.clock import Clock
+from tests.support.loop_thread import LoopThread
 
 SWARM = swarm_id(b"")
 PEERS = [Identity.ephemeral().peer_id for _ in range(6)]

@@ -8,8 +8,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
-from tests.records import ABOUT, SWARM
 from tests.sim.network import SimHost
+from tests.support.records import ABOUT, SWARM
 
 
 class Node:

@@ -33,7 +33,7 @@ from shoal.swarm.membership.dht import (
     open_record,
 )
 from shoal.swarm.membership.directory import Directory
-from tests.records import ABOUT, member_of
+from tests.support.records import ABOUT, member_of
 from tests.swarm.membership.conftest import Shelf
 
 SWARM = "a" * 52

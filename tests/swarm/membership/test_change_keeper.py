@@ -17,7 +17,7 @@ from shoal.swarm.membership.change_keeper import (
     swap_change,
 )
 from shoal.swarm.wire.envelope import pack, seal
-from tests.records import SWARM, member_of
+from tests.support.records import SWARM, member_of
 
 CREATOR = Identity.ephemeral()
 TRAIN = TrainSettings(steps=100, optimizer="adamw", lr=0.5)

@@ -20,7 +20,7 @@ from shoal.swarm.membership import membership, overview
 from shoal.swarm.membership.membership import create, join
 from shoal.swarm.membership.overview import ClockCheck, clock_problem
 from shoal.swarm.p2p.reachability import DialBackView, ReachabilityProbe
-from tests.clocks import until
+from tests.support.waiting import until
 from tests.swarm.membership.conftest import Quiet
 
 

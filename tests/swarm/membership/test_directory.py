@@ -28,8 +28,9 @@ from shoal.swarm.membership.dht import (
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.messages import Member
-from tests.clocks import LoopThread, until
-from tests.records import ABOUT, member_of
+from tests.support.loop_thread import LoopThread
+from tests.support.records import ABOUT, member_of
+from tests.support.waiting import until
 from tests.swarm.membership.conftest import Node, Quiet
 from tests.swarm.membership.conftest import Shelf as Table
 

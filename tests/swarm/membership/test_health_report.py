@@ -20,7 +20,7 @@ from shoal.swarm.membership.overview import (
     totals_said,
 )
 from shoal.swarm.wire.envelope import FAILURES
-from tests.records import member_of
+from tests.support.records import member_of
 
 NOW = 1e9
 IDS = {name: Identity.ephemeral().peer_id for name in ("anna", "bert", "carl", "dora", "emil")}

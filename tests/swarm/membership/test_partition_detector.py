@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.training.diagnosis import CONFIRM, FORGET, PartitionDetector
-from tests.records import member_of
+from tests.support.records import member_of
 
 PERIOD, TTL = 5.0, 30.0
 PEERS = {name: Identity.ephemeral().peer_id for name in ("me", "anna", "bert", "carl", "dora")}

@@ -27,11 +27,11 @@ from shoal.swarm.membership.peer_exchange import (
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Member
-from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links, SimNetwork, Trace
+from tests.support.records import member_of
 from tests.swarm.membership.conftest import Meeting
 
 SWARM, ELSEWHERE = "a" * 52, "b" * 52

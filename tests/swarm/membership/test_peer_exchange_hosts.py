@@ -7,8 +7,8 @@ import pytest
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.peer_exchange import PeerExchange
-from tests.clocks import until
-from tests.records import SWARM
+from tests.support.records import SWARM
+from tests.support.waiting import until
 from tests.swarm.membership.conftest import Node
 
 

@@ -15,7 +15,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht import key_of, make_record
 from shoal.swarm.membership.directory import CLOCKS_APART_S, Directory
 from shoal.swarm.membership.membership import Membership, NetworkOptions, join
-from tests.records import ABOUT, SWARM, member_of
+from tests.support.records import ABOUT, SWARM, member_of
 from tests.swarm.membership.conftest import Shelf
 
 ME = Identity.ephemeral()

@@ -31,7 +31,7 @@ from shoal.swarm.p2p.addresses import (
 )
 from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
 from shoal.swarm.p2p.host import Host
-from tests.clocks import Clock
+from tests.support.clock import Clock
 
 HOUR = 3600
 OWN, OTHER, RELAY = (Identity.ephemeral().peer_id for _ in range(3))

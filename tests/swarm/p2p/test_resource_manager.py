@@ -26,7 +26,8 @@ from shoal.swarm.p2p.limits import (
     TokenBuckets,
 )
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
-from tests.clocks import Clock, until
+from tests.support.clock import Clock
+from tests.support.waiting import until
 from tests.swarm.p2p.conftest import ECHO, ask, start
 
 BULK = "/test/bulk/1"

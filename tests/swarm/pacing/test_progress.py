@@ -13,10 +13,10 @@ from shoal.swarm.exchange.context import FIRST_RATE, ExchangeTimeouts, PeerConte
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.pacing import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
-from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.isolation import isolated
 from tests.sim.network import Links, SimNetwork, Trace, settled
+from tests.support.records import member_of
 
 MB = 1_000_000
 SWARM, MODEL = "a" * 52, "0" * 64

@@ -20,7 +20,7 @@ from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import GroupDecision, Offer
-from tests.records import member_of
+from tests.support.records import member_of
 from tests.swarm.conftest import MODEL, SWARM
 
 ELSEWHERE = "b" * 52

@@ -48,7 +48,7 @@ from shoal.swarm.wire.messages import (
     SeedRequest,
     SwarmsRequest,
 )
-from tests.clocks import until
+from tests.support.waiting import until
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
 from tests.swarm.membership.conftest import Quiet
 from tests.swarm.security.forgeries import (

@@ -42,7 +42,7 @@ from shoal.swarm.topics.attestation import Attestations, EvidenceStore, LogServe
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import StateRequest
-from tests.clocks import until
+from tests.support.waiting import until
 
 SWARM, MODEL = "a" * 52, "0" * 64
 UNPICKLING = ("pickle.find_class", "marshal.loads", "marshal.load")

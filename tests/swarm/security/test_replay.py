@@ -11,7 +11,7 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht import MemberValidator, key_of, make_record
-from tests.records import member_of
+from tests.support.records import member_of
 
 SWARM = "a" * 52
 

@@ -21,8 +21,8 @@ from shoal.swarm.wire.messages import (
     SeedRequest,
     SwarmsRequest,
 )
-from tests.records import member_of
 from tests.sim.memory_stream import stream_pair
+from tests.support.records import member_of
 
 SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 

@@ -21,8 +21,9 @@ from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipF
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SeedRequest
-from tests.clocks import Clock, LoopThread
-from tests.records import member_of
+from tests.support.clock import Clock
+from tests.support.loop_thread import LoopThread
+from tests.support.records import member_of
 
 SWARM, OTHER = "a" * 52, "b" * 52
 STATUS = f"shoal/{SWARM}/status/4"

@@ -15,7 +15,7 @@ from shoal.swarm.state import resync
 from shoal.swarm.state.resync import BEHIND, FRESH_S, TRIES, catch_up, usual_round
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError
-from tests.records import member_of
+from tests.support.records import member_of
 
 ME, MODEL = Identity.ephemeral(), "0" * 64
 

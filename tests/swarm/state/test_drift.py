@@ -11,7 +11,7 @@ from shoal.optim.outer.weights import NUMBERS, sketch
 from shoal.swarm.identity import Identity
 from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
 from shoal.swarm.wire.envelope import SKETCH
-from tests.records import member_of
+from tests.support.records import member_of
 
 MODEL = "0" * 64
 PEERS = sorted(Identity.ephemeral().peer_id for _ in range(6))

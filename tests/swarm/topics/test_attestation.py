@@ -25,7 +25,7 @@ from shoal.swarm.topics.attestation import (
     verify_record,
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
-from tests.clocks import until
+from tests.support.waiting import until
 from tests.swarm.gossip import nodes
 
 SWARM = swarm_id(b"")

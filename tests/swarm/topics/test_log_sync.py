@@ -22,7 +22,7 @@ from shoal.swarm.topics.attestation import (
     fetch_log,
 )
 from shoal.swarm.wire.envelope import pack, unpack
-from tests.clocks import Clock
+from tests.support.clock import Clock
 
 SWARM = swarm_id(b"")
 

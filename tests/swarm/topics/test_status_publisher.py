@@ -14,7 +14,7 @@ from shoal.swarm.topics.status import (
     RoundStatus,
     Status,
 )
-from tests.clocks import until
+from tests.support.waiting import until
 from tests.swarm.gossip import nodes
 from tests.swarm.gossip.nodes import SWARM
 

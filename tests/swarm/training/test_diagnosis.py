@@ -24,8 +24,8 @@ from shoal.swarm.training.diagnosis import (
     LagReport,
     PartitionDetector,
 )
-from tests.clocks import Clock
-from tests.records import member_of
+from tests.support.clock import Clock
+from tests.support.records import member_of
 
 MODEL = "0" * 64
 ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))

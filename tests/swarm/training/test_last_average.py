@@ -27,8 +27,8 @@ from shoal.swarm.training.last_average import (
     allowed,
     make_last_screen,
 )
-from tests.clocks import until
-from tests.records import MODEL, member_of
+from tests.support.records import MODEL, member_of
+from tests.support.waiting import until
 from tests.swarm.training.test_session import HERE, loop, model, sgd, together
 
 

@@ -22,7 +22,7 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for
 from shoal.swarm.wire.envelope import seal
-from tests.clocks import until
+from tests.support.waiting import until
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, ROUNDS = 5, 4

@@ -35,8 +35,8 @@ from shoal.swarm.wire.messages import (
     Ready,
     StateHeader,
 )
-from tests.records import member_of
 from tests.security.message_kinds import Leaf
+from tests.support.records import member_of
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = swarm_id(b"")

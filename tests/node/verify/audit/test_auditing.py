@@ -34,7 +34,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.p2p.limits import Counters
 from shoal.verification.consensus.records import Claim
-from tests.clocks import Clock
+from tests.support.clock import Clock
 from tests.swarm.conftest import SWARM, Network
 
 FETCH_S, GOOD = 3.0, Finding(True, "Good.")

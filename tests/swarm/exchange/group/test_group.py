@@ -25,9 +25,9 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import GroupAlive, GroupReport
-from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import stream_pair
+from tests.support.records import member_of
 
 
 @given(

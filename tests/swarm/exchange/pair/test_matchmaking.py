@@ -21,7 +21,7 @@ from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.messages import Answer, Offer
-from tests.clocks import until
+from tests.support.waiting import until
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5

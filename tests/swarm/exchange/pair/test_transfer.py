@@ -24,7 +24,7 @@ from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
-from tests.clocks import until
+from tests.support.waiting import until
 from tests.swarm.conftest import SWARM, paired
 
 CHUNK_TIMEOUT = 0.5
