@@ -30,7 +30,9 @@ from torch import Tensor, nn
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.store import Kind, TensorName, kind, sync, write_tensors
+from shoal.node.checkpoint.packing import TensorName
+from shoal.node.checkpoint.store import sync
+from shoal.node.checkpoint.tensor_file import Kind, kind, write_tensors
 from shoal.node.console import finite
 from shoal.node.inner_tensors import InnerTensors, OpaqueError, taken_apart
 from shoal.node.tasks.text import GPT

@@ -1,5 +1,7 @@
-"""Checkpoints: nested Python state is saved exactly, to a folder such as ``step-00001000`` with two
-files, and loaded from it.
+"""Checkpoints: nested Python state, saved to a folder such as ``step-00001000`` and loaded from it.
+
+    save(folder, 1000, {"model": model.state_dict()})
+    step, state = load(folder)
 
 ``tensors.safetensors`` holds the tensors; ``state.json`` holds the rest, the SHA-256 of itself and
 of the tensor file. Both are written in a temporary folder and synced to the disk; then one rename
@@ -11,17 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -29,329 +27,27 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
-from shoal.node.inner_tensors import InnerTensors, OpaqueError, taken_apart
+from shoal.node.checkpoint.packing import (
+    FORMAT,
+    Packed,
+    TensorNames,
+    UnpackableError,
+    pack,
+    unpack,
+)
+from shoal.node.checkpoint.tensor_file import as_bytes, kind, write_tensors
 
-# Writing safetensors files tensor by tensor, without a copy of everything and without holding
-# Python's lock.
-#
-# The library's own writer needs all tensors at once. It can read these files.
-
-Kind = tuple[str, tuple[int, ...]]
-"""Dtype as safetensors names it, and shape."""
-
-BLOCK = 2**22  # bytes of one write
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-}
-
-
-def kind(tensor: Tensor) -> Kind:
-    """Return the kind of a tensor. Raises TypeError if safetensors has no name for its type."""
-    if tensor.dtype not in _NAMES:
-        raise TypeError(f"a safetensors file cannot hold {tensor.dtype}")
-    return _NAMES[tensor.dtype], tuple(tensor.shape)
-
-
-def write_tensors(
-    write: Callable[[Any], object], kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]
-) -> int:
-    """Write a whole safetensors file by ``write``, in blocks of 4 MiB; return its bytes.
-
-    ``tensor_of`` is called for each name once, just before its tensor is written (any device, any
-    strides).
-
-    Raises:
-        SafetensorError: it returned a tensor of another size than ``kinds`` declares.
-        OSError: of ``write``.
-    """
-    sizes: dict[str, int] = {}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # The widest types first, so that each tensor is aligned, as the library does; its size follows
-    # from the type's name.
-    offset = 0
-    for name, (dtype, shape) in sorted(
-        kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])
-    ):
-        sizes[name] = math.prod(shape) * _width(dtype)
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + sizes[name]],
-        }
-        offset += sizes[name]
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    write(len(text).to_bytes(8, "little") + text)
-    for name, size in sizes.items():
-        content = as_bytes(tensor_of(name).detach().to("cpu")).numpy()
-        if content.nbytes != size:
-            raise SafetensorError(
-                f"{name!r} has {content.nbytes} bytes where {size} were announced"
-            )
-        for begin in range(0, size, BLOCK):
-            write(content[begin : begin + BLOCK].data)
-    return 8 + len(text) + offset
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the values of a plain tensor as bytes, in their order; a view where they lie so
-    already.
-    """
-    values = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if values.stride(0) != 1:  # a view of one value, which counts as contiguous
-        values = values.clone(memory_format=torch.contiguous_format)
-    return values.view(torch.uint8)
-
-
-def _width(dtype: str) -> int:
-    """Return the bytes of a value of that type: 4 for F32, 1 for F8_E4M3 and BOOL, 8 for C64."""
-    return {"BOOL": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8
-
-
-FORMAT = 2
-"""Of a checkpoint that holds inner tensors or bytes of types that safetensors has no name for; all
-others are of format 1.
-"""
 KEEP = 3
+"""Checkpoints that stay in a folder, the newest."""
 MAX_STATE_BYTES = 256 * 2**20
+DIGEST_LINE_BYTES = 100
+"""At most, of the first line of the state file."""
 TENSORS, STATE = "tensors.safetensors", "state.json"
 POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "pruned")
 """Moments of a save, in order, at each of which a process may die: the temporary folder exists; a
 block of the tensor file is written; all of it; the other file; both are on the disk; an older
 checkpoint of the same step, if any, was moved aside; the new one has its name; old ones are gone.
 """
-
-
-ABLE = (
-    "numbers, texts, bytes, tensors, arrays of numbers, and dicts, lists, tuples, sets and "
-    "deques of these"
-)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Nested state in two parts: ``tree`` for JSON, and the tensors by the names that stand for
-    them in it.
-    """
-
-    tree: Any
-    tensors: dict[str, Tensor]
-    format: int = 1
-
-
-DEEPEST = 200  # levels of nested state: well within Python's own limit, which JSON meets too
-_NUMBERS = "biufc"  # kinds of NumPy's dtypes
-_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-}
-
-
-class UnpackableError(TypeError):
-    """A value that a checkpoint cannot hold. ``place``: the keys that lead to it."""
-
-    def __init__(self, value: Any, place: tuple[Any, ...], why: str = "") -> None:
-        where = "".join(f"[{key!r:.40}]" for key in place)
-        super().__init__(
-            f"a checkpoint cannot hold a {type(value).__name__}{why}: "
-            f"{shown(value)}{where and f', at {where}'}"
-        )
-        self.value, self.place, self.why = value, place, why
-
-
-def shown(value: Any) -> str:
-    """Return a few words that show a value.
-
-    A tensor's own may need values that it does not have, or a wait for a GPU.
-    """
-    if isinstance(value, Tensor):
-        form = "" if value.is_nested else f" of shape {tuple(value.shape)}"
-        return f"{value.dtype}{form}"
-    return f"{value!r:.80}"
-
-
-class _Tensors(dict[str, Tensor]):
-    """The tensors of a state by their names in the file, in the order in which they were found."""
-
-    format = 1
-
-    def keep(self, tensor: Tensor) -> str:
-        name = str(len(self))
-        self[name] = tensor
-        return name
-
-
-def pack(state: Any) -> Packed:
-    """Split ``state`` into a tree and tensors, which are not copied.
-
-    Raises UnpackableError if a checkpoint cannot hold it.
-    """
-    tensors = _Tensors()
-    tree = _pack(state, tensors, ())
-    return Packed(tree, tensors, tensors.format)
-
-
-def _pack_tensor(value: Tensor, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
-    """Turn a tensor into a one-key object that names it, or the plain tensors that it consists
-    of.
-    """
-    try:
-        apart = taken_apart(value)
-    except OpaqueError as error:
-        raise UnpackableError(value, place, str(error)) from error
-    return _pack_apart(apart, value, tensors, place)
-
-
-def _pack_apart(
-    apart: Tensor | InnerTensors, value: Tensor, tensors: _Tensors, place: tuple[Any, ...]
-) -> Any:
-    if isinstance(apart, InnerTensors):
-        tensors.format = FORMAT
-        inside = [
-            [name, _pack_apart(inner, value, tensors, place)]
-            for name, inner in apart.tensors.items()
-        ]
-        return {"inner": [apart.kind, inside]}
-    if apart.is_nested:
-        raise UnpackableError(value, place, " that is nested")
-    if apart.is_quantized:
-        raise UnpackableError(value, place, f" of {apart.dtype}")
-    if apart.layout != torch.strided:
-        raise UnpackableError(value, place, f" that is {apart.layout}")
-    if apart.is_meta:
-        raise UnpackableError(value, place, " without values")
-    if apart.dtype in _NAMES:
-        return {"tensor": tensors.keep(apart)}
-    tensors.format = FORMAT
-    dtype = str(apart.dtype).removeprefix("torch.")
-    return {"bytes_of": [dtype, list(apart.shape), tensors.keep(as_bytes(apart))]}
-
-
-def _pack(value: Any, tensors: _Tensors, place: tuple[Any, ...]) -> Any:
-    """Turn ``value`` into JSON values; move each tensor to ``tensors`` and leave a one-key object
-    in its place.
-    """
-
-    def each(values: Any) -> list[Any]:
-        return [_pack(v, tensors, (*place, number)) for number, v in enumerate(values)]
-
-    if len(place) > DEEPEST:
-        raise UnpackableError(value, place[:4], f" that is nested {DEEPEST} deep, or holds itself")
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if isinstance(value, float):
-        # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no
-        # others.
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, int):  # an IntEnum, for one
-        return int(value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Tensor):
-        return _pack_tensor(value, tensors, place)
-    if type(value) is list:
-        return each(value)
-    if type(value) in (tuple, torch.Size):
-        return {"tuple": each(value)}
-    if isinstance(value, dict):
-        return {
-            "dict": [
-                [_pack(k, tensors, (*place, k)), _pack(v, tensors, (*place, k))]
-                for k, v in value.items()
-            ]
-        }
-    if isinstance(value, bytes | bytearray):
-        return {"bytes": value.hex()}
-    if isinstance(value, complex):
-        return {"complex": each([value.real, value.imag])}
-    if type(value) in (set, frozenset):
-        return {type(value).__name__: each(sorted(value, key=repr))}
-    if isinstance(value, deque):
-        return {"deque": [value.maxlen, each(value)]}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
-        flat = np.frombuffer(value.tobytes(), np.uint8).copy()
-        return {"array": [value.dtype.str, list(value.shape), tensors.keep(torch.from_numpy(flat))]}
-    if isinstance(value, torch.Generator) and value.device.type == "cpu":
-        return {"generator": tensors.keep(value.get_state())}
-    raise UnpackableError(value, place)
-
-
-def _dtype(name: Any) -> torch.dtype:
-    """Return torch's type of that name. Raises ValueError if it has none."""
-    found = vars(torch).get(str(name))
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no type of torch: {name!r:.40}")
-    return found
-
-
-def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpack(v, tensors) for v in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "float":
-        return float(inner)
-    if kind == "tensor":
-        return tensors[inner]
-    if kind == "inner":
-        name, inside = inner
-        return InnerTensors(str(name), {str(n): _unpack(v, tensors) for n, v in inside})
-    if kind == "bytes_of":
-        name, shape, content = inner
-        stored, form = tensors[content], _dtype(name)
-        return stored.view(form).view(shape) if isinstance(stored, Tensor) else stored
-    if kind == "dict":
-        return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind](_unpack(v, tensors) for v in inner)
-    if kind == "bytes":
-        return bytes.fromhex(inner)
-    if kind == "complex":
-        return complex(*(_unpack(v, tensors) for v in inner))
-    if kind == "deque":
-        length, items = inner
-        return deque((_unpack(v, tensors) for v in items), length)
-    if kind == "dtype":
-        return _dtype(inner)
-    if kind == "device":
-        return torch.device(str(inner))
-    if kind == "array":
-        name, shape, content = inner
-        dtype, flat = np.dtype(str(name)), tensors[content]
-        if dtype.kind not in _NUMBERS:
-            raise ValueError(f"no array of numbers: {name!r:.40}")
-        return (
-            np.frombuffer(flat.numpy().tobytes(), dtype).reshape(shape).copy()
-            if isinstance(flat, Tensor)
-            else flat
-        )
-    if kind == "generator":
-        state = tensors[inner]
-        return torch.Generator().set_state(state) if isinstance(state, Tensor) else state
-    raise ValueError(f"unknown kind {kind!r}")
 
 
 def _sha256(path: Path) -> str:
@@ -395,7 +91,6 @@ def save(
             is read again.
     """
     packed = state if isinstance(state, Packed) else pack(state)
-    kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
     final = path_of(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -404,50 +99,10 @@ def save(
         ) as name:
             temporary = Path(name)
             at("begun")
-            written = hashlib.sha256()
-            with (temporary / TENSORS).open("wb") as file:
-
-                def write(data: Any) -> None:
-                    file.write(data)
-                    if not hash_later:
-                        written.update(data)
-                    at("block")
-
-                write_tensors(write, kinds, packed.tensors.__getitem__)
-            at("tensors")
-            tensors = _sha256(temporary / TENSORS) if hash_later else written.hexdigest()
-            body = {
-                "format": packed.format,
-                "step": step,
-                "tensors_sha256": tensors,
-                "state": packed.tree,
-            }
-            text = json.dumps(body)
-            if len(text) > MAX_STATE_BYTES - 100:
-                raise ValueError(
-                    f"besides tensors it would take {len(text) >> 20} MiB, and could not be read "
-                    "again"
-                )
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
-            at("state")
-            for path in (temporary / TENSORS, temporary / STATE, temporary):
-                sync(path)
-            at("synced")
-            if final.exists():
-                old = folder / f".old-{final.name}"
-                shutil.rmtree(old, ignore_errors=True)
-                os.rename(final, old)
-                at("aside")
-            for other, path in listed(folder):
-                if other > step and not path.name.startswith("."):  # within a run steps only grow
-                    os.rename(path, folder / f".before-{path.name}")
-            os.rename(temporary, final)
-            sync(folder)
+            _write_files(temporary, step, packed, at, hash_later)
+            _put_in_place(temporary, final, step, at)
         at("renamed")
-        others = [path for _, path in listed(folder) if path != final]
-        for path in [p for p in others if p.name == f".old-{final.name}"] + others[keep - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
+        _prune(final, keep)
         at("pruned")
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
@@ -456,6 +111,73 @@ def save(
             "folder."
         ) from error
     return final
+
+
+def _write_files(
+    folder: Path, step: int, packed: Packed, at: Callable[[str], None], hash_later: bool
+) -> None:
+    """Write both files to the disk."""
+    written = hashlib.sha256()
+    with (folder / TENSORS).open("wb") as file:
+
+        def write(data: Any) -> None:
+            file.write(data)
+            if not hash_later:
+                written.update(data)
+            at("block")
+
+        kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
+        write_tensors(write, kinds, packed.tensors.__getitem__)
+    at("tensors")
+    body = {
+        "format": packed.format,
+        "step": step,
+        "tensors_sha256": _sha256(folder / TENSORS) if hash_later else written.hexdigest(),
+        "state": packed.tree,
+    }
+    text = json.dumps(body)
+    if len(text) > MAX_STATE_BYTES - DIGEST_LINE_BYTES:
+        raise ValueError(
+            f"besides tensors it would take {len(text) >> 20} MiB, and could not be read again"
+        )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
+    at("state")
+    for path in (folder / TENSORS, folder / STATE, folder):
+        sync(path)
+    at("synced")
+
+
+def _put_in_place(temporary: Path, final: Path, step: int, at: Callable[[str], None]) -> None:
+    """Give the new checkpoint its name. One of the same step, and those of later steps, make way.
+
+    Within a run steps only grow: later ones are of a run that was resumed from an earlier step.
+    """
+    folder = final.parent
+    if final.exists():
+        older = _aside(final)
+        shutil.rmtree(older, ignore_errors=True)
+        os.rename(final, older)
+        at("aside")
+    for other_step, path in listed(folder):
+        if other_step > step and not path.name.startswith("."):
+            os.rename(path, folder / f".before-{path.name}")
+    os.rename(temporary, final)
+    sync(folder)
+
+
+def _prune(final: Path, keep: int) -> None:
+    """Delete all but the newest ``keep`` checkpoints, and what made way for the newest."""
+    others = [path for _, path in listed(final.parent) if path != final]
+    for path in others:
+        if path == _aside(final):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in others[keep - 1 :]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _aside(final: Path) -> Path:
+    return final.parent / f".old-{final.name}"
 
 
 def prove(packed: Packed) -> None:
@@ -483,7 +205,7 @@ def prove(packed: Packed) -> None:
     kinds = {name: kind(tensor) for name, tensor in firsts.items()}
     write_tensors(lambda data: parts.append(bytes(data)), kinds, firsts.__getitem__)
     load_tensors(b"".join(parts))
-    _unpack(json.loads(json.dumps(packed.tree)), _Names())
+    unpack(json.loads(json.dumps(packed.tree)), TensorNames())
 
 
 class _Damage(Exception):
@@ -527,17 +249,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
 
 
-class TensorName(str):
-    """Placeholder of a tensor: its name in the tensor file."""
-
-    __slots__ = ()
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, name: str) -> TensorName:
-        return TensorName(name)
-
-
 def outline(path: Path) -> tuple[Path, Any]:
     """Return the tensor file and the state, with a `TensorName` for each tensor, of the checkpoint
     ``path`` or the newest in it.
@@ -551,7 +262,7 @@ def outline(path: Path) -> tuple[Path, Any]:
                 f"There is no checkpoint in {str(path)!r}: name a checkpoint's folder, or a node's."
             )
         newest = found[0][1]
-        return newest / TENSORS, _unpack(_read(newest)["state"], _Names())
+        return newest / TENSORS, unpack(_read(newest)["state"], TensorNames())
     except _Damage as damage:
         raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
     except WRONG as error:
@@ -582,7 +293,7 @@ def load(folder: Path) -> tuple[int, Any]:
         newest = found[0][1]
         body = _read(newest)
         try:
-            return int(body["step"]), _unpack(body["state"], load_file(newest / TENSORS))
+            return int(body["step"]), unpack(body["state"], load_file(newest / TENSORS))
         except (*WRONG, SafetensorError) as error:
             raise _Damage(f"{str(newest)!r} cannot be read, {type(error).__name__}") from error
     except _Damage as damage:

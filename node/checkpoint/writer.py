@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from shoal.node.checkpoint.folder import CheckpointError, listed
-from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, prove, save, shown
+from shoal.node.checkpoint.packing import ABLE, Packed, UnpackableError, pack, shown
+from shoal.node.checkpoint.store import prove, save
 from shoal.node.console import FULL
 from shoal.node.user_code import device_failed, out_of_memory
 from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for

@@ -745,7 +745,8 @@ def decoders():
         one(
             "state of a checkpoint",
             "node/checkpoint/store.py:_read "
-            "node/checkpoint/store.py:_unpack node/runtime/resume.py:_read",
+            "node/checkpoint/packing.py:_unpack_array "
+            "node/checkpoint/packing.py:_unpack_bytes node/runtime/resume.py:_read",
             read_state,
             lambda: checkpoint()[1],
             DIGESTED,

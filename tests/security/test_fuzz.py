@@ -147,7 +147,7 @@ DIGESTS = {
 OWN = {
     "optim/codecs/mod4.py:Mod4Codec.load_state_dict",
     "optim/codecs/mod4.py:_read_text",
-    "node/checkpoint/store.py:_pack",
+    "node/checkpoint/packing.py:_pack_array",
     "node/checkpoint/store.py:prove",
     "node/doctor/checks.py:_event",
     "node/config/settings.py:_read",

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shoal.node.checkpoint.export import ExportError, MergeError, export_model, merge
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.store import STATE, load, pack, save
+from shoal.node.checkpoint.packing import pack
+from shoal.node.checkpoint.store import STATE, load, save
 from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 from shoal.node.inner_tensors import InnerTensors, put_together
 from shoal.node.task import Shard

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
-from shoal.node.checkpoint.store import STATE, TENSORS, UnpackableError, load, outline, save
+from shoal.node.checkpoint.packing import UnpackableError
+from shoal.node.checkpoint.store import STATE, TENSORS, load, outline, save
 from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, used
 from shoal.swarm.file_lock import InUseError
 
