@@ -20,8 +20,6 @@ from shoal.optim.methods import METHODS as METHODS
 
 if TYPE_CHECKING:
     from shoal.optim.public import *
-    from shoal.optim.rules.diloco import *
-    from shoal.optim.rules.gossip import *
 
 __all__ = sorted(
     {
@@ -89,7 +87,7 @@ __all__ = sorted(
         "Method",
         "method_named",
         "methods_with",
-        *(method.place.partition(".")[2] for method in METHODS.values()),
+        *(method.place.rpartition(".")[2] for method in METHODS.values()),
     }
 )
 

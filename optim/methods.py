@@ -2,13 +2,12 @@
 row.
 
     method = method_named("streaming")
-    opt = method.make(inner, exchange, every=50, lag=5, model=model)      # other arguments: the
-    method's defaults method.knobs                                                          #
-    {"every": 100, "fragments": 4, ...}
+    method.knobs                                        # {"every": 100, "fragments": 4, ...}
+    opt = method.make(inner, exchange, every=50, lag=5, model=model)
 
-A row names the optimizer, which stands with its rule in `shoal.optim.rules`; from it follow
-``--method`` and its help, the public name, what settings are allowed, the memory that a node plans
-with, and `shoal plan`. The table itself loads no torch.
+A row names the optimizer, which stands with its rule in `shoal.optim.rules`, or in
+`shoal.optim.experimental`; from it follow ``--method`` and its help, what settings are allowed, the
+memory that a node plans with, and `shoal plan`. The table itself loads no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Method:
 
     name: str
     place: str
-    """Module of `shoal.optim.rules`, and the optimizer in it."""
+    """The optimizer's module below `shoal.optim`, and its class."""
     group: Literal["pair", "everyone", "nobody"]
     """Peers that the mean is meant to be over."""
     sends: Literal["weights", "displacement"]
@@ -82,11 +81,15 @@ class Method:
 
     @property
     def optimizer(self) -> type[OuterOptimizer]:
-        module, _, name = self.place.partition(".")
-        found: type[OuterOptimizer] = getattr(
-            importlib.import_module(f"shoal.optim.rules.{module}"), name
+        module, _, name = self.place.rpartition(".")
+        optimizer: type[OuterOptimizer] = getattr(
+            importlib.import_module(f"shoal.optim.{module}"), name
         )
-        return found
+        return optimizer
+
+    @property
+    def experimental(self) -> bool:
+        return self.place.startswith("experimental.")
 
     @property
     def slow(self) -> bool:
@@ -126,14 +129,14 @@ class Method:
             check_sends_weights(codec, self.name)
 
 
-_ALL = (
+_CORE = (
     Method(
         "noloco",
-        "gossip.NoLoCo",
-        "pair",
-        "weights",
-        "overlaps",
-        "the default: no barrier, a late or dead peer holds up one other at most",
+        "rules.gossip.NoLoCo",
+        group="pair",
+        sends="weights",
+        schedule="overlaps",
+        when="the default: no barrier, a late or dead peer holds up one other at most",
         codec="mod4",
         doubles=True,
         exchange=1,
@@ -142,120 +145,122 @@ _ALL = (
     ),
     Method(
         "local",
-        "gossip.LocalSGD",
-        "pair",
-        "weights",
-        "overlaps",
-        "the simplest: plain averaging with a partner, nothing to tune",
+        "rules.gossip.LocalSGD",
+        group="pair",
+        sends="weights",
+        schedule="overlaps",
+        when="the simplest: plain averaging with a partner, nothing to tune",
         codec="mod4",
         doubles=True,
         state=0,
         exchange=1,
     ),
     Method(
-        "gasloc",
-        "gossip.GASLoC",
-        "pair",
-        "weights",
-        "overlaps",
-        "gossip like noloco, with Nesterov's momentum on the outer iterate",
-        codec="mod4",
-    ),
-    Method(
         "none",
-        "gossip.LocalSGD",
-        "nobody",
-        "weights",
-        "waits",
-        "training alone, to compare with",
+        "rules.gossip.LocalSGD",
+        group="nobody",
+        sends="weights",
+        schedule="waits",
+        when="training alone, to compare with",
         fixed={"fragments": 1, "lag": 0},
         state=0,
         exchange=0,
     ),
     Method(
         "diloco",
-        "diloco.DiLoCo",
-        "everyone",
-        "displacement",
-        "waits",
-        "few, equal, reliable peers: all hold the same weights after a round",
+        "rules.diloco.DiLoCo",
+        group="everyone",
+        sends="displacement",
+        schedule="waits",
+        when="few, equal, reliable peers: all hold the same weights after a round",
         exchange=1,
         measured=(12.4, None),
     ),
     Method(
         "diloco-hb",
-        "diloco.DiLoCo",
-        "everyone",
-        "displacement",
-        "waits",
-        "diloco with heavy-ball momentum",
+        "rules.diloco.DiLoCo",
+        group="everyone",
+        sends="displacement",
+        schedule="waits",
+        when="diloco with heavy-ball momentum",
         fixed={"nesterov": False},
         exchange=1,
     ),
     Method(
         "streaming",
-        "diloco.StreamingDiLoCo",
-        "everyone",
-        "displacement",
-        "overlaps",
-        "a thin link: fragments, sent while training",
+        "rules.diloco.StreamingDiLoCo",
+        group="everyone",
+        sends="displacement",
+        schedule="overlaps",
+        when="a thin link: fragments, sent while training",
         measured=(None, 12.3),
         advised=("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef"),
     ),
     Method(
-        "decoupled",
-        "diloco.DecoupledDiLoCo",
-        "everyone",
-        "displacement",
-        "overlaps",
-        "uneven peers: fragments, merged by direction",
-        weights="rate",
-    ),
-    Method(
-        "eager",
-        "diloco.Eager",
-        "everyone",
-        "displacement",
-        "delayed",
-        "a slow link: the exchange has a whole round of time",
-        state=3,
-    ),
-    Method(
         "co2",
-        "diloco.CO2",
-        "everyone",
-        "displacement",
-        "delayed",
-        "the same, with a penalty on stale means and a clip",
+        "rules.diloco.CO2",
+        group="everyone",
+        sends="displacement",
+        schedule="delayed",
+        when="a slow link: an exchange has a whole round of time; stale means count less",
         state=2,
         measured=(None, 28.0),
     ),
     Method(
         "sparseloco",
-        "diloco.SparseLoCo",
-        "everyone",
-        "displacement",
-        "waits",
-        "the fewest bytes: the largest values in 2 bits",
+        "rules.diloco.SparseLoCo",
+        group="everyone",
+        sends="displacement",
+        schedule="waits",
+        when="the fewest bytes: the largest values in 2 bits",
         codec="topk2+ef:0.95",
         advised=("topk2+ef:0.95",),
     ),
+)
+_EXPERIMENTAL = (
+    Method(
+        "gasloc",
+        "experimental.gasloc.GASLoC",
+        group="pair",
+        sends="weights",
+        schedule="overlaps",
+        when="gossip like noloco, with Nesterov's momentum on the outer iterate",
+        codec="mod4",
+    ),
+    Method(
+        "decoupled",
+        "experimental.decoupled.DecoupledDiLoCo",
+        group="everyone",
+        sends="displacement",
+        schedule="overlaps",
+        when="uneven peers: fragments, merged by direction",
+        weights="rate",
+    ),
+    Method(
+        "eager",
+        "experimental.eager.Eager",
+        group="everyone",
+        sends="displacement",
+        schedule="delayed",
+        when="a slow link: the exchange has a whole round of time",
+        state=3,
+    ),
     Method(
         "sparta",
-        "gossip.SPARTA",
-        "everyone",
-        "weights",
-        "waits",
-        "a trickle: at each step a random 0.5 % of the weights is averaged",
+        "experimental.sparta.SPARTA",
+        group="everyone",
+        sends="weights",
+        schedule="waits",
+        when="a trickle: at each step a random 0.5 % of the weights is averaged",
         follows=False,
         state=0,
         exchange=0.1,
     ),
 )
-METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}
+METHODS: Mapping[str, Method] = {method.name: method for method in (*_CORE, *_EXPERIMENTAL)}
 """All methods by name, in the order of display; the first is the default."""
-DEFAULT = _ALL[0].name
-ALONE = next(method.name for method in _ALL if method.group == "nobody")
+DEFAULT = _CORE[0].name
+ALONE = next(method.name for method in _CORE if method.group == "nobody")
 """The method that trains without exchange."""
 
 
@@ -271,8 +276,15 @@ def methods_with(knob: str) -> list[str]:
     return [method.name for method in METHODS.values() if knob in method.knobs]
 
 
-def methods_of(group: str) -> list[str]:
-    return [method.name for method in METHODS.values() if method.group == group]
+def methods_of(group: str, *, experimental: bool | None = None) -> list[str]:
+    """Return the methods that average with ``group``; with ``experimental`` only those that are, or
+    are not.
+    """
+    names = []
+    for method in METHODS.values():
+        if method.group == group and experimental in (None, method.experimental):
+            names.append(method.name)
+    return names
 
 
 def one_of(names: Iterable[str]) -> str:

@@ -1,6 +1,4 @@
-"""Public names of `shoal.optim` that come with torch; those of the rules' modules are all that
-these define.
-"""
+"""Public names of `shoal.optim` that come with torch."""
 
 # ruff: noqa: F401
 # mypy: implicit-reexport
@@ -24,6 +22,10 @@ from shoal.optim.exchange.base import (
 )
 from shoal.optim.exchange.distributed import Distributed
 from shoal.optim.exchange.simulation import Faults, Simulation
+from shoal.optim.experimental.decoupled import DecoupledDiLoCo, DecoupledRule, rda
+from shoal.optim.experimental.eager import Eager, EagerRule
+from shoal.optim.experimental.gasloc import GASLoC, GASLoCRule
+from shoal.optim.experimental.sparta import SPARTA, SpartaRule
 from shoal.optim.inner import hidden_matrices, muon
 from shoal.optim.methods import METHODS, Method, method_named, methods_with
 from shoal.optim.outer.fragments import by_rate, by_steps, by_tokens, equal, strided
@@ -32,8 +34,15 @@ from shoal.optim.outer.inner import Stepped, float_buffers
 from shoal.optim.outer.optimizer import Options, OuterOptimizer, config_diff
 from shoal.optim.outer.rule import RoundContext, Rule
 from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.rules.diloco import *
-from shoal.optim.rules.gossip import *
+from shoal.optim.rules.diloco import (
+    CO2,
+    CO2Rule,
+    DiLoCo,
+    DiLoCoRule,
+    SparseLoCo,
+    StreamingDiLoCo,
+)
+from shoal.optim.rules.gossip import LocalSGD, LocalSGDRule, NoLoCo, NoLoCoRule
 from shoal.optim.schedule import (
     Apply,
     Delayed,

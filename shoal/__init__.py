@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from shoal.node.task import Shard as Shard
     from shoal.node.task import Task as Task
     from shoal.optim.public import *
-    from shoal.optim.rules.diloco import *
-    from shoal.optim.rules.gossip import *
     from shoal.swarm.membership.membership import NetworkOptions as NetworkOptions
     from shoal.swarm.training.session import Session as Session
     from shoal.swarm.training.session import create as create

@@ -117,9 +117,12 @@ class OuterSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     method: MethodName = Field(
         default=DEFAULT,
-        description=f"Outer optimizer: {one_of(methods_of('pair'))} (averages with one random "
-        "partner), "
-        f"{one_of(methods_of('everyone'))} (averages over everyone), or {ALONE} (trains alone).",
+        description="Outer optimizer: "
+        f"{one_of(methods_of('pair', experimental=False))} (averages with one random partner), "
+        f"{one_of(methods_of('everyone', experimental=False))} (averages over everyone), or "
+        f"{ALONE} (trains alone). Experimental: "
+        f"{one_of(methods_of('pair', experimental=True))} (one random partner), "
+        f"{one_of(methods_of('everyone', experimental=True))} (everyone).",
     )
     every: int | None = Field(
         default=None,

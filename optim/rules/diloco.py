@@ -37,11 +37,9 @@ from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange, OnDemand, differences
 from shoal.optim.methods import DEFAULT_LAG
-from shoal.optim.outer.fragments import by_rate, positions
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, averaged_parameters, cut
+from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
 from shoal.optim.outer.rule import (
-    AHEAD,
     START,
     RoundContext,
     State,
@@ -143,86 +141,6 @@ def outer_step(
             s.sub_(g, alpha=lr).sub_(v, alpha=lr * momentum)
         else:
             s.sub_(v, alpha=lr)
-
-
-def rda(mean_units: Sequence[Tensor], mean_norms: Sequence[Tensor]) -> list[Tensor]:
-    """Return Decoupled DiLoCo's merge (2604.21428): mean length times direction of the mean
-    direction, tensor by tensor.
-
-    Args:
-        mean_units: weighted means of g / ||g||, of the parameters' shapes.
-        mean_norms: weighted means of ||g||, scalars. The paper prints this radial factor as a
-            vector, which is an erratum.
-    """
-    merged = []
-    for unit, norm in zip(mean_units, mean_norms, strict=True):
-        length = torch.linalg.vector_norm(unit)
-        merged.append(
-            unit
-            * torch.where(length > 0, norm / length.clamp_min(torch.finfo(length.dtype).tiny), 0.0)
-        )
-    return merged
-
-
-@dataclass(frozen=True)
-class DecoupledRule:
-    """Decoupled DiLoCo's rule (2604.21428): DiLoCo's Nesterov form on the ``rda`` merge of the
-    pseudo-gradients.
-
-    Directions and lengths are both sent, so that the merge needs means only and any exchange can
-    provide them. The merge restores the full length even if a codec distorts the direction, so use
-    codecs that preserve it (one toy run with top-k and error feedback ended far worse than in
-    float32; the cause is not isolated). The quorum, the grace window and the merging server belong
-    to the exchange; tokens^2 / steps is ``by_rate``. A peer that receives a fragment goes on from
-    the slow weights (the paper's choice).
-    """
-
-    shared: ClassVar[tuple[str, ...]] = ("momentum",)
-    lr: float = 0.7
-    momentum: float = 0.6
-    plain: frozenset[tuple[int, int]] = frozenset()
-    """(fragment, position in it) of the parameters that get a plain mean, as the paper has it for
-    embeddings.
-    """
-
-    def __post_init__(self) -> None:
-        check_rate_and_momentum(self.lr, self.momentum)
-
-    def initial(self, slow: Sequence[Tensor]) -> State:
-        return {"momentum": zeros(slow)} if self.momentum else {}
-
-    def contribution(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
-    ) -> list[Tensor]:
-        """Return unit vectors (the pseudo-gradient itself where plain), then one scalar length for
-        each.
-        """
-        gradients = pseudo_gradient(slow, fast)
-        lengths = [torch.linalg.vector_norm(g) for g in gradients]
-        for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
-            if not self._is_plain(position, context):
-                g.div_(torch.where(length > 0, length, 1))
-        return gradients + lengths
-
-    def apply(
-        self,
-        slow: Sequence[Tensor],
-        fast: Sequence[Tensor],
-        mean: Sequence[Tensor],
-        state: State,
-        context: RoundContext,
-    ) -> None:
-        count = len(slow)
-        merged = rda(mean[:count], mean[count:])
-        for position in range(count):
-            if self._is_plain(position, context):
-                merged[position] = mean[position]
-        outer_step(slow, merged, state, self.lr, self.momentum, nesterov=True)
-        assign(fast, slow)
-
-    def _is_plain(self, position: int, context: RoundContext) -> bool:
-        place = context.places[position] if context.places else position
-        return (context.key.fragment, place) in self.plain
 
 
 def largest_root(
@@ -398,78 +316,6 @@ class CO2Rule:
         )
 
 
-@dataclass(frozen=True)
-class EagerRule:
-    """Rule of eager updates (2502.12996): the others' displacement of the round before, the own one
-    of this round.
-
-        e = (1/K) g of this round;   G = mean(g of the round before) - e of the round before + e
-        DiLoCo's outer step with G;   fast <- slow
-
-    1/K is the own share in the last mean: 1 before the first answer (the paper does not define the
-    first round), so without a partner this is DiLoCo up to rounding. The eagerly applied part is
-    saved, so that exactly this is taken back when the mean arrives, even if the share has changed
-    or an exchange was cancelled.
-
-    The more peers, the larger the late part of the mean: at momentum 0.9 lr must stay below 0.77
-    for 2 peers, 0.41 for 4, 0.32 for 8 (``stability.limit``); a warning says so once the share is
-    known.
-
-    The slow weights differ between the peers by their own eager parts. The paper does not say
-    whether to equalise them from time to time; ``finish(average=True)`` does so at the end.
-    """
-
-    lr: float = 0.4
-    momentum: float = 0.6
-    nesterov: bool = True
-
-    def __post_init__(self) -> None:
-        check_rate_and_momentum(self.lr, self.momentum)
-
-    def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return momentum 0, start = slow, no eager part, and share 1."""
-        state = {START: [tensor.clone() for tensor in slow], AHEAD: zeros(slow)}
-        state["share"] = [tensor.new_ones(()) for tensor in slow]
-        return state | ({"momentum": zeros(slow)} if self.momentum else {})
-
-    def contribution(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
-    ) -> list[Tensor]:
-        return pseudo_gradient(state[START], fast)
-
-    def apply(
-        self,
-        slow: Sequence[Tensor],
-        fast: Sequence[Tensor],
-        mean: Sequence[Tensor],
-        state: State,
-        context: RoundContext,
-    ) -> None:
-        """Take one outer step.
-
-        If the mean is not late, it holds the whole displacement and nothing is applied eagerly.
-        """
-        if context.members > 0:
-            for share in state["share"]:
-                share.fill_(context.share)
-            if context.lag > 0:
-                warn_if_unstable(
-                    self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(context.share, 2)
-                )
-        gradients = []
-        for index, (e, share) in enumerate(zip(state[AHEAD], state["share"], strict=True)):
-            g = -e
-            if context.members == 0 or context.lag > 0:
-                e.copy_((state[START][index] - fast[index]) * share)
-                g.add_(e)
-            else:
-                e.zero_()
-            gradients.append(g if context.members == 0 else g.add_(mean[index]))
-        outer_step(slow, gradients, state, self.lr, self.momentum, self.nesterov)
-        assign(fast, slow)
-        assign(state[START], slow)
-
-
 class DiLoCo(OuterOptimizer):
     """DiLoCo (2311.08105); ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
 
@@ -538,78 +384,6 @@ class StreamingDiLoCo(OuterOptimizer):
             rule=DiLoCoRule(lr, momentum, mix=mix),
             schedule=schedule,
             fragments=parts,
-            **options,
-        )
-
-
-class DecoupledDiLoCo(OuterOptimizer):
-    """Decoupled DiLoCo (2604.21428): fragments, the RDA merge, weights tokens^2 / steps
-    (``DecoupledRule``).
-
-    Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``:
-    parameters merged by a plain mean (embeddings). lr is that of reimplementations, whose momentum
-    is 0.9 (docs/methods.md has what was measured); the paper's outer lr was not available to us.
-    """
-
-    def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        every: int = 24,
-        fragments: Fragments = 24,
-        lag: Lag = DEFAULT_LAG,
-        lr: float = 0.7,
-        momentum: float = 0.6,
-        plain: Sequence[Tensor] = (),
-        **options: Unpack[Options],
-    ) -> None:
-        parts = cut(fragments, inner, exchange, options)
-        parameters = averaged_parameters(inner, exchange, options)
-        marked = {id(parameter) for parameter in plain}
-        places = frozenset(
-            (number, position)
-            for number, part in enumerate(positions(parts or [parameters], parameters))
-            for position, index in enumerate(part)
-            if id(parameters[index]) in marked
-        )
-        warn_if_unstable(lr, momentum, 0, nesterov=True)
-        schedule = Streaming(every, len(parts) if parts else 1, lag)
-        options.setdefault("weight", by_rate)
-        super().__init__(
-            inner,
-            exchange,
-            rule=DecoupledRule(lr, momentum, places),
-            schedule=schedule,
-            fragments=parts,
-            **options,
-        )
-
-
-class Eager(OuterOptimizer):
-    """Eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied
-    at once (``EagerRule``).
-
-    The paper's outer settings were not available to us. These are stable for any number of peers;
-    momentum 0.9 is not.
-    """
-
-    def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        every: int = 30,
-        lr: float = 0.4,
-        momentum: float = 0.6,
-        nesterov: bool = True,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(
-            inner,
-            exchange,
-            rule=EagerRule(lr, momentum, nesterov),
-            schedule=Delayed(every),
             **options,
         )
 

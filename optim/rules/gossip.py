@@ -1,5 +1,4 @@
-"""Rules that average weights with few peers, without a sum over everyone: local SGD, NoLoCo,
-GASLoC.
+"""Rules that average weights with few peers, without a sum over everyone: local SGD and NoLoCo.
 
 Each may be applied some steps after its contribution was sent (ours: the papers wait for the mean).
 The slow weights then follow the same formula, with the contribution as it was sent, and the fast
@@ -7,28 +6,21 @@ weights keep what was learnt since:
 
     fast <- fast + (slow - fast as sent)        which without a lag is        fast <- slow
 
-SPARTA (openreview stFPf3gzq1): averaging of a small random part of the parameters every few steps.
-
 Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the
 arguments that all methods share.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, check_sends_weights
-from shoal.optim.codecs.mod4 import mixed
-from shoal.optim.device import to_device
-from shoal.optim.exchange.base import Exchange, OnDemand, RoundKey
+from shoal.optim.exchange.base import Exchange, OnDemand
 from shoal.optim.methods import DEFAULT_LAG, OVERLAPPED
 from shoal.optim.outer.fragments import equal
 from shoal.optim.outer.inner import Inner
@@ -170,165 +162,7 @@ class LocalSGDRule:
         move_on(fast, slow, context.sent, context.lag)
 
 
-@dataclass(frozen=True)
-class GASLoCRule:
-    """GASLoC's rule (2606.11081): gossip on the outer iterate, with momentum on it.
-
-    With h = fast - slow, outer lr b, mix a and momentum c, and a plain mean over the group (never
-    weighted, so that the mean over all peers is conserved; peers that made more steps count more by
-    their larger h):
-
-        u <- slow + b h;   slow <- u - a (u - mean(u)) + c (u - u of the round before);   fast <-
-        slow
-
-    The paper writes a graph Laplacian; for a group of n that averages completely it is n (u -
-    mean(u)), so its step size is a/n (a/2 for pairs). The u before the first round is the first
-    slow weights, as in Nesterov's own form: for one peer this is DiLoCo's torch form with the same
-    lr and momentum. Without momentum and with mix 1 it is NoLoCo with momentum 0 and pull 1.
-
-    The fast weights as sent are kept under a lag: from u they could be had by dividing by lr only,
-    which a schedule may bring to 0.
-    """
-
-    keeps_fast: ClassVar[bool] = True
-    lr: float = 0.7
-    momentum: float = 0.5
-    mix: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_rate_and_momentum(self.lr, self.momentum)
-        if not 0 <= self.mix <= 1:
-            raise ValueError(
-                f"mix must lie in [0, 1], got {self.mix}: 0 never averages, 1 averages completely"
-            )
-
-    def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return the zero ``offset`` (slow minus the last u)."""
-        return {"offset": zeros(slow)}
-
-    def contribution(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
-    ) -> list[Tensor]:
-        return [s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)]
-
-    def even(self, count: int) -> int:
-        return count
-
-    def apply(
-        self,
-        slow: Sequence[Tensor],
-        fast: Sequence[Tensor],
-        mean: Sequence[Tensor],
-        state: State,
-        context: RoundContext,
-    ) -> None:
-        own = context.sent if context.lag > 0 else self.contribution(slow, fast, state, context)
-        for offset, s, u, mean_u in zip(state["offset"], slow, own, mean, strict=True):
-            offset.add_(u - s).mul_(
-                self.momentum
-            )  # u - (u of the round before), times the momentum
-            offset.add_(mean_u - u, alpha=self.mix)
-            s.copy_(u).add_(offset)
-        move_on(fast, slow, context.fast, context.lag)
-
-
-def chosen(key: RoundKey, count: int, part: float) -> Tensor:
-    """Return round(part * count) different positions below ``count``, ascending, int64 on the CPU.
-
-    They follow from the key alone, in integer arithmetic, so that every peer computes the same on
-    any machine and with any version of torch, and no mask is sent. The positions are cut into as
-    many runs as are wanted, of lengths that differ by at most one, and one is drawn in each: so
-    their number is fixed, and each position is drawn with probability ``part`` (up to that one).
-    """
-    wanted = min(round(part * count), count)
-    if wanted == 0:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    seed = hashlib.sha256(f"shoal/sparta/1:{key.run}:{key.round}:{key.fragment}".encode()).digest()
-    edges = torch.arange(wanted + 1, dtype=torch.int64, device="cpu")
-    edges = (
-        edges * (count // wanted) + edges * (count % wanted) // wanted
-    )  # = edges * count // wanted, without overflow
-    low, length = edges[:-1], edges[1:] - edges[:-1]
-    draws = torch.arange(wanted, dtype=torch.int64, device="cpu")
-    for start in range(0, 16, 4):
-        draws = mixed((draws ^ int.from_bytes(seed[start : start + 4], "little")) & 0xFFFFFFFF)
-    return low + draws % length
-
-
-@dataclass(frozen=True)
-class SpartaRule:
-    """SPARTA's rule: the chosen values of ``fast`` become their mean over the group; all others
-    stay the peer's own.
-
-    The mask follows from (run, round, fragment): the public code sends it, which costs more than
-    the values. It has a fixed number of values over the whole fragment, so that small tensors are
-    reached too. There is no outer optimizer: slow equals fast. With a late mean the values move by
-    (mean - contribution), so that the progress since then stays.
-    """
-
-    part: float = 0.005
-    """Part of all values, in [0, 1]."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.part <= 1:
-            raise ValueError(
-                f"part must lie in [0, 1], got {self.part}: it is the part of all values that is "
-                "averaged"
-            )
-
-    def initial(self, slow: Sequence[Tensor]) -> State:
-        return {}
-
-    def contribution(
-        self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext
-    ) -> list[Tensor]:
-        return [
-            torch.cat(
-                [f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context), strict=True)]
-            )
-        ]
-
-    def apply(
-        self,
-        slow: Sequence[Tensor],
-        fast: Sequence[Tensor],
-        mean: Sequence[Tensor],
-        state: State,
-        context: RoundContext,
-    ) -> None:
-        places = self._places(fast, context)
-        sizes = [at.numel() for at in places]
-        sent = torch.split(context.sent[0], sizes)
-        for f, at, theirs, own in zip(fast, places, torch.split(mean[0], sizes), sent, strict=True):
-            flat = f.view(-1)
-            flat[at] = theirs if context.lag == 0 else flat[at] + (theirs - own)
-        assign(slow, fast)
-
-    def counts(self, sizes: Sequence[int], key: RoundKey) -> list[int]:
-        return [high - low for low, high in itertools.pairwise(self._chosen(sizes, key)[1])]
-
-    def _chosen(self, sizes: Sequence[int], key: RoundKey) -> tuple[Tensor, list[int]]:
-        """Return the chosen positions in the concatenation of all tensors, and where those of each
-        tensor begin among them.
-        """
-        ends = torch.tensor(sizes, device="cpu").cumsum(0)
-        flat = chosen(key, int(ends[-1]), self.part)
-        return flat, [0, *torch.searchsorted(flat, ends).tolist()]
-
-    def _places(self, tensors: Sequence[Tensor], context: RoundContext) -> list[Tensor]:
-        """Return the chosen positions in each tensor; none in one that another rank owns."""
-        sizes = context.sizes or [tensor.numel() for tensor in tensors]
-        flat, cuts = self._chosen(sizes, context.key)
-        begins = [0, *itertools.accumulate(sizes)]
-        parts = zip(cuts, cuts[1:], begins, tensors, strict=False)
-        found = [
-            flat[first:last] - begin if tensor.numel() else flat[:0]
-            for first, last, begin, tensor in parts
-        ]
-        return to_device(found, tensors[0].device)
-
-
-class _Gossip(OuterOptimizer):
+class GossipOptimizer(OuterOptimizer):
     """Method that sends whole weights, overlapped or not, to a partner of each round."""
 
     def __init__(
@@ -357,7 +191,7 @@ class _Gossip(OuterOptimizer):
         super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **options)
 
 
-class NoLoCo(_Gossip):
+class NoLoCo(GossipOptimizer):
     """NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps
     (``NoLoCoRule``).
 
@@ -390,7 +224,7 @@ class NoLoCo(_Gossip):
         super().__init__(inner, exchange, rule, every, fragments, lag, options)
 
 
-class LocalSGD(_Gossip):
+class LocalSGD(GossipOptimizer):
     """Local SGD / FedAvg, which replaces the weights by their mean over the group every ``every``
     inner steps.
 
@@ -414,46 +248,3 @@ class LocalSGD(_Gossip):
         weighted = options.get("weight", equal) is not equal
         rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
         super().__init__(inner, exchange, rule, every, fragments, lag, options)
-
-
-class GASLoC(_Gossip):
-    """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
-
-    The defaults are those of NoLoCo's paper; its own paper's were not available to us.
-    ``fragments`` and ``lag`` as in ``NoLoCo``.
-    """
-
-    def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        every: int = 50,
-        lr: float = 0.7,
-        momentum: float = 0.5,
-        mix: float = 1.0,
-        fragments: Fragments | None = None,
-        lag: Lag = DEFAULT_LAG,
-        **options: Unpack[Options],
-    ) -> None:
-        warn_if_unstable(lr, momentum, 0, nesterov=True)
-        rule = GASLoCRule(lr, momentum, mix)
-        super().__init__(inner, exchange, rule, every, fragments, lag, options)
-
-
-class SPARTA(OuterOptimizer):
-    """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps
-    (``SpartaRule``).
-    """
-
-    def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        every: int = 1,
-        part: float = 0.005,
-        **options: Unpack[Options],
-    ) -> None:
-        check_sends_weights(options.get("codec", FLOAT32), "SPARTA")
-        super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **options)

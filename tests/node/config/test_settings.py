@@ -96,7 +96,7 @@ def test_example_file_documents_every_key(key):
             {"outer.method": "local", "outer.lr": 0.5},
             r"settings of 'outer' do not go together: the method 'local' has no lr: leave it out, "
             r"or choose one that has it "
-            r"\(noloco, gasloc, diloco, diloco-hb, ",
+            r"\(noloco, diloco, diloco-hb, ",
         ),
         (
             {"outer.codec": "topk2+ef"},

@@ -2,7 +2,9 @@
 apart, by every knob.
 """
 
+import importlib
 import inspect
+import pkgutil
 
 import pytest
 import torch
@@ -20,11 +22,13 @@ from shoal.optim import (
     by_tokens,
     codec_named,
     config_diff,
+    experimental,
     method_named,
     methods_with,
+    rules,
 )
-from shoal.optim.methods import DEFAULT_LAG
-from shoal.optim.rules import diloco, gossip
+from shoal.optim.methods import DEFAULT_LAG, methods_of
+from shoal.optim.rules.gossip import GossipOptimizer
 from shoal.optim.schedule import Delayed, Streaming
 
 SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
@@ -37,13 +41,25 @@ def pieces():
 
 
 def test_every_method_is_a_class_in_the_table():
-    named = {**vars(gossip), **vars(diloco)}
-    classes = {
-        c
-        for name, c in named.items()
-        if inspect.isclass(c) and issubclass(c, OuterOptimizer) and not name.startswith("_")
-    }
-    assert classes - {OuterOptimizer} == {method.optimizer for method in METHODS.values()}
+    classes = set()
+    for folder in (experimental, rules):
+        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+            classes |= {
+                value
+                for value in vars(importlib.import_module(module.name)).values()
+                if inspect.isclass(value) and issubclass(value, OuterOptimizer)
+            }
+    abstract = {OuterOptimizer, GossipOptimizer}
+    assert classes - abstract == {method.optimizer for method in METHODS.values()}
+
+
+def test_experiments_stand_below_the_others():
+    names = list(METHODS)
+    assert names[-4:] == ["gasloc", "decoupled", "eager", "sparta"]
+    assert [method.experimental for method in METHODS.values()] == [False] * 8 + [True] * 4
+    assert "gasloc" in methods_of("pair")
+    assert methods_of("pair", experimental=False) == ["noloco", "local"]
+    assert methods_of("pair", experimental=True) == ["gasloc"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -145,7 +161,7 @@ def test_knobs_are_those_of_the_factories():
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}
     assert "nesterov" not in method_named("diloco-hb").knobs
     assert methods_with("pull") == ["noloco"]
-    assert methods_with("lag") == ["noloco", "local", "gasloc", "streaming", "decoupled"]
+    assert methods_with("lag") == ["noloco", "local", "streaming", "gasloc", "decoupled"]
     assert methods_with("every") == list(METHODS)
 
 

@@ -1,4 +1,4 @@
-"""Streaming and Decoupled DiLoCo: the schedule, the fragments, and the equivalences against float64
+"""Streaming DiLoCo: the schedule, the fragments, and the equivalences against float64
 references.
 """
 
@@ -15,7 +15,6 @@ from torch import nn
 from shoal.optim import (
     Alone,
     Apply,
-    DecoupledDiLoCo,
     Delayed,
     DiLoCo,
     DiLoCoRule,
@@ -25,45 +24,12 @@ from shoal.optim import (
     Send,
     Streaming,
     StreamingDiLoCo,
-    rda,
     strided,
 )
+from tests.optim.references import streaming
 
 EVERY = 6
 FIRST, SECOND = slice(0, 3), slice(3, 5)
-
-
-def streaming(lab, peers, steps, *, every, slices, lag, mix, lr, momentum, merge=None):
-    """Return {peer: (slow, fast) after each step}; every peer sees the same means."""
-    slow, velocity = lab.start(), np.zeros(5)
-    fast = {peer: lab.start() for peer in peers}
-    under_way, path = {}, {peer: ([], []) for peer in peers}
-    for step in range(1, steps + 1):
-        for peer in peers:
-            fast[peer] = fast[peer] - lab.RATE * lab.gradient(peer, fast[peer])
-        for number, part in enumerate(slices):
-            if step % every == (number + 1) * every // len(slices) % every:
-                under_way[number] = (step, [slow[part] - fast[peer][part] for peer in peers])
-            if number in under_way and under_way[number][0] == step - lag:
-                before, sent = slow[part].copy(), under_way[number][1]
-                mean = (merge or (lambda moved: np.mean(moved, axis=0)))(under_way.pop(number)[1])
-                velocity[part] = momentum * velocity[part] + mean
-                slow = slow.copy()
-                slow[part] -= lr * (mean + momentum * velocity[part])
-                for peer, own in zip(peers, sent, strict=True):
-                    fast[peer] = fast[peer].copy()
-                    if (
-                        mix == "keep"
-                        # recipes: move = (slow - slow before) - d, where d = fast - slow when it
-                        # was sent
-                    ):
-                        fast[peer][part] += (slow[part] - before) + own
-                        continue
-                    fast[peer][part] = mix * fast[peer][part] + (1 - mix) * slow[part]
-        for peer in peers:
-            path[peer][0].append(slow)
-            path[peer][1].append(fast[peer])
-    return path
 
 
 def two(peer, weights):
@@ -378,61 +344,6 @@ def test_a_mix_that_bfloat16_cannot_hold_is_remembered_saved_and_restored():
     step(other, resumed, 7)
     assert torch.equal(resumed.slow[0], opt.slow[0])
     assert torch.equal(other, weight)
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
-    def merge(moved):
-        parts = []
-        for number, part in enumerate((FIRST, SECOND)):
-            pieces = [m[part] for m in moved]
-            if plain and number == 1:
-                parts.append(np.average(pieces, axis=0, weights=WEIGHTS))
-                continue
-            direction = np.average([p / np.linalg.norm(p) for p in pieces], axis=0, weights=WEIGHTS)
-            length = np.average([np.linalg.norm(p) for p in pieces], weights=WEIGHTS)
-            parts.append(length * direction / np.linalg.norm(direction))
-        return np.concatenate(parts)
-
-    tokens = dict(zip(lab.PEERS, [10, 20, 12, 8], strict=True))
-    WEIGHTS = [(EVERY * t) ** 2 / EVERY for t in tokens.values()]
-
-    def method(inner, exchange, **options):
-        second = inner.param_groups[0]["params"][1]
-        opt = DecoupledDiLoCo(
-            inner, exchange, fragments=1, lag=2, plain=[second] if plain else [], **options
-        )
-        inner.register_step_post_hook(lambda *_: opt.count(tokens[exchange.peer]))
-        return opt
-
-    found = lab.run(method, 40, every=EVERY)
-    expected = streaming(
-        lab,
-        lab.PEERS,
-        40,
-        every=EVERY,
-        slices=[slice(0, 5)],
-        lag=2,
-        mix=0.0,
-        lr=0.7,
-        momentum=0.6,
-        merge=merge,
-    )
-    for peer in lab.PEERS:
-        lab.close(found[peer].slow, expected[peer][0])
-    alone = lab.run(
-        DecoupledDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, weight=lambda *_: 1.0
-    )["anna"]
-    diloco = lab.run(
-        StreamingDiLoCo, 40, ["anna"], every=EVERY, fragments=1, lag=2, mix=0.0, lr=0.7
-    )["anna"]
-    lab.close(alone.slow, diloco.slow)
-
-
-def test_the_merge_of_equal_gradients_is_the_gradient_and_of_opposite_ones_zero():
-    g = torch.tensor([3.0, 4.0])
-    torch.testing.assert_close(rda([g / 5], [torch.tensor(5.0)])[0], g)
-    assert rda([torch.zeros(2)], [torch.tensor(5.0)])[0].tolist() == [0, 0]
 
 
 def test_a_schedule_with_more_fragments_than_there_are_is_refused():

@@ -1,6 +1,4 @@
-"""GASLoC and SPARTA: cross-tests against NoLoCo and DiLoCo, conservation, and the mask that nobody
-sends.
-"""
+"""SPARTA: averaging of chosen values only, and the mask that nobody sends."""
 
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from shoal.optim import (
     SPARTA,
     Alone,
     Apply,
-    GASLoC,
     LocalSGD,
     OuterOptimizer,
     RoundContext,
@@ -24,46 +21,7 @@ from shoal.optim import (
     SpartaRule,
     groups,
 )
-from shoal.optim.rules.gossip import chosen
-
-EVERY, ROUNDS = 4, 9
-STEPS = EVERY * ROUNDS
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(
-    ("size", "mix", "momentum"), [(2, 1.0, 0.5), (2, 0.6, 0.3), (3, 1.0, 0.0), (4, 0.5, 0.9)]
-)
-def test_gasloc_is_the_papers_recursion_on_a_random_matching(lab, size, mix, momentum, weighted):
-    weights = {"weight": lambda peer, _: 1.0 + lab.PEERS.index(peer)} if weighted else {}
-    options = {
-        "every": EVERY,
-        "size": size,
-        "seed": 5,
-        "begin": lab.own_start,
-        "lr": 0.6,
-        "momentum": momentum,
-        "mix": mix,
-    }
-    found = lab.run(GASLoC, STEPS, **options, **weights, lag=0)
-    slow = {peer: lab.own_start(peer) for peer in lab.PEERS}
-    before = dict(slow)
-    for round in range(ROUNDS):
-        u = {
-            peer: slow[peer] + 0.6 * (lab.trained(peer, slow[peer], EVERY) - slow[peer])
-            for peer in lab.PEERS
-        }
-        for group in groups(5, round, lab.PEERS, size):
-            for peer in group:
-                laplacian = sum(
-                    u[peer] - u[other] for other in group
-                )  # of the complete graph on the group
-                slow[peer] = (
-                    u[peer] - mix / len(group) * laplacian + momentum * (u[peer] - before[peer])
-                )
-        before = u
-        for peer in lab.PEERS:
-            lab.close(found[peer].slow[EVERY - 1 :: EVERY][round], slow[peer])
+from shoal.optim.experimental.sparta import chosen
 
 
 def test_sparta_of_everything_is_parameter_averaging_each_step(lab):
@@ -143,7 +101,7 @@ def test_the_mask_follows_from_the_key_alone():
     """
     code = (
         "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from "
-        "shoal.optim.rules.gossip import chosen;"
+        "shoal.optim.experimental.sparta import chosen;"
         "print(chosen(RoundKey('r', 7, 1), 1000, 0.008).tolist())"
     )
     there = subprocess.run(
@@ -203,21 +161,3 @@ def test_small_tensors_are_reached_too():
     torch.testing.assert_close(
         reached, 500 * 10 * torch.tensor([0.9, 0.002, 0.098]), rtol=0.1, atol=7
     )
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_mean_over_the_peers_depends_neither_on_the_mixing_nor_on_the_matching(lab, size):
-    options = {
-        "every": EVERY,
-        "size": size,
-        "loss": lab.linear,
-        "begin": lab.own_start,
-        "lr": 0.3,
-        "momentum": 0.5,
-    }
-    found = lab.run(
-        GASLoC, STEPS, weight=lambda peer, _: 1.0 + lab.PEERS.index(peer), mix=0.8, **options, lag=0
-    )
-    alone = lab.run(GASLoC, STEPS, **options | {"size": 1}, lag=0)
-    mean = [np.mean([f.slow for f in run.values()], axis=0) for run in (found, alone)]
-    lab.close(*mean)
