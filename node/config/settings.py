@@ -323,6 +323,7 @@ def _read_list(entry: str, name: str) -> set[str]:
 
 
 MAX_FILE_BYTES = 2**20
+MAX_NAME_CHARS = 64
 DATA = (
     "The task's option data on this node: for text, files, folders, FILE.jsonl, FILE.jsonl.gz, "
     "FILE.txt.gz, or hf:DATASET."
@@ -432,9 +433,27 @@ class TaskSettings(_Table):
 
 def host_name() -> str:
     """Return the name of this machine, reduced to the characters of a file name."""
-    return (
-        re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
-    )
+    return _file_characters(socket.gethostname().split(".")[0]) or "node"
+
+
+def _file_characters(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", text).strip("-")[:MAX_NAME_CHARS]
+
+
+def default_name(folder: Path | None, identity: Path | None) -> str:
+    """Return the name of a node that was given none.
+
+    A second node of a machine has a folder or a key file of its own, so the name has that too.
+    """
+    host = host_name()
+    own = ""
+    if folder is not None:
+        own = _file_characters(folder.name)
+    elif identity is not None:
+        own = _file_characters(identity.stem)
+    if own in ("", host):
+        return host
+    return f"{host[: MAX_NAME_CHARS // 2]}-{own}"[:MAX_NAME_CHARS]
 
 
 class NodeSettings(_Table):
@@ -442,7 +461,8 @@ class NodeSettings(_Table):
 
     name: Name = Field(
         default_factory=host_name,
-        description="Name that other peers see; by default the machine's.",
+        description="Name that other peers see; by default the machine's, with that of --folder or "
+        "of the --identity file if one is given.",
     )
     device: str = Field(
         default="auto",
@@ -572,6 +592,12 @@ class NodeSettings(_Table):
     )
 
     _runs: Path = PrivateAttr(default_factory=lambda: _absolute(Path("runs")))
+
+    @model_validator(mode="after")
+    def _named(self) -> NodeSettings:
+        if "name" not in self.model_fields_set:
+            self.__dict__["name"] = default_name(self.folder, self.identity)
+        return self
 
     @field_validator("listen", "announce")
     @classmethod

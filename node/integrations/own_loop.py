@@ -137,7 +137,7 @@ class Run:
         model: what is trained; gets the newest checkpoint's state: make the run before the outer
             optimizer, which begins with it.
         inner: the inner optimizer, which gets its state too.
-        name: of this node, for people; by default the machine's.
+        name: of this node, for people; by default the machine's and the folder's.
         checkpoint_every: inner steps between two checkpoints; 0: at the end only.
         keep: checkpoints to keep, the newest.
         resume: False begins anew, beside the checkpoints that are there.

@@ -333,6 +333,27 @@ def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
         checks.device(None, lambda said: None)
 
 
+def test_nodes_of_one_machine_have_different_default_names(monkeypatch):
+    monkeypatch.setattr(config.socket, "gethostname", lambda: "box.example.org")
+
+    def name(**given):
+        return load(None, {f"node.{key}": value for key, value in given.items()}).node.name
+
+    assert name() == "box"
+    assert name(folder="runs/box") == "box"
+    assert name(folder="runs/second one") == "box-second-one"
+    assert name(identity="keys/other.key") == "box-other"
+    assert name(folder="runs/second", identity="keys/other.key") == "box-second"
+    assert name(folder="runs/second", name="anna") == "anna"
+    assert len(name(folder="x" * 100)) == config.MAX_NAME_CHARS
+
+
+def test_a_second_key_gives_a_second_run_folder(monkeypatch):
+    monkeypatch.setattr(config.socket, "gethostname", lambda: "box")
+    first, second = load().node, load(None, {"node.identity": "other.key"}).node
+    assert (first.run_folder.name, second.run_folder.name) == ("box", "box-other")
+
+
 def test_host_name_is_a_file_name(monkeypatch):
     monkeypatch.setattr(config.socket, "gethostname", lambda: "-é/box.example.org")
     assert load().node.name == "box"
