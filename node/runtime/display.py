@@ -78,6 +78,7 @@ class LineDisplay:
         self._stream, self._clock = stream, clock
         self._total = 0
         self._next = clock() + LINE_EVERY_S
+        self._over = False
 
     def start(self, total_steps: int) -> None:
         """Begin; ``total_steps`` of 0 means without end."""
@@ -90,7 +91,7 @@ class LineDisplay:
 
     def update(self, progress: Progress) -> None:
         """Print at most every ten seconds."""
-        if self._clock() >= self._next:
+        if self._clock() >= self._next and not self._over:
             self._next = self._clock() + LINE_EVERY_S
             of = f" of {self._total}" if self._total else ""
             speed = progress.rates
@@ -108,14 +109,16 @@ class LineDisplay:
 
     def activity(self, text: str) -> None:
         """Show what the node has been doing for a while, such as an evaluation."""
-        self.message(text)
+        if not self._over:
+            self.message(text)
 
     def message(self, text: str) -> None:
         log.info("%s", printable(text))  # for the log file
         print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End and leave the terminal as it was; a second call does nothing."""
+        """End the progress: only messages are shown from now on. A second call does nothing."""
+        self._over = True
 
 
 class _ProgressAndRound(rich.progress.Progress):
@@ -143,6 +146,7 @@ class LiveDisplay:
             TimeRemainingColumn(),
             TextColumn("loss {task.fields[loss]}, {task.fields[speed]} steps/s"),
             console=console,
+            transient=True,
         )
         self._task: TaskID | None = None
 
@@ -187,6 +191,7 @@ class LiveDisplay:
         )  # Text: a stranger's name is no rich markup
 
     def close(self) -> None:
+        """Take the bar away, so that what is said next stands last. A second call does nothing."""
         self._bar.stop()
 
 

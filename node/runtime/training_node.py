@@ -598,6 +598,7 @@ class TrainingNode:
             result.verify = self.verification.report()
         self.metrics.write("end", **asdict(result))
         save(result, self.folder, self.display.message)
+        self.display.close()
         for line in summary(result, self.folder, self._loss):
             self.display.message(line)
         return result

@@ -196,6 +196,32 @@ def test_the_live_display_shows_the_total_and_the_whole_round_on_a_usual_termina
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_nothing_of_the_progress_follows_the_summary():
+    now = [0.0]
+    stream = io.StringIO()
+    lines = LineDisplay(stream, clock=lambda: now[0])
+    lines.start(100)
+    lines.close()
+    now[0] = 2 * LINE_EVERY_S
+    lines.message("finished after 100 steps")
+    lines.update(progress(98, 2.0, 50.0))
+    lines.activity("leaving, 12 s so far")
+    assert stream.getvalue() == "finished after 100 steps\n"
+
+
+def test_the_bar_is_gone_when_the_summary_is_shown():
+    stream = io.StringIO()
+    live = LiveDisplay(Console(file=stream, force_terminal=True, width=80))
+    live.start(100)
+    live.update(progress(98, 2.0, 50.0))
+    live.close()
+    live.message("finished after 100 steps")
+    live.close()
+    erase_line = "\x1b[2K"
+    *_, shown = stream.getvalue().split(erase_line)
+    assert shown == "finished after 100 steps\n"
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_link_is_in_one_line_whatever_the_width(begun):
     stream = io.StringIO()
