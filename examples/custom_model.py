@@ -1,10 +1,8 @@
-"""A custom task: an MLP learns the labels of a fixed random network, on each peer from other
-examples.
+"""A custom task: an MLP learns the labels of a fixed random network.
 
     shoal demo --task examples/custom_model.py:Teacher
 
-Each shard has only a few hundred examples, so a peer that trains without others memorises them;
-together they generalise.
+Each shard has a few hundred examples: a peer alone memorises them, together they generalise.
 """
 
 from collections.abc import Iterable, Iterator

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import itertools
 import logging
 from collections import UserDict, UserList, deque
@@ -29,6 +30,9 @@ from shoal.swarm.errors import OuterError
 from shoal.swarm.training.shard import Shard as Shard
 
 log = logging.getLogger(__name__)
+
+NAMED = "named_parameters"
+"""Argument by which ``inner_optimizer`` asks for names."""
 
 _SEQUENCES = (tuple, list, UserList, deque)  # others may be ranges, or draw their items from a disk
 _PLAIN = (
@@ -409,8 +413,16 @@ class Task:
         return {}
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99)."""
+        """Return the optimizer of the local steps. Default: AdamW, lr 3e-4, betas (0.9, 0.99).
+
+        ``params``: those that require a gradient. A method whose argument is called
+        ``named_parameters`` gets pairs (name, parameter) in place of them, for groups by name.
+        """
         return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.99))
+
+    def optimizer_takes_names(self) -> bool:
+        """Return whether ``inner_optimizer`` asks for names, by what its argument is called."""
+        return NAMED in inspect.signature(self.inner_optimizer).parameters
 
     def hidden_matrices(self, model: torch.nn.Module) -> Iterable[str]:
         """Return the names of the parameters that Muon trains where the swarm has ``train.optimizer

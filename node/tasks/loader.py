@@ -23,7 +23,15 @@ import torch
 from torch import nn
 
 from shoal.node.home import expanded
-from shoal.node.task import Batches, LoadedBatches, NumberedBatches, Shard, Task, iterator_of
+from shoal.node.task import (
+    NAMED,
+    Batches,
+    LoadedBatches,
+    NumberedBatches,
+    Shard,
+    Task,
+    iterator_of,
+)
 from shoal.node.tasks.text import TextTask
 from shoal.node.user_code import (
     UserCodeError,
@@ -170,7 +178,11 @@ class Guarded(Task):
             raise self._wrong("extra_results()", found, "a dict of names with Python's own numbers")
         return found
 
+    def optimizer_takes_names(self) -> bool:
+        return NAMED in inspect.signature(self._task.inner_optimizer).parameters
+
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the user's optimizer of ``params``, or of pairs with names if it asks for them."""
         found = self._call("inner_optimizer", params)
         if not isinstance(found, torch.optim.Optimizer):
             raise self._wrong("inner_optimizer()", found, "a torch.optim.Optimizer")

@@ -492,9 +492,11 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
     optimizer trains others than those.
     """
     train = resolved(train)
-    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    params = [param for _, param in trained]
     if train.optimizer == "task":
-        return _checked(AveragedParameters.of(model), task.inner_optimizer(params))
+        given: Any = trained if task.optimizer_takes_names() else params
+        return _checked(AveragedParameters.of(model), task.inner_optimizer(given))
     if train.optimizer == "muon":
         with _explained():
             return muon(

@@ -11,9 +11,12 @@ import torch
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.node.tasks.text import TextTask
+from shoal.node.training.inner_step import make_inner
 from shoal.node.user_code import UserCodeError
+from shoal.swarm.manifest import TrainSettings
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_model.py"
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLE = REPOSITORY / "examples" / "custom_model.py"
 
 DUCK = """
 import torch
@@ -61,6 +64,18 @@ def test_class_without_base_gets_the_defaults(duck):
     assert optimizer.defaults["lr"] == 3e-4
     assert optimizer.defaults["betas"] == (0.9, 0.99)
     assert task.lr_scheduler(optimizer, 10) is None
+
+
+def test_the_documented_optimizer_groups_parameters_by_name(duck):
+    page = (REPOSITORY / "docs" / "own-model.md").read_text()
+    method = page.split("### Groups by name")[1].split("```python\n")[1].split("```")[0]
+    duck.write_text(f"{DUCK}class Grouped(Duck):\n{method}")
+    task = load_task(f"{duck}:Grouped")
+    model = task.model()
+    decayed, kept = make_inner(task, TrainSettings(), model).param_groups
+    assert [id(one) for one in decayed["params"]] == [id(model.weight)]
+    assert [id(one) for one in kept["params"]] == [id(model.bias)]
+    assert kept["weight_decay"] == 0 < decayed["weight_decay"]
 
 
 def test_module_form():
