@@ -146,7 +146,6 @@ LONGER = {
     "optim/outer/optimizer.py": 870,
     "optim/outer/state.py": 850,
     "swarm/exchange/context.py": 830,
-    "node/config/settings.py": 830,
     "tests/security/decoders.py": 880,
     "tests/swarm/training/test_session.py": 815,
 }

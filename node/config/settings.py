@@ -37,9 +37,8 @@ from pydantic import (
 from shoal.node.console import parse_address
 from shoal.node.home import HomeError, expanded
 from shoal.optim.methods import ALONE, one_of
-from shoal.swarm.access import PeerLists, address_problem
+from shoal.swarm.access import address_problem
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.identity import is_peer_id
 from shoal.swarm.manifest import (
     Bucket,
     EpochSeconds,
@@ -250,13 +249,6 @@ Count = Annotated[
 ]
 
 
-MAX_LIST_BYTES = 1 << 22
-
-
-class PeerListError(ShoalError):
-    """A list of peers cannot be read, or holds something else."""
-
-
 class PeersSettings(_Table):
     """Peers that this node meets. The swarm is not informed of them."""
 
@@ -271,55 +263,6 @@ class PeersSettings(_Table):
         max_length=1024,
         description="Peer ids, or files of them: nothing is sent to them or taken from them.",
     )
-
-
-def peer_lists(settings: PeersSettings) -> PeerLists:
-    """Return the allowed and denied peers.
-
-    Raises PeerListError for an entry that is neither a peer id nor a file of them.
-    """
-    return PeerLists(_ids(settings.allow, "allow"), _ids(settings.deny, "deny"))
-
-
-def _ids(entries: list[str], name: str) -> frozenset[str]:
-    found: set[str] = set()
-    for entry in entries:
-        found |= {entry} if is_peer_id(entry) else _read_list(entry, name)
-    if name == "allow" and entries and not found:
-        raise PeerListError(
-            f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or "
-            "leave it out."
-        )
-    return frozenset(found)
-
-
-def _read_list(entry: str, name: str) -> set[str]:
-    path = Path(expanded(entry))
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_LIST_BYTES + 1)
-        text = data.decode("utf-8")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise PeerListError(
-            f"peers.{name}: {entry[:200]!r} is neither a peer id nor a file that can be read "
-            f"({why}): write 12D3Koo... or a path."
-        ) from error
-    if len(data) > MAX_LIST_BYTES:
-        raise PeerListError(
-            f"peers.{name}: the file {entry[:200]!r} is over 4 MiB: name a list of peer ids, one a "
-            "line."
-        )
-    found = set()
-    for number, line in enumerate(text.splitlines(), 1):
-        word = line.partition("#")[0].strip()
-        if word and not is_peer_id(word):
-            raise PeerListError(
-                f"peers.{name}: line {number} of {entry[:200]!r} is no peer id ({word[:60]!a}): "
-                "correct it."
-            )
-        found |= {word} if word else set()
-    return found
 
 
 MAX_FILE_BYTES = 2**20

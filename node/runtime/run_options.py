@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint.folder import steps
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
-from shoal.node.config.settings import Settings, peer_lists
+from shoal.node.config.peers import peer_lists
+from shoal.node.config.settings import Settings
 from shoal.node.console import ExitCode
 from shoal.node.runtime.display import Display
 from shoal.node.training.resources import shares
@@ -140,7 +141,8 @@ def network(settings: Settings) -> NetworkOptions:
     """Return the network options of the settings; the node also tries the peers that it met in an
     earlier run.
     """
-    node, access = settings.node, peer_lists(settings.peers)
+    node = settings.node
+    access = peer_lists(settings.peers.allow, settings.peers.deny)
     return NetworkOptions(
         listen=tuple(node.listen),
         announce=tuple(node.announce),
