@@ -4,7 +4,8 @@ vLLM, or llama.cpp's server.
 Both take tokens at OpenAI's /v1/completions and name those that they draw, with log-probabilities
 before the temperature. The node computes the same log-probabilities itself: what it learns from are
 its own, and a server with other weights is refused. Before completions are drawn by weights that
-have changed, the adapter goes to the server, by vLLM's /v1/load_lora_adapter.
+have changed, the adapter goes to the server, by vLLM's /v1/load_lora_adapter; one that answers with
+older weights all the same is refused too (`shoal.node.rl.newest_weights`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,10 +28,12 @@ from urllib.parse import urlsplit
 
 import torch
 from pydantic import BaseModel, FailFast, FiniteFloat, StringConstraints, ValidationError
+from torch import Tensor
 
 from shoal.node.console import require
 from shoal.node.rl.environment import Choose, Completion, PolicyError
 from shoal.node.rl.hf import HF
+from shoal.node.rl.newest_weights import OlderWeights
 from shoal.node.user_code import calling
 
 CONNECT_S, ANSWER_S = 10.0, 600.0
@@ -41,6 +45,7 @@ APART = 0.15
 """Largest mean difference of log-probabilities, nats a token: with 4-bit weights llama.cpp differs
 by .07 from their float32.
 """
+PROBED_TOKENS = 2048  # of an answer, computed by older weights too
 FIXED = (
     "start vLLM on this machine with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; a "
     "server whose weights stay, "
@@ -70,6 +75,9 @@ class Served(HF):
         )  # of the adapter that the server has: a new one is without effect
         self._adapter: tempfile.TemporaryDirectory[str] | None = None
         self._name = ""
+        self._pushed: list[Tensor] = []  # trained weights as the server has them
+        self._before: list[Tensor] = []  # those of the push before
+        self._evidence = defaultdict[str, OlderWeights](OlderWeights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HF:
         """Return a policy that draws itself, for checks of claims."""
@@ -104,7 +112,8 @@ class Served(HF):
         answer = self._server.ask(
             "/v1/completions",
             {
-                **({"model": self._name} if self._name else {}),
+                # The salt keeps what the server caches of a prompt apart for each adapter.
+                **({"model": self._name, "cache_salt": self._name} if self._name else {}),
                 "prompt": asked,
                 "n": count,
                 "max_tokens": max_tokens,
@@ -142,11 +151,17 @@ class Served(HF):
         each, rows = [prompt for prompt in prompts for _ in range(count)], [ids for ids, _ in told]
         was_training = self.module.training
         self.module.eval()
-        plain, mask = self.log_probs(each, rows, 1.0)
-        own = plain if temperature in (0.0, 1.0) else self.log_probs(each, rows, temperature)[0]
-        self.module.train(was_training)
-        theirs = torch.tensor([log for _, logs in told for log in logs], device="cpu")
-        apart = float((plain[mask].cpu() - theirs).abs().mean())
+        try:
+            plain, mask = self.log_probs(each, rows, 1.0)
+            own = plain if temperature in (0.0, 1.0) else self.log_probs(each, rows, temperature)[0]
+            plain, mask = plain.cpu(), mask.cpu()
+            error = torch.zeros(plain.shape, device="cpu")
+            error[mask] = torch.tensor([log for _, logs in told for log in logs], device="cpu")
+            error[mask] -= plain[mask]
+            self._check_newest(each, rows, plain, error)
+        finally:
+            self.module.train(was_training)
+        apart = float(error[mask].abs().mean())
         if not apart <= APART:
             raise PolicyError(
                 f"The server at {self._server.url} has other weights than this node: its "
@@ -158,6 +173,51 @@ class Served(HF):
             for ids, logs in zip(rows, own.tolist(), strict=True)
         ]
         return [flat[start : start + count] for start in range(0, len(flat), count)]
+
+    def _check_newest(
+        self, prompts: Sequence[str], rows: Sequence[Sequence[int]], own: Tensor, error: Tensor
+    ) -> None:
+        """Raise PolicyError if the server certainly answers without the adapter, or with the one
+        before.
+
+        ``error``: the server's log-probabilities minus the ``own``, (B, T).
+        """
+        part = slice(None, None, max(1, sum(map(len, rows)) // PROBED_TOKENS))
+        none = [torch.zeros_like(weight) for weight in self._pushed]
+        found: list[tuple[float, str]] = []
+        for whose, weights in (("no adapter", none), ("the adapter before it", self._before)):
+            if not weights:
+                continue
+            with self._weights_of(weights):
+                older, mask = self.log_probs(prompts[part], rows[part], 1.0)
+            width = mask.shape[1]
+            difference = older.cpu() - own[part, :width]
+            slope = self._evidence[whose].add(error[part, :width], difference, mask.cpu())
+            if slope is not None:
+                found.append((slope, whose))
+        if found:
+            slope, whose = min(found, key=lambda one: abs(one[0] - 1))
+            raise PolicyError(
+                f"The server at {self._server.url} took the newest adapter and answers as with "
+                f"{whose} ({min(slope, 1.0):.0%} of the way): start it again, as vLLM with "
+                "--enable-lora and, if this comes back, --no-enable-prefix-caching."
+            )
+
+    @contextmanager
+    def _weights_of(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Return a block in which the trained parameters are ``weights``."""
+        trained = self._trained()
+        held = [parameter.data for parameter in trained]
+        try:
+            for parameter, weight in zip(trained, weights, strict=True):
+                parameter.data = weight.to(parameter.device)
+            yield
+        finally:
+            for parameter, own in zip(trained, held, strict=True):
+                parameter.data = own
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [weight for weight in self.module.parameters() if weight.requires_grad]
 
     def push(self) -> None:
         """Give the server the adapter as it is, by a new name, since it caches by name.
@@ -176,15 +236,14 @@ class Served(HF):
                 self._server.ask("/v1/unload_lora_adapter", {"lora_name": self._name})
             self._adapter.cleanup()
         self._adapter, self._name, self._held = folder, name, held
+        self._before = self._pushed
+        self._pushed = [weight.detach().clone() for weight in self._trained()]
 
     def _digest(self) -> bytes:
         """Return a digest of what is trained."""
         made = hashlib.sha256()
-        for weight in self.module.parameters():
-            if weight.requires_grad:
-                made.update(
-                    weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                )
+        for weight in self._trained():
+            made.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return made.digest()
 
 

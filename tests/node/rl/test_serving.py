@@ -51,23 +51,25 @@ class Model:
         self.folder, self.made = folder, {}
         self.generator = torch.Generator().manual_seed(0)
         self.shift = 0.0  # added to each log-probability that it tells
+        self.noise = 0.0  # standard deviation of what is added beside it
 
     def load(self, name, path):
         base = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
         self.made[name] = (peft.PeftModel.from_pretrained(base, path) if path else base).eval()
 
     @torch.no_grad()
-    def draw(self, name, prompt, most, temperature):
+    def draw(self, model, prompt, most, temperature):
         ids, logs = [], []
         while len(ids) < most and 0 not in ids:
-            plain = self.made[name](torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(-1)
+            plain = model(torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(-1)
             tempered = (plain / temperature).softmax(-1) if temperature else plain
             ids.append(
                 int(torch.multinomial(tempered, 1, generator=self.generator))
                 if temperature
                 else int(plain.argmax())
             )
-            logs.append(float(plain[ids[-1]]) + self.shift)
+            rounding = self.noise * float(torch.randn((), generator=self.generator))
+            logs.append(float(plain[ids[-1]]) + self.shift + rounding)
         return ids, logs
 
 
@@ -75,12 +77,14 @@ class Server:
     """HTTP server.
 
     ``kind``: vllm or llama; ``asked``: all (path, body); ``reply``: in place of what it would
-    answer.
+    answer. ``cache``: names of fields which, with a prompt's first tokens, decide whether it is
+    answered by the weights that answered such a prompt first.
     """
 
     def __init__(self, model, kind):
         self.model, self.kind, self.asked, self.drawn, self.reply = model, kind, [], [], None
         self.loaded, self.ignores, self.over = {}, False, threading.Event()
+        self.cache, self.cached = None, {}
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -107,10 +111,9 @@ class Server:
 
     def answer(self, handler, body):
         if handler.path == "/v1/completions":
-            model = body.get("model", "")
             rows = [
                 self.model.draw(
-                    "" if self.ignores else model, prompt, body["max_tokens"], body["temperature"]
+                    self.weights(body, prompt), prompt, body["max_tokens"], body["temperature"]
                 )
                 for prompt in body["prompt"]
                 for _ in range(body["n"])
@@ -135,6 +138,14 @@ class Server:
         elif handler.path == "/v1/unload_lora_adapter":
             del self.model.made[body["lora_name"]]
             handler.say(200, b"Success")
+
+    def weights(self, body, prompt):
+        """Return the model that answers ``prompt``."""
+        model = self.model.made["" if self.ignores else body.get("model", "")]
+        if self.cache is None:
+            return model
+        key = (*(body.get(name) for name in self.cache), *prompt[:4])
+        return self.cached.setdefault(key, model)
 
     def told(self, ids, logs):
         if self.kind == "llama":
@@ -274,6 +285,62 @@ def test_a_server_with_other_weights_is_refused(policy, server):
         match=rf"^The server at {server.url} has other weights .* 0.15 is allowed: .*\.$",
     ):
         policy.generate(PROMPTS, 3, temperature=1.0, max_tokens=6, seed=0)
+
+
+OLDER = (
+    r"^The server at {} took the newest adapter and answers as with {} \(\d+% of the way\): start "
+    r"it again, as vLLM with --enable-lora and, if this comes back, --no-enable-prefix-caching\.$"
+)
+SMALL = 0.02  # an update by which no answer is as far off as another model's
+
+
+def draw(policy, prompts=PROMPTS):
+    return policy.generate(prompts, 6, temperature=1.0, max_tokens=6, seed=0)
+
+
+def test_an_adapter_that_is_accepted_and_ignored_is_noticed(policy, server):
+    """verl #7495, ms-swift #9855: it looks like staleness, and nothing says so."""
+    server.ignores = True
+    changed(policy, by=SMALL)
+    with pytest.raises(PolicyError, match=OLDER.format(server.url, "no adapter")):
+        draw(policy)
+    assert policy.module.training
+
+
+def test_a_server_that_keeps_the_adapter_before_is_noticed(policy, server):
+    changed(policy, by=SMALL)
+    draw(policy)
+    (kept,) = (model for name, model in server.model.made.items() if name)
+    server.weights = lambda body, prompt: kept
+    changed(policy, by=SMALL)
+    with pytest.raises(PolicyError, match=OLDER.format(server.url, "the adapter before it")):
+        draw(policy)
+
+
+def test_a_prefix_cache_of_older_weights_is_noticed(policy, server):
+    """NeMo-RL #4018: a prompt that came before is answered from what older weights made of it."""
+    server.cache = ()
+    changed(policy, by=SMALL)
+    draw(policy)
+    changed(policy, by=SMALL)
+    with pytest.raises(PolicyError, match=OLDER.format(server.url, "the adapter before it")):
+        draw(policy)
+
+
+def test_a_prefix_cache_that_heeds_the_salt_never_answers_by_older_weights(policy, server):
+    server.cache = ("cache_salt",)
+    for _ in range(3):
+        changed(policy, by=SMALL)
+        draw(policy)
+        assert len(server.cached) == len({key[0] for key in server.cached}) * len(PROMPTS)
+    assert len({id(model) for model in server.cached.values()}) == 3
+
+
+def test_a_server_that_rounds_is_not_taken_for_an_older_one(policy, server):
+    server.model.noise = 0.1
+    for _ in range(12):
+        changed(policy, by=SMALL)
+        draw(policy)
 
 
 def test_the_bound_is_on_the_mean_difference(policy, server):
