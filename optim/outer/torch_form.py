@@ -1,15 +1,13 @@
-"""The state of an outer optimizer in the form of torch's optimizers, which
-torch.distributed.checkpoint knows.
+"""An outer optimizer's state in the form of torch's optimizers.
 
-    {"state": {i: {"exp_avg": ..., "outer": {"slow": ..., "momentum": ..., ...}}, ...},
-     "param_groups": [{"lr": ..., "params": [...], "outer": {"lr": ..., "momentum": ..., "progress":
-     "..."}}, ...]}
+    {"state": {3: {"exp_avg": ..., "outer": {"slow": ..., "momentum": ...}}},
+     "param_groups": [{"lr": ..., "params": [3], "outer": {"lr": ..., "progress": "{...}"}}]}
 
-i is the parameter's number among all of the inner optimizer; its slow weights, the rule's tensors,
-its rounding error and a codec's residuals are in "outer", which frozen and excluded parameters
-lack. "progress" is a text (JSON) with all that is no tensor, the same in each group, because torch
-keeps nothing beside "state" and "param_groups". Every entry is there from the start, so that a new
-optimizer's state is a template into which a checkpoint can be loaded.
+This form goes through ``torch.save`` and torch.distributed.checkpoint, and reads like the state of
+any optimizer. What belongs to a parameter (slow weights, momentum, rounding error, residuals) is
+beside the inner optimizer's state of it, under "outer". All that is no tensor is JSON, under
+"progress" of each group. `TorchForm` converts it from and to the whole state in lists, which
+``OuterOptimizer.whole_state`` returns. Why it looks so: docs/internals.md, "Saved state".
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,10 +25,11 @@ from torch import Tensor
 from shoal.optim.outer.in_flight import Record
 from shoal.optim.outer.weights import local, sharded_like
 
-OUTER, PROGRESS = "outer", "progress"
-TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
-FLATTEN = "flatten_optimizer_state_dict"
-_PLAIN = (
+OUTER = "outer"
+"""Key of all that is ours, in a parameter's entry and in a group."""
+PROGRESS = "progress"
+"""Key of the JSON text in a group's OUTER."""
+PLAIN = (
     "steps",
     "position",
     "length",
@@ -44,18 +44,21 @@ _PLAIN = (
     "order",
     "names",
 )
+"""Entries of the whole state that JSON holds as they are."""
+TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+"""Module of torch whose option FLATTEN loses what is under OUTER."""
+FLATTEN = "flatten_optimizer_state_dict"
 
 
 class TorchForm:
-    """Conversion of one optimizer's whole state (``OuterOptimizer.whole_state``) into torch's form,
-    and back.
+    """Converts one optimizer's whole state into torch's form, and back.
 
     Args:
         every: all parameters of the inner optimizer.
         params: those that are averaged.
-        parts: positions in ``params``, for each fragment.
+        parts: of each fragment the positions in ``params``.
         coarse: tells by position whether rounding errors are kept.
-        sent: returns the shapes of a fragment's contribution.
+        sent_shapes: returns the shapes of a fragment's contribution.
     """
 
     def __init__(
@@ -64,33 +67,24 @@ class TorchForm:
         params: Sequence[Tensor],
         parts: Sequence[Sequence[int]],
         coarse: Callable[[int], bool],
-        sent: Callable[[int], list[torch.Size]],
+        sent_shapes: Callable[[int], list[torch.Size]],
     ) -> None:
-        self._every, self._params, self._parts, self._coarse, self._sent = (
-            every,
-            params,
-            parts,
-            coarse,
-            sent,
-        )
+        self._every = every
+        self._params = params
+        self._parts = parts
+        self._coarse = coarse
+        self._sent_shapes = sent_shapes
+        self._number = {parameter: number for number, parameter in enumerate(every)}
         self._place = {parameter: index for index, parameter in enumerate(params)}
-        self.order = [
-            number
-            for _, number in sorted(
-                (self._place[p], n) for n, p in enumerate(every) if p in self._place
-            )
-        ]
-        """The number among all parameters of each averaged one; a session has them in the order of
-        its model.
-        """
+        numbers = [number for number, parameter in enumerate(every) if parameter in self._place]
+        self.order = sorted(numbers, key=lambda number: self._place[every[number]])
+        """The number among all parameters of each averaged one."""
 
     def pack(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in torch's form.
+        """Return a whole state in torch's form; tensors of sharded parameters are DTensors.
 
-        Tensors of sharded parameters are DTensors with the parameter's placements.
-
-        ValueError if torch asks for it to flatten it: a flattened state is read back without the
-        outer part.
+        Raises:
+            ValueError: torch asks for it to flatten it, and the outer part would be lost.
         """
         if _is_flattened():
             raise ValueError(
@@ -99,112 +93,100 @@ class TorchForm:
                 "leave that option out, here and where it is loaded"
             )
         state = dict(whole["inner"]["state"])
-        outer = self._tensors(whole)
+        outer = self._outer_tensors(whole)
         for number, parameter in enumerate(self._every):
-            if parameter in self._place:
-                own = outer[self._place[parameter]]
-                spread = {name: sharded_like(parameter, tensor) for name, tensor in own.items()}
-                state[number] = {**state.get(number, {}), OUTER: spread}
-        sharded = any(hasattr(parameter, "to_local") for parameter in self._params)
-        begun = (
-            [] if sharded else [self._pack_record(record, state) for record in whole["in_flight"]]
-        )
-        progress = {name: whole[name] for name in _PLAIN}
-        progress |= {
-            "rounded": sorted(whole["rounding"]),
-            "rule": sorted(whole["rule"]),
-            "parts": [list(part) for part in self._parts],
-            # Of residuals the number stands in their place.
-            "codecs": [
-                {
-                    name: len(value) if name == "error" and value is not None else value
-                    for name, value in memory.items()
-                }
-                for memory in whole["codecs"]
-            ],
-            "in_flight": begun,
-        }
-        text = json.dumps(progress)
-        pairs = zip(whole["inner"]["param_groups"], whole["groups"], strict=True)
-        return {
-            "state": state,
-            "param_groups": [
-                {**group, OUTER: {**settings, PROGRESS: text}} for group, settings in pairs
-            ],
-        }
-
-    def _holder(self, fragment: int) -> int:
-        """Return the number of the parameter with which the tensors of a fragment's exchange in
-        flight are kept.
-        """
-        return next(
-            at
-            for at, parameter in enumerate(self._every)
-            if parameter is self._params[self._parts[fragment][0]]
-        )
-
-    def _pack_record(self, record: Record, state: dict[Any, Any]) -> Record:
-        """Put the tensors of an exchange in flight into ``state``; return the record with their
-        numbers in their place.
-        """
-        fragment = record["facts"]["fragment"]
-        own = state[self._holder(fragment)][OUTER]
-        for name, tensors in record["tensors"].items():
-            own |= {_place(fragment, name, number): tensor for number, tensor in enumerate(tensors)}
-        return {
-            "facts": record["facts"],
-            "tensors": {name: len(tensors) for name, tensors in record["tensors"].items()},
-        }
-
-    def _unpack_record(self, record: Record, entries: Sequence[Mapping[str, Any]]) -> Record | None:
-        """Return the record with its tensors; None if they are not all there."""
-        fragment = int(record["facts"]["fragment"])
-        if not 0 <= fragment < len(self._parts):
-            return None
-        own = entries[self._holder(fragment)].get(OUTER, {})
-        names = {
-            name: [_place(fragment, name, number) for number in range(count)]
-            for name, count in record["tensors"].items()
-        }
-        if any(place not in own for places in names.values() for place in places):
-            return None
-        return {
-            "facts": record["facts"],
-            "tensors": {name: [own[place] for place in places] for name, places in names.items()},
-        }
-
-    def _tensors(self, whole: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """Return the outer tensors of each averaged parameter by name."""
-        outer: list[dict[str, Tensor]] = [{"slow": slow} for slow in whole["slow"]]
-        for index, tensors in enumerate(outer):
-            tensors |= {name: values[index] for name, values in whole["rule"].items()}
-            if self._coarse(index):
-                error = whole["rounding"].get(index)
-                tensors["rounding"] = (
-                    torch.zeros_like(whole["slow"][index]) if error is None else error
-                )
-        for fragment, memory in enumerate(whole["codecs"]):
-            if "error" not in memory:
+            if parameter not in self._place:
                 continue
-            residual = memory["error"]
-            if residual is None:
-                residual = [torch.zeros(shape, device="cpu") for shape in self._sent(fragment)]
-            for (index, name), tensor in zip(
-                _residuals(self._parts[fragment], len(residual)), residual, strict=True
-            ):
-                outer[index][name] = tensor
-        return outer
+            tensors = outer[self._place[parameter]]
+            own = {name: sharded_like(parameter, tensor) for name, tensor in tensors.items()}
+            state[number] = {**state.get(number, {}), OUTER: own}
+        in_flight: list[Record] = []
+        if not self._sharded:
+            in_flight = [self._pack_record(record, state) for record in whole["in_flight"]]
+        progress = {name: whole[name] for name in PLAIN}
+        progress["rounded"] = sorted(whole["rounding"])
+        progress["rule"] = sorted(whole["rule"])
+        progress["parts"] = [list(part) for part in self._parts]
+        progress["codecs"] = [_without_residuals(memory) for memory in whole["codecs"]]
+        progress["in_flight"] = in_flight
+        text = json.dumps(progress)
+        groups = [
+            {**group, OUTER: {**settings, PROGRESS: text}}
+            for group, settings in zip(whole["inner"]["param_groups"], whole["groups"], strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
 
     def unpack(
         self, state: Mapping[str, Any], rule: Mapping[str, Sequence[Tensor]]
     ) -> dict[str, Any]:
-        """Return the whole state of ``pack``'s, in which parameters may have names for numbers.
+        """Return the whole state of a packed one, in which parameters may have names for numbers.
 
-        ``rule``: the rule's present state, for its shapes. ValueError if groups or parameters are
-        others, or the outer part is missing.
+        ``rule``: the rule's present state, for its shapes.
+
+        Raises:
+            ValueError: parameters or groups are others, or the outer part is missing.
         """
+        saved = self._read(state)
+        progress = saved.progress
+        shapes = [local(parameter).shape for parameter in self._params]
+        whole = {name: progress[name] for name in PLAIN if name in progress}
+        whole["codecs"] = []
+        memories = zip(progress["parts"], progress["codecs"], strict=True)
+        for fragment, (part, memory) in enumerate(memories):
+            whole["codecs"].append(self._codec_memory(saved, fragment, part, memory))
+        whole["in_flight"] = []
+        for packed in progress.get("in_flight", ()):
+            record = self._unpack_record(packed, saved)
+            if record is not None:
+                whole["in_flight"].append(record)
+        whole["inner"] = saved.inner()
+        whole["slow"] = saved.tensors("slow", shapes)
+        whole["rounding"] = {
+            index: saved.tensor(index, "rounding", shapes[index])
+            for index in progress["rounded"]
+            if index < len(shapes)
+        }
+        whole["rule"] = {}
+        for name in progress["rule"]:
+            own = [tensor.shape for tensor in rule[name]] if name in rule else shapes
+            whole["rule"][name] = saved.tensors(name, own)
+        whole["groups"] = saved.outer_settings()
+        return whole
+
+    @property
+    def _sharded(self) -> bool:
+        return any(hasattr(parameter, "to_local") for parameter in self._params)
+
+    def _outer_tensors(self, whole: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+        """Return the outer tensors of each averaged parameter by name.
+
+        Every entry is there, zeros for what is empty yet: a new optimizer's state is the template
+        into which torch loads a checkpoint.
+        """
+        outer: list[dict[str, Tensor]] = []
+        for index, slow in enumerate(whole["slow"]):
+            tensors = {"slow": slow}
+            for name, values in whole["rule"].items():
+                tensors[name] = values[index]
+            if self._coarse(index):
+                error = whole["rounding"].get(index)
+                tensors["rounding"] = torch.zeros_like(slow) if error is None else error
+            outer.append(tensors)
+        for fragment, memory in enumerate(whole["codecs"]):
+            if "error" not in memory:
+                continue
+            residuals = memory["error"]
+            if residuals is None:
+                shapes = self._sent_shapes(fragment)
+                residuals = [torch.zeros(shape, device="cpu") for shape in shapes]
+            places = _residual_places(self._parts[fragment], len(residuals))
+            for (index, name), residual in zip(places, residuals, strict=True):
+                outer[index][name] = residual
+        return outer
+
+    def _read(self, state: Mapping[str, Any]) -> _Saved:
+        """Return a packed state as it is read, in this optimizer's order of parameters."""
         groups = state["param_groups"]
-        keys = [key for group in groups for key in group["params"]]
         text = next((group[OUTER][PROGRESS] for group in groups if OUTER in group), None)
         if text is None:
             raise ValueError(
@@ -212,121 +194,144 @@ class TorchForm:
                 "into the inner one), or it was read "
                 "with flatten_optimizer_state_dict, which does not keep it"
             )
+        keys = [key for group in groups for key in group["params"]]
         if len(keys) != len(self._every):
             raise ValueError(
                 f"the saved parameter groups have {len(keys)} parameters, this optimizer "
                 f"{len(self._every)}"
             )
-        progress = json.loads(text)
-        was = progress.get("order", self.order)
-        if was != self.order and sorted(was) == sorted(self.order):
-            to = [self.order.index(at) for at in was]
-            progress["parts"] = [sorted(to[index] for index in part) for part in progress["parts"]]
-            progress["rounded"] = [to[index] for index in progress["rounded"]]
-            names = progress.get("names", [""] * len(was))
-            progress |= {
-                "in_flight": [],
-                "order": self.order,
-                "names": [names[was.index(at)] for at in self.order],
-            }  # what was sent is in the old order: it is taken back
-        number = {parameter: at for at, parameter in enumerate(self._every)}
         entries = [dict(state["state"].get(key, {})) for key in keys]
-        outer = [entries[number[parameter]].get(OUTER, {}) for parameter in self._params]
+        outer = [entries[self._number[parameter]].get(OUTER, {}) for parameter in self._params]
+        return _Saved(groups, entries, outer, self._in_own_order(json.loads(text)))
 
-        def row(name: str, shapes: Sequence[torch.Size]) -> list[Tensor]:
-            return [self._one(outer, index, name, shape) for index, shape in enumerate(shapes)]
+    def _in_own_order(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """Return ``progress`` with the parameters counted in this optimizer's order.
 
-        own = [local(parameter).shape for parameter in self._params]
-        kept = {
-            name: [tensor.shape for tensor in rule[name]] if name in rule else own
-            for name in progress["rule"]
-        }
-        codecs = [
-            self._codec(outer, number, part, memory)
-            for number, (part, memory) in enumerate(
-                zip(progress["parts"], progress["codecs"], strict=True)
-            )
-        ]
-        begun = [self._unpack_record(record, entries) for record in progress.get("in_flight", ())]
-        inner = [
-            {name: value for name, value in entry.items() if name != OUTER} for entry in entries
-        ]
-        sizes = [len(group["params"]) for group in groups]
-        firsts = [sum(sizes[:at]) for at in range(len(sizes))]
-        return {name: progress[name] for name in _PLAIN if name in progress} | {
-            "inner": {
-                "state": {at: entry for at, entry in enumerate(inner) if entry},
-                "param_groups": [
-                    {name: value for name, value in group.items() if name != OUTER}
-                    | {"params": [*range(first, first + size)]}
-                    for group, first, size in zip(groups, firsts, sizes, strict=True)
-                ],
-            },
-            "slow": row("slow", own),
-            "rounding": {
-                at: self._one(outer, at, "rounding", own[at])
-                for at in progress["rounded"]
-                if at < len(own)
-            },
-            "rule": {name: row(name, shapes) for name, shapes in kept.items()},
-            "codecs": codecs,
-            "in_flight": [record for record in begun if record is not None],
-            "groups": [
-                {n: v for n, v in group.get(OUTER, {}).items() if n != PROGRESS} for group in groups
-            ],
+        Exchanges in flight are left out: what was sent is in the old order.
+        """
+        was = progress.get("order", self.order)
+        if was == self.order or sorted(was) != sorted(self.order):
+            return progress
+        moved_to = [self.order.index(number) for number in was]
+        names = progress.get("names", [""] * len(was))
+        return {
+            **progress,
+            "parts": [sorted(moved_to[old] for old in part) for part in progress["parts"]],
+            "rounded": [moved_to[old] for old in progress["rounded"]],
+            "in_flight": [],
+            "order": self.order,
+            "names": [names[was.index(number)] for number in self.order],
         }
 
-    def _codec(
-        self,
-        outer: Sequence[Mapping[str, Tensor]],
-        fragment: int,
-        part: Sequence[int],
-        memory: dict[str, Any],
+    def _codec_memory(
+        self, saved: _Saved, fragment: int, part: Sequence[int], memory: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a codec's memory with its residuals; ``part``: the fragment when it was saved."""
+        """Return a codec's memory with its residuals; ``part``: the fragment as it was saved."""
         if memory.get("error") is None:
             return memory
-        residuals = _residuals(part, memory["error"])
-        shapes: Sequence[torch.Size | None] = [None] * len(residuals)
-        if any(hasattr(parameter, "to_local") for parameter in self._params) and list(
-            part
-        ) == self._here(fragment):
-            shapes = self._sent(fragment)
-        return memory | {
-            "error": [
-                self._one(outer, *place, shape)
-                for place, shape in zip(residuals, shapes, strict=False)
-            ]
-        }
+        places = _residual_places(part, memory["error"])
+        shapes: Sequence[torch.Size | None] = [None] * len(places)
+        own = list(self._parts[fragment]) if fragment < len(self._parts) else []
+        if self._sharded and list(part) == own:
+            shapes = self._sent_shapes(fragment)
+        residuals = []
+        for (index, name), shape in zip(places, shapes, strict=False):
+            residuals.append(saved.tensor(index, name, shape))
+        return {**memory, "error": residuals}
 
-    def _here(self, fragment: int) -> list[int]:
-        return list(self._parts[fragment]) if fragment < len(self._parts) else []
+    def _holder(self, fragment: int) -> int:
+        """Return the number of the parameter that keeps the tensors of a fragment in flight."""
+        return self._number[self._params[self._parts[fragment][0]]]
 
-    def _one(
-        self, outer: Sequence[Mapping[str, Tensor]], index: int, name: str, shape: torch.Size | None
-    ) -> Tensor:
-        if name not in outer[index]:
+    def _pack_record(self, record: Record, state: dict[Any, Any]) -> Record:
+        """Put the tensors of an exchange in flight into ``state``; return their counts instead."""
+        fragment = record["facts"]["fragment"]
+        own = state[self._holder(fragment)][OUTER]
+        counts: dict[str, int] = {}
+        for name, tensors in record["tensors"].items():
+            counts[name] = len(tensors)
+            for number, tensor in enumerate(tensors):
+                own[_in_flight_key(fragment, name, number)] = tensor
+        return {"facts": record["facts"], "tensors": counts}
+
+    def _unpack_record(self, record: Record, saved: _Saved) -> Record | None:
+        """Return the record with its tensors; None if they are not all there."""
+        fragment = int(record["facts"]["fragment"])
+        if not 0 <= fragment < len(self._parts):
+            return None
+        own = saved.entries[self._holder(fragment)].get(OUTER, {})
+        tensors: dict[str, list[Tensor]] = {}
+        for name, count in record["tensors"].items():
+            keys = [_in_flight_key(fragment, name, number) for number in range(count)]
+            if any(key not in own for key in keys):
+                return None
+            tensors[name] = [own[key] for key in keys]
+        return {"facts": record["facts"], "tensors": tensors}
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A state in torch's form while it is read."""
+
+    groups: Sequence[Mapping[str, Any]]
+    entries: Sequence[Mapping[str, Any]]
+    """Of each parameter of the inner optimizer."""
+    outer: Sequence[Mapping[str, Tensor]]
+    """The OUTER entry of each averaged parameter."""
+    progress: dict[str, Any]
+
+    def tensor(self, index: int, name: str, shape: torch.Size | None) -> Tensor:
+        """Return a tensor of an averaged parameter, of a sharded one the local part.
+
+        ``shape``: of the local part, where the mesh may have added dimensions; None: as it is.
+        """
+        if name not in self.outer[index]:
             raise ValueError(
                 f"the saved outer state has no {name!r} of parameter {index}: load it whole, and "
                 "by the same method"
             )
-        tensor = outer[index][name]
+        tensor = self.outer[index][name]
         part = local(tensor)
-        return (
-            part
-            if part is tensor or shape is None or part.numel() != shape.numel()
-            else part.reshape(shape)
-        )
+        if part is tensor or shape is None or part.numel() != shape.numel():
+            return part
+        return part.reshape(shape)
+
+    def tensors(self, name: str, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Return the tensor of this name of each averaged parameter."""
+        return [self.tensor(index, name, shape) for index, shape in enumerate(shapes)]
+
+    def inner(self) -> dict[str, Any]:
+        """Return the inner optimizer's own state, with the parameters numbered in a row."""
+        state: dict[int, Any] = {}
+        for number, entry in enumerate(self.entries):
+            own = {name: value for name, value in entry.items() if name != OUTER}
+            if own:
+                state[number] = own
+        groups = []
+        first = 0
+        for group in self.groups:
+            own = {name: value for name, value in group.items() if name != OUTER}
+            own["params"] = list(range(first, first + len(group["params"])))
+            first += len(group["params"])
+            groups.append(own)
+        return {"state": state, "param_groups": groups}
+
+    def outer_settings(self) -> list[dict[str, Any]]:
+        """Return the outer settings of each group."""
+        settings = []
+        for group in self.groups:
+            own = {name: value for name, value in group.get(OUTER, {}).items() if name != PROGRESS}
+            settings.append(own)
+        return settings
 
 
 def check_names(
     was: Sequence[int], saved: Sequence[str], now: Sequence[int], own: Sequence[str]
 ) -> None:
-    """Raise ValueError if a parameter of the inner optimizer had another name when the state was
-    saved.
+    """Raise ValueError if a parameter of the inner optimizer had another name when it was saved.
 
     ``was``, ``now``: the numbers of the averaged parameters among those of the inner optimizer;
-    ``saved``, ``own``: their names, each empty where there was no model.
+    ``saved``, ``own``: their names, empty where there was no model.
     """
     before = dict(zip(was, saved, strict=False))
     for number, name in zip(now, own, strict=True):
@@ -342,30 +347,29 @@ def check_names(
 def in_order(
     whole: Mapping[str, Any], order: Sequence[int], parts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return a whole state with its parameters in another ``order``, which has the same numbers as
-    that of the state.
+    """Return a whole state with its parameters in another ``order`` of the same numbers.
 
-    What is in flight is taken back: it was sent in the old order. ``parts``: positions of each
-    fragment in the new order.
+    What is in flight is left out: it was sent in the old order. ``parts``: of each fragment the
+    positions in the new order.
     """
-    place = {number: at for at, number in enumerate(whole["order"])}
-    source = [place[number] for number in order]
+    old_place = {number: place for place, number in enumerate(whole["order"])}
+    source = [old_place[number] for number in order]
     """For each position its old one."""
     names = whole.get("names") or [""] * len(source)
     rounding = whole.get("rounding", {})
-    rule = {
-        name: [tensors[old] for old in source] if len(tensors) == len(source) else tensors
-        for name, tensors in whole["rule"].items()
-    }
+    rule = {}
+    for name, tensors in whole["rule"].items():
+        each_has_one = len(tensors) == len(source)
+        rule[name] = [tensors[old] for old in source] if each_has_one else tensors
+    codecs = []
+    for memory, part in zip(whole.get("codecs", ()), parts, strict=False):
+        codecs.append(_memory_in_order(memory, [source[new] for new in part]))
     return {
         **whole,
         "slow": [whole["slow"][old] for old in source],
         "rule": rule,
         "rounding": {new: rounding[old] for new, old in enumerate(source) if old in rounding},
-        "codecs": [
-            _memory_in_order(memory, [source[new] for new in part])
-            for memory, part in zip(whole.get("codecs", ()), parts, strict=False)
-        ],
+        "codecs": codecs,
         "in_flight": [],
         "order": list(order),
         "names": [names[old] for old in source],
@@ -373,41 +377,45 @@ def in_order(
 
 
 def _memory_in_order(memory: Mapping[str, Any], source: Sequence[int]) -> dict[str, Any]:
-    """Return a codec's memory of a fragment whose parameters had the positions ``source``, which
-    were ascending.
+    """Return a codec's memory of a fragment whose parameters had the positions ``source``.
+
+    The residuals were in ascending order of these, one or more times over.
     """
     error = memory.get("error")
-    if error is None or len(error) % len(source):
+    count = len(source)
+    if error is None or len(error) % count:
         return dict(memory)
     ascending = sorted(source)
     within = [ascending.index(old) for old in source]
-    count = len(source)
-    moved = [error[first + at] for first in range(0, len(error), count) for at in within]
+    moved: list[Tensor] = []
+    for first in range(0, len(error), count):
+        moved += [error[first + place] for place in within]
     return {**memory, "error": moved}
 
 
-def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
-    """Return for each of the ``count`` tensors of a contribution its parameter's position and its
-    name.
-    """
-    return [
-        (part[number % len(part)], f"residual_{number // len(part)}") for number in range(count)
-    ]
+def _without_residuals(memory: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a codec's memory for JSON: in place of its residuals their number."""
+    error = memory.get("error")
+    return dict(memory) if error is None else {**memory, "error": len(error)}
+
+
+def _residual_places(part: Sequence[int], count: int) -> list[tuple[int, str]]:
+    """Return of each of ``count`` residuals its parameter's position, and its name there."""
+    size = len(part)
+    return [(part[number % size], f"residual_{number // size}") for number in range(count)]
+
+
+def _in_flight_key(fragment: int, name: str, number: int) -> str:
+    return f"in_flight_{fragment}_{name}_{number}"
 
 
 def _is_flattened() -> bool:
-    """Return True if ``get_optimizer_state_dict`` of torch calls, with the option that flattens
-    what it gets.
+    """Return True if torch asks for the state in order to flatten it.
 
-    It tells no optimizer of its options, so they are read where it keeps them; unread ones are
-    refused when the state is loaded.
+    torch tells no optimizer of its options, so they are read in the frame that keeps them.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != TORCH_CHECKPOINT:
         frame = frame.f_back
     info = None if frame is None else frame.f_locals.get("info")
     return bool(getattr(info, FLATTEN, False))
-
-
-def _place(fragment: int, name: str, number: int) -> str:
-    return f"in_flight_{fragment}_{name}_{number}"
