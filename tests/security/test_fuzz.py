@@ -169,7 +169,7 @@ OWN = {
     "node/verify/history.py:EvidenceFile.claims",
     "optim/codecs/base.py:buffer",
     "optim/exchange/gloo_groups.py:StoreConsensus._offered",
-    "optim/outer/torch_form.py:TorchForm.unpack",
+    "optim/outer/torch_form.py:TorchForm._read",
     "optim/ranks/orders.py:Channel.send",
     "optim/ranks/orders.py:Channel.receive",
     "swarm/p2p/addresses.py:Peerstore._load",
