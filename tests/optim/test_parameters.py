@@ -9,7 +9,7 @@ from torch import nn
 from shoal.optim import Alone, NoLoCo, StreamingDiLoCo, muon
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.parameters import AveragedParameters
-from tests.optim.training import train
+from tests.support.outer_training import train
 
 
 class Net(nn.Module):

@@ -66,7 +66,7 @@ from shoal.verification.consensus.rulings import (
     Table,
 )
 from tests.security.message_kinds import good, kinds, largest
-from tests.swarm.topics.test_status_reporter import membership as watched
+from tests.support.reporting_member import membership as watched
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = "a" * 52

@@ -9,13 +9,15 @@ class LoopThread:
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
-        self._submitted = []  # a loop refers weakly to its tasks
+        self._running = set()  # a loop refers weakly to its tasks
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
     def submit(self, coroutine):
-        self._submitted.append(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
-        return self._submitted[-1]
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
 
     def call(self, coroutine, timeout):
         return self.submit(coroutine).result(timeout)

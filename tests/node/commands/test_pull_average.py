@@ -8,9 +8,10 @@ import torch
 
 from shoal.node.commands.pull_average import MOST, average, lines
 from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.identity import Identity
 from tests.support.records import member_of
-from tests.swarm.training.test_last_average import BERT, CARL, ME
 
+ME, BERT, CARL = (Identity.ephemeral().peer_id for _ in range(3))
 NAMES = {ME: "anna", BERT: "bert", CARL: "carl"}
 MEMBERS = {peer: member_of(peer, name=name) for peer, name in NAMES.items()}
 

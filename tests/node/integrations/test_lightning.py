@@ -12,7 +12,7 @@ import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
 from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, pair
-from tests.optim.training import GoesBack
+from tests.support.outer_training import GoesBack
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 

@@ -17,8 +17,8 @@ from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
 from tests.node.integrations import two_peers
 from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat
-from tests.optim.training import GoesBack
-from tests.swarm.training.test_session import together
+from tests.support.outer_training import GoesBack
+from tests.support.session_loops import together
 
 pytestmark = [
     pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")

@@ -3,7 +3,7 @@
 import torch
 
 import shoal
-from tests.swarm.training.test_session import together
+from tests.support.session_loops import together
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9

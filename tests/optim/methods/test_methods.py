@@ -34,8 +34,7 @@ from shoal.optim import (
     float_buffers,
 )
 from shoal.optim.codecs.base import BufferTailCodec
-from tests.optim.outer.test_resume import everything
-from tests.optim.training import equal
+from tests.support.outer_state import equal, everything
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 

@@ -24,7 +24,7 @@ from shoal.optim import (
 )
 from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import parameters_of
-from tests.optim.training import Recording, model, train
+from tests.support.outer_training import Recording, model, train
 
 
 class Body(nn.Module):

@@ -29,7 +29,7 @@ from shoal.optim import (
     config_diff,
     method_named,
 )
-from tests.optim.training import GoesBack, model, same, split, train, weights
+from tests.support.outer_training import GoesBack, model, same, split, train, weights
 
 
 def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper():

@@ -29,7 +29,7 @@ from shoal.optim import (
     method_named,
 )
 from shoal.optim.exchange.base import Exchange, Handle
-from tests.optim.training import model, same, train, weights
+from tests.support.outer_training import model, same, train, weights
 
 
 class Partner(Exchange):

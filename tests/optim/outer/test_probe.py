@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shoal.optim import Alone, NoLoCo
 from shoal.optim.outer import probe
 from shoal.optim.outer.probe import LEAST_LEFT, share_left
-from tests.optim.training import GoesBack, by_path, model, train, weights
+from tests.support.outer_state import by_path
+from tests.support.outer_training import GoesBack, model, train, weights
 
 
 @pytest.fixture(autouse=True)

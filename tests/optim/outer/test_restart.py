@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.optim import Alone, DiLoCo, NoLoCo, Simulation, Stepped, method_named
-from tests.optim.training import model, same, train
+from tests.support.outer_training import model, same, train
 
 KNOBS = {
     "noloco": {"every": 6, "fragments": 2, "lag": 2},

@@ -34,7 +34,8 @@ from shoal.optim import (
 )
 from shoal.optim.exchange.base import Handle
 from shoal.optim.outer.rule import AHEAD
-from tests.optim.training import Recording, equal, model, same, split, train
+from tests.support.outer_state import equal, everything
+from tests.support.outer_training import Recording, model, same, split, train
 
 EVERY, STEPS = 3, 9
 
@@ -57,12 +58,6 @@ class Run:
             self.net[1](self.net[0](inputs.bfloat16()).float().tanh()).square().mean().backward()
             self.opt.step()
             self.scheduler.step()
-
-
-def everything(run):
-    return copy.deepcopy(
-        [run.net.state_dict(), run.opt.state_dict(), run.opt.param_groups, run.opt.state]
-    )
 
 
 def trained(width=4, steps=4):

@@ -29,7 +29,7 @@ from shoal.optim import (
 )
 from shoal.optim.exchange.averaging import sender_mean
 from shoal.optim.exchange.base import Contribution
-from tests.optim.training import Recording
+from tests.support.outer_training import Recording
 
 EVERY, ROUNDS = 5, 8
 

@@ -31,7 +31,7 @@ from shoal.optim import (
 from shoal.optim.exchange.base import Exchange, Handle, Mean
 from shoal.optim.rules.diloco import DiLoCoRule
 from shoal.optim.schedule import GRID, LONGEST_S, SHORTEST_S, STEPS, WINDOW, AutoLag, agreed_seconds
-from tests.optim.training import Recording
+from tests.support.outer_training import Recording
 
 
 class Clock:

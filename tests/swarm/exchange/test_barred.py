@@ -6,7 +6,7 @@ import pytest
 
 from shoal.optim.exchange.base import partner_of
 from shoal.swarm.exchange.pair.calls import Step
-from tests.swarm.exchange.pair.test_matchmaking import Peer, value
+from tests.support.pair_peers import Peer, value
 
 
 def values(handles):

@@ -22,7 +22,7 @@ from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import FAILURES, MAX_BLAMED, Failure
-from tests.swarm.exchange.pair.test_matchmaking import Peer
+from tests.support.pair_peers import Peer
 
 SWARM = "a" * 52
 

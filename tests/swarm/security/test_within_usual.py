@@ -8,7 +8,7 @@ about 0.2 without attackers.
 import pytest
 
 from shoal.swarm.exchange.robust import DistanceScreen
-from tests.swarm.exchange.test_update_screen import METHODS, defended, train
+from tests.support.hostile_training import METHODS, defended, train
 
 UNDEFENDED = {"in line": 0.6, "ascent": 1.0, "shrinking": 2.2, "slow drift": 0.6}
 DEFENDED = {"in line": 0.5, "ascent": 0.5, "shrinking": 0.35, "slow drift": 0.5}

@@ -13,7 +13,7 @@ import torch
 import shoal
 from shoal.optim import DiLoCo, Simulation
 from shoal.swarm.state.snapshot import State
-from tests.swarm.training.test_session import HERE, model, sgd
+from tests.support.session_loops import HERE, model, sgd
 
 EVERY = 4
 METHODS = {"diloco": {}, "streaming": {"fragments": 2, "lag": 1}, "co2": {}}

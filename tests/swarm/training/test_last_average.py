@@ -28,8 +28,8 @@ from shoal.swarm.training.last_average import (
     make_last_screen,
 )
 from tests.support.records import MODEL, member_of
+from tests.support.session_loops import HERE, loop, model, sgd, together
 from tests.support.waiting import until
-from tests.swarm.training.test_session import HERE, loop, model, sgd, together
 
 
 def created(count):

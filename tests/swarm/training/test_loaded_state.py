@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shoal
 from shoal.optim import NoLoCo
-from tests.swarm.training.test_session import EVERY, HERE, ROUNDS, loop, model, sgd, together
+from tests.support.session_loops import EVERY, HERE, ROUNDS, loop, model, sgd, together
 
 
 def load(form, mine, module, earlier, old):

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from tests.swarm.exchange.pair.test_matchmaking import until
-from tests.swarm.membership.test_partition import Swarm
+from tests.support.split_swarm import Swarm
+from tests.support.waiting import until
 
 STEPS = 18
 

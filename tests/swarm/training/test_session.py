@@ -4,7 +4,6 @@ process.
 
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -22,24 +21,8 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for
 from shoal.swarm.wire.envelope import seal
+from tests.support.session_loops import EVERY, HERE, ROUNDS, loop, model, sgd, together
 from tests.support.waiting import until
-
-HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
-EVERY, ROUNDS = 5, 4
-
-
-def model(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-
-def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
-    data = torch.Generator().manual_seed(data_seed)
-    for _ in range(steps):
-        x = torch.randn(8, 4, generator=data).to(next(module.parameters()))
-        (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -66,16 +49,6 @@ def test_a_swarm_is_made_with_buckets():
     with shoal.create(state=model(0), bucket=16, epoch_s=90.0, network=HERE) as session:
         manifest = session._membership.manifest
         assert (manifest.bucket, manifest.epoch_s) == (16, 90.0)
-
-
-def together(*jobs):
-    """Run the jobs in threads; their results, or the first exception."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result(100) for future in [pool.submit(job) for job in jobs]]
-
-
-def sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.05)
 
 
 def trained(session, make, module, data_seed):

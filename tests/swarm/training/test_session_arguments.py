@@ -11,7 +11,7 @@ from shoal.optim import NoLoCo
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.training.session_setup import SessionError, default_name, parameters_of
-from tests.swarm.training.test_session import HERE, model, sgd
+from tests.support.session_loops import HERE, model, sgd
 
 
 def meta():

@@ -15,7 +15,7 @@ import shoal
 from shoal.optim import NoLoCo
 from shoal.swarm.training.session_setup import SessionError
 from shoal.swarm.training.step_watch import StepWatch, follow
-from tests.swarm.training.test_session import EVERY, HERE, loop, model, sgd, together
+from tests.support.session_loops import EVERY, HERE, loop, model, sgd, together
 
 IN_A_THREAD = """
 import threading

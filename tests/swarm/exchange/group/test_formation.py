@@ -15,7 +15,7 @@ from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
 from shoal.swarm.wire.messages import GroupReady
-from tests.swarm.exchange.pair.test_matchmaking import at_once
+from tests.support.pair_peers import at_once
 
 
 def test_several_fragments_are_in_flight_at_once_in_any_order(school):

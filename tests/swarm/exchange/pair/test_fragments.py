@@ -49,17 +49,9 @@ from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer
 from tests.sim.clock import VirtualLoop
-from tests.swarm.exchange.pair.test_matchmaking import (
-    LONG,
-    MODEL,
-    SEED,
-    SWARM,
-    Peer,
-    at_once,
-    until,
-    value,
-)
-from tests.swarm.exchange.pair.test_passed_over import directory, selector
+from tests.support.pair_peers import LONG, MODEL, SEED, SWARM, Peer, at_once, value
+from tests.support.partner_selection import directory, selector
+from tests.support.waiting import until
 
 
 class Overlapping(Peer):

@@ -27,27 +27,8 @@ from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
 from shoal.swarm.exchange.pair.calls import PairSelector, make_offer
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from tests.support.partner_selection import MODEL, SEED, Directory, directory, selector
 from tests.swarm.conftest import paired
-
-SEED, MODEL = 3, "0" * 64
-
-
-class Directory(dict):
-    def see(self, peer, issued=1.0, model=MODEL, round=0):
-        self[peer] = SimpleNamespace(model=model, issued=issued, round=round)
-
-
-def directory(count):
-    made = Directory()
-    for number in range(count):
-        made.see(f"peer-{number}")
-    return made
-
-
-def selector(me, here):
-    return PairSelector(
-        PeerContext(None, SimpleNamespace(peer_id=me), "swarm", MODEL, SEED, lambda: here)
-    )
 
 
 @given(st.integers(2, 12), st.integers(0, 50), st.data())

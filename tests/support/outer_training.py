@@ -73,29 +73,3 @@ def weights(net):
 
 def same(first, second):
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def by_path(value):
-    """Return every leaf of a nested state by its place; parameters that are keys are numbered."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict):
-        return {"": value}
-    keyed = {
-        number if isinstance(key, torch.Tensor) else key: part
-        for number, (key, part) in enumerate(value.items())
-    }
-    return {
-        f"{key}/{path}": leaf for key, part in keyed.items() for path, leaf in by_path(part).items()
-    }
-
-
-def equal(first, second):
-    """Compare nested states."""
-    one, two = by_path(first), by_path(second)
-    return one.keys() == two.keys() and all(
-        same([one[path]], [two[path]])
-        if isinstance(one[path], torch.Tensor)
-        else one[path] == two[path]
-        for path in one
-    )
