@@ -33,7 +33,8 @@ from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import OwnTraining, Precision
 from shoal.node.task import Shard, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.inner_step import DTYPES, make_inner
+from shoal.node.training.inner_optimizer import make_inner
+from shoal.node.training.precision import DTYPES
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest import OuterSettings, TrainSettings

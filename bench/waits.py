@@ -26,7 +26,7 @@ import torch
 
 from shoal.node.task import Shard, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.inner_step import make_inner
+from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext

@@ -136,7 +136,6 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim"}
-MIN_LINES = 60  # of a module of node or verification that only one other imports
 MAX_FILES, MAX_LINES = 40, 800
 MAX_EXAMPLE_LINES = 140
 # Longer since the layout at 100 columns, until it is written anew.
@@ -393,25 +392,6 @@ def test_inner_packages_are_a_docstring():
 def test_no_folder_holds_too_many_files():
     counts = Counter(relative(file.parent) for file in PRODUCT)
     assert max(counts.values()) <= MAX_FILES, counts.most_common(3)
-
-
-def test_what_has_one_user_lives_with_it():
-    importers = Counter(
-        other for name, file in MODULES.items() for other in imported(file) & set(MODULES) - {name}
-    )
-    short = {
-        name
-        for name, file in MODULES.items()
-        if len(file.read_text(encoding="utf-8").splitlines()) < MIN_LINES
-    }
-    alone = {
-        name
-        for name in short
-        if importers[name] == 1
-        and MODULES[name].name != "__init__.py"
-        and MODULES[name] not in TEMPLATES
-    }
-    assert not {name for name in alone if name.startswith(("shoal.node.", "shoal.verification."))}
 
 
 @each([*SHOWN, *TESTS])

@@ -32,8 +32,9 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.inner_tensors import first_wrapped, load_whole_model
 from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, rank_device
 from shoal.node.task import Shard, Task
-from shoal.node.training.inner_step import Layout, TrainingError
+from shoal.node.training.layout import Layout
 from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.inner import repeated_blocks
 from shoal.optim.ranks.group import in_thread

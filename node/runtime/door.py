@@ -26,7 +26,7 @@ from shoal.node.data import reader
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.tasks.text import TextTask
-from shoal.node.training import inner_step, resources
+from shoal.node.training import inner_optimizer, resources
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest, Terms, TrainSettings
@@ -37,7 +37,7 @@ RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 LOCAL_OPTIONS = (reader.DATA, reader.TOKENIZER, reader.DIGEST)
 """Options of the text task that each node has its own of."""
-INNER = ("optimizer", *inner_step.KNOBS)
+INNER = ("optimizer", *inner_optimizer.KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
 LINK, CHECKPOINT = "link", "checkpoint"
 

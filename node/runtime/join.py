@@ -25,7 +25,7 @@ from shoal.node.runtime.resume import write_json
 from shoal.node.task import Shard, Task, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
-from shoal.node.training.inner_step import parameter_split, resolved
+from shoal.node.training.inner_optimizer import parameter_split, resolved
 from shoal.node.training.trainer import Trainer
 from shoal.optim import RoundInfo
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck

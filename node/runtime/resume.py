@@ -24,8 +24,8 @@ from shoal.node.inner_tensors import load_whole_model
 from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.runtime.run_options import LOG
 from shoal.node.task import Shard
-from shoal.node.training.inner_step import TrainingError
 from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import OuterOptimizer
 from shoal.swarm.changes import open_change, settings_at
 from shoal.swarm.errors import MessageError

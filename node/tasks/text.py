@@ -54,7 +54,7 @@ from shoal.node.data.source import (
 from shoal.node.home import expanded
 from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
-from shoal.node.training.inner_step import factor
+from shoal.node.training.schedule import factor
 
 VOCABULARY = text_size.BYTES
 

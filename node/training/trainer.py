@@ -9,125 +9,44 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.inner_tensors import (
-    InnerTensors,
     copied,
-    form_of,
     holds_inner,
     initialise,
     put_together,
-    taken_apart,
 )
 from shoal.node.task import Batches, Shard, Task, iterator_of, to_device, tokens_in
-from shoal.node.training.inner_step import InnerStep, Layout, Schedule, make_inner
-from shoal.node.training.inner_step import TrainingError as TrainingError
+from shoal.node.training.inner_optimizer import make_inner
+from shoal.node.training.inner_step import InnerStep
+from shoal.node.training.layout import Layout
 from shoal.node.training.loader import Loader
+from shoal.node.training.model_form import check_can_be_made, check_values, first_difference, forms
+from shoal.node.training.random_state import random_state, restore_random_state
+from shoal.node.training.recompute import recompute
 from shoal.node.training.resources import DevicePlan
-from shoal.node.training.throughput import FlopCount, Throughput, repeated
+from shoal.node.training.schedule import Schedule
+from shoal.node.training.throughput import Throughput
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Exchange, RoundInfo
 from shoal.optim.device import copies_beside
-from shoal.optim.inner import repeated_blocks
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 from shoal.swarm.training.last_average import EndReport, LastAverage, average_at_end
 
-CACHES = (
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-    "cache_params",
-)  # arguments that a block of transformers changes
-
-
-def recompute(model: nn.Module) -> None:
-    """Let the repeated blocks of ``model`` keep no activations but their inputs: the backward pass
-    computes the others again.
-
-    The gradients stay the same, bit by bit, also with dropout. Names and classes of modules do not
-    change. Models of transformers keep no cache of keys unless a call asks for it.
-
-    Raises TrainingError: the model has no repeated blocks.
-    """
-    found = repeated_blocks(model)
-    if not found:
-        raise TrainingError(
-            "The model has no repeated blocks to compute again (modules of one class in a "
-            "ModuleList or Sequential): leave "
-            "train.recompute out, or use torch.utils.checkpoint in the model itself."
-        )
-    for block in found:
-        # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a
-        # bound method is copied with it.
-        setattr(block, "forward", partial(_recomputing, block.forward))  # noqa: B010 (mypy takes it for a method)
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
-
-
-def _recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in CACHES):
-        return forward(*args, **kwargs)
-    if FlopCount.current is not None:  # not always: torch cannot compile it with every context
-        kwargs["context_fn"] = lambda: (nullcontext(), repeated())
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all generators: torch's as tensors, the others' as plain values."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "rng": torch.get_rng_state(),
-        "rng_device": None
-        if device.type == "cpu"
-        else torch.get_device_module(device).get_rng_state(*_at(device)),
-        "rng_device_kind": device.type,
-        "rng_numpy": (str(kind), np.asarray(keys).tolist(), *rest),
-        "rng_python": random.getstate(),
-    }
-
-
-def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to ``state``; the device's, if it is of another kind now, stays as it is:
-    each has a form of its own.
-    """
-    torch.set_rng_state(state["rng"])
-    on_device = state["rng_device"]
-    if on_device is not None and device.type == state["rng_device_kind"]:
-        torch.get_device_module(device).set_rng_state(on_device, *_at(device))
-    kind, keys, *rest = state["rng_numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    random.setstate(state["rng_python"])
-
-
-def _at(device: torch.device) -> tuple[torch.device, ...]:
-    """Return what says which generator is meant: of Apple's devices there is one."""
-    return () if device.type == "mps" else (device,)
-
-
 log = logging.getLogger(__name__)
 
-EXTRA_STATE = (
-    "_extra_state"  # the name that torch gives to what a module's get_extra_state() returned
-)
-REPORT_S = 0.5  # seconds between two reports of progress
+REPORT_S = 0.5  # between two reports of progress
 
 
 @dataclass(frozen=True)
@@ -204,12 +123,12 @@ class Trainer:
         self.device, self.layout = device or torch.device("cpu"), layout or Layout()
         torch.manual_seed(train.seed)  # all peers begin with the same weights
         self.model = task.model()
-        _check_values(self.model)
+        check_values(self.model)
         if own is not None and own.recompute:
             recompute(self.model)
         wrapped = self.layout.wrap(self.model, self.device)
         self.params = AveragedParameters.of(self.model)
-        self._made = _shapes(self.model.state_dict())
+        self._made = forms(self.model.state_dict())
         """Form of the model's state before its first step, which is what a resumed run loads into.
         """
         on_model(self.params)
@@ -343,9 +262,8 @@ class Trainer:
             now = time.monotonic()
             if now - reported >= REPORT_S:
                 recent = self._recent.take()  # a GPU has caught up then
-                loss = (
-                    loss if recent is None else self._finite(recent)
-                )  # none, if all steps were left out (float16)
+                if recent is not None:  # else all steps were skipped (float16)
+                    loss = self._finite(recent)
                 rates = self.throughput.report(
                     time.monotonic() - reported - (self._waited() - idle)
                 )
@@ -353,9 +271,8 @@ class Trainer:
                 reported, idle = time.monotonic(), self._waited()
             before = time.monotonic()
             after_step()
-            reported += (
-                time.monotonic() - before
-            )  # saving and evaluating do not count as inner steps
+            # Saving and evaluating do not count as inner steps.
+            reported += time.monotonic() - before
         self._recent.take()  # waits for a GPU
         self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
         if not stop():
@@ -464,8 +381,7 @@ class Trainer:
             if Shard(index, of, seed) != self.shard:
                 raise TrainingError(
                     f"The checkpoint was trained on shard {index}/{of}, this node has "
-                    f"{self.shard}: "
-                    f"pass --shard {index}/{of}, or start without --resume."
+                    f"{self.shard}: pass --shard {index}/{of}, or start without --resume."
                 )
             self.check_model(state)
             self._find_place(state)
@@ -486,13 +402,17 @@ class Trainer:
         self.inner_step.load_state_dict(small.get("scaler"))
         place = self._find_place(small)
         self._load(self.task.batches_from(self.shard, self.opt.steps) if place is None else place)
-        if (rank := self.layout.rank) == 0:
-            restore_random_state(small, self.device)
-        elif (
-            len(others := small.get("ranks", ())) == self.layout.ranks - 1
-        ):  # of another layout there are none for this rank
-            restore_random_state(others[rank - 1], self.device)
+        self._restore_random_state(small)
         return same
+
+    def _restore_random_state(self, state: Mapping[str, Any]) -> None:
+        """Set this rank's generators. A checkpoint of another layout has none for this rank."""
+        rank = self.layout.rank
+        others = state.get("ranks", ())
+        if rank == 0:
+            restore_random_state(state, self.device)
+        elif len(others) == self.layout.ranks - 1:
+            restore_random_state(others[rank - 1], self.device)
 
     def _with_classes(self, outer: dict[str, Any]) -> dict[str, Any]:
         """Return the outer state with tensors of the classes that this run's inner optimizer makes.
@@ -518,18 +438,13 @@ class Trainer:
         if self.layout.ranks > 1:
             return
         state = self.model.state_dict()
-        now = _shapes(state)
-        for name in sorted(now.keys() | self._made.keys()):
-            if now.get(name, "none") != self._made.get(name, "none"):
-                raise TrainingError(
-                    f"No run could go on from a checkpoint: the model's {name!r} is of another "
-                    "form after the first step than "
-                    "when the task made it: make it so in model()."
-                )
-        for name, value in _tensors_in(self.opt.inner.state_dict()["state"]):
-            apart = taken_apart(value)
-            if isinstance(apart, InnerTensors):
-                _check_made(name, value, apart)
+        name = first_difference(forms(state), self._made)
+        if name is not None:
+            raise TrainingError(
+                f"No run could go on from a checkpoint: the model's {name!r} is of another form "
+                "after the first step than when the task made it: make it so in model()."
+            )
+        check_can_be_made(self.opt.inner.state_dict()["state"])
 
     def schedule_at(self, step: int) -> None:
         """Let the learning-rate schedule go on to ``step`` of it; it never goes back."""
@@ -553,92 +468,21 @@ class Trainer:
 
         ShoalError if it is one in other data.
         """
-        batches = (
-            iterator_of(self.task.batches(self.shard), self.shard)
-            if state.get("data") is not None
-            else None
-        )
-        if isinstance(batches, Batches):
-            batches.load_state_dict(state["data"])
-            return batches
-        return None
+        if state.get("data") is None:
+            return None
+        batches = iterator_of(self.task.batches(self.shard), self.shard)
+        if not isinstance(batches, Batches):
+            return None
+        batches.load_state_dict(state["data"])
+        return batches
 
     def check_model(self, state: Mapping[str, Any]) -> None:
         """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same
         modules with `get_extra_state`.
         """
-        own, saved = _shapes(self.model.state_dict()), _shapes(state["model"])
-        different = sorted(
-            name
-            for name in own.keys() | saved.keys()
-            if own.get(name, "none") != saved.get(name, "none")
-        )
-        if different:
+        name = first_difference(forms(self.model.state_dict()), forms(state["model"]))
+        if name is not None:
             raise TrainingError(
-                f"The checkpoint is of another model (its {different[0]!r} differs): use the same "
-                "task, or start without --resume."
+                f"The checkpoint is of another model (its {name!r} differs): use the same task, or "
+                "start without --resume."
             )
-
-
-def _check_values(model: nn.Module) -> None:
-    """Raise TrainingError unless every parameter and buffer has values that can be trained, or
-    changed by training.
-    """
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.is_meta:
-            raise TrainingError(
-                f"The task's model() has no values for {name!r}, which is on the device meta: make "
-                "it on the CPU, or call "
-                'to_empty(device="cpu") and set the values.'
-            )
-        if tensor.is_inference():
-            raise TrainingError(
-                f"The task's model() made {name!r} under torch.inference_mode, so it cannot be "
-                "trained: make it outside."
-            )
-
-
-def _tensors_in(state: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested dicts, with the keys that lead to them."""
-    for key, value in state.items():
-        where = f"{place}[{key!r}]"
-        if isinstance(value, torch.Tensor):
-            yield where, value
-        elif isinstance(value, Mapping):
-            yield from _tensors_in(value, where)
-
-
-def _check_made(name: str, value: torch.Tensor, apart: InnerTensors) -> None:
-    """Raise TrainingError unless a tensor can be made again from its inner ones, which are empty
-    here.
-    """
-    kind: Any = type(value)
-    names, context = kind.__tensor_flatten__(value)
-    try:
-        inner = {key: getattr(value, key) for key in names}
-        made = kind.__tensor_unflatten__(inner, context, value.shape, value.stride())
-        same = form_of(made) == form_of(value)
-    except Exception as error:  # whatever a class of another library raises
-        raise TrainingError(
-            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} cannot "
-            "be made again from its parts "
-            f"({type(error).__name__}: {error!s:.100}): use another optimizer."
-        ) from error
-    if not same:
-        raise TrainingError(
-            f"No run could go on from a checkpoint: the optimizer's {apart.kind} at {name} becomes "
-            "another one when it is made "
-            "again from its parts: use another optimizer."
-        )
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the form of each tensor in a model's state; None for what a module's
-    ``get_extra_state`` returned, of any type.
-    """
-    return {
-        name: form_of(value)
-        if isinstance(value, torch.Tensor | InnerTensors) and not name.endswith(EXTRA_STATE)
-        else None
-        for name, value in state.items()
-    }

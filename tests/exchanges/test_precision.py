@@ -9,7 +9,8 @@ import precision_jobs as jobs
 import pytest
 import torch
 
-from shoal.node.training.inner_step import TrainingError, check_precision
+from shoal.node.training.precision import check_precision
+from shoal.node.training.training_error import TrainingError
 
 JOBS = Path(jobs.__file__)
 

@@ -15,7 +15,7 @@ import torch
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task, elements, leaves, to_device, tokens_in
 from shoal.node.tasks.loader import Guarded
-from shoal.node.training import inner_step
+from shoal.node.training import batch_parts
 from shoal.node.training.loader import Loader
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
@@ -142,17 +142,17 @@ def test_its_tokens_are_the_elements_of_its_first_tensor(kind):
 
 def test_it_is_cut_by_rows(kind):
     batch = made(kind)
-    cut = inner_step.cut_batch(batch, 2)
+    cut = batch_parts.cut_batch(batch, 2)
     for number, part in enumerate(cut):
         assert type(part) is (dict if kind == "proxy" else type(batch))
         first, scale, *_ = tensors(part)
         assert torch.equal(first, torch.arange(12.0).reshape(4, 3)[2 * number : 2 * number + 2])
         assert scale == 2.0
-    assert inner_step.batch_rows(batch) == 4
+    assert batch_parts.batch_rows(batch) == 4
 
 
 def test_an_array_is_cut_with_the_tensors_beside_it():
-    first, second = inner_step.cut_batch({"x": torch.zeros(4), "y": np.arange(4)}, 2)
+    first, second = batch_parts.cut_batch({"x": torch.zeros(4), "y": np.arange(4)}, 2)
     assert (first["y"].tolist(), second["y"].tolist()) == ([0, 1], [2, 3])
 
 
@@ -286,13 +286,13 @@ class Graphs:
 
 def test_graphs_of_a_library_are_not_cut_between_their_vertices():
     """Mutants: vertices are cut and edges are not; a dict's shared mask is refused too."""
-    with pytest.raises(inner_step.TrainingError) as error:
-        inner_step.cut_batch((Graphs(), 1), 2)
+    with pytest.raises(batch_parts.TrainingError) as error:
+        batch_parts.cut_batch((Graphs(), 1), 2)
     assert str(error.value) == (
         "The batch holds an object of type Graphs with tensors of other lengths than 8, such as a "
         "graph's edges, and cannot be "
         "cut into 2 parts: leave train.accumulate at 1, on one device, or yield dicts of tensors "
         "with a row for each example."
     )
-    halves = inner_step.cut_batch({"x": torch.zeros(8, 3), "mask": torch.ones(3)}, 2)
+    halves = batch_parts.cut_batch({"x": torch.zeros(8, 3), "mask": torch.ones(3)}, 2)
     assert [(half["x"].shape[0], half["mask"].shape[0]) for half in halves] == [(4, 3), (4, 3)]

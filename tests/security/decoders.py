@@ -31,8 +31,8 @@ from shoal.node.runtime import resume
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
 from shoal.node.tasks.text import GPT, TextTask
-from shoal.node.training.inner_step import TrainingError
 from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.node.verify import audit, completions
 from shoal.node.verify import material as claims
 from shoal.node.verify.audit import VerifyError

@@ -16,7 +16,8 @@ from shoal.node.checkpoint.store import STATE, load, save
 from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 from shoal.node.inner_tensors import InnerTensors, put_together
 from shoal.node.task import Shard
-from shoal.node.training.trainer import Trainer, TrainingError
+from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
 from tests.node.training.loops import Small

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.parallel.ranks import LAYOUTS
-from shoal.node.training.inner_step import InnerStep, Layout
+from shoal.node.training.inner_step import InnerStep
+from shoal.node.training.layout import Layout
 
 
 class Net(torch.nn.Module):

@@ -24,7 +24,7 @@ from shoal.node.parallel.launcher import (
     rank_device,
     ranks_wanted,
 )
-from shoal.node.training.inner_step import TrainingError
+from shoal.node.training.training_error import TrainingError
 from tests.node.checkpoint.test_inner_tensors import Coded
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))

@@ -19,7 +19,8 @@ from shoal.node.runtime.resume import (
     restore,
 )
 from shoal.node.task import Shard
-from shoal.node.training.trainer import Trainer, TrainingError
+from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id

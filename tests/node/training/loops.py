@@ -7,8 +7,9 @@ import torch
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task
-from shoal.node.training.inner_step import check_precision
-from shoal.node.training.trainer import Trainer, TrainingError
+from shoal.node.training.precision import check_precision
+from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
 from tests.support.blocking import blocking

@@ -10,9 +10,10 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.tasks.text import TextTask
-from shoal.node.training import inner_step
-from shoal.node.training.inner_step import SKIPS, factor
-from shoal.node.training.trainer import TrainingError
+from shoal.node.training import batch_parts
+from shoal.node.training.inner_step import MAX_SKIPPED_STEPS
+from shoal.node.training.schedule import factor
+from shoal.node.training.training_error import TrainingError
 from shoal.swarm.manifest import TrainSettings
 from tests.node.training.loops import (
     CPU,
@@ -131,7 +132,7 @@ def test_gradients_that_never_are_finite_end_training():
         r"set",
     ):
         made.run()
-    assert made.opt.steps == SKIPS
+    assert made.opt.steps == MAX_SKIPPED_STEPS
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ Pair = namedtuple("Pair", "first second")
 
 def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
     table, mask, rows = torch.arange(12).reshape(4, 3), torch.ones(3, 3), torch.arange(4)
-    parts = inner_step.cut_batch(
+    parts = batch_parts.cut_batch(
         {"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2
     )
     assert len(parts) == 2
@@ -236,17 +237,17 @@ def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
         assert part["a"][1].second is mask
         assert part["b"] == (torch.tensor(5), "text", None)
     whole = [table, "x"]
-    assert inner_step.cut_batch(whole, 1)[0] is whole
+    assert batch_parts.cut_batch(whole, 1)[0] is whole
 
 
 @pytest.mark.parametrize("batch", [None, "text", torch.tensor(3.0), [torch.tensor(1)]])
 def test_a_batch_without_rows_is_not_cut(batch):
-    assert inner_step.cut_batch(batch, 1) == [batch]
+    assert batch_parts.cut_batch(batch, 1) == [batch]
     with pytest.raises(
         TrainingError,
         match=r"has no tensor with rows to cut into 2 parts: leave train\.accumulate at 1",
     ):
-        inner_step.cut_batch(batch, 2)
+        batch_parts.cut_batch(batch, 2)
 
 
 def test_a_batch_that_does_not_divide_is_one_sentence():

@@ -12,8 +12,8 @@ from shoal.node.config.settings import load
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import make_trainer
 from shoal.node.task import Shard
-from shoal.node.training.inner_step import factor
-from shoal.node.training.trainer import TrainingError
+from shoal.node.training.schedule import factor
+from shoal.node.training.training_error import TrainingError
 from shoal.swarm.manifest import TrainSettings
 from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, same, trainer
 

@@ -17,7 +17,8 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import Guarded
 from shoal.node.tasks.text import GPT, Block
 from shoal.node.training import resources as memory
-from shoal.node.training.inner_step import DTYPES, check_precision
+from shoal.node.training.precision import DTYPES, check_precision
+from shoal.node.training.recompute import recompute
 from shoal.node.training.resources import (
     BODIES,
     GB,
@@ -29,7 +30,8 @@ from shoal.node.training.resources import (
     most_held,
     shares,
 )
-from shoal.node.training.trainer import Trainer, TrainingError, recompute
+from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
 from shoal.optim import device as of_device

@@ -16,8 +16,10 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
+from shoal.node.training.random_state import random_state, restore_random_state
 from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_flops, peak_of
-from shoal.node.training.trainer import Trainer, TrainingError, random_state, restore_random_state
+from shoal.node.training.trainer import Trainer
+from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Simulation
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.node.training.loops import CPU, Small

@@ -1,0 +1,9 @@
+"""The error of what cannot be trained."""
+
+from __future__ import annotations
+
+from shoal.swarm.errors import ShoalError
+
+
+class TrainingError(ShoalError):
+    """The task's model, batches or loss cannot be trained, or not as the settings ask for."""
