@@ -11,7 +11,7 @@ import torch
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.inner_step import make_inner
+from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.user_code import UserCodeError
 from shoal.swarm.manifest import TrainSettings
 
