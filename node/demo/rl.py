@@ -160,6 +160,7 @@ NODE_KEYS = (
     "sent",
     "received",
     "used",
+    "waiting",
     "rejected",
     "bytes_sent",
     "bytes_received",

@@ -4,6 +4,7 @@ network, and its report.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.rollout import PoolLimits, RolloutPool
 
-TTL_S = 120.0  # no record is of use that was issued longer ago
+TTL_S = 120.0  # no record is of use that was issued longer ago, unless rounds are longer
 LEAVE_S = 3.0  # seconds that the last rollouts have to leave a node that ends
 NOTIFY_S = 10.0  # seconds between two lines for people
 
@@ -48,7 +49,8 @@ def make_task(settings: Settings) -> RLTask:
             policy.push()
         return policy
 
-    return RLTask(env, make_policy, rl, seed=seed)
+    frozen = rl.only == "share" and settings.outer.alone
+    return RLTask(env, make_policy, rl, seed=seed, frozen=frozen)
 
 
 class RolloutSharing:
@@ -72,7 +74,8 @@ class RolloutSharing:
         self._pool = RolloutPool(
             membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred
         )
-        task.connect(self._pool, membership.host.peer_id, self._on_round)
+        me = f"{membership.swarm}:{membership.host.peer_id}"
+        task.connect(self._pool, me, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:
         self._write(
@@ -103,6 +106,10 @@ class RolloutSharing:
         self._pool.topic.flush(LEAVE_S)
         task, counts = self._task, self._pool.counts
         learnt = task.foreign
+        dropped = {name: counts[name] for name in ("expired", "displaced", "banned")}
+        # Some reasons are of several parts: ``banned`` of the network and of the pool.
+        parts = counts["rejected"], dropped, learnt.rejected
+        names = dict.fromkeys(itertools.chain(*parts))
         return {
             "env": task.env.label,
             "policy": task.settings.policy,
@@ -114,15 +121,11 @@ class RolloutSharing:
             "effective_sample_size": task.worth,
             **{name: counts[name] for name in ("sent", "unsent", "received", "accepted")},
             "used": learnt.used,
+            "waiting": counts["held"] + learnt.waiting,
             "bytes_sent": self._pool.bytes_sent,
             "bytes_received": self._pool.bytes_received,
             # Refused by the network, dropped by the pool, or not learnt from.
-            "rejected": {
-                **counts["rejected"],
-                "expired": counts["expired"],
-                "displaced": counts["displaced"],
-                **learnt.rejected,
-            },
+            "rejected": {name: sum(part.get(name, 0) for part in parts) for name in names},
         }
 
     def close(self) -> None:

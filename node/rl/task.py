@@ -209,11 +209,13 @@ class RemoteRollouts:
         for rollout in came:
             issued = rollout.issued, rollout.policy_version
             self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
+        fresh = [rollout for rollout in came if self._behind(rollout) <= self._most_behind]
+        self.rejected["off_policy"] += len(came) - len(fresh)  # before they cost a judgement
         room = max(JUDGED[0], JUDGED[1] * count)
-        self.rejected["crowded"] += max(len(came) - room, 0)
+        self.rejected["crowded"] += max(len(fresh) - room, 0)
         self._kept += [
             kept
-            for rollout in fair(came, room)
+            for rollout in fair(fresh, room)
             if (kept := self._judge(rollout, round)) is not None
         ]
         candidates = [
@@ -243,6 +245,11 @@ class RemoteRollouts:
         self.used += len(chosen)
         self._keep(set(picked.places), round)
         return chosen
+
+    @property
+    def waiting(self) -> int:
+        """Number of groups that may still be learnt from."""
+        return len(self._kept)
 
     def _behind(self, rollout: Rollout) -> int:
         """Return the versions from that which wrote ``rollout`` to its sender's newest, also where
@@ -366,12 +373,20 @@ class RLTask(Task):
     """Task for the trainer.
 
     ``connect`` sets where rollouts are shared; without it the node learns from its own only.
+    ``frozen``: the policy never changes, so that no group of it grows old.
     """
 
     def __init__(
-        self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int
+        self,
+        env: Env,
+        make_policy: Callable[[], Policy],
+        settings: RLSettings,
+        *,
+        seed: int,
+        frozen: bool = False,
     ) -> None:
         self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
+        self._frozen = frozen
         self._sharing: RolloutPool | None = None
         self._claiming: Claiming = lambda policy, seed, index: None
         self._me = ""
@@ -388,7 +403,8 @@ class RLTask(Task):
     ) -> None:
         """Share rollouts through ``sharing``.
 
-        ``me``: this node's peer id, from which its questions follow.
+        ``me``: this node in this swarm, from which its questions follow. In another swarm they are
+        others, because the weights may have come along (--resume-from).
         """
         self._sharing, self._me, self._on_round = sharing, me, on_round
 
@@ -584,7 +600,7 @@ class RLTask(Task):
                 index=index,
                 completions=tuple(one.text for one in completions),
                 finish=tuple(one.finish for one in completions),
-                policy_version=number,
+                policy_version=0 if self._frozen else number,
                 temperature=self.settings.temperature,
                 tokens=tuple(pack_tokens(one.tokens) for one in completions),
                 logps=tuple(

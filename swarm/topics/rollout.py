@@ -246,6 +246,7 @@ log = logging.getLogger(__name__)
 
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
 REMEMBERED = 16_384  # nonces
+MAX_TTL_S = 3600.0  # that a record lasts however long the rounds of this node take
 
 Knows = Callable[[str, str, bytes], bool]
 
@@ -277,7 +278,8 @@ class PoolLimits:
     """The limits on what a pool accepts and keeps."""
 
     ttl: float = 600.0
-    """Seconds since the record was issued."""
+    """Seconds since the record was issued; it lasts longer if this node's last round began before.
+    """
     per_sender: int = 64
     """Records of one author held at a time; a newer one displaces the oldest."""
     records: int = 1024
@@ -309,9 +311,10 @@ class RolloutPool:
         self._knows, self._clock = knows, clock
         self._limits = limits or PoolLimits()
         self.barred = barred
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next five
         self._held: list[Rollout] = []  # in the order of arrival
         self._round = 0
+        self._began = self._began_before = clock()  # this round of the node, and the one before
         self._lost = {"expired": 0, "displaced": 0, "banned": 0}  # of those that were accepted
         self.bytes_sent = self.bytes_received = 0
         """Of records published and drained, each once: GossipSub sends some to several neighbours,
@@ -323,8 +326,16 @@ class RolloutPool:
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
     def advance(self, round: int) -> None:
+        """Note that this node begins ``round``."""
         with self._lock:
             self._round = round
+            self._began_before, self._began = self._began, self._clock()
+
+    def _oldest(self, now: float) -> float:
+        """Return when the oldest record that is of use was issued: what came in a long round is not
+        too old at its end.
+        """
+        return max(min(now - self._limits.ttl, self._began_before), now - MAX_TTL_S)
 
     def make(self, **fields: Any) -> Rollout:
         """Return a record of this node in its present round, with the other ``fields``.
@@ -386,7 +397,9 @@ class RolloutPool:
         now = self._clock()
         if rollout.issued > now + CLOCK:
             raise MessageError("A rollout was refused: it is dated in the future.", "future")
-        if rollout.issued < now - self._limits.ttl:
+        with self._lock:
+            oldest = self._oldest(now)
+        if rollout.issued < oldest:
             raise MessageError("A rollout was refused: it is too old.", "stale")
         if not self._is_known(rollout):
             raise MessageError("A rollout of an unknown environment was refused.", "foreign-env")
@@ -416,7 +429,7 @@ class RolloutPool:
         self._lost["displaced"] += before - len(self._held)
 
     def _expire(self) -> None:
-        issued = self._clock() - self._limits.ttl
-        fresh = [held for held in self._held if held.issued >= issued]
+        oldest = self._oldest(self._clock())
+        fresh = [held for held in self._held if held.issued >= oldest]
         self._lost["expired"] += len(self._held) - len(fresh)
         self._held = fresh

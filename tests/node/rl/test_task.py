@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from shoal.node.config.settings import RLSettings
+from shoal.node.config.settings import RLSettings, Settings
 from shoal.node.rl.environment import HELD_OUT, Completion, EnvError, Question
 from shoal.node.rl.loading import load_env
+from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.task import (
     Claimed,
     RemoteRollouts,
@@ -127,6 +128,40 @@ def test_it_is_a_task_of_the_trainer_and_a_resumed_run_goes_on_alike(tiny):
     for left, right in zip(whole.params, resumed.params, strict=True):
         assert torch.equal(left, right)
     assert 0 <= whole.evaluate() <= 1
+
+
+def asked_by(peer, trainer_state=None, *, swarm="one", steps=3):
+    """Return the questions of a node that trains, or resumes, and its trainer."""
+    policy = Tiny(ENV.made, seed=1, width=16, warm=Warm(steps=2, batch=4))
+    task = RLTask(ENV, lambda: policy, RLSettings(held_out=20, local=2, external=0), seed=1)
+    bus = Bus([], peer)
+    task.connect(bus, f"{swarm}:{peer}")
+    made = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=6))
+    made.connect(made.opt.exchange, "run", SHARD)
+    if trainer_state is not None:
+        made.resume(trainer_state)
+    for _ in range(steps):
+        made.step()
+    return [(record.seed, record.index) for record in bus.sent], made
+
+
+def test_a_resumed_run_asks_no_question_again():
+    """prime-rl #3164: after a resume its questions began anew."""
+    whole, _ = asked_by(PEERS[0], steps=6)
+    before, trainer = asked_by(PEERS[0])
+    after, again = asked_by(PEERS[0], trainer.state())
+    assert before + after == whole
+    assert len(set(whole)) == 12
+    third, _ = asked_by(PEERS[0], again.state())
+    assert not set(third) & set(whole)
+    assert asked_by(PEERS[0], trainer.state())[0] == after  # what was lost is asked again
+
+
+def test_another_swarm_or_peer_has_other_questions():
+    """The weights may have come from a run of the same node: --resume-from."""
+    here, _ = asked_by(PEERS[0], swarm="one")
+    assert not set(here) & set(asked_by(PEERS[0], swarm="two")[0])
+    assert not set(here) & set(asked_by(PEERS[1], swarm="one")[0])
 
 
 def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny):
@@ -277,6 +312,59 @@ def test_a_sender_that_began_anew_is_not_left_out_for_its_low_versions(tiny):
     (group,) = pool.take([before, after], 4, 0)
     assert group.prompt == ENV.made.question(3, 1).prompt
     assert pool.rejected["off_policy"] == 1
+
+
+def test_groups_of_a_policy_that_never_changes_do_not_grow_old(tiny):
+    """A quick sharer's groups were thrown away as off-policy though one policy had written all."""
+    (sharer,), everyone = tasks(1, policy=tiny, local=1, only="share")
+    frozen = RLTask(ENV, lambda: tiny, sharer.settings, seed=1, frozen=True)
+    frozen.connect(everyone[0], PEERS[0])
+    for task, versions in ((sharer, {*range(20)}), (frozen, {0})):
+        everyone[0].sent.clear()
+        batches = task.batches(SHARD)
+        for _ in range(20):
+            next(batches)
+        assert {record.policy_version for record in everyone[0].sent} == versions
+    pool = foreign(tiny)
+    pool.take(everyone[0].sent, 4, 0)
+    assert pool.rejected["off_policy"] == 0
+
+
+@pytest.mark.parametrize(("only", "method", "frozen"), [
+    ("share", "none", True), ("share", "noloco", False), (None, "none", False),
+])  # fmt: skip
+def test_a_policy_is_frozen_where_nothing_learns_or_averages(only, method, frozen):
+    settings = Settings.model_validate(
+        {"task": {"hooks": "rl"}, "rl": {"only": only} if only else {}, "outer": {"method": method}}
+    )
+    assert make_task(settings)._frozen is frozen
+
+
+def test_a_group_that_is_off_policy_takes_no_judgement(tiny, monkeypatch):
+    """What is judged is bounded: old groups took the places of those that could be learnt from."""
+    pool = foreign(tiny)
+    judged = []
+    judge = pool._judge
+    monkeypatch.setattr(
+        pool, "_judge", lambda rollout, round: (judged.append(rollout), judge(rollout, round))[1]
+    )
+    now = time.time()
+    old = [
+        record([right(index), "zz"], index=index, policy_version=0).model_copy(
+            update={"issued": now - 1}
+        )
+        for index in range(100)
+    ]
+    new = [
+        record([right(index), "zz"], index=index, policy_version=20).model_copy(
+            update={"issued": now}
+        )
+        for index in range(100, 160)
+    ]
+    assert len(pool.take(new[:30] + old + new[30:], 4, 0)) == 4
+    assert judged == new
+    assert (pool.rejected["off_policy"], pool.rejected["crowded"]) == (100, 0)
+    assert pool.used + pool.waiting + sum(pool.rejected.values()) == 160
 
 
 def test_a_flood_costs_a_bounded_number_of_judgements(tiny):

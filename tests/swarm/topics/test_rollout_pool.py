@@ -119,9 +119,36 @@ def test_what_grows_old_in_the_pool_is_not_drained():
     clock.now += 51
     assert pool.drain() == [young]
     assert gossip.deliver(record()) is None
+    for number in (11, 12):  # what was issued since the last round began is kept
+        pool.advance(number)
     clock.now += 50
     assert pool.drain() == []
     assert pool.counts["expired"] == 2
+
+
+def test_a_node_whose_rounds_are_long_loses_nothing_of_them():
+    """prime-rl #2960: what came early in a long round had expired before it could be used."""
+    pool, gossip, clock = pool_of(ttl=100.0)
+    early = record(issued=NOW)
+    assert gossip.deliver(early) is None
+    clock.now += 500
+    late = record(issued=NOW + 10)
+    assert gossip.deliver(late) is None  # sent early in this round, and late to come
+    assert pool.drain() == [early, late]
+    pool.advance(11)
+    clock.now += 5
+    assert gossip.deliver(record(issued=NOW)) is None
+    assert gossip.deliver(record(issued=NOW - 1)) == "stale"
+    for number in (12, 13):
+        pool.advance(number)
+    assert gossip.deliver(record(issued=clock.now - 101)) == "stale"  # its rounds are short again
+
+
+def test_records_last_an_hour_at_most_however_long_a_round():
+    _, gossip, clock = pool_of(ttl=100.0)
+    clock.now += 1e6
+    assert gossip.deliver(record(issued=clock.now - 3600)) is None
+    assert gossip.deliver(record(issued=clock.now - 3601)) == "stale"
 
 
 def test_a_nonce_is_taken_once_from_each_author():

@@ -1,0 +1,105 @@
+"""The report of shared rollouts: each that came is in it once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.node.config.settings import RLSettings
+from shoal.node.rl.loading import load_env
+from shoal.node.rl.rollout_sharing import TTL_S, RolloutSharing
+from shoal.node.rl.task import RLTask
+from shoal.node.task import Shard
+from shoal.swarm.errors import MessageError
+from shoal.swarm.identity import Identity
+from tests.support.clock import Clock
+from tests.swarm.gossip.nodes import SWARM, rollout_of
+
+ENV = load_env("strings", {"families": "last", "letters": 3})
+ME, OTHER, BANNED = (Identity.ephemeral() for _ in range(3))
+NOW = 1e9
+
+
+class Gossip:
+    """A swarm's gossip without a network, which counts as the real one does."""
+
+    swarm, identity = SWARM, ME
+
+    def join(self, message_type, handler, limit):
+        self._handler = handler
+        self.counts = {"sent": 0, "unsent": 0, "received": 0, "accepted": 0, "rejected": {}}
+        self.publish = lambda message: None
+        self.flush = lambda seconds: True
+        return self
+
+    def deliver(self, rollout):
+        self.counts["received"] += 1
+        try:
+            self._handler(rollout.peer, rollout)
+            self.counts["accepted"] += 1
+        except MessageError as error:
+            rejected = self.counts["rejected"]
+            rejected[error.reason] = rejected.get(error.reason, 0) + 1
+
+
+@pytest.fixture
+def sharing(tiny):
+    clock = Clock()
+    clock.now = NOW
+    barred = set[str]()
+    directory = SimpleNamespace(now=clock, is_barred=barred.__contains__)
+    gossip = Gossip()
+    membership = SimpleNamespace(
+        gossip=gossip,
+        directory=directory,
+        host=SimpleNamespace(peer_id=ME.peer_id),
+        swarm=SWARM,
+    )
+    task = RLTask(ENV, lambda: tiny, RLSettings(held_out=3, local=0, external=1), seed=1)
+    made = RolloutSharing(task, membership, lambda *_, **__: None, lambda _: None, 0.0)
+    return SimpleNamespace(task=task, gossip=gossip, clock=clock, barred=barred, report=made.report)
+
+
+def group(index, *texts, peer=OTHER.peer_id, seed=3, **changes):
+    question = ENV.made.question(seed, index)
+    return rollout_of(
+        peer,
+        env=ENV.label,
+        env_version=ENV.made.version,
+        env_config=ENV.config,
+        seed=seed,
+        index=index,
+        completions=tuple(texts or (question.answer, "zz")),
+        finish=("stop",) * len(texts or "ab"),
+        issued=NOW,
+        **changes,
+    )
+
+
+def test_each_rollout_that_came_is_used_waits_or_is_counted_by_its_cause(sharing):
+    """The fault: what the network refused as stale was reported as none."""
+    batches = sharing.task.batches(Shard(0, 1, 0))
+    deliver = sharing.gossip.deliver
+    deliver(group(0).model_copy(update={"issued": NOW - TTL_S - 1}))
+    deliver(group(1, peer=BANNED.peer_id))
+    sharing.barred.add(BANNED.peer_id)
+    deliver(group(2, peer=BANNED.peer_id))
+    deliver(group(3, "zz", "zz", policy_version=3 + 9))
+    deliver(group(4, policy_version=3 + 9))
+    deliver(group(5).model_copy(update={"issued": NOW - 1}))
+    deliver(group(4, policy_version=3 + 9))  # a copy
+    next(batches)
+    for index in range(10, 13):
+        deliver(group(index, policy_version=3 + 9))
+    next(batches)
+    deliver(group(20))
+    report = sharing.report(None, None)
+    counted = {name: number for name, number in report["rejected"].items() if number}
+    assert counted == {
+        "stale": 1,
+        "banned": 2,
+        "no_spread": 1,
+        "off_policy": 1,
+        "duplicate": 1,
+    }
+    assert (report["used"], report["waiting"]) == (2, 3)
+    assert report["received"] == 2 + 3 + sum(counted.values())
