@@ -132,7 +132,7 @@ class Method:
 _CORE = (
     Method(
         "noloco",
-        "rules.gossip.NoLoCo",
+        "rules.noloco.NoLoCo",
         group="pair",
         sends="weights",
         schedule="overlaps",
@@ -145,7 +145,7 @@ _CORE = (
     ),
     Method(
         "local",
-        "rules.gossip.LocalSGD",
+        "rules.local_sgd.LocalSGD",
         group="pair",
         sends="weights",
         schedule="overlaps",
@@ -157,7 +157,7 @@ _CORE = (
     ),
     Method(
         "none",
-        "rules.gossip.LocalSGD",
+        "rules.local_sgd.LocalSGD",
         group="nobody",
         sends="weights",
         schedule="waits",
@@ -188,7 +188,7 @@ _CORE = (
     ),
     Method(
         "streaming",
-        "rules.diloco.StreamingDiLoCo",
+        "rules.streaming.StreamingDiLoCo",
         group="everyone",
         sends="displacement",
         schedule="overlaps",
@@ -198,7 +198,7 @@ _CORE = (
     ),
     Method(
         "co2",
-        "rules.diloco.CO2",
+        "rules.co2.CO2",
         group="everyone",
         sends="displacement",
         schedule="delayed",
@@ -208,7 +208,7 @@ _CORE = (
     ),
     Method(
         "sparseloco",
-        "rules.diloco.SparseLoCo",
+        "rules.sparseloco.SparseLoCo",
         group="everyone",
         sends="displacement",
         schedule="waits",

@@ -34,15 +34,12 @@ from shoal.optim.outer.inner import Stepped, float_buffers
 from shoal.optim.outer.optimizer import Options, OuterOptimizer, config_diff
 from shoal.optim.outer.rule import RoundContext, Rule
 from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.rules.diloco import (
-    CO2,
-    CO2Rule,
-    DiLoCo,
-    DiLoCoRule,
-    SparseLoCo,
-    StreamingDiLoCo,
-)
-from shoal.optim.rules.gossip import LocalSGD, LocalSGDRule, NoLoCo, NoLoCoRule
+from shoal.optim.rules.co2 import CO2, CO2Rule
+from shoal.optim.rules.diloco import DiLoCo, DiLoCoRule
+from shoal.optim.rules.local_sgd import LocalSGD, LocalSGDRule
+from shoal.optim.rules.noloco import NoLoCo, NoLoCoRule
+from shoal.optim.rules.sparseloco import SparseLoCo
+from shoal.optim.rules.streaming import StreamingDiLoCo
 from shoal.optim.schedule import (
     Apply,
     Delayed,

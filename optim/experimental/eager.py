@@ -26,7 +26,8 @@ from shoal.optim.outer.rule import (
     pseudo_gradient,
     zeros,
 )
-from shoal.optim.rules.diloco import outer_step, warn_if_unstable
+from shoal.optim.rules.diloco import outer_step
+from shoal.optim.rules.stability import warn_if_unstable
 from shoal.optim.schedule import Delayed
 
 if TYPE_CHECKING:

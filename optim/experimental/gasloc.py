@@ -18,8 +18,8 @@ from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, move_on, zeros
-from shoal.optim.rules.diloco import warn_if_unstable
 from shoal.optim.rules.gossip import GossipOptimizer
+from shoal.optim.rules.stability import warn_if_unstable
 from shoal.optim.schedule import Lag
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import Simulation
 from shoal.optim.methods import METHODS
 from shoal.optim.outer.weights import projection, sketch
-from shoal.optim.rules import diloco
+from shoal.optim.rules import stability
 from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.training.factories import make_outer
 
@@ -27,7 +27,7 @@ def trained(device, **settings):
     """Return what two peers have after two rounds, each in a thread of its own: the default device
     is each thread's.
     """
-    diloco.limit.cache_clear()
+    stability.limit.cache_clear()
 
     def peer(exchange):
         generator = torch.Generator().manual_seed(ord(exchange.peer[0]))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.optim import CO2, Alone, CO2Rule, DiLoCo, Eager, EagerRule, Every, Faults, OuterOptimizer
-from shoal.optim.rules.diloco import largest_root, limit, warn_if_unstable
+from shoal.optim.rules.stability import largest_root, limit, warn_if_unstable
 
 EVERY, ROUNDS = 4, 9
 STEPS = EVERY * ROUNDS
