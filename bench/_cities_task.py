@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Shard, Task
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 
 STEP_S = 0.25  # for most of it the processor is free, so that four nodes fit onto two cores
 CONTEXT, VOCABULARY = 128, 256

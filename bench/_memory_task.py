@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Shard, Task
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 
 CONTEXT, HEADS, VOCABULARY = 16, 4, 256
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from bench._quality_methods import METHODS
+from shoal.node.data.source import Document
 from shoal.node.data.source import number as hash_of
 from shoal.node.task import Shard
-from shoal.node.tasks.text import Document, TextTask
+from shoal.node.tasks.text import TextTask
 from shoal.optim import FLOAT32, Alone, OuterOptimizer, Simulation, codec_named
 from shoal.optim.exchange.base import Contribution, Exchange, Handle
 from shoal.optim.exchange.simulation import SimulatedExchange

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Shard, Task
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 
 BLOCK = 4096  # characters
 HELD = 16  # one block in so many is held out

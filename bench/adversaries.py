@@ -41,9 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench._attacks import ATTACKS, BACKDOORS, FRESH, Board, Honest, Hostile, learnt, poisoned
 from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, backward
+from shoal.node.data.source import Document
 from shoal.node.runtime.join import OTHER_SEED
 from shoal.node.task import Shard
-from shoal.node.tasks.text import Document
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.averaging import GRID, Contributions
 from shoal.optim.exchange.base import Mean, RoundKey

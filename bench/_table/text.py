@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench._quality_train import QualityText
-from shoal.node.tasks.text import GPT, Document
+from shoal.node.data.source import Document
+from shoal.node.tasks.gpt import GPT
 
 ENDINGS = (".txt", ".rst", ".md", ".dict")
 SHARE = Path("/usr/share")

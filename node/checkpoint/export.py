@@ -35,7 +35,7 @@ from shoal.node.checkpoint.store import sync
 from shoal.node.checkpoint.tensor_file import Kind, kind, write_tensors
 from shoal.node.console import finite
 from shoal.node.inner_tensors import InnerTensors, OpaqueError, taken_apart
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 from shoal.swarm.errors import ShoalError, printable
 
 # The model card that stands as README.md beside exported weights.

@@ -34,8 +34,8 @@ from shoal.node.data.reader import TEXT
 from shoal.node.data.source import PREFIX, DataError, is_path, reason
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
+from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError
-from shoal.node.tasks.text import GPT, VOCABULARY, Attention
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.inner import float_buffers
 from shoal.optim.parameters import AveragedParameters

@@ -25,7 +25,7 @@ from shoal.node.data import reader
 from shoal.node.data.reader import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
 from shoal.node.data.source import DataError
 from shoal.node.tasks import text_size
-from shoal.node.tasks.text import GPT, sized
+from shoal.node.tasks.gpt import GPT, sized
 from shoal.swarm.errors import ShoalError
 
 MAX_ABOUT = 2**20  # bytes of shoal.json

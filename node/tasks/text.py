@@ -1,51 +1,32 @@
 """The built-in task ``text``: a language model on text, over bytes or another tokenizer's tokens.
 
 Without ``data`` the text is the sources of the Python standard library, so a demo needs no
-download. Plain text is held in memory: a document is a file (or a piece of one, if there are few
-files). One document in ten, chosen by the hash of its relative path, is held out: no node trains on
-it. The others are assigned to the shards in the order of their hashes, so that shards hold
-different documents, and batches are windows from random places. Records and datasets are streamed
-(`shoal.node.data.reader`), each document once in an epoch; there the hash of a document's text
-decides whether it is held out. Peers with the same files agree on all of this, whatever folder the
-files are in.
-
-A small GPT over bytes, or other tokens, in plain PyTorch: pre-norm, learned positions, no dropout,
-untied head.
-
-Legend of the shape comments: B batch, T time (positions), C width, H heads, D = C // H width of a
-head, V tokens, 256 where they are bytes.
+download. One document in ten, chosen by a hash, is held out: no node trains on it. The others are
+assigned to the shards in the order of their hashes, so that shards hold different documents. Peers
+with the same files agree on all of this, whatever folder the files are in (docs/data.md).
 """
 
 from __future__ import annotations
 
-import codecs
-import hashlib
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from shoal.node.data.reader import BYTES, DIGEST, Reader, Tokenizer, load_tokenizer
 from shoal.node.data.source import (
     HELD_OUT_ONE_IN,
     PREFIX,
-    RECORDS,
     DataError,
     Document,
     DocumentSource,
-    HubDataset,
     Listed,
-    RecordFiles,
     Skipped,
     Training,
-    find_files,
     held_out,
     is_path,
     no_document,
@@ -54,221 +35,16 @@ from shoal.node.data.source import (
 from shoal.node.home import expanded
 from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
+from shoal.node.tasks.documents import EVERYTHING, open_stream, read_documents
+from shoal.node.tasks.gpt import GPT, VOCABULARY, sized
 from shoal.node.training.schedule import factor
 
-VOCABULARY = text_size.BYTES
-
-
-class Attention(nn.Module):
-    """Causal self-attention, (B, T, C) to (B, T, C)."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it."""
-        b, t, c = x.shape
-        qkv = self.qkv(x).view(b, t, 3, self.heads, c // self.heads)  # (B, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
-        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))  # (B, T, C)
-        return out
-
-
-class Block(nn.Module):
-    """Attention, then a GELU layer of four times the width, each on a normalised copy and added
-    back.
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attention(self.norm1(x))
-        hidden = F.gelu(self.up(self.norm2(x)))  # (B, T, 4C)
-        out: Tensor = x + self.down(hidden)
-        return out
-
-
-class GPT(nn.Module):
-    """Predictor of the next token at each position; 135,808 parameters at layers=2, width=64,
-    context=64.
-    """
-
-    def __init__(
-        self, layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY
-    ) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        # Torch's own initialisation for the rest, and smaller embeddings than its N(0, 1): of those
-        # tried only this one tolerates a learning rate of 1.2e-2. (GPT-2's 0.02 throughout ends 0.4
-        # nats worse there.)
-        for embedding in (self.bytes, self.positions):
-            nn.init.normal_(embedding.weight, std=0.3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map ``tokens`` (B, T) int64, T at most the context, to logits (B, T, V)."""
-        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]  # (B, T, C)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-class _Unfilled(TorchFunctionMode):
-    """What is made here is not filled: torch takes a second to load how that is done on the device
-    meta.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Any = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func.__name__.endswith("_") and not func.__name__.endswith(
-            "__"
-        ):  # in place; nobody here uses what it returns
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-def sized(layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY) -> GPT:
-    """Return a `GPT` on the device meta: types and shapes, which take no memory."""
-    with torch.device("meta"), _Unfilled():
-        return GPT(layers, width, heads, context, vocabulary)
-
-
-# Text in memory, within a limit and in an order that all machines share, or as a stream where there
-# are records.
-
-__all__ = ["FEW_FILES", "DataError", "Document", "open_stream", "read_documents"]
-
-# fewer files than this are cut into about so many pieces, so that one file can be shared out
-FEW_FILES = 100
-EVERYTHING = Shard(0, 1, 0)
-
-
-def open_stream(
-    data: str, field: str, skipped: Skipped, at: Path | None = None
-) -> DocumentSource | None:
-    """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which
-    at least one holds records.
-
-    Returns None if all of it is plain text.
-
-    Raises DataError: a path is missing, or a name is malformed.
-    """
-    if data.strip().startswith(PREFIX):
-        return HubDataset(data.strip(), field, skipped)
-    files = find_files(data, at)
-    return (
-        RecordFiles(files, field, skipped)
-        if any(name.endswith(RECORDS) for name, _ in files)
-        else None
-    )
-
-
-def read_documents(
-    data: str, max_bytes: int, field: str = "text", at: Path | None = None
-) -> list[Document]:
-    """Read the text that ``data`` names (see ``TextTask``), at most ``max_bytes``, sorted by name.
-
-    If there is more, the files with the lowest hashes of their names are read, a fair sample that
-    is the same everywhere; of a stream, its first documents. Files that are not text (with a zero
-    byte near their beginning) are left out.
-
-    Raises DataError: a path is missing or unreadable, or there is no text at all.
-    """
-    source = open_stream(data, field, Skipped(), at)
-    documents = (
-        _read_files(data, max_bytes, at) if source is None else _read_stream(source, max_bytes)
-    )
-    if not documents:
-        if source is not None:
-            raise no_document(source)
-        if (path := _wide_text(data, at)) is not None:
-            raise DataError(
-                f"The text {str(path)!r} is in UTF-16 or UTF-32: save it as UTF-8, "
-                "such as with iconv -f UTF-16 -t UTF-8."
-            )
-        raise DataError(
-            f"There is no text in {data or 'the Python standard library'!r}: name text with --data."
-        )
-    if len(documents) < FEW_FILES:
-        size = max(256, sum(len(d.content) for d in documents) // FEW_FILES)
-        documents = [
-            Document(f"{d.name}#{start // size}", d.content[start : start + size])
-            for d in documents
-            for start in range(0, len(d.content), size)
-        ]
-    return sorted(documents, key=lambda d: d.name)
-
-
-WIDE_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
-"""First bytes of such text; those of UTF-32 LE begin with those of UTF-16 LE."""
-
-
-def _wide_text(data: str, at: Path | None) -> Path | None:
-    """Return the first file of ``data`` that is text of two or four bytes a character, if any."""
-    for _, path in find_files(data, at):
-        with path.open("rb") as file:
-            if file.read(4).startswith(WIDE_MARKS):
-                return path
-    return None
-
-
-def _read_files(data: str, left: int, at: Path | None) -> list[Document]:
-    documents: list[Document] = []
-    for name, path in sorted(
-        find_files(data, at), key=lambda f: hashlib.sha256(os.fsencode(f[0])).digest()
-    ):
-        if left <= 0:
-            break
-        try:
-            with path.open("rb") as file:
-                content = file.read(left)
-        except OSError as error:
-            raise DataError(
-                f"Cannot read the text {str(path)!r} ({error.strerror}): check its permissions."
-            ) from error
-        if content and b"\0" not in content[:1024]:
-            documents.append(Document(name, content))
-            left -= len(content)
-    return documents
-
-
-def _read_stream(source: DocumentSource, left: int) -> list[Document]:
-    documents: list[Document] = []
-    for _, document in source.documents(EVERYTHING, 0):
-        documents.append(Document(document.name, document.content[:left]))
-        left -= len(documents[-1].content)
-        if left <= 0:
-            break
-    return documents
-
-
-EVALUATION_BYTES = (
-    32 * 1024
-)  # on windows of the default context this keeps the sampling noise near 0.5 %
-EVALUATION_BATCH = (
-    8 * 1024
-)  # bytes at once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens
-STREAM_EVALUATION = 8 * EVALUATION_BYTES  # held-out bytes that are read of a stream
+EVALUATION_BYTES = 32 * 1024
+"""Of held-out text: on windows of the default context the sampling noise is near 0.5 %."""
+EVALUATION_BATCH_BYTES = 8 * 1024
+"""At once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens."""
+STREAM_EVALUATION_BYTES = 8 * EVALUATION_BYTES
+"""Held-out bytes that are read of a stream."""
 ORDERS = ("", "random", "epochs")
 
 
@@ -277,16 +53,19 @@ class TextTask(Task):
 
     Options:
         data: files or folders, separated by commas or the path separator, or a dataset as
-        hf:NAME[/CONFIG][:SPLIT]; empty: the
-            Python standard library. .jsonl, .jsonl.gz and .txt.gz are streams of documents, and so
-            are datasets.
+            hf:NAME[/CONFIG][:SPLIT]; empty: the Python standard library. .jsonl, .jsonl.gz and
+            .txt.gz are streams of documents, and so are datasets.
         field: name of a record's text.
         tokenizer: bytes, a name on the hub, or a path that begins with . or / or ~.
-        tokenizer_digest: the same on all nodes. order: random (windows from random places of what
-        is in memory), or epochs (each document once); empty: epochs for streams. shuffle: tokens of
-        a stream that are collected and shuffled together. layers, width, heads, context: the model.
-        batch: windows a step. max_bytes: most text held in memory. lr, warmup: AdamW's peak
-        learning rate, and the steps up to it or to Muon's; a cosine then leads down to 10 %.
+        tokenizer_digest: the same on all nodes.
+        order: random (windows from random places of what is in memory), or epochs (each document
+            once); empty: epochs for streams.
+        shuffle: tokens of a stream that are collected and shuffled together.
+        layers, width, heads, context: the model.
+        batch: windows a step.
+        max_bytes: most text held in memory.
+        lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; a cosine then
+            leads down to 10 %.
 
     Raises DataError: an option is out of range, or (on first use of the data) the text is missing
     or too short.
@@ -384,7 +163,7 @@ class TextTask(Task):
         """
         if self.stream is None:
             return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN == 0]
-        found, left, document = [], STREAM_EVALUATION, None
+        found, left, document = [], STREAM_EVALUATION_BYTES, None
         for _, document in self.stream.documents(EVERYTHING, 0):
             if held_out(document.content):
                 found.append(
@@ -517,7 +296,9 @@ class TextTask(Task):
         was_training = model.training
         model.eval()
         total = 0.0
-        size = max(1, EVALUATION_BATCH * VOCABULARY // (self.context * self.tokenizer.vocabulary))
+        size = max(
+            1, EVALUATION_BATCH_BYTES * VOCABULARY // (self.context * self.tokenizer.vocabulary)
+        )
         for start in range(0, len(self._evaluation), size):
             part = self._evaluation[start : start + size].to(device)
             total += float(self.loss(model, (part[:, :-1], part[:, 1:]))) * len(part)

@@ -28,7 +28,7 @@ def is_within(name: str, value: object) -> bool:
 
 
 def parameters(layers: int, width: int, context: int, vocabulary: int) -> int:
-    """Return the number of parameters of a `shoal.node.tasks.text.GPT` of this size."""
+    """Return the number of parameters of a `shoal.node.tasks.gpt.GPT` of this size."""
     return layers * (12 * width * width + 4 * width) + (2 * vocabulary + context + 2) * width
 
 

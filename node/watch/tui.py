@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -40,6 +40,7 @@ COLOURS = (
     "bright_green",
 )
 MEAN = "bold bright_white"
+BRAILLE = 0x2800  # the character without dots
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row from the top
 LABEL = 8  # columns of the scale on the left
 BINS = 64  # points of the curve of the mean
@@ -58,41 +59,61 @@ def plot(
     ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the
     colour of the later one.
     """
-    columns, peer_rows = max(width - LABEL - 1, 4), max(height - 1, 2)
     points = [point for curve in (*curves, mean) for point in curve]
     if not points:
         return Text("nothing yet", style="dim")
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
-    x_scale = (columns * 2 - 1) / ((x_high - x_low) or 1.0)
-    y_scale = (peer_rows * 4 - 1) / ((y_high - y_low) or 1.0)
-    cells = [[0] * columns for _ in range(peer_rows)]
-    owner = [[0] * columns for _ in range(peer_rows)]
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points]
+    x_low, x_high, y_low, y_high = min(xs), max(xs), min(ys), max(ys)
+    canvas = _Canvas(columns=max(width - LABEL - 1, 4), rows=max(height - 1, 2))
+    x_scale = (canvas.columns * 2 - 1) / ((x_high - x_low) or 1.0)
+    y_scale = (canvas.rows * 4 - 1) / ((y_high - y_low) or 1.0)
+    for number, curve in enumerate(curves):
+        canvas.draw(_dots(curve, x_low, y_high, x_scale, y_scale), colour(number))
+    canvas.draw(_dots(mean, x_low, y_high, x_scale, y_scale), MEAN)
 
-    def dot(x: int, y: int, number: int) -> None:
-        cells[y // 4][x // 2] |= DOTS[x % 2][y % 4]
-        owner[y // 4][x // 2] = number
-
-    for number, curve in enumerate([*curves, mean]):
-        before: tuple[int, int] | None = None
-        for x, y in curve:
-            here = (round((x - x_low) * x_scale), round((y_high - y) * y_scale))
-            for spot in _line(before or here, here):
-                dot(*spot, number)
-            before = here
     text = Text(no_wrap=True, overflow="crop")
-    for row in range(peer_rows):
-        label = y_high if row == 0 else y_low if row == peer_rows - 1 else None
-        text.append(f"{'' if label is None else format(label, '.4g'):>{LABEL}} ", style="dim")
-        for column in range(columns):
-            style = (
-                MEAN if mean and owner[row][column] == len(curves) else colour(owner[row][column])
-            )
-            text.append(chr(0x2800 + cells[row][column]), style=style)
+    labels = {canvas.rows - 1: f"{y_low:.4g}", 0: f"{y_high:.4g}"}
+    for row in range(canvas.rows):
+        text.append(f"{labels.get(row, ''):>{LABEL}} ", style="dim")
+        for code, style in canvas.row(row):
+            text.append(code, style=style)
         text.append("\n")
-    left, right = f"{axis} {x_low:.6g}".strip(), format(x_high, ".6g")
-    text.append(" " * (LABEL + 1) + left + right.rjust(max(columns - len(left), 1)), style="dim")
+    left = f"{axis} {x_low:.6g}".strip()
+    right = f"{x_high:.6g}".rjust(max(canvas.columns - len(left), 1))
+    text.append(" " * (LABEL + 1) + left + right, style="dim")
     return text
+
+
+class _Canvas:
+    """Characters of braille, each of 2 x 4 dots; a character has the colour of its newest dot."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        self.columns = columns
+        self.rows = rows
+        self._dots = [[0] * columns for _ in range(rows)]
+        self._styles = [[colour(0)] * columns for _ in range(rows)]
+
+    def draw(self, dots: Iterable[tuple[int, int]], style: str) -> None:
+        for x, y in dots:
+            self._dots[y // 4][x // 2] |= DOTS[x % 2][y % 4]
+            self._styles[y // 4][x // 2] = style
+
+    def row(self, number: int) -> Iterator[tuple[str, str]]:
+        """Yield each character of a row with its colour."""
+        for dots, style in zip(self._dots[number], self._styles[number], strict=True):
+            yield chr(BRAILLE + dots), style
+
+
+def _dots(
+    curve: Points, x_low: float, y_high: float, x_scale: float, y_scale: float
+) -> Iterator[tuple[int, int]]:
+    """Yield the dots of lines from point to point."""
+    before: tuple[int, int] | None = None
+    for x, y in curve:
+        here = (round((x - x_low) * x_scale), round((y_high - y) * y_scale))
+        yield from _line(before or here, here)
+        before = here
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

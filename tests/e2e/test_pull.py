@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 
 SIZE = {"layers": 1, "width": 32, "heads": 2, "context": 32}
 

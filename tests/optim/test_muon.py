@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from shoal.node.rl.tiny import TinyModel
+from shoal.node.tasks.gpt import GPT
 from shoal.node.tasks.loader import load_task
-from shoal.node.tasks.text import GPT
 from shoal.optim import Alone, NoLoCo, hidden_matrices, muon
 from shoal.optim.inner import split
 

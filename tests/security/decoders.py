@@ -30,7 +30,8 @@ from shoal.node.rl.serving import _said, _Server
 from shoal.node.runtime import resume
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
-from shoal.node.tasks.text import GPT, TextTask
+from shoal.node.tasks.gpt import GPT
+from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.node.verify import audit, completions

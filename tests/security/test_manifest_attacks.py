@@ -16,7 +16,8 @@ from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import network
 from shoal.node.task import Shard
-from shoal.node.tasks.text import TextTask, sized
+from shoal.node.tasks.gpt import sized
+from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.optim.parameters import AveragedParameters

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shoal.node.config.settings import load
 from shoal.node.runtime.door import continued, enter, make_task
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest
-from shoal.node.tasks.text import sized
+from shoal.node.tasks.gpt import sized
 from shoal.node.training.resources import held
 from shoal.node.training.trainer import Trainer
 from shoal.optim.parameters import AveragedParameters

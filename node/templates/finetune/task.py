@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from shoal import Shard, Task
-from shoal.node.tasks.text import DataError, Document, read_documents
+from shoal.node.data.source import DataError, Document
+from shoal.node.tasks.documents import read_documents
 
 
 class Finetune(Task):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Shard, Task
-from shoal.node.tasks.text import DataError, Document, read_documents
+from shoal.node.data.source import DataError, Document
+from shoal.node.tasks.documents import read_documents
 
 
 class Model(nn.Module):

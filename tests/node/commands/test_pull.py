@@ -21,7 +21,7 @@ from shoal.node.data.reader import Bytes, load_tokenizer
 from shoal.node.data.source import DataError
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.access import Link
 from shoal.swarm.errors import NetworkError, printable

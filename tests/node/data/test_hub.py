@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from shoal.node.data import source as hub
-from shoal.node.data.source import HubDataset, Name, Skipped
+from shoal.node.data.source import DataError, HubDataset, Name, Skipped
 from shoal.node.task import Shard
-from shoal.node.tasks.text import DataError, open_stream, read_documents
+from shoal.node.tasks.documents import open_stream, read_documents
 
 ALL = Shard(0, 1, 5)
 

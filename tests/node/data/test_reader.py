@@ -29,7 +29,7 @@ from shoal.node.data.source import (
     held_out,
 )
 from shoal.node.task import Shard
-from shoal.node.tasks.text import open_stream, read_documents
+from shoal.node.tasks.documents import open_stream, read_documents
 
 
 def listed(*contents):

@@ -15,10 +15,11 @@ from shoal.node.cli.options import overrides
 from shoal.node.config.settings import load
 from shoal.node.data import source
 from shoal.node.data.reader import flags
+from shoal.node.data.source import DataError
 from shoal.node.runtime.door import swarm_settings
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
-from shoal.node.tasks.text import DataError, TextTask
+from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.identity import Identity

@@ -18,8 +18,8 @@ from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, w
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks import text_size
+from shoal.node.tasks.gpt import GPT, sized
 from shoal.node.tasks.loader import HookError
-from shoal.node.tasks.text import GPT, sized
 from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.optim.parameters import AveragedParameters

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from shoal.node.data.source import DataError
 from shoal.node.task import Shard
-from shoal.node.tasks.text import EVALUATION_BYTES, FEW_FILES, DataError, TextTask, read_documents
+from shoal.node.tasks.documents import FEW_FILES, read_documents
+from shoal.node.tasks.text import EVALUATION_BYTES, TextTask
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.tasks.text import GPT
+from shoal.node.tasks.gpt import GPT
 from shoal.swarm.manifest import TrainSettings
 from tests.node.training.loops import Overflows, Small, trainer
 from tests.support.gpu import assert_same

@@ -14,8 +14,8 @@ from torch import nn
 from shoal.node.config.settings import load
 from shoal.node.console import free_memory
 from shoal.node.task import Shard, Task
+from shoal.node.tasks.gpt import GPT, Block
 from shoal.node.tasks.loader import Guarded
-from shoal.node.tasks.text import GPT, Block
 from shoal.node.training import resources as memory
 from shoal.node.training.precision import DTYPES, check_precision
 from shoal.node.training.recompute import recompute
