@@ -135,7 +135,7 @@ DIGESTS = {
     "node/rl/task.py:RLTask._number",
     "node/task.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",
-    "optim/rules/gossip.py:chosen",
+    "optim/experimental/sparta.py:chosen",
     "swarm/membership/dht.py:bits_of",
     "swarm/membership/dht.py:bits_in",
     "verification/consensus/records.py:must_plant",
