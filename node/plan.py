@@ -88,7 +88,8 @@ def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:
 def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> Work:
     """Return what a node does in a round with these settings.
 
-    ``params``: values that are averaged; ``step_s``: seconds a step.
+    ``params``: values that are averaged; ``step_s``: seconds a step. All are counted as those of
+    matrices of hidden layers, so what ``+matrices`` and ``+hidden`` send whole comes on top.
     """
     from shoal.optim import codec_named
     from shoal.optim.codecs.base import FloatCodec
@@ -100,7 +101,7 @@ def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> 
     tensors = 2 if method.doubles and outer.weights != "equal" else 1
     return Work(
         group=method.group,
-        nbytes=codec.nbytes([(count,)]) * tensors,
+        nbytes=codec.nbytes([(count, 1)]) * tensors,
         params=count * tensors,
         peers=peers,
         every=every,

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.node.user_code import UserCodeError, failed, summary
-from shoal.optim.inner import hidden_matrices
+from shoal.optim.layers import hidden_matrices
 from shoal.swarm.errors import OuterError
 from shoal.swarm.training.shard import Shard as Shard
 

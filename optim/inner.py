@@ -7,14 +7,14 @@ output layer, no vectors.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.optim.layers import hidden_matrices
 from shoal.optim.outer.inner import Combined
 from shoal.optim.outer.weights import local
 from shoal.optim.ranks.group import cut_like
@@ -25,74 +25,6 @@ else:
     Muon = getattr(
         torch.optim, "Muon", torch.optim.Optimizer
     )  # it came with 2.9, and all else here needs no more than 2.7
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost blocks that ``model`` repeats, such as a transformer's layers, in the
-    order of its modules.
-
-    They are modules of one class, themselves of several modules with parameters, that stand
-    together in a ModuleList, ModuleDict or Sequential.
-    """
-    kinds = Counter(type(child) for child in model.children() if _is_block(child))
-    listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += [child] if listed and kinds[type(child)] > 1 else repeated_blocks(child)
-    return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    parts = sum(any(True for _ in child.parameters()) for child in module.children())
-    return parts > 1 and not isinstance(
-        module, nn.ModuleList | nn.ModuleDict
-    )  # they are never called
-
-
-def hidden_matrices(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that Muon trains by default, in the model's order.
-
-    They are the trained parameters of two dimensions called ``weight``, or ``..._weight``, in the
-    blocks that the model repeats; in a model without such blocks, the weights of all its
-    ``nn.Linear`` but the last, which is its output. Never among them:
-
-    * weights of an ``nn.Embedding`` or ``nn.EmbeddingBag``, also where another layer shares them
-      (tied heads);
-    * what stands outside of the blocks, such as an untied head, or what ``get_output_embeddings()``
-      returns, which models of transformers have;
-    * vectors and numbers (norms, biases), kernels of convolutions, recurrent layers' weights, and
-      frozen parameters.
-
-    The two matrices of a LoRA adapter in a block are matrices like any other.
-    """
-    modules, blocks = list(model.modules()), repeated_blocks(model)
-    linear = [module for module in modules if isinstance(module, nn.Linear)]
-    within = [inner for block in blocks for inner in block.modules()] if blocks else linear[:-1]
-    hidden = {id(parameter) for module in within for parameter in _weights(module)}
-    outputs = [found for module in modules if (found := _output(module)) is not None]
-    looked_up = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    hidden -= {
-        id(parameter) for module in [*looked_up, *outputs] for parameter in module.parameters()
-    }
-    return [
-        name
-        for name, p in model.named_parameters()
-        if id(p) in hidden and p.requires_grad and p.ndim == 2
-    ]
-
-
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    return (
-        p
-        for name, p in module.named_parameters(recurse=False)
-        if name == "weight" or name.endswith("_weight")
-    )
-
-
-def _output(module: nn.Module) -> nn.Module | None:
-    own = getattr(module, "get_output_embeddings", None)
-    output = own() if callable(own) else None
-    return output if isinstance(output, nn.Module) else None
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class Method:
     """True: where weights differ it sends two tensors a parameter, since its pull is never
     weighted.
     """
+    mixes: bool = False
+    """True: it sends values of all parameters as one tensor."""
     follows: bool = True
     """False: a contribution belongs to its round only, and one that comes too late is none of the
     next round's.
@@ -118,15 +120,18 @@ class Method:
 
     def check_codec(self, codec: Codec) -> None:
         """Raise ValueError if ``codec`` is too lossy for what this method sends, or for pairs where
-        this averages over everyone.
+        this averages over everyone, or by parameters where this sends none of them.
         """
         from shoal.optim.codecs.base import check_sends_weights
         from shoal.optim.codecs.mod4 import check_no_pair
+        from shoal.optim.codecs.partial import check_can_divide
 
         if self.group == "everyone":
             check_no_pair(codec)
         if self.sends == "weights":
             check_sends_weights(codec, self.name)
+        if self.mixes:
+            check_can_divide(codec, self.name)
 
 
 _CORE = (
@@ -252,6 +257,7 @@ _EXPERIMENTAL = (
         sends="weights",
         schedule="waits",
         when="a trickle: at each step a random 0.5 % of the weights is averaged",
+        mixes=True,
         follows=False,
         state=0,
         exchange=0.1,

@@ -26,7 +26,8 @@ from shoal.optim.experimental.decoupled import DecoupledDiLoCo, DecoupledRule, r
 from shoal.optim.experimental.eager import Eager, EagerRule
 from shoal.optim.experimental.gasloc import GASLoC, GASLoCRule
 from shoal.optim.experimental.sparta import SPARTA, SpartaRule
-from shoal.optim.inner import hidden_matrices, muon
+from shoal.optim.inner import muon
+from shoal.optim.layers import hidden_matrices
 from shoal.optim.methods import METHODS, Method, method_named, methods_with
 from shoal.optim.outer.fragments import by_rate, by_steps, by_tokens, equal, strided
 from shoal.optim.outer.in_flight import RoundInfo

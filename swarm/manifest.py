@@ -166,8 +166,8 @@ class OuterSettings(BaseModel):
         description="Number format on the wire: float32, float16, bfloat16, int8; for methods with "
         "one partner mod4; for "
         "those that send pseudo-gradients e3m0, topk2[:PART], topk2-senders[:PART], sign or "
-        "auto:BITS, each also with +ef or "
-        "+ef:BETA (error feedback).",
+        "auto:BITS, each also with +matrices (vectors are sent whole) or +hidden (embeddings and "
+        "outputs too), then with +ef or +ef:BETA (error feedback).",
     )
     finish: Literal["none", "average"] | None = Field(
         default=None,

@@ -36,7 +36,7 @@ from shoal.node.training.layout import Layout
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
-from shoal.optim.inner import repeated_blocks
+from shoal.optim.layers import repeated_blocks
 from shoal.optim.ranks.group import in_thread
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, load_whole, obey, whole_state
 from shoal.optim.ranks.ranks import Ranks

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.node.training.throughput import FlopCount, repeated
 from shoal.node.training.training_error import TrainingError
-from shoal.optim.inner import repeated_blocks
+from shoal.optim.layers import repeated_blocks
 
 CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 """Arguments that a block of transformers changes, so that it must not run twice."""

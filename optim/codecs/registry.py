@@ -1,23 +1,26 @@
 """Codecs by their names.
 
-    NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0,
-    topk2[:PART],
-                            topk2-senders[:PART], sign, auto:BITS, mod4 (without +ef)
+    NAME[+matrices | +hidden][+ef[:BETA]]
 
-``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual
-fades by 0.95 a round; ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2``
-spends 2 bits a value, more on some tensors than on others. The ``name`` of a codec is its one
-canonical spelling.
+    NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, sign, topk2[:PART],
+    topk2-senders[:PART], auto:BITS; mod4, which takes none of the two
+
+``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by
+0.95 a round; ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2
+bits a value, more on some tensors than on others; ``sign+matrices+ef`` sends vectors whole
+(``partial``). The ``name`` of a codec is its one canonical spelling.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from shoal.optim.codecs.adaptive import AutoCodec
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, BufferTailCodec, Codec
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, BufferTailCodec, Codec, Shape
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.mod4 import Mod4Codec
+from shoal.optim.codecs.partial import PartialCodec
 from shoal.optim.codecs.quantized import E3M0Codec, Int8Codec, SignCodec
 from shoal.optim.codecs.topk import TopK2Codec
 
@@ -30,16 +33,18 @@ class TopK2SendersCodec(TopK2Codec):
     base = "topk2-senders"
 
 
-def beyond_senders(codec: Codec) -> int | None:
-    """Return how many tensors, the last ones, are not averaged at each index over the peers that
-    sent it; None if none is.
+def sent_by_senders(codec: Codec, shapes: Sequence[Shape]) -> list[bool] | None:
+    """Return for each tensor whether it is averaged at each index over the peers that sent that
+    index; None if ``codec`` has the usual mean.
     """
     if isinstance(codec, BufferTailCodec):
-        inner = beyond_senders(codec.codec)
-        return None if inner is None else inner + codec.count
+        head = sent_by_senders(codec.codec, shapes[: -codec.count])
+        return None if head is None else head + [False] * codec.count
     if isinstance(codec, ErrorFeedback):
-        return beyond_senders(codec.codec)
-    return 0 if isinstance(codec, TopK2SendersCodec) else None
+        return sent_by_senders(codec.codec, shapes)
+    if isinstance(codec, PartialCodec) and isinstance(codec.codec, TopK2SendersCodec):
+        return [not whole for whole in codec.flags(shapes)]
+    return [True] * len(shapes) if isinstance(codec, TopK2SendersCodec) else None
 
 
 INT8, E3M0, SIGN, TOPK2 = Int8Codec(), E3M0Codec(), SignCodec(), TopK2Codec()
@@ -51,9 +56,17 @@ _CODECS: dict[str, Codec] = {
 _SHORT: dict[str, Codec] = {"fp32": FLOAT32, "fp16": FLOAT16, "bf16": BFLOAT16}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 _NAME = re.compile(
-    rf"(?P<base>[a-z0-9-]+)(?::(?P<number>{_NUMBER}))?(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?",
+    rf"(?P<base>[a-z0-9-]+)(?::(?P<number>{_NUMBER}))?(?:\+(?P<scope>matrices|hidden))?"
+    rf"(?P<ef>\+ef(?::(?P<beta>{_NUMBER}))?)?",
     re.ASCII,
 )
+WHY_WHOLE = {
+    "float32": "sends all tensors whole already",
+    "mod4": "is read by the partner's own weights, all tensors alike",
+}
+"""Why a codec takes neither +matrices nor +hidden."""
+LONGEST_NAME = 64
+"""Characters; a message between peers admits no more."""
 
 
 def codec_named(name: str) -> Codec:
@@ -61,25 +74,34 @@ def codec_named(name: str) -> Codec:
 
     ValueError for an unknown name lists the known ones.
     """
-    match = _NAME.fullmatch(name) if len(name) <= 64 else None
+    match = _NAME.fullmatch(name) if len(name) <= LONGEST_NAME else None
     codec = _base(match["base"], match["number"]) if match else None
     if match is None or codec is None or (match["ef"] and isinstance(codec, Mod4Codec)):
-        names = ", ".join(_CODECS)
-        raise ValueError(
-            f"unknown codec {name[:64]!r}: choose one of {names}, topk2:PART or auto:BITS, each "
-            "with +ef or +ef:BETA for error "
-            "feedback, or mod4"
-        )
-    return ErrorFeedback(codec, float(match["beta"] or 1)) if match["ef"] else codec
+        raise _unknown(name)
+    if match["scope"]:
+        if isinstance(codec, Mod4Codec) or codec is FLOAT32:
+            raise ValueError(f"{codec.name} {WHY_WHOLE[codec.name]}: leave out +{match['scope']}")
+        codec = PartialCodec(codec, "matrices" if match["scope"] == "matrices" else "hidden")
+    if match["ef"]:
+        return ErrorFeedback(codec, float(match["beta"] or 1))
+    return codec
+
+
+def _unknown(name: str) -> ValueError:
+    names = ", ".join(_CODECS)
+    return ValueError(
+        f"unknown codec {name[:LONGEST_NAME]!r}: choose one of {names}, topk2:PART or auto:BITS, "
+        "each with +matrices or +hidden if vectors (and embeddings) are to be sent whole, then "
+        "with +ef or +ef:BETA for error feedback, or mod4"
+    )
 
 
 def _base(base: str, number: str | None) -> Codec | None:
+    """Return the codec without suffixes, or None if there is no such one."""
     if base == "auto":
-        return (
-            AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2))
-            if number
-            else None
-        )
+        if number is None:
+            return None
+        return AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2))
     if base == "mod4":
         return None if number else Mod4Codec()
     codec = _CODECS.get(base) or _SHORT.get(base)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
 from shoal.optim.codecs.mod4 import PairMessage, Reading
-from shoal.optim.codecs.registry import beyond_senders
+from shoal.optim.codecs.registry import sent_by_senders
 from shoal.optim.exchange.base import Mean, RoundKey, counted_weights, held_at_once, weighted_mean
 
 GRID = 2**20  # shares are whole multiples of 1 / GRID
@@ -186,24 +186,30 @@ def mean_of(
     A codec that averages by sender takes the place of the screen's mean, and needs all decoded
     contributions at once.
     """
-    tail = beyond_senders(codec)
-    if tail is None:
+    if sent_by_senders(codec, ()) is None:
         return screen.mean(me, fragment, contributions, even)
     held = sorted(
         ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions),
         key=lambda item: item[0],
     )
-    count = len(held[0][2]) - tail
-    rest = weighted_mean([(peer, weight, tensors[count:]) for peer, weight, tensors in held])
+    by_senders = sent_by_senders(codec, [tuple(tensor.shape) for tensor in held[0][2]]) or []
+    others = [place for place, by_sender in enumerate(by_senders) if not by_sender]
+    rest = weighted_mean(
+        [(peer, weight, [tensors[place] for place in others]) for peer, weight, tensors in held]
+    )
     stated, _ = counted_weights([weight for _, weight, _ in held])
     counted = [
         (weight, tensors) for weight, (_, _, tensors) in zip(stated, held, strict=True) if weight
     ]
     weights = [weight for weight, _ in counted]
+    plain = iter(rest.tensors)
     means = [
-        sender_mean(weights, [tensors[place] for _, tensors in counted]) for place in range(count)
+        sender_mean(weights, [tensors[place] for _, tensors in counted])
+        if by_sender
+        else next(plain)
+        for place, by_sender in enumerate(by_senders)
     ]
-    return replace(rest, tensors=[*means, *rest.tensors])
+    return replace(rest, tensors=means)
 
 
 def pair_mean(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, check_sends_weights
 from shoal.optim.codecs.mod4 import mixed
+from shoal.optim.codecs.partial import check_can_divide
 from shoal.optim.device import to_device
 from shoal.optim.exchange.base import Exchange, RoundKey
 from shoal.optim.outer.inner import Inner
@@ -145,4 +146,5 @@ class SPARTA(OuterOptimizer):
         **options: Unpack[Options],
     ) -> None:
         check_sends_weights(options.get("codec", FLOAT32), "SPARTA")
+        check_can_divide(options.get("codec", FLOAT32), "SPARTA")
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **options)

@@ -20,6 +20,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.partial import Scope, bound, scope_of
+from shoal.optim.layers import embeddings_and_outputs
 from shoal.optim.parameters import unwrapped
 
 Weight = Callable[[int, int], float]
@@ -224,3 +227,37 @@ def _listed(value: Any, what: str) -> list[Any]:
 
 def _kind(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float) else type(value).__name__
+
+
+def codecs_of(
+    parts: Sequence[Sequence[int]],
+    codec: Codec,
+    parameters: Sequence[Tensor],
+    model: nn.Module | None,
+) -> list[Codec]:
+    """Return the codec of each fragment, which knows what of it is sent whole.
+
+    ValueError if that depends on the model's layers and there is no model.
+    """
+    codecs = [codec] + [codec.fresh() for _ in parts[1:]]
+    scope = scope_of(codec)
+    if scope is None:
+        return codecs
+    whole = _sent_whole(scope, parameters, model)
+    return [
+        bound(one, [whole[index] for index in part])
+        for one, part in zip(codecs, parts, strict=True)
+    ]
+
+
+def _sent_whole(scope: Scope, parameters: Sequence[Tensor], model: nn.Module | None) -> list[bool]:
+    """Return for each parameter whether a codec of that scope sends it whole."""
+    if scope == "matrices":
+        return [parameter.ndim < 2 for parameter in parameters]
+    if model is None:
+        raise ValueError(
+            "a codec with +hidden sends embeddings and output layers whole, and must know which "
+            "they are: hand in model=, or choose +matrices"
+        )
+    outer = embeddings_and_outputs(model)
+    return [parameter.ndim < 2 or parameter in outer for parameter in parameters]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Rejectable, Resendable, Shape
 from shoal.optim.exchange.base import Exchange, RoundKey
-from shoal.optim.outer.fragments import Fragment, Weight, equal, positions
+from shoal.optim.outer.fragments import Fragment, Weight, codecs_of, equal, positions
 from shoal.optim.outer.in_flight import (
     InFlight,
     PendingExchange,
@@ -153,7 +153,7 @@ class OuterState(Wrapper):
         """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``,
         for schedulers of torch.
         """
-        self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
+        self._codecs = codecs_of(self._parts, codec, self._params, model)
         self.steps = 0
         self.position = 0
         """In the schedule: ``steps``, unless rounds are of another ``length``."""

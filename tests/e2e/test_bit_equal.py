@@ -174,6 +174,8 @@ def test_no_exchange_here_is_given_up_on_a_loaded_machine(hosts):
         blocking(every=3, codec="mod4"),
         blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
         OuterSettings(every=3, codec="mod4", fragments=1, lag=2, buffers="average"),
+        # weights in 8 bits, vectors and outputs whole, and both twice
+        blocking(every=3, codec="int8+hidden", weights="tokens", buffers="average"),
     ],
     ids=[
         "weights",
@@ -184,6 +186,7 @@ def test_no_exchange_here_is_given_up_on_a_loaded_machine(hosts):
         "mod4",
         "mod4-buffers",
         "mod4-overlapped",
+        "hidden",
     ],
 )
 def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(

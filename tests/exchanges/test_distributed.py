@@ -15,7 +15,7 @@ from shoal.optim import Distributed, Simulation
 JOBS = Path(jobs.__file__)
 
 
-@pytest.mark.parametrize("codec", ["float32", "int8", "mod4"])
+@pytest.mark.parametrize("codec", ["float32", "int8", "int8+matrices", "mod4"])
 def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks, codec):
     names = ["0", "1", "2", "3"]
     expected = Simulation(names, seed=5).run(

@@ -261,19 +261,8 @@ def codecs():
     shapes = [(64, 64), (5000,), (), (0,), (3,)]
     torch.manual_seed(1)
     tensors = [torch.randn(shape) for shape in shapes]
-    for name in (
-        "float32",
-        "bfloat16",
-        "float16",
-        "int8",
-        "e3m0",
-        "topk2",
-        "topk2:0.1",
-        "topk2-senders",
-        "sign",
-        "auto:4",
-        "int8+ef",
-    ):
+    names = "float32 bfloat16 float16 int8 e3m0 topk2 topk2:0.1 topk2-senders sign auto:4 int8+ef"
+    for name in [*names.split(), "sign+matrices"]:
         codec = codec_named(name)
         size = codec.nbytes(shapes)
 

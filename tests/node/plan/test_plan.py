@@ -103,6 +103,8 @@ def test_good_rows_come_first_by_bytes_and_then_the_others_by_how_much_they_comp
         ),  # pseudo-gradients that are weighted, and weights that are not
         ({"method": "gasloc", "codec": "float32"}, 4000),
         ({"method": "sparta"}, 20),
+        # all values are counted as those of matrices: 8 bits and a scale for 256
+        ({"method": "diloco", "codec": "int8+hidden"}, 1000 + 4 * 4 + 4),
         ({"method": "diloco", "weights": "tokens"}, 4000),
     ],
 )

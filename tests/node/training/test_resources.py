@@ -35,7 +35,7 @@ from shoal.node.training.training_error import TrainingError
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
 from shoal.optim import device as of_device
-from shoal.optim.inner import repeated_blocks
+from shoal.optim.layers import repeated_blocks
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, trainer

@@ -19,6 +19,8 @@ NAMES = [
     "auto:3",
     "topk2+ef:0.95",
     "auto:3+ef",
+    "int8+matrices",
+    "sign+matrices+ef",
 ]
 
 

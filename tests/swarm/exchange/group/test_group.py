@@ -220,7 +220,9 @@ def tensors(number, round=0):
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8+ef", "topk2+ef"])
+@pytest.mark.parametrize(
+    "name", ["float32", "float16", "bfloat16", "int8+ef", "topk2+ef", "sign+matrices+ef"]
+)
 def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_everywhere(
     group, hosts, name
 ):
