@@ -28,7 +28,8 @@ class SparseLoCo(DiLoCo):
 
     There is no outer momentum: the residual plays its role. ``codec=None`` is the paper's top-k in
     chunks with 2 bits a value; its mean divides by the number of peers, that of
-    ``codec_named("topk2-senders+ef:0.95")`` by those that sent an index.
+    ``codec_named("topk2-senders+matrices+ef:0.95")`` by those that sent an index, and does not cut
+    vectors.
     """
 
     def __init__(
