@@ -158,11 +158,11 @@ def _rates(host: Any) -> dict[str, Any]:
     the one chosen.
     """
     found: dict[str, Any] = {}
-    for peer, known in list(host.traffic.ways._known.items()):
+    for peer, known in list(host.traffic.routes._known.items()):
         names = {False: "relayed", True: PUNCHED}
         found |= {names[past]: round(rate / 1e6, 3) for past, (rate, _) in known.items()}
         found["last"] = next((names[past] for past, (_, since) in known.items() if not since), "")
-        found["chosen"] = names[host.traffic.ways.best(peer) and peer in host.puncher._ids]
+        found["chosen"] = names[host.traffic.routes.best(peer) and peer in host.puncher._ids]
     return found
 
 

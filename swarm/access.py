@@ -100,7 +100,8 @@ class Admission(Message):
     ``since``: Unix seconds at which the member joined.
     """
 
-    KIND, LIMIT = "admission", MAX_SHOWN
+    KIND = "admission"
+    LIMIT = MAX_SHOWN
     invitation: Annotated[bytes, Field(max_length=KIB - 256)] = b""
     since: Moment = 0.0
     signature: Annotated[bytes, Field(max_length=64)] = b""
@@ -302,7 +303,10 @@ class AccessPolicy:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.me, self.lists, self.ticket = me, lists or PeerLists(), ticket
-        self._swarm, self._creator, self._ttl, self._clock = swarm, creator, ttl, clock
+        self._swarm = swarm
+        self._creator = creator
+        self._ttl = ttl
+        self._clock = clock
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, _PeerState] = OrderedDict()
         self._by_invitation: dict[bytes, set[str]] = {}
@@ -351,7 +355,8 @@ class AccessPolicy:
         if self._creator is None or peer == self._creator:
             return True
         with self._lock:
-            state, now = self._peers.get(peer), self._clock()
+            state = self._peers.get(peer)
+            now = self._clock()
             return (
                 state is not None
                 and not expiry(state.entry, now)
@@ -591,7 +596,8 @@ class Link:
                 "printed."
             )
         swarm, _, query = text[len(SCHEME) :].partition("?")
-        addresses, invite = [], ""
+        addresses = []
+        invite = ""
         for part in query.split("&") if query else []:
             name, _, value = part.partition("=")
             if name == "invite" and not invite and value:

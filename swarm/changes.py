@@ -56,7 +56,9 @@ class Change(Message):
     later part counts.
     """
 
-    KIND, LIMIT, AUTHOR = "change", KIB, "creator"
+    KIND = "change"
+    LIMIT = KIB
+    AUTHOR = "creator"
     swarm: SwarmId
     creator: PeerId
     number: Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -69,7 +71,8 @@ SealedChange = Annotated[bytes, Field(max_length=Change.LIMIT + ENVELOPE)]
 class ChangeRequest(Message):
     """Request for the newest change; ``change``: the sealed one that the sender has, if any."""
 
-    KIND, LIMIT = "change-request", 2 * KIB
+    KIND = "change-request"
+    LIMIT = 2 * KIB
     swarm: SwarmId
     change: SealedChange = b""
 
@@ -79,7 +82,8 @@ class ChangeReply(Message):
     take the sender's.
     """
 
-    KIND, LIMIT = "change-reply", 4 * KIB
+    KIND = "change-reply"
+    LIMIT = 4 * KIB
     change: SealedChange = b""
     reason: Reason = ""
 

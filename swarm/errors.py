@@ -87,7 +87,8 @@ class Repeats:
         """Return whether a sentence is due, and note that it is said: none was, or none within
         ``every`` seconds.
         """
-        now, last = self.clock(), self._said.get(subject)
+        now = self.clock()
+        last = self._said.get(subject)
         due = len(self._said) < MOST if last is None else now - last >= every
         if due:
             self._said[subject] = now

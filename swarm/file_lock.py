@@ -58,7 +58,9 @@ class FileLock:
     """
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
-        self._path, self._what, self._remedy = path.absolute(), what, remedy
+        self._path = path.absolute()
+        self._what = what
+        self._remedy = remedy
         try:
             while (fd := self._take()) is None:
                 # its holder released it, and removed the file, between the opening and the locking

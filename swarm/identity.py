@@ -35,7 +35,8 @@ ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 def b58encode(data: bytes) -> str:
     """Encode ``data`` in base58 (Bitcoin's alphabet); each leading zero byte becomes a ``1``."""
     zeros = len(data) - len(data.lstrip(b"\x00"))
-    number, digits = int.from_bytes(data, "big"), []
+    number = int.from_bytes(data, "big")
+    digits = []
     while number:
         number, digit = divmod(number, 58)
         digits.append(ALPHABET[digit])
@@ -131,7 +132,8 @@ class Identity:
         """
         path = Path(path)
         blob = _read(path)
-        seed, public = blob[len(KEY_HEADER) : -32], blob[-32:]
+        seed = blob[len(KEY_HEADER) : -32]
+        public = blob[-32:]
         if len(blob) == KEY_SIZE and blob.startswith(KEY_HEADER):
             identity = cls(Ed25519PrivateKey.from_private_bytes(seed), path)
             if identity.public_key == public:

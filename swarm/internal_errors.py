@@ -166,7 +166,8 @@ class InternalErrors:
     def news(self) -> list[str]:
         """Return a sentence for each new kind of error that was not returned yet."""
         with self._lock:
-            unread, self._unread = self._unread, []
+            unread = self._unread
+            self._unread = []
         return unread
 
 

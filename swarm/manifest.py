@@ -36,7 +36,9 @@ from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, PeerId, peek, unseal
 
 MAX_TOKENS = 2**53  # of a round
-MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
+# seconds of a round
+MIN_S = 0.1
+MAX_S = 86_400.0
 KNOBS = ("every", "lr", "momentum", "fragments", "lag")
 """Settings that are arguments of the methods' factories."""
 MAX_STEPS = 1_000_000
@@ -267,7 +269,9 @@ class OuterSettings(BaseModel):
         overlap = self.overlap()
         if not overlap:
             return
-        fragments, lag, every = overlap["fragments"], overlap["lag"], self._every
+        fragments = overlap["fragments"]
+        lag = overlap["lag"]
+        every = self._every
         if fragments > every:
             raise ValueError(
                 f"a round of {every} steps has no room for {fragments} fragments: choose fewer "
@@ -288,11 +292,11 @@ class OuterSettings(BaseModel):
         method = self.row
         if method.schedule != "overlaps":
             return {}
-        pair, lag = method.group == "pair", DEFAULT_LAG if self.lag is None else self.lag
+        pair = method.group == "pair"
+        lag = DEFAULT_LAG if self.lag is None else self.lag
         usual = OVERLAPPED if pair else method.knobs["fragments"]
-        fragments = (
-            1 if pair and lag == 0 else min(usual, self._every)
-        )  # each has a step of its own
+        # Each has a step of its own.
+        fragments = 1 if pair and lag == 0 else min(usual, self._every)
         return {"fragments": self.fragments or fragments, "lag": lag}
 
     def guarded(self) -> OuterSettings:
@@ -492,11 +496,12 @@ class Terms(BaseModel):
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 2  # how peers exchange and pair; nodes of different protocols cannot train together
 
-MIN_BUCKET, MAX_BUCKET = 4, 64  # records; nodes store no more of one key
-MIN_EPOCH_S, MAX_EPOCH_S = (
-    30.0,
-    86_400.0,
-)  # seconds; members need some 19 to publish and read ahead of an epoch
+# records; nodes store no more of one key
+MIN_BUCKET = 4
+MAX_BUCKET = 64
+# seconds; members need some 19 to publish and read ahead of an epoch
+MIN_EPOCH_S = 30.0
+MAX_EPOCH_S = 86_400.0
 
 OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
@@ -539,7 +544,9 @@ TASK_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?$"
 class Manifest(Message):
     """Definition of a swarm. Every peer holds the same bytes of it, sealed by the creator."""
 
-    KIND, LIMIT, AUTHOR = "manifest", 48 * KIB, "creator"
+    KIND = "manifest"
+    LIMIT = 48 * KIB
+    AUTHOR = "creator"
     name: Label = Field(description="Name of the swarm, for people.")
     created: float = Field(ge=0, description="When it was created, in Unix seconds.")
     creator: PeerId = Field(description="Peer id of the creator, who signed this.")

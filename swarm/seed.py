@@ -57,7 +57,7 @@ from shoal.swarm.p2p.limits import RateLimit, StreamPlaces, TokenBuckets
 from shoal.swarm.p2p.punch import tell_seen
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, peek, unpack, unseal
 from shoal.swarm.wire.messages import (
     GONE,
@@ -186,7 +186,8 @@ class SeedRegistry:
         return SwarmsReply(swarms=swarms, more=len(behind) > MAX_LISTED, reason=reason)
 
     def _packed(self, swarm: str) -> bytes:
-        announcement, peers = self._listed[swarm][2], len(self._swarms[swarm])
+        announcement = self._listed[swarm][2]
+        peers = len(self._swarms[swarm])
         return pack(
             ListedSwarm(
                 announcement=announcement, peers=peers, contacts=self._named(swarm, MAX_CONTACTS)
@@ -271,7 +272,9 @@ class SeedRegistry:
         self._listed = {swarm: said for swarm, said in self._listed.items() if said[0] >= oldest}
 
 
-MAX_TOPICS, MAX_ASKED = 256, 64  # that are forwarded at once, and asked for from one address range
+# that are forwarded at once, and asked for from one address range
+MAX_TOPICS = 256
+MAX_ASKED = 64
 LOOK_S = 1.0  # seconds between two looks at what is asked for, and at who is connected
 BUDGET = RateLimit(
     messages=3000, nbytes=16 << 20, senders=4 * MAX_TOPICS
@@ -366,7 +369,9 @@ class GossipForwarding:
 
 
 SMALL_S = 10.0  # seconds for one small message
-MAX_STREAMS, MAX_STREAMS_PER_PEER = 192, 4  # answered at once
+# answered at once
+MAX_STREAMS = 192
+MAX_STREAMS_PER_PEER = 4
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 # connected peers of an address range, once there are three times as many in all; above 512 the
 # daemon cuts down
@@ -380,7 +385,8 @@ def crowding_peers(origins: Mapping[str, str]) -> list[str]:
     """
     if len(origins) <= 3 * MAX_OF_RANGE:
         return []
-    of_range, gone = Counter[str](), []
+    of_range = Counter[str]()
+    gone = []
     for peer in by_turns(origins.items(), place=str):
         where = range_of(origins[peer])
         of_range[where] += 1
@@ -406,8 +412,11 @@ class Seed:
     ) -> None:
         self.registry = SeedRegistry()
         self.forwarding = GossipForwarding()
-        self._identity, self._relay, self._on_ready = identity, relay, on_ready
-        self._listen, self._announce = tuple(listen), tuple(announce)
+        self._identity = identity
+        self._relay = relay
+        self._on_ready = on_ready
+        self._listen = tuple(listen)
+        self._announce = tuple(announce)
         self._places = StreamPlaces(MAX_STREAMS)
         self._reachability = ReachabilityProbe()
         self._traffic = TrafficMeter()

@@ -56,7 +56,7 @@ from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.host import Subscription
 from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import Message, pack, unpack

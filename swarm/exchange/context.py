@@ -74,14 +74,14 @@ from typing import TYPE_CHECKING
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import Newest, StreamPlaces
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import slow_s
+from shoal.swarm.pacing.progress import extension_s
 from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 # bytes a second: time for so many is given in any case, and more to what moves
-# (`shoal.swarm.pacing`)
+# (`shoal.swarm.pacing.progress`)
 LEAST_RATE = 1e6
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 SHARE, LONGEST_S = (
@@ -144,7 +144,7 @@ class ExchangeTimeouts:
 
     def longest(self, nbytes: int) -> float:
         """Return how long it may take if it keeps on moving."""
-        return max(self.moving(nbytes), slow_s(nbytes))
+        return max(self.moving(nbytes), extension_s(nbytes))
 
     def probe(self, left: float) -> float:
         """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a

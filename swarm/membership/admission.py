@@ -23,7 +23,8 @@ from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE, Newest
-from shoal.swarm.p2p.stream import Stream, running, short
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import running
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
 
@@ -39,7 +40,8 @@ class AdmissionHandshake:
     """
 
     def __init__(self, host: Host, access_policy: AccessPolicy) -> None:
-        self._host, self._access_policy = host, access_policy
+        self._host = host
+        self._access_policy = access_policy
         self._met = Newest[str, float](MAX_MET)  # peer -> when it saw our admission
         host.serve(ADMISSION_PROTOCOL, self._answer)
 
@@ -136,7 +138,8 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
         return reply.manifest, open_manifest(reply.manifest, link.swarm)
 
     async def first() -> tuple[bytes, Manifest]:
-        problem, wrong = "", None
+        problem = ""
+        wrong = None
         async with running(*itertools.starmap(ask, sources.items())) as asked:
             for answer in asyncio.as_completed(asked):
                 try:
@@ -150,7 +153,8 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
             f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link."
         )
 
-    seeds, entry = host.seeds(), host.entry()
+    seeds = host.seeds()
+    entry = host.entry()
     sources = dict.fromkeys(entry, ()) | {
         a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)
     }

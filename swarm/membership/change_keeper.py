@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 
-SMALL_S, OPEN_S = 5.0, 10.0  # seconds for one small message, and to open a stream
+# seconds for one small message, and to open a stream
+SMALL_S = 5.0
+OPEN_S = 10.0
 LOOK_S = 2.0  # seconds between two looks at the members' numbers, which use no network
 # seconds for which a member is not asked again: it may state a number that it does not have
 AGAIN_S = 60.0
@@ -106,8 +108,10 @@ class ChangeKeeper:
         manifest: Manifest,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._host, self._directory = host, directory
-        self._swarm, self._manifest = swarm, manifest
+        self._host = host
+        self._directory = directory
+        self._swarm = swarm
+        self._manifest = manifest
         self._clock = clock
         self._lock = threading.Lock()
         self._change: Change | None = None
@@ -153,7 +157,8 @@ class ChangeKeeper:
         with self._lock:
             if rank_of(change, sealed) <= rank_of(self._change, self._sealed):
                 return False
-            self._change, self._sealed = change, sealed
+            self._change = change
+            self._sealed = sealed
         self._directory.renew()  # its number, by which others find it
         return True
 
@@ -179,7 +184,8 @@ class ChangeKeeper:
 
     async def _look(self) -> None:
         """Ask some of the members whose number is higher than this node's."""
-        now, own = self._clock(), self.number
+        now = self._clock()
+        own = self.number
         ahead = [
             member
             for member in self._directory.members().values()

@@ -187,7 +187,8 @@ class MemberValidator:
         """Return whether hivemind may store or return ``record``. Never raises."""
         if len(record.value) > MAX_RECORD + 8:
             return False
-        value, subkey = _unpacked(record.value, bytes), _unpacked(record.subkey, str)
+        value = _unpacked(record.value, bytes)
+        subkey = _unpacked(record.subkey, str)
         found = open_record(value) if value is not None else None
         if found is None:
             return False
@@ -217,11 +218,9 @@ CROWD = 2
 # keys that are read for the sake of known peers, when strangers' records have used up the limit
 MAX_KEYS = 128
 AT_ONCE = 8  # keys read at a time
-RISE = (
-    1 / 8
-    # chance per reading to move up to a half-empty parent: otherwise all below would move there
-    # together
-)
+# Chance per reading to move up to a half-empty parent: otherwise all below would move there
+# together.
+RISE = 1 / 8
 RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
 
 Names = Mapping[str, object]  # peer id -> its record: the peers under a key
@@ -272,7 +271,8 @@ async def read(
                 for depth in {len(prefix) for prefix in queue}
             }
             queue = [prefix for prefix in queue if prefix in ways] if len(found) < MAX_KEYS else []
-        batch, queue = queue[:AT_ONCE], queue[AT_ONCE:]
+        batch = queue[:AT_ONCE]
+        queue = queue[AT_ONCE:]
         answers = await _read_all(get, batch)
         found |= answers
         for prefix, names in answers.items():
@@ -342,7 +342,8 @@ SMOOTH = 0.25  # weight of an epoch in the estimate of the swarm's size
 # Seconds ahead of an epoch at which its keys are written, and read. Two publications, or readings,
 # are up to 9 s apart (a directory's period, and most of another when something wakes it), so all
 # have published before anybody reads, and read before it begins.
-LEAD, LOOK = 19.0, 9.5
+LEAD = 19.0
+LOOK = 9.5
 
 
 @dataclass
@@ -360,9 +361,8 @@ class Draw:
     above: int = (
         0  # members of the bucket one level above that are not of this one, and publish there
     )
-    elsewhere: frozenset[str] = (
-        frozenset()
-    )  # peers that went one level deeper, into the other half of this bucket
+    # Peers that went one level deeper, into the other half of this bucket.
+    elsewhere: frozenset[str] = frozenset()
 
     def prefix(self, depth: int) -> str:
         """Return the prefix of this peer's bucket at a ``depth`` of at least 1."""
@@ -398,7 +398,8 @@ def agreed(
     ``there``: depth -> the other peers whose newest record is under this peer's key at that depth,
     for all depths that were read. ``position``: peer -> its bits in the epoch.
     """
-    here, few = there.get(depth, ()), max(most // 16, 2)
+    here = there.get(depth, ())
+    few = max(most // 16, 2)
     ways = [position(peer) for peers in there.values() for peer in peers]
 
     def full(of: int) -> bool:
@@ -451,14 +452,15 @@ class Index:
         limit: int,
         breadth: int = 0,
     ) -> None:
-        self._swarm, self._me, self._bucket, self._epoch_s, self._breadth = (
-            swarm,
-            me,
-            bucket,
-            epoch_s,
-            breadth,
-        )
-        self._clock, self._issued, self._cap, self._limit = clock, issued, cap, limit
+        self._swarm = swarm
+        self._me = me
+        self._bucket = bucket
+        self._epoch_s = epoch_s
+        self._breadth = breadth
+        self._clock = clock
+        self._issued = issued
+        self._cap = cap
+        self._limit = limit
         self._draws: tuple[Draw, ...] = ()  # the newest that may be in effect first
         self._estimate: float | None = None
         # whether the last reading changed a depth, so that others should know, and the keys there
@@ -608,7 +610,8 @@ class Index:
 
     def _turn(self) -> None:
         """Draw the bucket of this epoch, and that of the next one shortly ahead of it."""
-        now, current = self._clock(), self._current()
+        now = self._clock()
+        current = self._current()
         for epoch in dict.fromkeys((int(now / self._epoch_s), int((now + LEAD) / self._epoch_s))):
             if all(draw.epoch != epoch for draw in self._draws):
                 if current is not None and current.read:
@@ -635,7 +638,8 @@ class Index:
         """Drop the epochs that are over, and with a clock that was set back those that are not
         begun.
         """
-        current, now = self._current(), self._clock()
+        current = self._current()
+        now = self._clock()
         soon = int((now + LEAD) / self._epoch_s)
         self._draws = tuple(
             draw
@@ -684,7 +688,8 @@ class Index:
         def position(peer: str) -> str:
             return bits_in(self._swarm, draw.epoch, peer)
 
-        depth, draw.read = agreed(draw.depth, draw.bits, there, position, self._bucket), True
+        depth = agreed(draw.depth, draw.bits, there, position, self._bucket)
+        draw.read = True
         self.moved = self.moved or depth != draw.depth
         draw.elsewhere = frozenset(gone) if depth == draw.depth else frozenset()
         draw.depth = depth
@@ -709,7 +714,8 @@ async def is_in_its_bucket(
 
     Raises NetworkError: no key at all can be read.
     """
-    own, trie = bits_in(swarm, epoch, peer), bits_of(peer)
+    own = bits_in(swarm, epoch, peer)
+    trie = bits_of(peer)
     prefixes = [bucket_prefix(epoch, own[:depth]) for depth in range(1, DEEPEST + 1)]
     prefixes += [trie[:depth] for depth in range(DEEPEST + 1)]
     found = await _read_all(lambda prefix: get(key_of(swarm, prefix)), prefixes)

@@ -71,10 +71,10 @@ class Room:
     """
 
     def __init__(self, met: Mapping[str, str], most: int = ROOM, salt: bytes | None = None) -> None:
-        self._met, self._most = met, most
-        self._salt = (
-            os.urandom(16) if salt is None else salt
-        )  # or ids could be made that are drawn every time
+        self._met = met
+        self._most = most
+        # Or ids could be made that are drawn every time.
+        self._salt = os.urandom(16) if salt is None else salt
         self._in_view: dict[str, None] = {}  # those in view for longest first
 
     def choose(self, members: Mapping[str, Member], draw: int) -> dict[str, Member]:
@@ -106,10 +106,9 @@ log = logging.getLogger(__name__)
 
 State = Literal["waiting", "training", "leaving", "done"]
 
-TTL, PERIOD = (
-    30.0,
-    5.0,
-)  # seconds: how long a record lives, and how often one is published and all are read
+# seconds: how long a record lives, and how often one is published and all are read
+TTL = 30.0
+PERIOD = 5.0
 MET = 256  # of the peers met last, whose records are looked for however many others there are
 DRAW = 60.0  # seconds after which other newcomers get a place, if there is no room for all
 GAP = 1.0  # seconds between two publications or two readings, at least
@@ -164,8 +163,12 @@ class Directory:
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
-        self._host, self._identity, self._swarm = host, identity, swarm
-        self._ttl, self._period, self._cap = ttl, period, cap
+        self._host = host
+        self._identity = identity
+        self._swarm = swarm
+        self._ttl = ttl
+        self._period = period
+        self._cap = cap
         self.skew = 0.0
         """Seconds to add to this machine's clock for that of the others, which epochs and dates of
         records go by.
@@ -215,14 +218,11 @@ class Directory:
         self._said = Repeats()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake_reader, self._wake_publisher, self._looked = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
-        self._publishing = (
-            asyncio.Lock()
-        )  # a record that says leaving must not be overtaken by an earlier one
+        self._wake_reader = asyncio.Event()
+        self._wake_publisher = asyncio.Event()
+        self._looked = asyncio.Event()
+        # A record that says leaving must not be overtaken by an earlier one.
+        self._publishing = asyncio.Lock()
         self._run_future = host.submit(self._run())
 
     # -- any thread --------------------------------------------------------------------------------
@@ -351,7 +351,8 @@ class Directory:
         """Return where another node is that runs with this node's key, as seen since the last call;
         nothing without one.
         """
-        found, self._twin = self._twin, ""
+        found = self._twin
+        self._twin = ""
         return found
 
     def first_twin(self, should_stop: Callable[[], bool] = lambda: False) -> str:
@@ -484,7 +485,8 @@ class Directory:
                 or now - read >= (GAP if self._look_soon else self._period * 0.75)
                 or self._prefix is None
             ):
-                read, self._look_soon = now, False
+                read = now
+                self._look_soon = False
                 await self._guarded(self._read)
             self._looked.set()
             await self._rest(now)

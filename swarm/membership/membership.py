@@ -148,7 +148,8 @@ class Membership:
 
         The link outlives this node. It has no invitation: only the swarm's creator can issue one.
         """
-        me, host = self.identity.peer_id, self.host
+        me = self.identity.peer_id
+        host = self.host
         others = {peer: member for peer, member in self.directory.members().items() if peer != me}
         return lasting_link(
             self.swarm, others, seeds=host.seeds(), own=host.addresses(), met=host.met
@@ -189,7 +190,8 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
     Raises AdmissionError (it is invitation-only, and this node is not its creator) or StartupError
     (it cannot get on the network).
     """
-    manifest, swarm = open_manifest(sealed), swarm_id(sealed)
+    manifest = open_manifest(sealed)
+    swarm = swarm_id(sealed)
     if manifest.invite_only and manifest.creator != identity.peer_id:
         raise AdmissionError(
             f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its "
@@ -333,7 +335,7 @@ def _membership(
         epoch_s=manifest.epoch_s,
     )
     host.resource_manager.known = directory.knows
-    directory.ways = lambda: (host.puncher.punched(), host.traffic.ways.rate())
+    directory.ways = lambda: (host.puncher.punched(), host.traffic.routes.rate())
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm, directory.now)
     return Membership(

@@ -42,16 +42,17 @@ if TYPE_CHECKING:
 # seconds by which clocks may differ: hivemind's DHT, which holds the membership, refuses more
 CLOCK_S = 3.0
 ASKED = 3  # peers whose clocks are read; the median of three stands one that lies
-ASK_S, DIAL_S = 5.0, 10.0  # seconds for one answer, and for one after a dial
+# seconds for one answer, and for one after a dial
+ASK_S = 5.0
+DIAL_S = 10.0
 PATIENCE_S = 1.0  # seconds for the others to answer once one has
 LOOK_S = (
     5.0  # seconds between two looks at the own addresses: when they change, others are asked again
 )
 FIRST_S = 10.0  # seconds to the first comparison
-SOON_S, LATER_S = (
-    60.0,
-    600.0,
-)  # seconds to the next one while this node is alone or its clock wrong, and while all is well
+# seconds to the next one while this node is alone or its clock wrong, and while all is well
+SOON_S = 60.0
+LATER_S = 600.0
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ def clock_skew(seen: Sequence[DialBackView], met: Mapping[str, str] | None = Non
     if not seen:
         return 0.0
     skews = of_ranges(((view.peer, view.skew) for view in seen), met or {})
-    low, high = median_low(skews), median_high(skews)
+    low = median_low(skews)
+    high = median_high(skews)
     skew = 0.0 if low < 0 < high else min(low, high, key=abs)
     return 0.0 if abs(skew) <= CLOCK_S + max(view.error for view in seen) else skew
 
@@ -78,7 +80,8 @@ def clock_problem(seen: Sequence[DialBackView], met: Mapping[str, str] | None = 
     """
     if not (skew := clock_skew(seen, met)):
         return ""
-    off, way = f"{min(abs(skew), 1e9):.1f} s", "behind" if skew > 0 else "ahead of"
+    off = f"{min(abs(skew), 1e9):.1f} s"
+    way = "behind" if skew > 0 else "ahead of"
     if len(seen) == 1:
         return (
             f"this machine's clock is {off} {way} that of the only peer that answered, so yours or "
@@ -100,7 +103,8 @@ async def compare_clocks(
 
     ``port``: have up to twice as many dial it too, which takes `DIAL_S`. On the host's loop.
     """
-    seeds, loop = host.seeds(), asyncio.get_running_loop()
+    seeds = host.seeds()
+    loop = asyncio.get_running_loop()
     seen: list[DialBackView] = []
 
     async def one(peer: str) -> None:
@@ -131,7 +135,8 @@ class ClockCheck:
     """
 
     def __init__(self, host: Host, directory: Directory) -> None:
-        self._host, self._directory = host, directory
+        self._host = host
+        self._directory = directory
         self._unread = ""
         self._running = host.submit(self._run())
 
@@ -140,7 +145,8 @@ class ClockCheck:
 
         For any thread.
         """
-        found, self._unread = self._unread, ""
+        found = self._unread
+        self._unread = ""
         return found
 
     def close(self) -> None:
@@ -180,7 +186,8 @@ class ClockCheck:
         """Keep what to say of a comparison, go by the clock of the majority, and return whether
         this machine's is wrong.
         """
-        problem, skew = clock_problem(seen, self._host.met), clock_skew(seen, self._host.met)
+        problem = clock_problem(seen, self._host.met)
+        skew = clock_skew(seen, self._host.met)
         self._unread = f"This node cannot meet the others: {problem}" if problem else ""
         if len(seen) < ASKED and skew:  # one or two peers are no majority
             return True
@@ -198,11 +205,13 @@ SLOW_STEP = 2.0
 
 In rounds of steps the quicker partner then waits half of its time.
 """
-SLOW_EXCHANGE, SLOW_EXCHANGE_S = 3.0, 1.0
+SLOW_EXCHANGE = 3.0
+SLOW_EXCHANGE_S = 1.0
 """Multiple of the median exchange, and seconds beyond it, because on a quick network three times
 almost nothing is harmless.
 """
-FAILS, FAILS_SHARE = 3, 0.25
+FAILS = 3
+FAILS_SHARE = 0.25
 """Failures, and their share of the exchanges: one crash causes one or two for its partners, which
 needs no report.
 """
@@ -487,10 +496,8 @@ def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
     standard error of the size as a part of it, as far as chance makes it: peers fall into buckets
     like balls into boxes. ``loss`` is the median.
     """
-    sampled, training = (
-        size > len(members),
-        [member for member in members.values() if member.state == "training"],
-    )
+    sampled = size > len(members)
+    training = [member for member in members.values() if member.state == "training"]
     losses = [member.loss for member in members.values() if member.loss is not None]
     scale = size / max(len(members), 1)
     return {

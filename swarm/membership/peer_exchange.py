@@ -65,7 +65,8 @@ class Shuffle(Message):
     only stays in touch).
     """
 
-    KIND, LIMIT = "shuffle", 48 * KIB
+    KIND = "shuffle"
+    LIMIT = 48 * KIB
     swarm: SwarmId
     record: Record
     offered: Annotated[tuple[Record, ...], Field(max_length=MAX_OFFERED)] = ()
@@ -75,13 +76,15 @@ class Shuffle(Message):
 class ShuffleReply(Message):
     """The same of the answering member; ``record`` None: it does not take part, for ``reason``."""
 
-    KIND, LIMIT = "shuffle-reply", 48 * KIB
+    KIND = "shuffle-reply"
+    LIMIT = 48 * KIB
     record: Record | None = None
     offered: Annotated[tuple[Record, ...], Field(max_length=MAX_OFFERED)] = ()
     reason: Reason = ""
 
 
-ACTIVE, PASSIVE = 5, 30
+ACTIVE = 5
+PASSIVE = 30
 HINTS = 60
 SHARE = PASSIVE // 4  # places, and hints, of peers that one partner named
 FROM_ACTIVE = 3  # records of the active view in what is offered; the others are of the passive one
@@ -163,7 +166,8 @@ class PeerViews:
                 (self._ranks(known), known) for known in {**self.passive, peer: contact}.values()
             ]
             winners = [min(ranked, key=lambda each: each[0][place])[1] for place in range(PASSIVE)]
-            self.passive, self._best = {winner.peer: winner for winner in winners}, None
+            self.passive = {winner.peer: winner for winner in winners}
+            self._best = None
 
     def drop(self, peer: str) -> None:
         """Forget a peer: it did not answer, has left, or must not be met."""
@@ -185,7 +189,8 @@ class PeerViews:
         that has been there longest.
         """
         if peer in self.passive:
-            self.active[peer], self._best = self.passive.pop(peer), None
+            self.active[peer] = self.passive.pop(peer)
+            self._best = None
             if len(self.active) > ACTIVE:
                 self.met(self.active.pop(next(iter(self.active))))
 
@@ -236,14 +241,17 @@ SECRET = SystemRandom()
 
 LOOK = 10.0  # seconds between two looks at the views
 SHUFFLE = 60.0  # seconds between two shuffles that this node begins
-STALE = (
-    TTL / 2
-)  # seconds after which a record of the active view is asked of its peer: before it expires
+# Seconds after which a record of the active view is asked of its peer: before it expires.
+STALE = TTL / 2
 AGE = 3600.0  # seconds after which a record is no longer offered, nor taken as a hint
 AGAIN = 120.0  # seconds until a peer that did not answer is tried again
 DRAWN = 16  # members of the directory that are looked at for one that was not met yet
-OPEN_S, SMALL_S = 10.0, 5.0  # seconds to open a stream, and for one small message
-EACH, ALL = 12, 120  # shuffles answered in a minute: of one peer, and of all
+# seconds to open a stream, and for one small message
+OPEN_S = 10.0
+SMALL_S = 5.0
+# shuffles answered in a minute: of one peer, and of all
+EACH = 12
+ALL = 120
 
 
 class PeerExchange:
@@ -261,21 +269,18 @@ class PeerExchange:
         clock: Clock = time.time,
         chance: Random = SECRET,
     ) -> None:
-        self._host, self._directory, self._identity, self._swarm, self._clock = (
-            host,
-            directory,
-            identity,
-            swarm,
-            clock,
-        )
+        self._host = host
+        self._directory = directory
+        self._identity = identity
+        self._swarm = swarm
+        self._clock = clock
         self._chance, self.views = chance, PeerViews(identity.peer_id, chance)
         self._each, self._all = (
             TokenBuckets(RateLimit(EACH), clock),
             TokenBuckets(RateLimit(ALL, senders=1), clock),
         )
-        self.counters = (
-            Counters()
-        )  # shuffles and offered records of others that were refused, by reason
+        # Shuffles and offered records of others that were refused, by reason.
+        self.counters = Counters()
         self._tried: dict[str, float] = {}  # when each peer that did not answer was tried last
         self._left: Mapping[str, Member] = {}
         host.serve(SHUFFLE_PROTOCOL, self._answer)
@@ -293,7 +298,8 @@ class PeerExchange:
                 LOOK * self._chance.uniform(0.8, 1.2)
             )  # not in step with nodes that began at the same moment
             try:
-                own, now = self._directory.own(), self._clock()
+                own = self._directory.own()
+                now = self._clock()
                 if own is not None and own.state in HERE:
                     if shuffles := now >= due:
                         due = now + SHUFFLE * self._chance.uniform(0.8, 1.2)
@@ -310,7 +316,8 @@ class PeerExchange:
         for peer in [*self.views.active, *self.views.passive, *self.views.hints]:
             if peer in self._left or self._directory.is_barred(peer):
                 self.views.drop(peer)
-        old, seen = self._clock() - STALE, self._directory.everyone()
+        old = self._clock() - STALE
+        seen = self._directory.everyone()
         silent = [
             known
             for peer, known in self.views.active.items()
@@ -389,7 +396,8 @@ class PeerExchange:
 
         If not it is out of the views.
         """
-        peer, new = known.peer, not self.views.knows(known.peer)
+        peer = known.peer
+        new = not self.views.knows(known.peer)
         try:
             opening = self._host.open(
                 peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S
@@ -502,7 +510,8 @@ class PeerExchange:
             except MessageError as error:
                 self.counters.reject(error.reason)
                 continue
-            now, peer = self._clock(), member.peer
+            now = self._clock()
+            peer = member.peer
             contact = self._contact(peer, member.addresses, source)
             here = (
                 member.swarm == self._swarm

@@ -33,7 +33,7 @@ from shoal.swarm.p2p.addresses import by_peer
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
 from shoal.swarm.p2p.reachability import ANSWER_S, addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
     GONE,
@@ -56,7 +56,9 @@ log = logging.getLogger(__name__)
 
 REDIAL_S = 10.0  # seconds between two attempts
 TRIED = 4  # peers dialled in one attempt
-FIRST, LONGEST = 10.0, 300.0  # seconds until a peer is dialled again
+# seconds until a peer is dialled again
+FIRST = 10.0
+LONGEST = 300.0
 
 
 class Reconnector:
@@ -65,7 +67,8 @@ class Reconnector:
     """
 
     def __init__(self, host: Host, directory: Directory) -> None:
-        self._host, self._directory = host, directory
+        self._host = host
+        self._directory = directory
         self._due: dict[
             str, tuple[float, float]
         ] = {}  # for each peer the time of its next dial, and the pause after that
@@ -109,7 +112,10 @@ class SeedAnnouncer:
     """Reports of this node to the seeds, and redialling of lost peers, until `close`."""
 
     def __init__(self, host: Host, directory: Directory, identity: Identity, swarm: str) -> None:
-        self._host, self._directory, self._identity, self._swarm = host, directory, identity, swarm
+        self._host = host
+        self._directory = directory
+        self._identity = identity
+        self._swarm = swarm
         self._announced: Announcement | None = None
         self._running = host.submit(self._run())
         self._looking = host.submit(Reconnector(host, directory).run())
@@ -156,13 +162,15 @@ class SeedAnnouncer:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        due, reported = 0.0, None
+        due = 0.0
+        reported = None
         while True:
             await asyncio.sleep(LOOK)
             own = self._directory.own()
             if own is None or (loop.time() < due and own.addresses == reported):
                 continue
-            due, reported = loop.time() + PERIOD, own.addresses
+            due = loop.time() + PERIOD
+            reported = own.addresses
             try:
                 await self._host.find_seeds()
                 await self._report()
@@ -175,11 +183,9 @@ class SeedAnnouncer:
         own = self._directory.own()
         if own is None:
             return
-        record, known, prefix = (
-            seal(own, self._identity),
-            self._directory.members(),
-            f"shoal/{self._swarm}/",
-        )
+        record = seal(own, self._identity)
+        known = self._directory.members()
+        prefix = f"shoal/{self._swarm}/"
         relayed = any(
             "/p2p-circuit" in address for address in own.addresses
         )  # gossip does not cross a relayed connection
@@ -294,7 +300,8 @@ def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
 async def _listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
     peer = seed.rpartition("/p2p/")[2]
     await daemon.connect(peer, [seed])
-    found, after = list[PublicSwarm](), None
+    found = list[PublicSwarm]()
+    after = None
     for _ in range(MAX_PAGES):
         stream = Stream(peer, *await daemon.open(peer, SWARMS_PROTOCOL), TrafficMeter())
         reply = await _asked(stream, SwarmsRequest(after=after))

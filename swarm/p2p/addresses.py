@@ -113,7 +113,8 @@ def to_text(data: bytes) -> str:
 
     Raises ValueError if it is none, or has a part that this node does not know.
     """
-    text, at = "", 0
+    text = ""
+    at = 0
     while at < len(data):
         code, at = _read_varint(data, at)
         if code not in _NAMES:
@@ -123,7 +124,8 @@ def to_text(data: bytes) -> str:
         name, size = _NAMES[code]
         if size is None:
             size, at = _read_varint(data, at)
-        value, at = data[at : at + size], at + size
+        value = data[at : at + size]
+        at = at + size
         if len(value) != size:
             raise ValueError(f"the address {data.hex()[:80]} is cut off")
         text += f"/{name}"
@@ -282,20 +284,17 @@ MAX_PEERS = 64
 ANSWERED = 48  # places of them for peers that have answered
 MAX_EACH = 4  # addresses of one peer
 MAX_LISTEN = 8  # own addresses
-MAX_BYTES = (
-    384 * 1024
-)  # of the file; 64 peers with 4 addresses of 512 characters, each named twice, fit in
+# Of the file; 64 peers with 4 addresses of 512 characters, each named twice, fit in.
+MAX_BYTES = 384 * 1024
 
 HOUR = 3600.0
-FIRST, LONGEST = (
-    2.0,
-    300.0,
-)  # seconds until an address that did not answer is dialled again, doubled each time
+# seconds until an address that did not answer is dialled again, doubled each time
+FIRST = 2.0
+LONGEST = 300.0
 FORGET = 3600.0  # seconds without a failure after which an address begins anew
-MAX_HOSTS, PORTS = (
-    1024,
-    8,
-)  # hosts with failures; and ports of one that are told apart, all further ones share a place
+# hosts with failures; and ports of one that are told apart, all further ones share a place
+MAX_HOSTS = 1024
+PORTS = 8
 MAX_MET = 4096  # peers of whom it is known where they are
 RELAYED = "relayed"
 _NOT_OURS = re.compile(
@@ -321,7 +320,8 @@ class Peerstore:
         swarm: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._own, self._clock = own, clock
+        self._own = own
+        self._clock = clock
         self.met: Mapping[str, str] = {}  # where each peer was met last, as in `DialBackoff`
         self._path = None if path is None else path.absolute()
         self._swarm = swarm
@@ -443,7 +443,8 @@ class Peerstore:
             self.listened = tuple(
                 str(address) for address in list(value.get("listened", ()))[:MAX_LISTEN]
             )
-            answered, now = dict(value.get("answered", {})), self._clock()
+            answered = dict(value.get("answered", {}))
+            now = self._clock()
             self._answered = {
                 at: float(max(0, min(when, now)))
                 for at, when in answered.items()
@@ -472,7 +473,8 @@ class DialBackoff:
     def __init__(
         self, chosen: Iterable[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._chosen, self._clock = frozenset(chosen), clock
+        self._chosen = frozenset(chosen)
+        self._clock = clock
         self._lock = threading.Lock()
         self._failed: OrderedDict[str, dict[str, tuple[int, float]]] = OrderedDict()
         """Host -> port, or "" for all further ones -> failures in a row and the time of the last.
@@ -518,7 +520,8 @@ class DialBackoff:
 
         ``reason``: the daemon's text.
         """
-        now, places = self._clock(), {_place(address): address for address in addresses}
+        now = self._clock()
+        places = {_place(address): address for address in addresses}
         with self._lock:
             for (host, port), address in places.items():
                 at = f"[{'/'.join(address.split('/')[:5])}"
@@ -540,9 +543,8 @@ class DialBackoff:
     def _wait(self, peer: str, address: str) -> float:
         """Return the seconds until ``address`` is due; 0 or less if it is."""
         direct, circuit, _ = address.partition("/p2p-circuit")
-        called = (
-            direct.rpartition("/p2p/")[2] if circuit else peer
-        )  # by a relay, that is whom this node connects to
+        # By a relay, that is whom this node connects to.
+        called = direct.rpartition("/p2p/")[2] if circuit else peer
         host, port = _place(address)
         ports = self._failed.get(host)
         if ports is None or direct in self._chosen or _area(self.met.get(called, "")) == host:

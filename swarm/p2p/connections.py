@@ -212,7 +212,8 @@ async def connect_any(
     seconds.
     """
     loop = asyncio.get_running_loop()
-    began, peers = loop.time(), by_peer(bootstrap)
+    began = loop.time()
+    peers = by_peer(bootstrap)
     reached: list[str] = []
     failed: dict[str, str] = {}
 
@@ -295,24 +296,23 @@ async def answering(bootstrap: Sequence[str]) -> list[str]:
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 RESERVE = b"\x02\x08\x00"  # a HopMessage, its length before it; type: RESERVE
 NO_SLOT = "gave no slot"
-LIMIT, DATA, STATUS, OK = (
-    4,
-    2,
-    5,
-    100,
-)  # fields of the answer: limits, the bytes in these; its status, and the good one
-LEAST, STARTS = (
-    1 << 30,
-    5,
-)  # bytes that a relay has to forward each way, and starts of a daemon until it does
+# fields of the answer: limits, the bytes in these; its status, and the good one
+LIMIT = 4
+DATA = 2
+STATUS = 5
+OK = 100
+# bytes that a relay has to forward each way, and starts of a daemon until it does
+LEAST = 1 << 30
+STARTS = 5
 RENEW_S = 15.0  # seconds between two requests to a relay
-ASK_S, CONNECT_S = 8.0, 5.0  # seconds for the answer, and for a connection to it
+# seconds for the answer, and for a connection to it
+ASK_S = 8.0
+CONNECT_S = 5.0
 AWAY = ("192.0.2.1", 9)  # an address elsewhere (RFC 5737), to which nothing is sent
 LATER_S = 60.0  # seconds until a peer is asked again that is no relay, or gives no slot
-STUCK_S, RESTART_S = (
-    30.0,
-    300.0,
-)  # seconds without a slot until the daemon is restarted, and between two such restarts
+# seconds without a slot until the daemon is restarted, and between two such restarts
+STUCK_S = 30.0
+RESTART_S = 300.0
 
 
 def sends_from() -> str:
@@ -353,7 +353,8 @@ class RelaySlots:
         self.needed = needed
         self._found = False  # whether `needed` is libp2p's finding, by the daemon that runs
         self.moves = 0  # how often this machine was taken to another network
-        self._own, self._clock = own, clock
+        self._own = own
+        self._clock = clock
         self._here = ""  # the address from which it sends, if that is known
         self._candidates = candidates(bootstrap)
         self._held: dict[str, float] = {}  # address of a relay -> when it gave a slot last
@@ -417,7 +418,9 @@ class RelaySlots:
         """Ask ``relay`` for a slot, or for the one that this node has; False: it answers, but the
         daemon does not dial it.
         """
-        peer, granted, reason = relay.rpartition("/p2p/")[2], False, ""
+        peer = relay.rpartition("/p2p/")[2]
+        granted = False
+        reason = ""
         try:
             granted = await self._reserve(daemon, relay, peer)
         except NetworkError as error:

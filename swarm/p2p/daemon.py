@@ -107,7 +107,8 @@ class Daemon:
         self.backoff = DialBackoff()
         self._owner = os.getpid()
         self._run_dir = run_dir
-        self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
+        self.control = run_dir / "daemon.sock"
+        self.inbound = run_dir / "client.sock"
         self.at_end: list[Callable[[], object]] = []  # called before the process is ended
         self._child: daemon_process.GuardedProcess | None = None  # the guard
         self._server: asyncio.AbstractServer | None = None
@@ -235,7 +236,8 @@ class Daemon:
         try:
             info = await read_message(reader, messages().StreamInfo())
             timer.cancel()
-            peer, at = b58encode(info.peer[:MAX_ID]), origin(info.addr)
+            peer = b58encode(info.peer[:MAX_ID])
+            at = origin(info.addr)
             self.backoff.meet(peer, at)
             if (handler := self._handlers.get(info.proto)) is not None:
                 await handler(peer, at, reader, writer)
@@ -296,7 +298,8 @@ class Daemon:
         Raises ValueError if none of the addresses is one (a peer may send us anything),
         `PutOffError` if none is due, or another of `DAEMON_GONE`.
         """
-        bare, wrong = {}, ""
+        bare = {}
+        wrong = ""
         for address in addresses:
             try:
                 bare[address] = to_bytes(address.rpartition("/p2p/")[0] or address)

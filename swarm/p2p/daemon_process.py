@@ -67,9 +67,8 @@ class _Parts(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         metadata = name.startswith("__") and name != "__version__"
-        loading = (
-            f"{self.__name__}.{name}" in sys.modules
-        )  # a module that is being imported is found there
+        # A module that is being imported is found there.
+        loading = f"{self.__name__}.{name}" in sys.modules
         if metadata or loading or self.__spec__ is None or self.__spec__.loader is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self.__class__ = ModuleType  # type: ignore[assignment]
@@ -242,7 +241,8 @@ class GuardedProcess:
     """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self._popen, self.pid = popen, popen.pid
+        self._popen = popen
+        self.pid = popen.pid
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         # A daemon thread: those of an executor are joined when Python ends.

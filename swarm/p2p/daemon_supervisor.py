@@ -31,7 +31,7 @@ from shoal.swarm.p2p.connections import (
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, Incoming
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.messages import SEED_PROTOCOL
 
 if TYPE_CHECKING:
@@ -94,16 +94,13 @@ class Bootstrapper:
         """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the
         daemon starts and dials.
         """
-        self._supervisor, self._peer_id, self._options, self._known, self._calls = (
-            supervisor,
-            peer_id,
-            options,
-            known,
-            calls,
-        )
-        self._classified: set[str] = (
-            set()
-        )  # bootstrap peers of which it is known whether they are bootstrap nodes
+        self._supervisor = supervisor
+        self._peer_id = peer_id
+        self._options = options
+        self._known = known
+        self._calls = calls
+        # Bootstrap peers of which it is known whether they are bootstrap nodes.
+        self._classified: set[str] = set()
         self._looked_up: dict[
             str, int
         ] = {}  # connected peer -> the look at which its addresses were looked up last
@@ -249,7 +246,8 @@ class Bootstrapper:
         """
         from shoal.swarm.p2p.hivemind_adapter import knows, ping
 
-        daemon, dht = self._supervisor.running(), self._supervisor.running_dht()
+        daemon = self._supervisor.running()
+        dht = self._supervisor.running_dht()
         reached, _ = await self._supervisor.unless_down(
             connections.connect_any(daemon, addresses, 10.0)
         )
@@ -345,7 +343,8 @@ class DaemonSupervisor:
         self.backoff = DialBackoff(options.bootstrap)
         self.known.met = self.backoff.met
         self.bootstrapper = Bootstrapper(self, identity.peer_id, options, known, calls)
-        self._identity, self._options = identity, options
+        self._identity = identity
+        self._options = options
         self._listen = self._wanted = tuple(options.listen)
         self.slots = RelaySlots(identity.peer_id, options.bootstrap, options.relay == "only")
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
@@ -451,7 +450,8 @@ class DaemonSupervisor:
             self.addresses = await daemon.addresses()
             self._listen = self.known.listened = fixed_ports(self._listen, self.addresses)
             self._down = asyncio.get_running_loop().create_future()
-            self.dht, self.daemon = dht, daemon
+            self.dht = dht
+            self.daemon = daemon
             for protocol, incoming in list(self.handlers.items()):
                 await daemon.serve(protocol, incoming)
         except BaseException:
@@ -460,15 +460,12 @@ class DaemonSupervisor:
             raise
 
     async def _launch(self, timeout: float) -> Daemon:
-        beyond, relay, announce = (
-            not all(map(is_loopback, self._listen)),
-            self._options.relay,
-            self._options.announce,
-        )
+        beyond = not all(map(is_loopback, self._listen))
+        relay = self._options.relay
+        announce = self._options.announce
         relays = await answering(self._options.bootstrap) if beyond and relay != "off" else []
-        self.slots.needed |= (
-            not relays and relay == "auto" and not announce
-        )  # what libp2p finds is not seen then
+        # What libp2p finds is not seen then.
+        self.slots.needed |= not relays and relay == "auto" and not announce
         if relay == "only" and not relays:
             log.warning(
                 "no bootstrap node or peer can forward to this node now, so nobody behind a NAT "
@@ -496,7 +493,8 @@ class DaemonSupervisor:
             log.warning("the network daemon stopped (status %s); restarting it", status)
             self.daemon = None
             self.slots.ended()
-            dht, self.dht = self.dht, None
+            dht = self.dht
+            self.dht = None
             if dht is not None:
                 dht.is_alive = False
             if self._down is not None and not self._down.done():
@@ -525,7 +523,8 @@ class DaemonSupervisor:
         for task in self._tasks:
             task.cancel()
         self.known.save()
-        dht, self.dht = self.dht, None
+        dht = self.dht
+        self.dht = None
         if dht is not None:
             with contextlib.suppress(*DAEMON_GONE, asyncio.TimeoutError):
                 await asyncio.wait_for(dht.shutdown(), timeout / 2)

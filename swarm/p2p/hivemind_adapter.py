@@ -184,9 +184,8 @@ async def join_dht(
             cache_locally=False,  # we always ask for the newest
             cache_refresh_before_expiry=0,
         )
-        node.protocol.storage = (
-            BoundedStorage()
-        )  # what was stored meanwhile is published again within seconds
+        # What was stored meanwhile is published again within seconds.
+        node.protocol.storage = BoundedStorage()
         for peer in peers[:1]:
             try:
                 await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)

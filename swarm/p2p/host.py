@@ -58,8 +58,12 @@ from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions, report
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher, tell_seen
-from shoal.swarm.p2p.stream import Stream, running, short
-from shoal.swarm.pacing import PING, BandwidthLimiter, Echo, Pacer, TrafficMeter
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import running
+from shoal.swarm.pacing.bandwidth import BandwidthLimiter
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.pace import PING_BYTES, Echo
+from shoal.swarm.pacing.pacer import Pacer
 from shoal.swarm.wire.envelope import MAX_ADDRESS, MAX_MESSAGE
 from shoal.swarm.wire.messages import SEEN_PROTOCOL
 
@@ -119,7 +123,8 @@ class PubSub:
     def __init__(
         self, supervisor: DaemonSupervisor, upload: BandwidthLimiter | None = None
     ) -> None:
-        self._supervisor, self._upload = supervisor, upload
+        self._supervisor = supervisor
+        self._upload = upload
         self.topics: set[str] = set()  # all that this node ever subscribed to
 
     async def subscribe(self, topic: str) -> Subscription:
@@ -166,7 +171,9 @@ T = TypeVar("T")
 
 MAX_VALUE = 64 * 1024  # bytes of one DHT record: larger ones are lost, or stall others
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
-PING_PROTOCOL, ECHO_S = "/ipfs/ping/1.0.0", 3.0  # and seconds to open a stream of it
+# and seconds to open a stream of it
+PING_PROTOCOL = "/ipfs/ping/1.0.0"
+ECHO_S = 3.0
 SERVE_S = 30.0  # seconds for the daemon to take a protocol
 DHT_TIMEOUT = 10.0  # seconds for one store or get
 
@@ -320,9 +327,8 @@ class Host:
             return future.result(timeout)
         except concurrent.futures.TimeoutError:
             if future.done() and not future.cancelled():
-                return (
-                    future.result()
-                )  # it came in at the last moment, or raised a TimeoutError of its own
+                # It came in at the last moment, or raised a TimeoutError of its own.
+                return future.result()
             raise NetworkError(
                 f"a network call took longer than {timeout:.3g} s and was given up."
             ) from None
@@ -514,7 +520,7 @@ class Host:
         """
         peer = stream.peer_id
         denied = self.resource_manager.access_policy.denies(peer)
-        return stream.idle and not denied and self.puncher.wanted(peer) == (stream.way != peer)
+        return stream.idle and not denied and self.puncher.wanted(peer) == stream.is_punched
 
     @contextlib.asynccontextmanager
     async def _echo(self, way: str) -> AsyncIterator[Echo | None]:
@@ -531,7 +537,7 @@ class Host:
             daemon.open(way, PING_PROTOCOL), ECHO_S
         )  # bulk waits for it
         try:
-            yield Echo(writer.write, lambda: reader.readexactly(PING))
+            yield Echo(writer.write, lambda: reader.readexactly(PING_BYTES))
         finally:
             writer.close()
 

@@ -38,7 +38,8 @@ from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
-MINUTE, HOUR = 60.0, 3600.0
+MINUTE = 60.0
+HOUR = 3600.0
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -93,9 +94,8 @@ class TokenBuckets:
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
-        self._accounts: OrderedDict[str, _Account] = (
-            OrderedDict()
-        )  # the one that was used longest ago first
+        # The one that was used longest ago first.
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     def take(self, sender: str, messages: int, nbytes: int) -> bool:
         """Charge ``sender`` and return True; or return False, charging nothing, if it has not that
@@ -177,7 +177,8 @@ class StreamPlaces:
     """
 
     def __init__(self, most: int, ends: Callable[[Stream], None] | None = None) -> None:
-        self._most, self._ends = most, ends
+        self._most = most
+        self._ends = ends
         self._streams: dict[Stream, None] = {}  # the oldest first
         self.peers: Counter[str] = Counter()  # the streams of each peer
 
@@ -207,10 +208,8 @@ class StreamPlaces:
         """Return the stream that gives way: of the crowded range a stranger's, the oldest of the
         peer that has most.
         """
-        ranges, own = (
-            Counter(range_of(other.origin) for other in self._streams),
-            range_of(stream.origin),
-        )
+        ranges = Counter(range_of(other.origin) for other in self._streams)
+        own = range_of(stream.origin)
         crowded, taken = ranges.most_common(1)[0]
         if taken <= ranges[own] + 1:
             crowded = own
@@ -374,7 +373,8 @@ class ResourceManager:
 
         It is judged last, for another may have to give way to it.
         """
-        known, total = self.known(stream.peer_id), self._busy.total()
+        known = self.known(stream.peer_id)
+        total = self._busy.total()
         if not known and not self._strangers.take(stream):
             return "crowded"
         further = self._busy.total() < total or (

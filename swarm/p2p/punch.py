@@ -9,7 +9,7 @@ A second daemon does it, which speaks QUIC only and has a key of this run: the f
 and gossip stay, would take the port for proof that anybody can dial it and give up its relay. It
 starts when a member is connected by a relay alone. Bootstrap nodes tell from where its packets
 come, and members that listen on QUIC. Streams to a member so reached are opened there, unless
-exchanges go quicker over the relay (`shoal.swarm.pacing.Ways`): the daemon's QUIC is Reno, whose
+exchanges go quicker over the relay (`shoal.swarm.pacing.routes`): the daemon's QUIC is Reno, whose
 rate falls with the root of the loss and with the delay, which a relay halves. If it does not go, as
 between routers that take another port for each destination, it stays relayed.
 """
@@ -32,7 +32,7 @@ from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.limits import MINUTE, RateLimit, ResourceManager, TokenBuckets
 from shoal.swarm.p2p.reachability import LOWEST_PORT
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import Address, Message, PeerId, pack, unpack
 from shoal.swarm.wire.messages import SEEN_PROTOCOL
 
@@ -59,11 +59,10 @@ AGAIN_S = (
 )  # seconds before each further attempt, the first if nobody was dialled; the last repeats
 IDLE_S = 600.0  # seconds that the daemon stays when nobody is relayed any more
 ASKED = 4  # peers that are asked for this node's address, at most
-EACH, ALL, HOST = (
-    6,
-    60,
-    2,
-)  # requests in ten minutes of one member and of all; dials of one IP address in that time
+# requests in ten minutes of one member and of all; dials of one IP address in that time
+EACH = 6
+ALL = 60
+HOST = 2
 MAX_PUNCHED = 64  # members that are reached past a relay
 GONE = (NetworkError, MessageError, *DAEMON_GONE, ValueError, asyncio.TimeoutError)
 
@@ -80,7 +79,8 @@ class Punch(Message):
     the receiver.
     """
 
-    KIND, LIMIT = "punch", 2048
+    KIND = "punch"
+    LIMIT = 2048
     peer: PeerId
     addresses: Annotated[tuple[Address, ...], Field(min_length=1, max_length=2)]
     proof: Annotated[bytes, Field(min_length=64, max_length=64)]
@@ -130,20 +130,16 @@ class Puncher:
         resources: ResourceManager,
         traffic: TrafficMeter,
     ) -> None:
-        self.reached: frozenset[str] = (
-            frozenset()
-        )  # the members that were connected past a relay at the last look
+        # The members that were connected past a relay at the last look.
+        self.reached: frozenset[str] = frozenset()
         self.daemon: Daemon | None = None
-        self._supervisor, self._me, self._resources, self._traffic = (
-            supervisor,
-            peer_id,
-            resources,
-            traffic,
-        )
+        self._supervisor = supervisor
+        self._me = peer_id
+        self._resources = resources
+        self._traffic = traffic
         self._identity = Identity.ephemeral()
-        self._lost: set[str] = (
-            set()
-        )  # members whose connection this node's daemon took with it, which they do not see yet
+        # Members whose connection this node's daemon took with it, which they do not see yet.
+        self._lost: set[str] = set()
         self._ids: dict[str, str] = {}  # member -> the id of its second daemon
         self._owners: dict[str, str] = {}  # and back
         self._due: dict[
@@ -160,11 +156,11 @@ class Puncher:
 
     def punched(self) -> bool:
         """Return whether exchanges with any member go past its relay now."""
-        return any(peer in self._ids and self._traffic.ways.best(peer) for peer in self.reached)
+        return any(peer in self._ids and self._traffic.routes.best(peer) for peer in self.reached)
 
     def wanted(self, peer: str) -> bool:
         """Return whether the next stream to a member goes past its relay, as far as is known."""
-        return peer in self._ids and peer in self.reached and self._traffic.ways.choose(peer)
+        return peer in self._ids and peer in self.reached and self._traffic.routes.choose(peer)
 
     def owner(self, its: str) -> str | None:
         return self._owners.get(its)
@@ -174,14 +170,14 @@ class Puncher:
         if (daemon := self.daemon) is None or (its := self._ids.get(peer)) is None:
             return None
         try:
-            if its in await asyncio.wait_for(daemon.peers(), OPEN_S) and self._traffic.ways.choose(
-                peer
-            ):
+            if its in await asyncio.wait_for(
+                daemon.peers(), OPEN_S
+            ) and self._traffic.routes.choose(peer):
                 return Stream(
                     peer,
                     *await asyncio.wait_for(daemon.open(its, protocol), OPEN_S),
                     self._traffic,
-                    way=its,
+                    daemon_id=its,
                 )
         except TimeoutError:
             self._ids.pop(peer, None)  # relayed until this connection has ended and another is made
@@ -230,7 +226,8 @@ class Puncher:
         self._moves = self._supervisor.slots.moves
         there = await self.daemon.peers() if self.daemon is not None else ()
         self.reached = frozenset(self._owners[its] for its in there if its in self._owners)
-        now, wanted = asyncio.get_running_loop().time(), []
+        now = asyncio.get_running_loop().time()
+        wanted = []
         origins = await self._supervisor.running().origins()
         for gone in self._due.keys() - origins.keys():
             del self._due[gone]
@@ -325,7 +322,8 @@ class Puncher:
         if self._ids.get(peer) != other.peer:
             self._traffic.forget(peer)  # the other was started, or started anew in another network
         self._owners.pop(self._ids.get(peer, ""), None)
-        self._ids[peer], self._owners[other.peer] = other.peer, peer
+        self._ids[peer] = other.peer
+        self._owners[other.peer] = peer
         if self.daemon is not None:
             full = [f"{address}/p2p/{other.peer}" for address in other.addresses]
             await asyncio.wait_for(
@@ -361,9 +359,8 @@ class Puncher:
     async def _start(self) -> Daemon:
         for peer in self._ids:
             self._traffic.forget(peer)
-        self._identity = (
-            Identity.ephemeral()
-        )  # with an earlier key it would seem to be connected where that was
+        # With an earlier key it would seem to be connected where that was.
+        self._identity = Identity.ephemeral()
         daemon = await Daemon.launch(
             self._identity, listen=LISTEN, relay="off", light=True, idle="", timeout=20.0
         )
@@ -386,7 +383,8 @@ class Puncher:
                 status,
             )
             self._lost |= self.reached
-            self.daemon, self.reached = None, frozenset()
+            self.daemon = None
+            self.reached = frozenset()
             self._due.clear()
             await daemon.shutdown()
 
@@ -410,6 +408,7 @@ class Puncher:
         return ""
 
     async def end(self) -> None:
-        daemon, self.daemon = self.daemon, None
+        daemon = self.daemon
+        self.daemon = None
         if daemon is not None:
             await daemon.shutdown()

@@ -78,7 +78,9 @@ SMALL_S = 5.0  # seconds for one small message
 CONNECT_S = 3.0  # seconds for a connection back
 TOKEN_S = 2.0  # seconds for the token over it
 LOWEST_PORT = 1024
-EACH, ALL = 6, 60  # dials a minute to one address, and in all
+# dials a minute to one address, and in all
+EACH = 6
+ALL = 60
 
 Outcome = Literal["reached", "unreached", "refused", "silent", "other", "unseen", "busy"]
 
@@ -210,7 +212,8 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> Di
     Raises NetworkError or MessageError; takes about 20 seconds at most.
     """
     request = pack(DialRequest(port=port, token=token or secrets.token_bytes(16)))
-    began, clock = time.monotonic(), time.time()
+    began = time.monotonic()
+    clock = time.time()
     await stream.send(request, SMALL_S)
     seen = unpack(await stream.receive(DialSeen.LIMIT, SMALL_S), DialSeen)
     half = (time.monotonic() - began) / 2
@@ -251,7 +254,9 @@ async def listen_for_dial_back(port: int = 0) -> AsyncIterator[tuple[int, bytes]
 SPEED_PROTOCOL = "/shoal/speed/1"
 MAX_BYTES = 2 << 20  # each way
 MOVE_S = 10.0  # seconds for the bytes
-TESTS_EACH, TESTS = 4, 16  # tests a minute with one address, and in all
+# tests a minute with one address, and in all
+TESTS_EACH = 4
+TESTS = 16
 
 
 class SpeedRequest(Message):
@@ -264,7 +269,8 @@ class SpeedRequest(Message):
 class SpeedReply(Message):
     """Answer to a request: the bytes follow, unless there is a reason why not."""
 
-    KIND, LIMIT = "speed-reply", 2048
+    KIND = "speed-reply"
+    LIMIT = 2048
     reason: Reason = ""
 
 
@@ -314,11 +320,9 @@ class ThroughputProbe:
 async def _swap(
     stream: Stream, nbytes: int, on_progress: Callable[[int], None] | None = None
 ) -> None:
-    end, out, into = (
-        asyncio.get_running_loop().time() + MOVE_S,
-        memoryview(bytes(nbytes)),
-        memoryview(bytearray(nbytes)),
-    )
+    end = asyncio.get_running_loop().time() + MOVE_S
+    out = memoryview(bytes(nbytes))
+    into = memoryview(bytearray(nbytes))
     await stream.swap(out, into, chunk_timeout=SMALL_S, deadline=end, on_progress=on_progress)
 
 
@@ -332,7 +336,8 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
     if reply.reason:
         raise NetworkError(f"peer {short(stream.peer_id)} does not measure: {reply.reason}.")
     loop = asyncio.get_running_loop()
-    began, moved = loop.time(), [(loop.time(), 0)]
+    began = loop.time()
+    moved = [(loop.time(), 0)]
     whole = True
     try:
         await _swap(stream, nbytes, lambda received: moved.append((loop.time(), received)))

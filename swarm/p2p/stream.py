@@ -9,76 +9,28 @@ byte is always a failure and never a short message.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.pacing import LARGE, Progress, TrafficMeter
+from shoal.swarm.p2p.bulk import CHUNK_BYTES, Blocks, BulkProtocol, Outgoing
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.progress import Progress
+from shoal.swarm.pacing.routes import MEASURED_BYTES
 
-CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
-AHEAD = (
-    1 << 16
-)  # of what is sent ahead of a swap, which begins when the socket has taken such a piece
-_HEAD = 4  # bytes of the length before each small message
+# Of one piece sent ahead of a swap, which begins only when the socket has taken that piece.
+AHEAD_CHUNK_BYTES = 64 << 10
+HEAD_BYTES = 4  # of the length before each small message
+LOOK_S = 0.25  # between two looks at the progress of a transfer, at most
+SHORTEST_S = 1e-6  # of a time that bytes are divided by
 _GONE = (ConnectionError, EOFError)  # IncompleteReadError is an EOFError
 
 _T = TypeVar("_T")
 
 
-class Blocks(Protocol):
-    """Bytes to be sent that are made block by block."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def blocks(self) -> Iterator[memoryview]:
-        """Return the blocks, in order; each is done with before the next is made, or soon after."""
-        ...
-
-
 def short(peer_id: str) -> str:
     """Return the end of a peer id, enough to recognise it in a sentence (all ids begin alike)."""
     return "…" + peer_id[-8:]
-
-
-async def first_of(*tasks: asyncio.Future[Any], timeout: float | None = None) -> None:
-    """Wait until one of ``tasks`` is done, ``timeout`` seconds at most; none of them is
-    cancelled.
-    """
-    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-
-
-async def stop(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` and wait for their end.
-
-    What they raise is retrieved, also if this is cancelled too, as asyncio wants.
-    """
-    for task in tasks:
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-
-
-@contextlib.asynccontextmanager
-async def running(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """Run ``works`` as tasks in this block; at its end they are cancelled, and have ended."""
-    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
-    try:
-        yield tasks
-    finally:
-        await stop(*tasks)
-
-
-async def race(*works: Awaitable[Any], timeout: float) -> None:
-    """Wait until one of ``works`` is done, ``timeout`` seconds at most, and cancel the others.
-
-    Unlike ``asyncio.wait_for`` it never swallows that the caller is cancelled at the moment at
-    which one is done.
-    """
-    async with running(*works) as tasks:
-        await first_of(*tasks, timeout=timeout)
 
 
 class Stream:
@@ -94,27 +46,28 @@ class Stream:
         writer: asyncio.StreamWriter,
         traffic: TrafficMeter,
         origin: str = "",
-        way: str = "",
+        daemon_id: str = "",
     ) -> None:
         self.peer_id = peer_id
-        self.way = (
-            way or peer_id
-        )  # the id of the daemon at the other end: the peer's, or its second one, past the relay
-        # the exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both
-        # ends' choice
-        self.tries = False
+        self.daemon_id = daemon_id or peer_id
+        """The id of the daemon at the other end: the peer's, or its second one past the relay."""
+        self.is_trial = False
+        """Whether the exchange tries the route that is not the better one, as far as is known
+        (`shoal.swarm.pacing.routes`): both ends' choice.
+        """
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this
         node opened it.
         """
-        self.partner = False  # this node has exchanged with the peer, which opened it
-        self._reader, self._writer, self._traffic = reader, writer, traffic
-        self.sent = 0  # bytes sent on this stream
-        self.received = 0  # bytes received on it
-        self._sent_ahead: _Outgoing | None = (
-            None  # what the next swap sends, of which a part was sent
-        )
-        self._ahead: asyncio.Task[None] | None = None
+        self.partner = False
+        """Whether this node has exchanged with the peer, which opened it."""
+        self.sent = 0
+        self.received = 0
+        self._reader = reader
+        self._writer = writer
+        self._traffic = traffic
+        self._sent_ahead: Outgoing | None = None  # what the next swap sends, begun already
+        self._ahead: asyncio.Task[None] | None = None  # which sends it
         self._announced: int | None = None  # length of a message whose body has not arrived yet
 
     async def send(self, data: bytes, timeout: float) -> None:
@@ -123,22 +76,24 @@ class Stream:
         ``timeout`` in seconds.
         """
         await self._within(
-            self._send(len(data).to_bytes(_HEAD, "big") + data), timeout, "did not take a message"
+            self._send(len(data).to_bytes(HEAD_BYTES, "big") + data),
+            timeout,
+            "did not take a message",
         )
 
     async def _send(self, data: bytes) -> None:
         start = 0
-        with self._traffic.pace(self.way, len(data)) as pace:
+        with self._traffic.pace(self.daemon_id, len(data)) as pace:
             while start < len(data):
                 size = len(data) if pace is None else await pace.room(len(data) - start)
                 if self._writer.transport.is_closing():
                     raise EOFError
                 self._writer.write(data[start : start + size])
-                self._count(min(size, len(data) - start))
+                self._count_sent(min(size, len(data) - start))
                 start += size
                 await self._writer.drain()
 
-    def _count(self, nbytes: int) -> None:
+    def _count_sent(self, nbytes: int) -> None:
         """Count bytes that were handed to the socket.
 
         Small messages never wait for the upload budget, but use it up.
@@ -148,7 +103,7 @@ class Stream:
         if self._traffic.upload is not None:
             self._traffic.upload.spend(nbytes)
 
-    def _took(self, nbytes: int) -> None:
+    def _count_received(self, nbytes: int) -> None:
         self.received += nbytes
         self._traffic.received += nbytes
 
@@ -162,8 +117,8 @@ class Stream:
 
     async def _head(self) -> int:
         if self._announced is None:
-            self._announced = int.from_bytes(await self._reader.readexactly(_HEAD), "big")
-            self._took(_HEAD)
+            self._announced = int.from_bytes(await self._reader.readexactly(HEAD_BYTES), "big")
+            self._count_received(HEAD_BYTES)
         return self._announced
 
     async def _receive(self, limit: int) -> bytes:
@@ -177,7 +132,7 @@ class Stream:
             )
         data = await self._reader.readexactly(announced)
         self._announced = None
-        self._took(len(data))
+        self._count_received(len(data))
         return data
 
     def send_ahead(self, outgoing: memoryview | Blocks) -> None:
@@ -185,28 +140,35 @@ class Stream:
 
         A stream that ends without this swap is aborted.
         """
-        self._sent_ahead = _Outgoing(outgoing)
-        self._ahead = asyncio.ensure_future(self._pump(self._sent_ahead, AHEAD, self._writer.drain))
-        self._ahead.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # the swap finds the same
+        self._sent_ahead = Outgoing(outgoing)
+        self._ahead = asyncio.ensure_future(
+            self._pump(self._sent_ahead, AHEAD_CHUNK_BYTES, self._writer.drain)
+        )
+        # Its error is retrieved here; the swap finds the same one.
+        self._ahead.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    @property
+    def is_punched(self) -> bool:
+        """Whether it goes past the relay (`shoal.swarm.p2p.punch`)."""
+        return self.daemon_id != self.peer_id
 
     @property
     def round_trip(self) -> float | None:
-        """Seconds of a round trip by this way, as earlier bulk found it; None while that is not
+        """Seconds of a round trip on this route, as earlier bulk found it; None while that is not
         known.
         """
-        return None if self._traffic.pacer is None else self._traffic.pacer.round_trip(self.way)
+        pacer = self._traffic.pacer
+        return None if pacer is None else pacer.round_trip(self.daemon_id)
 
     @property
-    def chosen(self) -> bool:
-        """Whether there are two ways to the peer, whose next exchanges are measured to choose
+    def has_choice(self) -> bool:
+        """Whether there are two routes to the peer, whose next exchanges are measured to choose
         between them.
         """
-        return self._traffic.ways.several(self.peer_id)
+        return self._traffic.routes.has_choice(self.peer_id)
 
     @property
-    def ahead(self) -> bool:
+    def is_ahead(self) -> bool:
         """Whether a swap was begun by `send_ahead` and not gone on with."""
         return self._sent_ahead is not None
 
@@ -216,11 +178,12 @@ class Stream:
         on from there.
         """
         there = 0
-        while there < len(incoming) and (
-            data := await self._reader.read(min(CHUNK, len(incoming) - there))
-        ):
+        while there < len(incoming):
+            data = await self._reader.read(min(CHUNK_BYTES, len(incoming) - there))
+            if not data:
+                return
             incoming[there : there + len(data)] = data
-            self._took(len(data))
+            self._count_received(len(data))
             there += len(data)
             arrived(there)
 
@@ -238,87 +201,98 @@ class Stream:
         """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
 
         Both are contiguous, ``outgoing`` or each block of it, and their sizes were agreed before.
-        Bytes go straight into ``incoming``, of which ``arrived`` are there already, and none beyond
-        it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so
-        far, on the loop.
+        ``arrived`` bytes of ``incoming`` are there already. ``on_progress`` gets the bytes received
+        so far, on the loop. ``chunk_timeout``: seconds without a byte (`_watch`). ``deadline``: an
+        instant of ``time.monotonic()``; ``longest``: the same for a transfer that moves so fast
+        that it will be over by then.
 
-        Raises NetworkError when the peer sent nothing for ``chunk_timeout`` seconds, or took
-        nothing once it has sent all (at first either counts, for twice that: it may have to wait
-        for its pace; a relay takes bytes for one that is gone), at ``deadline`` (an instant of
-        ``time.monotonic()``) unless it moves so fast that it will be over by ``longest``, or when
-        the stream ends early; the stream is then closed and ``incoming`` holds an unusable part.
-        When it returns, nobody refers to the buffers any more.
+        Raises NetworkError when time is up or the stream ends early; the stream is then closed and
+        ``incoming`` holds an unusable part. When it returns, nobody refers to the buffers any more,
+        and no byte beyond ``incoming`` was read, so messages work afterwards.
         """
         if self._announced is not None:
             raise ValueError("a message is half received: receive it before the swap")
         loop = asyncio.get_running_loop()
-        if self._ahead is not None:
-            self._ahead.cancel()
-            await asyncio.wait({self._ahead})
-        out, self._sent_ahead, self._ahead = self._sent_ahead or _Outgoing(outgoing), None, None
+        out = await self._taken_over(outgoing)
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks
         # meanwhile.
         await self._within(
             self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes"
         )
-        bulk = _Bulk(
-            self._reader, self._writer, incoming.cast("B"), arrived, out, self._took, on_progress
+        bulk = BulkProtocol(
+            self._reader,
+            self._writer,
+            incoming.cast("B"),
+            arrived,
+            out,
+            self._count_received,
+            on_progress,
         )
         sender = loop.create_task(self._send_bulk(bulk, out))
-        whole, began, ways, way = (
-            False,
-            loop.time(),
-            self._traffic.ways,
-            (self.peer_id, self.way != self.peer_id),
-        )
-        measured = min(outgoing.nbytes, incoming.nbytes) >= LARGE and not arrived
-        self.tries = measured and ways.tries(*way)
+        is_whole = False
+        began = loop.time()
+        is_measured = min(outgoing.nbytes, incoming.nbytes) >= MEASURED_BYTES and not arrived
+        self.is_trial = is_measured and self._traffic.routes.is_trial(self.peer_id, self.is_punched)
         try:
             await self._watch(
                 bulk, sender, outgoing.nbytes, chunk_timeout, Progress(deadline, longest)
             )
-            whole = True
+            is_whole = True
         except _GONE:
-            measured = measured and bulk.received > 0  # else the peer had gone on
+            is_measured = is_measured and bulk.received > 0  # else the peer had gone on
             raise self._ended() from None
         finally:
             sender.cancel()
             try:
                 bulk.restore()
             except RuntimeError:  # uvloop's, of a transport that has closed meanwhile
-                if whole:
+                if is_whole:
                     raise self._ended() from None
             finally:
-                if measured:
-                    (ways.note if whole else ways.failed)(
-                        *way, bulk.received / max(loop.time() - began, 1e-6)
-                    )
-                if not whole:
+                if is_measured:
+                    self._note_rate(bulk.received / max(loop.time() - began, SHORTEST_S), is_whole)
+                if not is_whole:
                     self.abort()
 
-    async def _send_bulk(self, bulk: _Bulk, out: _Outgoing) -> None:
+    async def _taken_over(self, outgoing: memoryview | Blocks) -> Outgoing:
+        """Return what `send_ahead` has begun to send; else ``outgoing``."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.wait({self._ahead})
+        out = self._sent_ahead or Outgoing(outgoing)
+        self._sent_ahead = None
+        self._ahead = None
+        return out
+
+    def _note_rate(self, rate: float, is_whole: bool) -> None:
+        """Note the bytes a second of a swap by this route."""
+        if is_whole:
+            self._traffic.routes.note(self.peer_id, self.is_punched, rate)
+        else:
+            self._traffic.routes.failed(self.peer_id, self.is_punched, rate)
+
+    async def _send_bulk(self, bulk: BulkProtocol, out: Outgoing) -> None:
         """Write everything, and wait until the transport holds no reference to it."""
-        self._writer.transport.set_write_buffer_limits(high=2 * CHUNK)
-        await self._pump(out, CHUNK, bulk.can_write)
-        self._writer.transport.set_write_buffer_limits(
-            high=0
-        )  # now "writable" means "nothing buffered"
+        self._writer.transport.set_write_buffer_limits(high=2 * CHUNK_BYTES)
+        await self._pump(out, CHUNK_BYTES, bulk.can_write)
+        # Now "writable" means "nothing buffered".
+        self._writer.transport.set_write_buffer_limits(high=0)
         await bulk.can_write()
 
     async def _pump(
-        self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
+        self, out: Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
     ) -> None:
-        """Write what is left of ``out``, in pieces of ``most`` bytes, at the pace of the way; may
+        """Write what is left of ``out``, in pieces of ``most`` bytes, at the pace of the route; may
         be called off, and again.
         """
         upload = self._traffic.upload
-        with self._traffic.pace(self.way, out.nbytes) as pace:
-            while left := out.block():
+        with self._traffic.pace(self.daemon_id, out.nbytes) as pace:
+            while left := out.next_size():
                 await can_write()
-                # In small chunks under a budget: the other side gives up when nothing arrives for
-                # some seconds.
-                size = min(most if upload is None else min(most, upload.chunk), left)
+                size = min(most, left)
                 if upload is not None:
+                    # In small chunks: the other side gives up when nothing arrives for seconds.
+                    size = min(size, upload.chunk)
                     await upload.wait()
                 if pace is not None:
                     size = await pace.room(size)
@@ -327,11 +301,11 @@ class Stream:
                 if self._writer.transport.is_closing():
                     raise EOFError
                 self._writer.transport.write(out.take(size))
-                self._count(size)
+                self._count_sent(size)
 
     async def _watch(
         self,
-        bulk: _Bulk,
+        bulk: BulkProtocol,
         sender: asyncio.Task[None],
         nbytes: int,
         chunk_timeout: float,
@@ -339,35 +313,44 @@ class Stream:
     ) -> None:
         """Wait for both directions.
 
-        Progress is counted in bytes the socket took, not in whole chunks: links are slow.
+        Raises NetworkError when the peer sent nothing for ``chunk_timeout`` seconds, or took
+        nothing once it has sent all: a relay takes bytes for one that is gone. At first either
+        counts, for twice that: it may have to wait for its pace. Progress is counted in bytes that
+        the socket took, not in whole chunks: links are slow.
         """
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Any]] = {sender, bulk.arrived}
-        moved, received, began = -1, -1, loop.time()
-        since = heard = began
+        began = loop.time()
+        moved = -1
+        received = -1
+        moved_at = began  # when the peer last sent or took anything
+        heard_at = began  # when it last sent anything
         while True:
             now = loop.time()
             if bulk.moved() != moved:
-                moved, since = bulk.moved(), now
-            here, left = bulk.received, bulk.left(nbytes)[0]
-            if here != received:
-                received, heard = here, now
-            if left:
-                since = heard if here else min(since, began + chunk_timeout)
-            if progress.overdue(now, bulk.left(nbytes)):
+                moved = bulk.moved()
+                moved_at = now
+            if bulk.received != received:
+                received = bulk.received
+                heard_at = now
+            left = bulk.left(nbytes)
+            still_receives = left[0] > 0
+            if still_receives:
+                moved_at = heard_at if received else min(moved_at, began + chunk_timeout)
+            if progress.overdue(now, left):
                 raise NetworkError(
                     f"the transfer with peer {short(self.peer_id)} was not complete at its "
                     "deadline.",
                     "timeout",
                 )
-            if now - since >= chunk_timeout:
-                moves = "sent" if left else "took"
+            if now - moved_at >= chunk_timeout:
+                moves = "sent" if still_receives else "took"
                 raise NetworkError(
                     f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the "
                     "middle of a transfer.",
                     "timeout",
                 )
-            wait = min(chunk_timeout / 4, 0.25, progress.next(now))
+            wait = min(chunk_timeout / 4, LOOK_S, progress.next(now))
             done, pending = await asyncio.wait(
                 pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED
             )
@@ -392,14 +375,14 @@ class Stream:
         )
 
     def failed(self) -> None:
-        """Note that the peer does not answer by this way: the next stream takes the other, if there
-        is one.
+        """Note that the peer does not answer by this route: the next stream takes the other, if
+        there is one.
         """
-        self._traffic.ways.failed(self.peer_id, self.way != self.peer_id)
+        self._traffic.routes.failed(self.peer_id, self.is_punched)
 
     def close(self) -> None:
         """Send what is buffered, then end the stream."""
-        if self.ahead:
+        if self.is_ahead:
             self.abort()
         self._writer.close()
 
@@ -419,147 +402,14 @@ class Stream:
     def idle(self) -> bool:
         """True while both sides hold it open and nothing has come that was not received."""
         reader: Any = self._reader
-        nothing = self._announced is None and not self._sent_ahead and not reader._buffer
-        return nothing and not reader.at_eof() and not self._writer.transport.is_closing()
+        if self._announced is not None or self._sent_ahead or reader._buffer:
+            return False
+        return not reader.at_eof() and not self._writer.transport.is_closing()
 
     def abort(self) -> None:
         """End the stream at once; what is buffered is lost."""
         if self._ahead is not None:
             self._ahead.cancel()
-            self._sent_ahead = self._ahead = None
+            self._sent_ahead = None
+            self._ahead = None
         self._writer.transport.abort()
-
-
-class _Outgoing:
-    """Bytes that are sent in one direction of a swap, and how many of them were written."""
-
-    def __init__(self, outgoing: memoryview | Blocks) -> None:
-        self.nbytes, self.written = outgoing.nbytes, 0
-        self._blocks = (
-            iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
-        )
-        self._rest = memoryview(b"")
-
-    def block(self) -> int:
-        """Return how many bytes can be taken at once, at most; 0 at the end."""
-        while not self._rest and (following := next(self._blocks, None)) is not None:
-            self._rest = following
-        return len(self._rest)
-
-    def take(self, size: int) -> memoryview:
-        """Return the next ``size`` bytes, which are then written."""
-        taken, self._rest = self._rest[:size], self._rest[size:]
-        self.written += size
-        return taken
-
-
-class _Bulk(asyncio.BufferedProtocol):
-    """The protocol of the transport while a bulk transfer runs, in place of the stream's."""
-
-    def __init__(
-        self,
-        reader: Any,
-        writer: Any,
-        incoming: memoryview,
-        arrived: int,
-        out: _Outgoing,
-        took: Callable[[int], None],
-        on_progress: Callable[[int], None] | None,
-    ) -> None:
-        # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
-        self.arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reader, self._transport, self._usual = (
-            reader,
-            writer.transport,
-            writer.transport.get_protocol(),
-        )
-        self._incoming, self._out, self._took, self._on_progress = incoming, out, took, on_progress
-        self.received, self._lost, self._writable = arrived, False, asyncio.Event()
-        self._writable.set()
-        self._transport.pause_reading()
-        early = bytes(
-            self._reader._buffer[: len(incoming) - arrived]
-        )  # came in together with the last message
-        del self._reader._buffer[: len(early)]
-        incoming[arrived : arrived + len(early)] = early
-        self._transport.set_protocol(self)
-        self.buffer_updated(len(early))
-        if not self.arrived.done():
-            if self._reader.at_eof() or self._transport.is_closing():
-                self.arrived.set_exception(EOFError())
-            else:
-                self._transport.resume_reading()
-
-    def moved(self) -> int:
-        """Return the bytes received plus those that the socket took."""
-        return self.received + self._out.written - int(self._transport.get_write_buffer_size())
-
-    def left(self, nbytes: int) -> tuple[int, int]:
-        """Return the bytes that are still to be received, and those of ``nbytes`` that the socket
-        has yet to take.
-        """
-        return len(self._incoming) - self.received, nbytes - self.moved() + self.received
-
-    async def can_write(self) -> None:
-        """Wait until the transport takes more. Raises ConnectionResetError."""
-        await self._writable.wait()
-        if self._lost or self._transport.is_closing():
-            raise ConnectionResetError
-
-    def restore(self) -> None:
-        """Give the transport back to the stream."""
-        self._transport.pause_reading()
-        if self.arrived.done() and not self.arrived.cancelled():
-            self.arrived.exception()  # retrieved, so asyncio does not log it
-        if not self._writable.is_set():
-            # it failed: the usual protocol does not expect a paused transport
-            self._transport.abort()
-        self._transport.set_write_buffer_limits()
-        self._transport.set_protocol(self._usual)
-        # uvloop refers to the methods of a buffered protocol for as long as the stream is kept, and
-        # so to what this one refers to.
-        self._incoming, self._out, self._on_progress = (
-            memoryview(b""),
-            _Outgoing(memoryview(b"")),
-            None,
-        )
-        self._reader._paused = False
-        self._transport.resume_reading()
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._incoming[self.received : self.received + CHUNK]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.received += nbytes
-        self._took(nbytes)
-        if self.arrived.done():
-            return
-        try:
-            if nbytes and self._on_progress is not None:
-                self._on_progress(self.received)
-        except Exception as error:  # the caller's, so it is raised there and not in the loop
-            self._transport.pause_reading()
-            self.arrived.set_exception(error)
-            return
-        if self.received == len(self._incoming):
-            self._transport.pause_reading()  # what follows is the next message
-            self.arrived.set_result(None)
-
-    def eof_received(self) -> bool:
-        self._reader.feed_eof()
-        if not self.arrived.done():
-            self.arrived.set_exception(EOFError())
-        return True  # the other direction may go on; the stream decides
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
-        self._writable.set()
-        if not self.arrived.done():
-            self.arrived.set_exception(exc or EOFError())
-        self._usual.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        self._writable.set()

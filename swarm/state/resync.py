@@ -294,7 +294,8 @@ def _addressed(members: Sequence[Member]) -> list[Peer]:
 def _fetch_weights(
     membership: Membership, model: str, opt: OuterOptimizer, begun: bool
 ) -> State | None:
-    creator, early = membership.manifest.creator, _early(membership, begun)
+    creator = membership.manifest.creator
+    early = _early(membership, begun)
     sources = sources_in(membership.host, _others(membership), model, creator, early)
     if not sources:
         return None
@@ -343,7 +344,9 @@ class DriftDetector:
     """
 
     def __init__(self, me: str, model: str, most: int) -> None:
-        self._me, self._model, self._most = me, model, most
+        self._me = me
+        self._model = model
+        self._most = most
         self._own = Newest[tuple[int, int], tuple[Sequence[float], float]](REMEMBERED)
         self._last: dict[int, Sequence[float]] = {}
         self._moves: dict[int, deque[float]] = {}
@@ -378,7 +381,8 @@ class DriftDetector:
         """Forget the own sketches: the slow weights were replaced by others'."""
         self._own.clear()
         self._last.clear()
-        self.newest, self._doubts = None, 0
+        self.newest = None
+        self._doubts = 0
 
     def split(
         self,
@@ -393,7 +397,10 @@ class DriftDetector:
         their author can make them up. ``partners``: with which this node has exchanged; keys are
         free, so others' records would make any majority.
         """
-        near, far, unknown, self.apart = {self._me}, set[str](), False, frozenset()
+        near = {self._me}
+        far = set[str]()
+        unknown = False
+        self.apart = frozenset()
         fragments = set[int]()
         there = {
             p: m
@@ -420,12 +427,14 @@ class DriftDetector:
                 far.add(peer)
                 fragments.add(shown[1])
         if not far or len(near) > len(far) or (len(near) == len(far) and min(near) < min(far)):
-            self._doubts, self.apart = 0, frozenset(far)
+            self._doubts = 0
+            self.apart = frozenset(far)
             return None
         self._doubts += 1
         if unknown and self._doubts < DOUBTS:
             return None
-        self._doubts, self.apart = 0, frozenset(far)
+        self._doubts = 0
+        self.apart = frozenset(far)
         return SplitDecision(frozenset(fragments), self.apart)
 
 
@@ -466,13 +475,17 @@ class Resynchronizer:
         clock: Callable[[], float] = time.monotonic,
         partners: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        self._membership, self._model, self._server, self._opt = membership, model, server, opt
+        self._membership = membership
+        self._model = model
+        self._server = server
+        self._opt = opt
         self._partners = partners
-        self._stats, self._moved, self._clock = stats or ExchangeStats(), moved, clock
+        self._stats = stats or ExchangeStats()
+        self._moved = moved
+        self._clock = clock
         self._diverged: set[int] = set()  # fragments
-        self._missed: Counter[int] = (
-            Counter()
-        )  # rounds of a fragment that this node has missed since it was with its group
+        # Rounds of a fragment that this node has missed since it was with its group.
+        self._missed: Counter[int] = Counter()
         self._late = (
             0  # rounds that this node's weights are behind its round, since it was with its group
         )
@@ -483,7 +496,9 @@ class Resynchronizer:
         self._afresh = False  # true if the state being fetched is to start from, as a newcomer does
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
-        self._began, self._began_s = 0, 0.0  # the round and the time in which the last try began
+        # the round and the time in which the last try began
+        self._began = 0
+        self._began_s = 0.0
         self._pause = self._next = (
             0  # the rounds to wait after a slow try in vain, and the round of the next one
         )
@@ -525,9 +540,8 @@ class Resynchronizer:
             return
         together = len(info.members) >= 2
         if not self._opt.anchored:
-            refusals = (
-                self._stats.turned_down()
-            )  # with a codec for pairs one that is far is met all the same
+            # With a codec for pairs one that is far is met all the same.
+            refusals = self._stats.turned_down()
             self._missed[fragment] = (
                 0 if together and not refusals else self._missed[fragment] + behind
             )
@@ -536,9 +550,8 @@ class Resynchronizer:
                 self._ask()
             return
         if behind:
-            self._opt.applied[fragment] = (
-                self._opt.round - 1
-            )  # or earlier: then the weights must come from a later round
+            # Or earlier: then the weights must come from a later round.
+            self._opt.applied[fragment] = self._opt.round - 1
             self._missed[fragment] += max(behind // self._opt.fragments, 1)
             self._late += behind
         if not together:
@@ -597,8 +610,10 @@ class Resynchronizer:
         """
         if self._pending is None or not self._pending.done():
             return False
-        fetched, self._pending = self._pending, None
-        afresh, self._afresh = self._afresh, False
+        fetched = self._pending
+        self._pending = None
+        afresh = self._afresh
+        self._afresh = False
         try:
             state = fetched.result()
         except (ShoalError, concurrent.futures.CancelledError) as error:
@@ -659,5 +674,8 @@ class Resynchronizer:
     def _returned(self) -> None:
         self._pause = self._next = 0
         self._diverged.clear()
-        self._preferred, self._afresh = frozenset(), False
-        self._server.diverged, self._tries, self._late = None, 0, 0
+        self._preferred = frozenset()
+        self._afresh = False
+        self._server.diverged = None
+        self._tries = 0
+        self._late = 0

@@ -325,7 +325,8 @@ async def _confirmed(
     place = {one.peer: number for number, one in enumerate(offers)}
 
     def rank(one: SnapshotOffer) -> tuple[int, int, bool, int, int]:
-        there, round = near[one.peer], one.header.round
+        there = near[one.peer]
+        round = one.header.round
         return (
             _ranges(there),
             len(there),
@@ -348,7 +349,8 @@ async def _sample(
     host: Host, swarm: str, offer: SnapshotOffer, chunks: Sequence[int], in_slow: int
 ) -> torch.Tensor:
     """Fetch the slow weights in ``chunks``: float32, one after another. Raises NetworkError."""
-    header, sources = offer.header, [offer.source]
+    header = offer.header
+    sources = [offer.source]
     digests = await fetch_digests(host, swarm, header, sources)
     sink = SampleSink()
     await download(host, swarm, header, digests, sources, sink, chunks)
@@ -407,7 +409,9 @@ class StateServer:
         clock: Callable[[], float] = time.monotonic,
         names: Sequence[str] = (),
     ) -> None:
-        self._host, self._swarm, self._model = host, swarm, model
+        self._host = host
+        self._swarm = swarm
+        self._model = model
         self._shapes = tuple(shapes)
         self._names = pack_names(names)
         self._wanted: dict[asyncio.Future[Snapshot | Answer], tuple[StateRequest, str]] = {}
@@ -415,9 +419,8 @@ class StateServer:
         self._places = StreamPlaces(MAX_WAITING)
         self._making = False
         self._resting: Callable[[], State] | None = None
-        self._copying = (
-            threading.Lock()
-        )  # held while the weights are copied in a block of `at_rest`
+        # Held while the weights are copied in a block of `at_rest`.
+        self._copying = threading.Lock()
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)
         self.diverged: int | None = (

@@ -47,8 +47,9 @@ from shoal.optim.exchange.base import OnDemand
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BorrowedPayload
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import Stream, running, short
-from shoal.swarm.pacing import slow_s
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import running
+from shoal.swarm.pacing.progress import extension_s
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes, unpack
 from shoal.swarm.wire.messages import ChunkReply, ChunkRequest, StateHeader
 
@@ -86,7 +87,8 @@ class Spool:
         """Return float32 values at ``offset``, mapped rather than read, while the tensor is used;
         changes stay in memory.
         """
-        count, before = math.prod(shape), offset % mmap.ALLOCATIONGRANULARITY
+        count = math.prod(shape)
+        before = offset % mmap.ALLOCATIONGRANULARITY
         if not count:
             return torch.empty(shape, device="cpu")
         pages = mmap.mmap(
@@ -103,7 +105,8 @@ class SpooledTensors(Sequence[Tensor]):
     """
 
     def __init__(self, spool: Spool, offset: int, shapes: Sequence[Shape]) -> None:
-        self._spool, self._shapes = spool, list(shapes)
+        self._spool = spool
+        self._shapes = list(shapes)
         self._offsets = list(
             itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=offset)
         )
@@ -223,7 +226,8 @@ def encode(state: State) -> Tensor | Spool:
     room.
     """
     payload = BorrowedPayload(OnDemand(state.tensors()), FLOAT32)
-    spool, offset = spool_for(payload.nbytes), 0
+    spool = spool_for(payload.nbytes)
+    offset = 0
     if spool is None:
         return payload.whole()
     for block in payload.blocks():
@@ -274,8 +278,10 @@ def read(snapshot: Snapshot, extra: Mapping[str, Sequence[Shape]]) -> State:
     """Return the state in a snapshot that fits (`StateQuery.check`); its tensors are views into the
     content.
     """
-    header, content = snapshot.header, snapshot.content
-    parts, at = [header.shapes, *(extra[name] for name, _ in header.extra)], 0
+    header = snapshot.header
+    content = snapshot.content
+    parts = [header.shapes, *(extra[name] for name, _ in header.extra)]
+    at = 0
     found: list[Sequence[Tensor]] = []
     for shapes in parts:
         size = FLOAT32.nbytes(shapes)
@@ -324,7 +330,8 @@ class SnapshotCache:
         possible one that nobody downloads.
         """
         with self._lock:
-            now, others = self._clock(), [id for id in self._held if id != snapshot.id]
+            now = self._clock()
+            others = [id for id in self._held if id != snapshot.id]
             for id in sorted(
                 others, key=lambda id: (self._held[id].busy(now), self._held[id].asked)
             )[: len(others) + 1 - KEPT]:
@@ -352,7 +359,8 @@ class SnapshotCache:
         finally:
             with self._lock:
                 if found is not None:
-                    found.readers, found.read = found.readers - 1, True
+                    found.readers = found.readers - 1
+                    found.read = True
 
     def expire(self) -> None:
         with self._lock:
@@ -447,7 +455,7 @@ class ChunkServer:
                     memoryview(bytearray()),
                     chunk_timeout=SMALL_S,
                     deadline=now + CHUNK_S,
-                    longest=now + slow_s(len(data)),
+                    longest=now + extension_s(len(data)),
                 )
 
 
@@ -472,13 +480,11 @@ class ChunkSource:
     def __init__(
         self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]
     ) -> None:
-        self._host, self._swarm, self._id, self.peer, self._addresses = (
-            host,
-            swarm,
-            id,
-            peer,
-            addresses,
-        )
+        self._host = host
+        self._swarm = swarm
+        self._id = id
+        self.peer = peer
+        self._addresses = addresses
         self._stream: Stream | None = None
 
     async def take(self, chunk: int | None, room: memoryview) -> None:
@@ -510,7 +516,7 @@ class ChunkSource:
             room,
             chunk_timeout=SMALL_S,
             deadline=now + CHUNK_S,
-            longest=now + slow_s(len(room)),
+            longest=now + extension_s(len(room)),
         )
 
     def close(self) -> None:
@@ -680,13 +686,11 @@ class _Download:
         plan: ChunkPlan,
     ) -> None:
         self.plan, self.wrong = plan, set[str]()
-        self._host, self._swarm, self._header, self._digests, self._sink = (
-            host,
-            swarm,
-            header,
-            digests,
-            sink,
-        )
+        self._host = host
+        self._swarm = swarm
+        self._header = header
+        self._digests = digests
+        self._sink = sink
         self._id = snapshot_id(header)
         self._gone: set[str] = set()
         self._change = asyncio.Event()

@@ -23,7 +23,7 @@ from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE
 from shoal.swarm.exchange.contribution import Outline
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.pacing import SLOWEST
+from shoal.swarm.pacing.progress import SLOWEST_BYTES_PER_S
 from shoal.swarm.state.selection import (
     ENOUGH,
     NoStateError,
@@ -172,7 +172,8 @@ class _StateInMemory:
     """
 
     def __init__(self, extra: Mapping[str, Sequence[Shape]], held: State | None) -> None:
-        self._extra, self._held = extra, held
+        self._extra = extra
+        self._held = held
 
     def unfinished(self) -> None:
         return None
@@ -230,9 +231,8 @@ async def choose_source(
         most,
     )
     for peer, error in errors.items():
-        level = (
-            logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO
-        )  # the others are raised below
+        # The others are raised below.
+        level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO
         log.log(level, "no weights from peer %s: %s", short(peer), error)
     if offers:
         if not query.confirmed:
@@ -267,17 +267,17 @@ async def fetch_into(
     Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download
     began and failed, or no second peer confirms the weights.
     """
-    swarm, opened, left_out = (
-        query.request.swarm,
-        dict[bytes, SinkT](),
-        set[str](),
-    )  # the sink of one snapshot at a time
+    # the sink of one snapshot at a time
+    swarm = query.request.swarm
+    opened = dict[bytes, SinkT]()
+    left_out = set[str]()
     problem = NetworkError("none of the peers that were asked could serve weights.")
     for attempt in range(query.attempts):
         asked = [to for to in sources if to[0] not in left_out]
         if not asked:
             break
-        header, offering = sinks.unfinished(), asked
+        header = sinks.unfinished()
+        offering = asked
         digests = None if header is None else await _digests_held(host, query, header, asked)
         if header is None or digests is None:
             try:
@@ -289,14 +289,17 @@ async def fetch_into(
             except UnconfirmedError as error:
                 problem = error
                 continue
-            header, digests, offering = chosen[0].header, None, [one.source for one in chosen]
+            header = chosen[0].header
+            digests = None
+            offering = [one.source for one in chosen]
             if len({peer for peer, _ in offering}) < ENOUGH:
                 log.info(
                     "the weights of round %d are those of peer %s",
                     header.round,
                     short(chosen[0].peer),
                 )
-        id, named = snapshot_id(header), {peer for peer, _ in offering}
+        id = snapshot_id(header)
+        named = {peer for peer, _ in offering}
         holders = [*offering, *(to for to in asked if to[0] not in named)]
         try:
             digests = digests or await fetch_digests(host, swarm, header, offering)
@@ -315,7 +318,8 @@ async def fetch_into(
             log.warning(
                 "the weights of round %d could not be fetched whole: %s", header.round, error
             )
-            problem, left_out = error, left_out | (named if len(named) == 1 < len(asked) else set())
+            problem = error
+            left_out = left_out | (named if len(named) == 1 < len(asked) else set())
             continue
         result = await sinks.finish(header, digests, opened[id])
         if result is not None:
@@ -355,7 +359,9 @@ def _fetching_s(query: StateQuery) -> float:
     """
     shapes = [*query.shapes, *(shape for shaped in query.extra.values() for shape in shaped)]
     nbytes = FLOAT32.nbytes(shapes)
-    return max(FETCH_S, ATTEMPTS * nbytes / LEAST_RATE, min(nbytes / SLOWEST, LARGEST_S))
+    return max(
+        FETCH_S, ATTEMPTS * nbytes / LEAST_RATE, min(nbytes / SLOWEST_BYTES_PER_S, LARGEST_S)
+    )
 
 
 def begin_fetch(

@@ -57,7 +57,9 @@ class Attestation(Message):
     (`sign_record`).
     """
 
-    KIND, LIMIT, AUTHOR = "attestation", 4 * KIB, "peer"
+    KIND = "attestation"
+    LIMIT = 4 * KIB
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     record: Annotated[bytes, Field(min_length=1, max_length=MAX_RECORD)]
@@ -85,7 +87,9 @@ class Attestations:
     """
 
     def __init__(self, gossip: Gossip, handler: Handler) -> None:
-        self._swarm, self._peer, self._handler = gossip.swarm, gossip.identity.peer_id, handler
+        self._swarm = gossip.swarm
+        self._peer = gossip.identity.peer_id
+        self._handler = handler
         self.topic = gossip.join(Attestation, self._take, QUOTA, INBOX)
 
     def publish(self, record: bytes, signature: bytes) -> None:
@@ -123,9 +127,8 @@ class Attestations:
 EVIDENCE_PROTOCOL = "/shoal/evidence/1"
 MAX_BODIES = 1024  # own ones, held at a time
 MAX_BYTES = 256 << 20  # of all of them
-MAX_FETCHED = (
-    64 << 20
-)  # bytes of others' bodies, which are handed out too and never push out an own one
+# Bytes of others' bodies, which are handed out too and never push out an own one.
+MAX_FETCHED = 64 << 20
 # Handed out to one peer in a minute. In bytes, everything once: no peer can drain a node's uplink
 # by asking again and again.
 BODY_QUOTA = RateLimit(messages=600, nbytes=MAX_BYTES)
@@ -221,7 +224,8 @@ class LogRequest(Message):
 class LogReply(Message):
     """The number of bytes that follow; None, and the reason, if the peer serves no log."""
 
-    KIND, LIMIT = "log-reply", 4 * KIB
+    KIND = "log-reply"
+    LIMIT = 4 * KIB
     nbytes: Annotated[int, Field(ge=0, le=MAX_LOG)] | None
     reason: Reason = ""
 
@@ -243,7 +247,9 @@ class LogServer:
         quota: RateLimit = LOG_QUOTA,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._swarm, self._make, self._clock = swarm, make, clock
+        self._swarm = swarm
+        self._make = make
+        self._clock = clock
         self._quotas = TokenBuckets(quota)
         self._worker = ThreadPoolExecutor(1, "shoal-log")
         self._made = Newest[int, tuple[float, bytes]](
@@ -256,7 +262,8 @@ class LogServer:
 
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(LogRequest.LIMIT, SMALL_S), LogRequest)
-        log, reason = b"", ""
+        log = b""
+        reason = ""
         if request.swarm != self._swarm:
             reason = f"this peer belongs to swarm {self._swarm}"
         elif not self._quotas.take(stream.peer_id, 1, 0):

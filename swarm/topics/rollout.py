@@ -158,7 +158,9 @@ class Rollout(Message):
     tokenizer has the digest ``tokenizer``: all three are given, or none.
     """
 
-    KIND, LIMIT, AUTHOR = "rollout", 4096 * KIB, "peer"
+    KIND = "rollout"
+    LIMIT = 4096 * KIB
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     env: EnvName
@@ -307,8 +309,10 @@ class RolloutPool:
         clock: Callable[[], float] = time.time,
         barred: Callable[[str], bool] = lambda peer: False,
     ) -> None:
-        self._swarm, self._peer = gossip.swarm, gossip.identity.peer_id
-        self._knows, self._clock = knows, clock
+        self._swarm = gossip.swarm
+        self._peer = gossip.identity.peer_id
+        self._knows = knows
+        self._clock = clock
         self._limits = limits or PoolLimits()
         self.barred = barred
         self._lock = threading.Lock()  # guards the next five
@@ -342,7 +346,8 @@ class RolloutPool:
 
         Raises pydantic's ValidationError.
         """
-        nonce, issued = secrets.token_bytes(16), self._clock()
+        nonce = secrets.token_bytes(16)
+        issued = self._clock()
         return Rollout(
             swarm=self._swarm,
             peer=self._peer,
@@ -366,7 +371,8 @@ class RolloutPool:
         """
         with self._lock:
             self._expire()
-            held, self._held = self._held, []
+            held = self._held
+            self._held = []
         barred = {peer for peer in {rollout.peer for rollout in held} if self.barred(peer)}
         drained = [rollout for rollout in held if rollout.peer not in barred]
         with self._lock:

@@ -129,7 +129,9 @@ class Status(Message):
     sees one bucket of it.
     """
 
-    KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"
+    KIND = "status"
+    LIMIT = 8 * KIB
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -198,7 +200,9 @@ class RecordPublisher(Generic[M]):
         handler: Handler[M] | None = None,
         beat: float = BEAT_S,
     ) -> None:
-        self._make, self._members, self._beat = make, members, beat
+        self._make = make
+        self._members = members
+        self._beat = beat
         self.topic = gossip.join(kind, handler)
         self._errors = gossip.host.internal_errors
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -256,7 +260,9 @@ class StatusReporter:
         clock: Callable[[], float] = time.monotonic,
         folder: Path | None = None,
     ) -> None:
-        self._membership, self._name, self._clock = membership, name, clock
+        self._membership = membership
+        self._name = name
+        self._clock = clock
         self.tally = Tally(
             membership.host.peer_id, membership.swarm, None if folder is None else folder / NAME
         )
@@ -295,7 +301,8 @@ class StatusReporter:
     def progress(self, now: Mapping[str, Any]) -> None:
         """Note the progress of training: the fields of `Status` about it."""
         with self._lock:
-            before, self._now = self._now, dict(now)
+            before = self._now
+            self._now = dict(now)
         if now["state"] != before["state"]:
             self._publisher.hint()
         if self._clock() - self._saved >= SAVE_S and not self._saver.is_alive():
@@ -412,12 +419,15 @@ class StatusReporter:
             }
 
     def status(self) -> Status:
-        host, directory = self._membership.host, self._membership.directory
+        host = self._membership.host
+        directory = self._membership.directory
         in_a_bucket = bool(self._membership.manifest.bucket) and (size := directory.size()) > len(
             directory.members()
         )
         with self._lock:
-            now, more, rounds = dict(self._now), dict(self._more), tuple(self._rounds)
+            now = dict(self._now)
+            more = dict(self._more)
+            rounds = tuple(self._rounds)
             counted = {"daemon-restarts": host.restarts, "internal": host.internal_errors.total}
             faults = self._faults + Counter(counted)
         return Status(

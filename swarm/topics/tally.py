@@ -105,7 +105,9 @@ class Receipts(Message):
     `Work`).
     """
 
-    KIND, LIMIT, AUTHOR = "receipts", 2 * KIB, "peer"
+    KIND = "receipts"
+    LIMIT = 2 * KIB
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     issued: Moment
@@ -146,16 +148,19 @@ class Tally:
     def __init__(
         self, me: str, swarm: str, path: Path | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        self.me, self.swarm, self._path, self._clock = me, swarm, path, clock
-        self._lock, self._saving = threading.Lock(), threading.Lock()
+        self.me = me
+        self.swarm = swarm
+        self._path = path
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._saving = threading.Lock()
         self._took: dict[str, Work] = {}
         self._said: dict[
             str, tuple[Work, float]
         ] = {}  # of each peer what was signed last, and when
-        self._made, self._before = (
-            [0, 0],
-            0,
-        )  # rollouts and votes of this node; rollouts of earlier runs
+        # rollouts and votes of this node; rollouts of earlier runs
+        self._made = [0, 0]
+        self._before = 0
         self._kept: dict[str, _Kept] = {}
         """Of each signer its newest receipt that names this node; what it signed before it lost its
         counts is gone with them.
@@ -193,7 +198,8 @@ class Tally:
         oldest; None if there is nobody.
         """
         with self._lock:
-            now, said = self._clock(), self._said
+            now = self._clock()
+            said = self._said
             order = sorted(
                 self._took,
                 key=lambda peer: (
@@ -295,7 +301,8 @@ class Tally:
             signed = Receipts(swarm=self.swarm, peer=self.me, issued=0.0, work=((peer, *work),))
             self._took[peer] = signed.of(peer) or Work()
         rollouts, votes = map(int, found["made"])
-        self._made, self._before = [rollouts, votes], rollouts
+        self._made = [rollouts, votes]
+        self._before = rollouts
         for text, place in found["kept"]:
             sealed = base64.b64decode(text)
             self.take(unseal(sealed, Receipts)[1], sealed, str(place)[:64])

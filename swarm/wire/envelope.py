@@ -40,7 +40,9 @@ MAX_COUNT = 2**53  # steps, rounds: exact in every language's numbers
 MAX_BYTES = 2**40
 MAX_REAL = 1e30  # whose squares can be summed
 MAX_SHARE = 1e6
-MIN_RATE, MAX_RATE = 1e-9, 1e15  # a second; means and inverses of such are finite
+# a second; means and inverses of such are finite
+MIN_RATE = 1e-9
+MAX_RATE = 1e15
 MAX_EXTRA = 8  # tensors for each parameter that a rule may share
 MAX_BLAMED = 4  # (peer, failure) pairs in a record: the most frequent ones
 SKETCH = 4  # numbers in a sketch of the slow weights
@@ -254,13 +256,15 @@ def fresh_nonce() -> bytes:
 
 
 KIB = 1024
-MAX_MESSAGE = (
-    256 * KIB
-)  # bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error
+# Bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error.
+MAX_MESSAGE = 256 * KIB
 ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 
 # Containers in one message: no schema needs more, and every one that is announced costs memory.
-_ARRAY_LENGTH, _MAP_LENGTH, _ARRAYS, _MAPS = 16, 64, 64, 8
+_ARRAY_LENGTH = 16
+_MAP_LENGTH = 64
+_ARRAYS = 64
+_MAPS = 8
 _HEAD = 96  # bytes that surely hold the kind and version
 _DECODE_ERRORS = (
     ValueError,
@@ -389,7 +393,9 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
     unpacker = msgpack.Unpacker(use_list=False, max_array_len=3, max_map_len=0, max_ext_len=0)
     unpacker.feed(data[:_HEAD])
     try:
-        length, name, version = unpacker.read_array_header(), unpacker.unpack(), unpacker.unpack()
+        length = unpacker.read_array_header()
+        name = unpacker.unpack()
+        version = unpacker.unpack()
     except _DECODE_ERRORS as error:
         short = len(data) < _HEAD and isinstance(error, msgpack.exceptions.OutOfData)
         raise _malformed(
@@ -408,7 +414,8 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
             "kind",
         )
     if version != kind.VERSION:
-        where, spoken = "here" if version > kind.VERSION else "there", kind.VERSION
+        where = "here" if version > kind.VERSION else "there"
+        spoken = kind.VERSION
         raise MessageError(
             f"The peer's {name} has version {version}, this node speaks {spoken}: update shoal "
             f"{where}.",

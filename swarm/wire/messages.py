@@ -72,7 +72,10 @@ class Member(Message):
     last step is done, and it waits for the others to average once more: it is in no more rounds.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "member", 2, 5 * KIB, "peer"
+    KIND = "member"
+    VERSION = 2
+    LIMIT = 5 * KIB
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -127,7 +130,8 @@ class ManifestRequest(Message):
 class ManifestReply(Message):
     """The sealed manifest, or None and the reason."""
 
-    KIND, LIMIT = "manifest-reply", 64 * KIB
+    KIND = "manifest-reply"
+    LIMIT = 64 * KIB
     manifest: Annotated[bytes, Field(max_length=60 * KIB)] | None
     swarm: SwarmId
     reason: Reason = ""
@@ -138,7 +142,8 @@ class AdmissionReply(Message):
     is refused.
     """
 
-    KIND, LIMIT = "admission-reply", 4 * KIB
+    KIND = "admission-reply"
+    LIMIT = 4 * KIB
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
     reason: Reason = ""
 
@@ -155,7 +160,8 @@ class Offer(Message):
     ``sha256``.
     """
 
-    KIND, LIMIT = "offer", 1024 * KIB
+    KIND = "offer"
+    LIMIT = 1024 * KIB
     swarm: SwarmId
     round: Count
     fragment: Count
@@ -172,7 +178,8 @@ class Offer(Message):
 class Answer(Message):
     """The reply to an offer; ``round`` is the answering peer's own."""
 
-    KIND, LIMIT = "answer", 4 * KIB
+    KIND = "answer"
+    LIMIT = 4 * KIB
     verdict: Literal["accept", "wait", "busy", "passed", "refuse"]
     reason: Reason = ""
     round: Count
@@ -181,7 +188,9 @@ class Answer(Message):
 class Ready(Message):
     """Message that the sender holds the whole verified contribution of its partner."""
 
-    KIND, VERSION, LIMIT = "ready", 2, MAX_REFUSED + KIB
+    KIND = "ready"
+    VERSION = 2
+    LIMIT = MAX_REFUSED + KIB
     nonce: Nonce
     sha256: Sha256
     refused: Refused = b""
@@ -190,7 +199,9 @@ class Ready(Message):
 class Commit(Message):
     """Decision to apply the exchange on both sides."""
 
-    KIND, VERSION, LIMIT = "commit", 2, MAX_REFUSED + KIB
+    KIND = "commit"
+    VERSION = 2
+    LIMIT = MAX_REFUSED + KIB
     nonce: Nonce
     refused: Refused = b""
 
@@ -198,7 +209,8 @@ class Commit(Message):
 class Abort(Message):
     """Decision that neither side applies the exchange."""
 
-    KIND, LIMIT = "abort", 4 * KIB
+    KIND = "abort"
+    LIMIT = 4 * KIB
     nonce: Nonce
     reason: Reason = ""
 
@@ -213,15 +225,16 @@ class OutcomeRequest(Message):
 class OutcomeReply(Message):
     """The outcome of the exchange on the replying side."""
 
-    KIND, VERSION, LIMIT = "outcome-reply", 2, MAX_REFUSED + KIB
+    KIND = "outcome-reply"
+    VERSION = 2
+    LIMIT = MAX_REFUSED + KIB
     outcome: Literal["committed", "aborted", "unknown"]
     refused: Refused = b""
 
 
 MAX_GROUP = 64  # members, each a bit of one number
-LARGEST_GROUP = (
-    MAX_GROUP - 1
-)  # that a swarm may ask for: of several groups one may be larger by one
+# That a swarm may ask for: of several groups one may be larger by one.
+LARGEST_GROUP = MAX_GROUP - 1
 MAX_PATIENCE = 3600.0  # seconds
 
 Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
@@ -258,7 +271,8 @@ class GroupReceipt(Message):
     ``addresses``; may also follow later.
     """
 
-    KIND, LIMIT = "group-receipt", 4 * KIB
+    KIND = "group-receipt"
+    LIMIT = 4 * KIB
     verdict: Literal["noted", "passed", "elsewhere", "busy", "refuse"]
     reason: Reason = ""
     round: Count
@@ -282,7 +296,8 @@ class GroupFormed(Message):
     for another.
     """
 
-    KIND, LIMIT = "group-formed", MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
+    KIND = "group-formed"
+    LIMIT = MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
     nonce: Nonce
     reduction: Literal["gather", "allreduce"]
     alone: bool
@@ -342,7 +357,8 @@ class GroupReply(Message):
     does not have it.
     """
 
-    KIND, LIMIT = "group-reply", 2 * KIB
+    KIND = "group-reply"
+    LIMIT = 2 * KIB
     decision: Annotated[bytes, Field(max_length=KIB + ENVELOPE)] | None
 
 
@@ -373,7 +389,9 @@ class StateHeader(Message):
     in it. The header is the same on all peers that hold the same snapshot.
     """
 
-    KIND, VERSION, LIMIT = "state-header", 2, 1024 * KIB
+    KIND = "state-header"
+    VERSION = 2
+    LIMIT = 1024 * KIB
     round: Count
     nbytes: Bytes
     shapes: Shapes
@@ -398,12 +416,14 @@ class ChunkRequest(Message):
 class ChunkReply(Message):
     """The number of bytes that follow; 0: the chunk is not held, for ``reason``."""
 
-    KIND, LIMIT = "piece-reply", 4 * KIB
+    KIND = "piece-reply"
+    LIMIT = 4 * KIB
     nbytes: Bytes
     reason: Reason = ""
 
 
-SEED_PROTOCOL, SEEN_PROTOCOL = "/shoal/seed/1", "/shoal/seen/1"
+SEED_PROTOCOL = "/shoal/seed/1"
+SEEN_PROTOCOL = "/shoal/seen/1"
 MAX_NAMED = 8  # members that a bootstrap node names at once
 MAX_TOPICS = 8  # of one swarm that a member names
 
@@ -419,7 +439,8 @@ class SeedRequest(Message):
     bootstrap node shall forward.
     """
 
-    KIND, LIMIT = "seed-request", 8 * KIB
+    KIND = "seed-request"
+    LIMIT = 8 * KIB
     swarm: SwarmId
     record: Record | None = None
     topics: Annotated[tuple[Topic, ...], Field(max_length=MAX_TOPICS)] = ()
@@ -430,7 +451,8 @@ class SeedReply(Message):
     not.
     """
 
-    KIND, LIMIT = "seed-reply", 48 * KIB
+    KIND = "seed-reply"
+    LIMIT = 48 * KIB
     members: Annotated[tuple[Record, ...], Field(max_length=MAX_NAMED)] = ()
     reason: Reason = ""
 
@@ -451,7 +473,9 @@ class Announcement(Message):
     was not measured; ``device``, on what it computes: cpu, cuda, xpu or mps.
     """
 
-    KIND, LIMIT, AUTHOR = "announcement", 13 * KIB, "peer"
+    KIND = "announcement"
+    LIMIT = 13 * KIB
+    AUTHOR = "peer"
     swarm: SwarmId
     peer: PeerId
     manifest: Annotated[bytes, Field(max_length=MAX_MANIFEST)]
@@ -471,7 +495,8 @@ class SwarmsRequest(Message):
     ``announcement``: the sender's own sealed `Announcement`, to be listed to others.
     """
 
-    KIND, LIMIT = "swarms-request", 14 * KIB
+    KIND = "swarms-request"
+    LIMIT = 14 * KIB
     after: SwarmId | None = None
     announcement: Sealed | None = None
 
@@ -481,7 +506,8 @@ class ListedSwarm(Message):
     knows, and some of their records.
     """
 
-    KIND, LIMIT = "listed-swarm", 24 * KIB
+    KIND = "listed-swarm"
+    LIMIT = 24 * KIB
     announcement: Sealed
     peers: Count
     contacts: Annotated[tuple[Record, ...], Field(max_length=MAX_CONTACTS)] = ()
@@ -493,7 +519,8 @@ class SwarmsReply(Message):
     ``reason``: why the announcement was refused, if it was.
     """
 
-    KIND, LIMIT = "swarms-reply", 98 * KIB
+    KIND = "swarms-reply"
+    LIMIT = 98 * KIB
     swarms: Annotated[
         tuple[Annotated[bytes, Field(max_length=ListedSwarm.LIMIT)], ...],
         Field(max_length=MAX_LISTED),

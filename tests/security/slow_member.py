@@ -17,7 +17,7 @@ PIECES, APART_S = 24, 4.5  # a receiver takes 5 s of silence for a broken link
 
 
 async def in_pieces(self, out, most, can_write):
-    while left := out.block():
+    while left := out.next_size():
         await asyncio.sleep(APART_S)
         await can_write()
         self._writer.transport.write(out.take(min(-(-out.nbytes // PIECES), left)))

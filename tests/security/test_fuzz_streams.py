@@ -42,7 +42,7 @@ from shoal.swarm.p2p.reachability import (
     ThroughputProbe,
 )
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed import Seed
 from shoal.swarm.topics.attestation import LogRequest, LogServer
 from shoal.swarm.wire.envelope import pack

@@ -35,7 +35,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import NONCES
 from tests.sim.clock import Process, Stuck, VirtualLoop
 from tests.sim.memory_stream import NOTHING, MemoryLink, MemoryTransport, streams_of

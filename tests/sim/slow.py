@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shoal.swarm.p2p.stream import Stream, _Outgoing
+from shoal.swarm.p2p.bulk import Outgoing
+from shoal.swarm.p2p.stream import Stream
 from tests.sim.faults import Fault
 from tests.sim.memory_stream import NOTHING
 from tests.sim.peers import Setting, SimSwarm
@@ -32,9 +33,9 @@ class InPieces(Stream):
     """
 
     async def _pump(
-        self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
+        self, out: Outgoing, most: int, can_write: Callable[[], Awaitable[None]]
     ) -> None:
-        while left := out.block():
+        while left := out.next_size():
             await asyncio.sleep(SECONDS["pieces"])
             await can_write()
             self._writer.transport.write(out.take(min(-(-out.nbytes // PIECES), left)))

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from tests.sim.memory_stream import WINDOW, stream_pair
 
 

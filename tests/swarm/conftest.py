@@ -20,7 +20,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from tests.support.loop_thread import LoopThread
 from tests.support.records import member_of
 from tests.support.waiting import until

@@ -70,8 +70,9 @@ from shoal.swarm.exchange.group.roster import (
     open_roster,
     ready_message,
 )
-from shoal.swarm.p2p.stream import Stream, first_of, short, stop
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import first_of, stop
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.messages import (
     LARGEST_GROUP,

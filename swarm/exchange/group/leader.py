@@ -40,7 +40,8 @@ from shoal.swarm.exchange.group.roster import (
 )
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import Newest, StreamPlaces
-from shoal.swarm.p2p.stream import Stream, first_of, running, short
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import first_of, running
 from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
     MAX_GROUP,

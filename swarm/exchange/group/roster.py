@@ -16,7 +16,8 @@ from shoal.optim.exchange.base import counted_weights, order
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PassedOver, PeerContext, RoundEvidence
 from shoal.swarm.exchange.contribution import EncodedContribution
-from shoal.swarm.p2p.stream import Stream, short, stop
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
 from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
 

@@ -57,7 +57,8 @@ from shoal.swarm.exchange.pair.transfer import (
 )
 from shoal.swarm.internal_errors import InternalError
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import Stream, first_of, race, running, short, stop
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Answer, Member, Offer
 
@@ -367,12 +368,14 @@ class PairState:
         )
         over: dict[str, int] = {}
         if (
-            stream.tries and given_up
+            stream.is_trial and given_up
         ):  # a slow way that both tried costs a round, and is not the peer's cost
             pairing.broken = True
             return None
         if (
-            (received is not None or given_up) and held < 2 * longest + called and not stream.tries
+            (received is not None or given_up)
+            and held < 2 * longest + called
+            and not stream.is_trial
         ):  # else broken off, or this one slept
             took = loop.time() - began
             over = self.time.spent(
@@ -661,7 +664,7 @@ class Caller:
             try:
                 await stream.send(offer, max(until - loop.time(), 0.01))
                 welcome = self._welcome and pairing.usual and peer == pairing.partner
-                if opened is None and welcome and not stream.chosen:
+                if opened is None and welcome and not stream.has_choice:
                     # The other one's call, if it is there, counts less. From a peer that is there
                     # an answer comes at once.
                     first = self._state.rank(
@@ -691,7 +694,7 @@ class Caller:
                     ahead.cancel()
             answer = unpack(answered, Answer)
             if answer.verdict != "accept":
-                well = answer.verdict != "refuse" and not stream.ahead
+                well = answer.verdict != "refuse" and not stream.is_ahead
                 self._note(pairing, mine, answer)
                 return None
             mine.step = Step.ACCEPTED
@@ -715,7 +718,7 @@ class Caller:
             well = received is not None
             return received
         finally:
-            self._welcome &= not stream.ahead
+            self._welcome &= not stream.is_ahead
             self._kept.keep(stream) if well else stream.close()
 
     async def _answered(self, stream: Stream, pairing: PairingAttempt, seconds: float) -> bytes:
@@ -740,7 +743,7 @@ class Caller:
                         probe.result()
                 except NetworkError:
                     stream.failed()
-                    if stream.way == stream.peer_id:
+                    if not stream.is_punched:
                         self._state.selector.failed(stream.peer_id)
                     raise
                 finally:

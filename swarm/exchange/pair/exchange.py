@@ -94,7 +94,7 @@ from shoal.swarm.exchange.pair.calls import (
     Step,
 )
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
-from shoal.swarm.p2p.stream import first_of, race, running
+from shoal.swarm.p2p.tasks import first_of, race, running
 from shoal.swarm.wire.messages import Member
 
 TRIED = (

@@ -28,7 +28,7 @@ from shoal.swarm.errors import NetworkError, printable
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.state import sync
 from shoal.swarm.state.selection import SnapshotOffer
 from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode

@@ -11,7 +11,7 @@ from shoal.swarm.exchange.context import (
     TrainingTime,
 )
 from shoal.swarm.exchange.group.leader import moved
-from shoal.swarm.pacing import SLOW_S, SLOWEST
+from shoal.swarm.pacing.progress import MAX_EXTENSION_S, SLOWEST_BYTES_PER_S
 from shoal.swarm.state.selection import MAKE_S, making_s
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, StateQuery, _fetching_s
 from shoal.swarm.wire.messages import StateRequest
@@ -28,8 +28,8 @@ def test_the_setting_is_the_least_and_bytes_give_more():
 
 def test_a_round_has_time_for_its_parts():
     quick, slow = rounds_at(), rounds_at(0.0, 300.0, 600.0)
-    assert quick.limit(SMALL, 0) == 10.0 + SMALL / SLOWEST + 8 * 5.0
-    assert slow.limit(REAL, 0) == 60.0 + SLOW_S + 8 * 5.0
+    assert quick.limit(SMALL, 0) == 10.0 + SMALL / SLOWEST_BYTES_PER_S + 8 * 5.0
+    assert slow.limit(REAL, 0) == 60.0 + MAX_EXTENSION_S + 8 * 5.0
 
 
 @pytest.mark.parametrize(("members", "times"), [(2, 2), (3, 2), (4, 3), (16, 15)])

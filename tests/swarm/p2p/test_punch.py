@@ -28,7 +28,7 @@ from shoal.swarm.p2p.punch import (
     usable,
 )
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack
 from tests.sim.memory_stream import stream_pair
 
@@ -314,9 +314,9 @@ async def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_
 
 async def test_streams_go_by_the_relay_where_exchanges_move_more_by_it(world):
     await world.puncher._try(SECOND)
-    ways, past = world.puncher._traffic.ways, world.side.peer_id
+    ways, past = world.puncher._traffic.routes, world.side.peer_id
     stream = await world.puncher.open(SECOND, "/x/1")
-    assert (stream.peer_id, stream.way, world.puncher.punched()) == (SECOND, past, True)
+    assert (stream.peer_id, stream.daemon_id, world.puncher.punched()) == (SECOND, past, True)
     ways.note(SECOND, True, 1e6)
     ways.note(SECOND, False, 2e6)
     assert await world.puncher.open(SECOND, "/x/1") is None
@@ -417,7 +417,7 @@ async def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_a
     """Its connections are dead, but each stream over one would wait for seconds before it goes by
     the relay. What was measured before counts no more, here or at the members.
     """
-    ways = world.puncher._traffic.ways
+    ways = world.puncher._traffic.routes
 
     await world.puncher._ask(world.other)
     (before,) = world.started

@@ -32,7 +32,7 @@ from shoal.swarm.p2p.reachability import (
     reach_of,
 )
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack
 
 PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"

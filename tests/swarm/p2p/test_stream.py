@@ -12,8 +12,10 @@ import pytest
 import uvloop
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.stream import CHUNK, Stream
-from shoal.swarm.pacing import LARGE, TrafficMeter
+from shoal.swarm.p2p.bulk import CHUNK_BYTES
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.routes import MEASURED_BYTES
 
 PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 
@@ -44,35 +46,39 @@ async def swap(stream, out, into, **options):
 
 @pytest.mark.parametrize(
     ("out", "into", "measured"),
-    [(LARGE, LARGE, True), (LARGE, LARGE - 1, False), (4 * LARGE, 0, False)],
+    [
+        (MEASURED_BYTES, MEASURED_BYTES, True),
+        (MEASURED_BYTES, MEASURED_BYTES - 1, False),
+        (4 * MEASURED_BYTES, 0, False),
+    ],
 )
 async def test_many_bytes_each_way_measure_their_way(out, into, measured):
     async with pair() as (a, b):
-        a.way = "past"
+        a.daemon_id = "past"
         await asyncio.gather(
             swap(a, bytes(out), bytearray(into)), swap(b, bytes(into), bytearray(out))
         )
-        assert (a._traffic.ways.rate() > 0) is measured
-        assert a._traffic.ways.best(PEER) is not measured  # the other way is not known
+        assert (a._traffic.routes.rate() > 0) is measured
+        assert a._traffic.routes.best(PEER) is not measured  # the other way is not known
 
 
 async def test_a_way_by_which_nothing_comes_is_left_for_the_other():
     async with pair() as (a, _b):
-        a.way = "past"
-        a._traffic.ways.note(PEER, True, 2e6)
-        a._traffic.ways.note(PEER, False, 1e6)
+        a.daemon_id = "past"
+        a._traffic.routes.note(PEER, True, 2e6)
+        a._traffic.routes.note(PEER, False, 1e6)
         with pytest.raises(NetworkError, match="no byte for"):
-            await swap(a, bytes(LARGE), bytearray(LARGE), chunk_timeout=0.05)
-        assert not a._traffic.ways.choose(PEER)
+            await swap(a, bytes(MEASURED_BYTES), bytearray(MEASURED_BYTES), chunk_timeout=0.05)
+        assert not a._traffic.routes.choose(PEER)
 
 
 async def test_a_peer_that_had_gone_on_does_not_count_against_its_way():
     async with pair() as (a, b):
-        a._traffic.ways.note(PEER, False, 2e6)
+        a._traffic.routes.note(PEER, False, 2e6)
         b.close()
         with pytest.raises(NetworkError):
-            await swap(a, bytes(LARGE), bytearray(LARGE))
-        assert a._traffic.ways.rate() == 2e6
+            await swap(a, bytes(MEASURED_BYTES), bytearray(MEASURED_BYTES))
+        assert a._traffic.routes.rate() == 2e6
 
 
 async def test_messages_keep_their_order_and_bounds():
@@ -102,7 +108,8 @@ async def test_an_announced_size_over_the_limit_is_refused_unread():
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [(5 * CHUNK + 3, 2 * CHUNK), (0, 3 * CHUNK), (1, 0), (0, 0), (70_000, 7)]
+    ("left", "right"),
+    [(5 * CHUNK_BYTES + 3, 2 * CHUNK_BYTES), (0, 3 * CHUNK_BYTES), (1, 0), (0, 0), (70_000, 7)],
 )
 async def test_swap_both_ways_then_messages_again(left, right):
     async with pair() as (a, b):
@@ -134,7 +141,7 @@ async def test_swap_both_ways_then_messages_again(left, right):
 
 async def test_many_swaps_on_one_stream():
     async with pair() as (a, b):
-        for size in (1, CHUNK, 3 * CHUNK - 1, 10):
+        for size in (1, CHUNK_BYTES, 3 * CHUNK_BYTES - 1, 10):
             x, y = os.urandom(size), os.urandom(size)
             into_a, into_b = bytearray(size), bytearray(size)
             await asyncio.gather(swap(a, x, into_a), swap(b, y, into_b))
@@ -143,7 +150,7 @@ async def test_many_swaps_on_one_stream():
 
 async def test_the_outgoing_buffer_is_free_when_swap_returns():
     async with pair() as (a, b):
-        out, into = bytearray(b"1" * 3 * CHUNK), bytearray(3 * CHUNK)
+        out, into = bytearray(b"1" * 3 * CHUNK_BYTES), bytearray(3 * CHUNK_BYTES)
 
         async def send():
             await swap(a, out, bytearray())
@@ -160,11 +167,11 @@ def test_a_stream_that_is_kept_keeps_neither_buffer_nor_who_was_told_of_progress
 
     async def kept():
         async with pair() as (a, b):
-            out, into, told = bytearray(3 * CHUNK), bytearray(3 * CHUNK), Told()
+            out, into, told = bytearray(3 * CHUNK_BYTES), bytearray(3 * CHUNK_BYTES), Told()
             gone = weakref.ref(told)
             await asyncio.gather(
                 swap(a, out, into, on_progress=told),
-                swap(b, bytes(3 * CHUNK), bytearray(3 * CHUNK)),
+                swap(b, bytes(3 * CHUNK_BYTES), bytearray(3 * CHUNK_BYTES)),
             )
             del told
             gc.collect()
@@ -193,7 +200,7 @@ async def test_eof_before_the_last_byte_is_a_failure():
 
 async def test_a_peer_that_vanishes_while_we_send():
     async with pair() as (a, b):
-        task = asyncio.ensure_future(swap(a, bytes(50 * CHUNK), bytearray(CHUNK)))
+        task = asyncio.ensure_future(swap(a, bytes(50 * CHUNK_BYTES), bytearray(CHUNK_BYTES)))
         await b._reader.readexactly(10)
         b.abort()
         with pytest.raises(NetworkError, match="ended early"):
@@ -204,7 +211,7 @@ async def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
     async with pair() as (a, _b):
         began = time.monotonic()
         with pytest.raises(NetworkError, match=r"sent no byte for 0\.3 s"):
-            await swap(a, bytes(50 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3)
+            await swap(a, bytes(50 * CHUNK_BYTES), bytearray(CHUNK_BYTES), chunk_timeout=0.3)
         assert time.monotonic() - began > 0.25
 
 
@@ -214,7 +221,7 @@ async def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(firs
 
         async def take():
             b._writer.write(first)
-            while await b._reader.read(CHUNK // 4):
+            while await b._reader.read(CHUNK_BYTES // 4):
                 await asyncio.sleep(0.05)
 
         taking = asyncio.ensure_future(take())
@@ -223,8 +230,8 @@ async def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(firs
         ):  # and not only at the deadline
             await swap(
                 a,
-                bytes(500 * CHUNK),
-                bytearray(CHUNK),
+                bytes(500 * CHUNK_BYTES),
+                bytearray(CHUNK_BYTES),
                 chunk_timeout=0.3,
                 deadline=time.monotonic() + 20,
             )
@@ -234,13 +241,13 @@ async def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(firs
 async def test_a_slow_peer_is_not_silent():
     async with pair() as (a, b):
         size = (
-            2 * CHUNK
+            2 * CHUNK_BYTES
         )  # all fits the write buffer at once: only its draining shows that the peer lives
 
         async def slowly():
             left = size
             while left:
-                left -= len(await b._reader.readexactly(min(left, CHUNK // 4)))
+                left -= len(await b._reader.readexactly(min(left, CHUNK_BYTES // 4)))
                 await asyncio.sleep(0.1)
 
         await asyncio.gather(swap(a, bytes(size), bytearray(), chunk_timeout=0.4), slowly())
@@ -256,7 +263,7 @@ async def test_the_deadline_ends_a_transfer_that_progresses():
 
         dripping = asyncio.ensure_future(drip())
         with pytest.raises(NetworkError, match="deadline"):
-            await swap(a, b"", bytearray(CHUNK), chunk_timeout=5, deadline=soon(0.3))
+            await swap(a, b"", bytearray(CHUNK_BYTES), chunk_timeout=5, deadline=soon(0.3))
         await dripping
 
 
@@ -271,7 +278,7 @@ async def test_a_failing_progress_callback_reaches_the_caller():
             await swap(a, b"", bytearray(10), on_progress=fail)
 
 
-@pytest.mark.parametrize("size", [1, LARGE, 5 * CHUNK + 7])
+@pytest.mark.parametrize("size", [1, MEASURED_BYTES, 5 * CHUNK_BYTES + 7])
 @pytest.mark.parametrize("there", [False, True])
 async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
     """While messages come the other way; ``there``: what came ahead was received before the
@@ -286,7 +293,7 @@ async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
             bytearray(size),
         )
         a.send_ahead(memoryview(out))
-        assert a.ahead
+        assert a.is_ahead
         assert not a.idle
         await b.send(b"word", 5)
         assert await a.receive(10, 5) == b"word"
@@ -294,7 +301,7 @@ async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
         if there:
             receiving = asyncio.ensure_future(b.receive_ahead(memoryview(into), arrived.append))
             while arrived[-1] < min(
-                size, CHUNK
+                size, CHUNK_BYTES
             ):  # of a large one the rest has to wait for the swap
                 await asyncio.sleep(0.001)
             receiving.cancel()
@@ -310,12 +317,12 @@ async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
 
 async def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_sent_ahead():
     async with pair() as (a, b):
-        a.send_ahead(memoryview(bytes(8 * CHUNK)))
+        a.send_ahead(memoryview(bytes(8 * CHUNK_BYTES)))
         await asyncio.sleep(0)
         a.close()
         arrived = [0]
-        await b.receive_ahead(memoryview(bytearray(8 * CHUNK)), arrived.append)  # to its end
-        assert arrived[-1] < 8 * CHUNK
+        await b.receive_ahead(memoryview(bytearray(8 * CHUNK_BYTES)), arrived.append)  # to its end
+        assert arrived[-1] < 8 * CHUNK_BYTES
         assert not await b.more(5)
 
 

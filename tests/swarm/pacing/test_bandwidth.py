@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from shoal.swarm import pacing
-from shoal.swarm.pacing import BURST_S, CHUNK_S, BandwidthLimiter
+from shoal.swarm.pacing import bandwidth
+from shoal.swarm.pacing.bandwidth import BURST_S, CHUNK_S, BandwidthLimiter
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(pacing.asyncio, "sleep", self.sleep)
+        monkeypatch.setattr(bandwidth.asyncio, "sleep", self.sleep)
 
     def __call__(self):
         return self.now

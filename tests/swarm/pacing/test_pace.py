@@ -8,8 +8,12 @@ import statistics
 
 import pytest
 
-from shoal.swarm import pacing
-from shoal.swarm.pacing import Echo, Pacer, TrafficMeter
+from shoal.swarm.pacing import pacer as pacers
+from shoal.swarm.pacing.link import EMPTY_DELAY_VALID_S
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.pace import MAX_PONG_TIMEOUT_S, PING_GAP_BYTES, Echo
+from shoal.swarm.pacing.pacer import Pacer
+from shoal.swarm.pacing.window import SURPLUS_BYTES
 from tests.sim.clock import VirtualLoop
 
 MBIT, MB = 125_000, 1_000_000
@@ -139,7 +143,7 @@ def test_a_slow_uplink_is_used_and_small_messages_hardly_wait(loop, mbit, delay)
     assert max(wait for _, wait in waits) < 1.2
     late = [wait for at, wait in waits if at > 5]
     assert max(late) < 1.0
-    assert statistics.mean(late) < 0.1 + 1.2 * pacing.SURPLUS / (mbit * MBIT)
+    assert statistics.mean(late) < 0.1 + 1.2 * SURPLUS_BYTES / (mbit * MBIT)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +182,10 @@ def test_a_window_that_holds_short_transfers_back_grows_from_one_to_the_next(loo
 
     async def often():
         await net.send(40 * MB)
-        net.pacer._paces["b"].window, net.pacer._paces["b"]._young = (
-            MB / 2,
-            False,
-        )  # as after a moment in which this machine was busy
+        # as after a moment in which this machine was busy
+        window = net.pacer._paces["b"].window
+        window.nbytes = MB / 2
+        window.young = False
         for _ in range(6):
             began = loop.time()
             await net.send(MB)
@@ -368,7 +372,7 @@ def test_another_way_through_the_network_is_learnt_from_one_transfer(loop):
             began = loop.time()
             await net.send(MB)
             took.append(loop.time() - began)
-            await asyncio.sleep(pacing.EMPTY_S / 12)
+            await asyncio.sleep(EMPTY_DELAY_VALID_S / 12)
 
     _, waits = run(loop, net, often())
     assert took[1] < 1.2 * MB / MBIT
@@ -403,7 +407,7 @@ def test_two_that_send_to_each_other_for_long_do_not_raise_each_others_queues(lo
 
 
 def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
-    monkeypatch.setattr(pacing, "PACED", 3)
+    monkeypatch.setattr(pacers, "MAX_PACES", 3)
     net = Net(loop, 1000, 0.001)
 
     async def all_in_turn():
@@ -432,15 +436,15 @@ def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(
         for _ in range(4):
             with pacer.to("b") as pace:
                 for _ in range(3):
-                    await pace.room(pacing.GRAIN)  # each with a ping, and its answer at once
+                    await pace.room(PING_GAP_BYTES)  # each with a ping, and its answer at once
                 for _ in range(late):
                     await asyncio.sleep(0)
-            await asyncio.sleep(10 * pacing.PONG_S[1])
+            await asyncio.sleep(10 * MAX_PONG_TIMEOUT_S)
             assert asyncio.all_tasks() == {asyncio.current_task()}
         with pacer.to("b") as pace:
-            await asyncio.sleep(10 * pacing.PONG_S[1])
+            await asyncio.sleep(10 * MAX_PONG_TIMEOUT_S)
             assert len(asyncio.all_tasks()) == 2  # this, and the one that measures
-            assert pace.window < pacing.UNPACED
+            assert pace.window.is_paced
 
     loop.run_until_complete(work())
 

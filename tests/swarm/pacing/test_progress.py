@@ -12,7 +12,13 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import FIRST_RATE, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.pacing import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
+from shoal.swarm.pacing.progress import (
+    MAX_EXTENSION_S,
+    SLOWEST_BYTES_PER_S,
+    WINDOW_S,
+    Progress,
+    extension_s,
+)
 from tests.sim.clock import VirtualLoop
 from tests.sim.isolation import isolated
 from tests.sim.network import Links, SimNetwork, Trace, settled
@@ -23,8 +29,8 @@ SWARM, MODEL = "a" * 52, "0" * 64
 
 
 def test_how_long_a_transfer_may_go_on():
-    assert slow_s(MB) == MB / SLOWEST
-    assert slow_s(2**60) == SLOW_S
+    assert extension_s(MB) == MB / SLOWEST_BYTES_PER_S
+    assert extension_s(2**60) == MAX_EXTENSION_S
 
 
 def given_up(rates, nbytes=15 * MB, deadline=120.0, longest=1800.0):
@@ -64,7 +70,7 @@ def test_a_trickle_is_dropped_at_the_deadline_in_whichever_direction(slow):
 def test_who_slows_down_to_a_trickle_is_dropped_soon():
     """Most of it came quickly: what counts is what came recently."""
     fast = steady(100e3)
-    assert 140 <= given_up([lambda now: 100e3 if now < 140 else 5, fast]) <= 140 + LATE_S + 1
+    assert 140 <= given_up([lambda now: 100e3 if now < 140 else 5, fast]) <= 140 + WINDOW_S + 1
 
 
 def test_nothing_goes_on_beyond_the_longest():

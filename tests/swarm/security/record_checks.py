@@ -32,7 +32,7 @@ from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout import RolloutPool

@@ -22,7 +22,7 @@ from shoal.swarm.exchange.group.roster import HeartbeatChannel
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import GroupAlive, GroupReport
 from tests.sim.clock import VirtualLoop

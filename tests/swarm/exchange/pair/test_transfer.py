@@ -468,7 +468,7 @@ def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
     for codec, ahead in ((BFLOAT16, False), (BFLOAT16, True), (FLOAT32, False)):
         round = pair.exchanges[0].next_round
         handles = pair.begin(
-            5.0, 7.0, codec, round, lambda: [stream.ahead for stream in pair.hosts[0].streams]
+            5.0, 7.0, codec, round, lambda: [stream.is_ahead for stream in pair.hosts[0].streams]
         )
         assert pair.seen == [ahead]
         assert [means(handle.result()) for handle in handles] == [(6.0, -6.0)] * 2
