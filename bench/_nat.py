@@ -8,7 +8,7 @@ and none.
     router router       nftables, in these namespaces only
       |      |
     home-0 home-1 ...   the machine at home; others may be put beside it, or it moved to another
-    router
+                        router
 
 All kinds map one inside port to the same outside port, but `symmetric`, which takes another for
 each destination. They differ in who may send to a mapped port: anybody (`full`), an address that

@@ -1,11 +1,13 @@
 """Held-out loss with hostile peers: none, undefended, with the checks of updates alone, and with
 the robust rule too.
 
-    python bench/adversaries.py                     # 8 peers, 2 of them hostile; all attacks, 3
-    seeds: a while python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
-    python bench/adversaries.py --resume bench/results/adversaries.jsonl --into
-    bench/results/tables.md python bench/adversaries.py --data unlike --resume
-    bench/results/adversaries.jsonl --into bench/results/tables.md
+    # 8 peers, 2 of them hostile; all attacks, 3 seeds: a while
+    python bench/adversaries.py
+    python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
+    python bench/adversaries.py --resume bench/results/adversaries.jsonl --into \
+        bench/results/tables.md
+    python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into \
+        bench/results/tables.md
 
 Peers are simulated in one process (optim/simulation.py); they read the Python standard library with
 the GPT of the built-in task. The hostile ones train and follow the protocol, but contribute what

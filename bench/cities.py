@@ -13,10 +13,10 @@ happens:
     creator     the node that created the swarm is killed
     asleep      all processes of bert's machine are stopped for two minutes
     roam        bert's machine is taken to a mobile network: another router, another address, 200 ms
-    there and back, 3 % loss mobile      bert has been there from the beginning; nothing happens,
-    for five minutes neighbours  dora is behind anna's router, which sends nothing back inside;
-    nothing happens, for three minutes (`local`:
-                connections of the two over their network at home)
+                there and back, 3 % loss
+    mobile      bert has been there from the beginning; nothing happens, for five minutes
+    neighbours  dora is behind anna's router, which sends nothing back inside; nothing happens, for
+                three minutes (`local`: connections of the two over their network at home)
 
 A row says of each node which share of the time it computed, for how long it stood still at most
 between two steps (`stood_s`), and how many seconds after the network was whole again its next

@@ -1,8 +1,9 @@
 """Honest peers cut off by hostile identities, with and without peer exchange; everything but the
 DHT is a node's own code.
 
-    python bench/eclipse.py                                       # 100 peers, 10 and 30 % hostile,
-    3 seeds: five minutes python bench/eclipse.py --hostile .3 --seeds 0 --json
+    # 100 peers, 10 and 30 % hostile, 3 seeds: five minutes
+    python bench/eclipse.py
+    python bench/eclipse.py --hostile .3 --seeds 0 --json
     python bench/eclipse.py --resume bench/results/eclipse.jsonl --into bench/results/tables.md
 
 Each honest peer is in an address range of its own and knows a few peers at the start, any of which

@@ -1,8 +1,8 @@
 """Everything that is worth knowing of Shoal on this machine's GPU, in one report that fits into an
 issue.
 
-    make gpu-check                        # gpu-check.md, and gpu-check-trace.json: ten steps, for
-    https://ui.perfetto.dev
+    # gpu-check.md, and gpu-check-trace.json: ten steps, for https://ui.perfetto.dev
+    make gpu-check
 
 Runs the tests for GPUs, two nodes on one card, a node that resumes, all GPUs as one peer, and
 measures the tokens a second of a node against the same loop in plain PyTorch. A step that fails or

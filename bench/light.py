@@ -1,19 +1,23 @@
 """Directory and gossip alone: peers that train nothing, many in a process, over real libp2p daemons
 and DHT nodes.
 
-    python bench/light.py --peers 32 --into bench/results/light.jsonl      # as root on Linux: in a
-    network namespace python bench/light.py --peers 200 --share 10 --period 14               # ten
-    peers to a daemon: 200 daemons need 19 GB
+    # as root on Linux: in a network namespace
+    python bench/light.py --peers 32 --into bench/results/light.jsonl
+    # ten peers to a daemon: 200 daemons need 19 GB
+    python bench/light.py --peers 200 --share 10 --period 14
 
 Each peer publishes its record in its bucket and reads that every --period seconds, and in a second
 phase sends its status by gossip as well. Reported are
 
     found_s         seconds from a newcomer's announcement until a stranger, who reads the keys at
-    which its bucket can be, finds it listed          of those in its bucket by the hash, the share
-    that a peer lists record_bytes    of records read and stored, a peer and second, and
-    ``model_bytes``, the same by bench.sim link_bytes      all that went over the loopback
-    interface, a peer and second: DHT routing, replicas, encryption, TCP gossip_bytes    what it was
-    more in the second phase, and ``statuses``: those that were sent, a second, in all of the swarm
+                    which its bucket can be, finds it
+    listed          of those in its bucket by the hash, the share that a peer lists
+    record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by
+                    bench.sim
+    link_bytes      all that went over the loopback interface, a peer and second: DHT routing,
+                    replicas, encryption, TCP
+    gossip_bytes    what it was more in the second phase, and ``statuses``: those that were sent, a
+                    second, in all of the swarm
 
 A peer has a key, a record and a reading of its own, whatever it shares. Of those who share a daemon
 one sends statuses, and the DHT has as many nodes as there are daemons: a key takes log2 of those,

@@ -10,7 +10,8 @@ round trip takes twice that), train the same model by one method after the other
     torchft-streaming   the same in fragments, overlapped as far as it goes
     hivemind            hivemind.Optimizer(use_local_updates=True), which averages in the background
     noloco, streaming   ours, overlapped: in fragments, with one partner or over everyone, with the
-    lag that each node finds co2                 ours, overlapped: a whole round late
+                        lag that each node finds
+    co2                 ours, overlapped: a whole round late
     noloco-blocking     ours, all at once every round, waited for: with one partner
     diloco              the same over everyone
 

@@ -15,9 +15,10 @@ All rows of one number of steps N have seen equally many tokens: N batches of ``
 With B = batch / K:
 
     ddp          the mean gradient of the K peers at every step: batch K B, N steps (DiLoCo's table:
-    "8x batch") ddp-xK       the same with K times the batch and N/K steps: the simple way to
-    exchange K times less often ddp-updates  one machine, batch B, K N steps, K times as long
-    (DiLoCo's table: "8x updates")
+                 "8x batch")
+    ddp-xK       the same with K times the batch and N/K steps: the simple way to exchange K times
+                 less often
+    ddp-updates  one machine, batch B, K N steps, K times as long (DiLoCo's table: "8x updates")
 
 At K = 1 "diloco" is SNOO and "lookahead" Lookahead. "diloco-hb" is the heavy-ball form, "noloco"
 sends one tensor (pull = lr), "noloco-2" two, "local" averages with a partner, "local-sgd" with

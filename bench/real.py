@@ -1,11 +1,13 @@
 """What a model gains from a swarm: real nodes train it together, and the same is trained without
 them, on the same text.
 
-    python bench/real.py --model FOLDER --nodes 4 --json                       # fine-tune all
-    weights python bench/real.py --model FOLDER --nodes 4 --lora 8 --json              # an adapter
-    only python bench/real.py --model FOLDER --nodes 4 --data a.txt,b.txt,c.txt,d.txt --folder
-    runs/real --json python bench/real.py --from-scratch 10m --data a.txt,b.txt --alone 1 --times 4
-    --ddp --figure curves.svg --folder runs/10m
+    # fine-tune all weights
+    python bench/real.py --model FOLDER --nodes 4 --json
+    python bench/real.py --model FOLDER --nodes 4 --lora 8 --json              # an adapter only
+    python bench/real.py --model FOLDER --nodes 4 --data a.txt,b.txt,c.txt,d.txt --folder \
+        runs/real --json
+    python bench/real.py --from-scratch 10m --data a.txt,b.txt --alone 1 --times 4 --ddp --figure \
+        curves.svg --folder runs/10m
 
 FOLDER holds a causal language model of transformers, such as SmolLM2-135M. Nodes are processes of
 `shoal up` and `shoal join` on this machine, one thread each. Every node trains on its own part of

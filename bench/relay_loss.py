@@ -8,9 +8,11 @@ moment at which the node that was lost announces its relay again:
 
     cut        the line of one node loses everything for --down seconds
     address    the router of one node gets another public address, and drops what it knew of the old
-    one restart    the bootstrap node is ended, and started again after --down seconds, with the
-    same key and address two        of two bootstrap nodes, both of which relay, the first is ended
-    for good late       the bootstrap node starts --down seconds after the two nodes
+               one
+    restart    the bootstrap node is ended, and started again after --down seconds, with the same
+               key and address
+    two        of two bootstrap nodes, both of which relay, the first is ended for good
+    late       the bootstrap node starts --down seconds after the two nodes
 
 Needs root on Linux, and about three minutes a case.
 """

@@ -26,9 +26,10 @@ Transformers (bench/_language.py): tiny is that of `shoal demo --task rl`, warm 
 "cumulative" and "final" are of greedy answers to held-out questions, and its loss is "positive".
 `small` and `hf:DIR` are language models:
 
-    python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure
-    docs/sapo-language.svg --json python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER
-    --device cuda --at-once 6 --rounds 100 --seeds 2 --json
+    python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure \
+        docs/sapo-language.svg --json
+    python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER --device cuda --at-once 6 \
+        --rounds 100 --seeds 2 --json
 
 Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in
 the paper, and "final" is of greedy answers to held-out questions; 4/0 is 4/4 without the others.

@@ -11,9 +11,10 @@ first, 1 in the last):
     lr-line:A:B        the outer rate goes in a line from A to B times its value
     momentum-line:A:B  the outer momentum goes in a line from A to B times its value
     to-mean            the outer rate goes in a line to 1 and the momentum to 0: the last mean is
-    taken as it is restarts:S         the momentum's buffer is set to 0 after every S rounds
-    (2605.28585) qsr:E              a round is max(E, (a / inner rate)^2) steps (2310.14423); with
-    the least a, as many rounds as "even"
+                       taken as it is
+    restarts:S         the momentum's buffer is set to 0 after every S rounds (2605.28585)
+    qsr:E              a round is max(E, (a / inner rate)^2) steps (2310.14423); with the least a,
+                       as many rounds as "even"
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Held-out loss, bytes and utilisation of all methods in one table: `python bench/table.py`.
 
-    python bench/table.py --small --seeds 1 --json                  # some rows of a small model,
-    minutes python bench/table.py --data FOLDER --resume bench/results/table.jsonl --minutes 100
+    # some rows of a small model, minutes
+    python bench/table.py --small --seeds 1 --json
+    python bench/table.py --data FOLDER --resume bench/results/table.jsonl --minutes 100
     python bench/table.py --report --figure docs/table.svg
 
 The text is English, from Debian's packages or the folder ``--data``, in tokens of a BPE tokenizer

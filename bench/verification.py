@@ -2,11 +2,11 @@
 of three dtypes.
 
     python bench/verification.py --claims 50 --json
-    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --votes 1000000
-    --jobs 2 \
+    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --votes 1000000 \
+        --jobs 2 \
         --keep FOLDER --figure docs/verification.svg --into bench/results/tables.md
-    python bench/verification.py --sequential --json                    (all claims of a peer; see
-    _verification_sequential.py)
+    python bench/verification.py --sequential --json
+        (all claims of a peer; see _verification_sequential.py)
 
 A real model is another benchmark's, verification_135m.py.
 

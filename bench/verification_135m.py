@@ -1,9 +1,10 @@
 """What fingerprints tell apart on a real language model (SmolLM2-135M): honest claims and twelve
 cheats, in two dtypes.
 
-    python bench/verification_135m.py --policy FOLDER --seconds 3600      (measures what is missing;
-    call it again to go on) python bench/verification_135m.py [--json]
-    (what was measured so far; under a minute)
+    python bench/verification_135m.py --policy FOLDER --seconds 3600
+        (measures what is missing; call it again to go on)
+    python bench/verification_135m.py [--json]
+        (what was measured so far; under a minute)
 
 FOLDER is a model of transformers with 49,152 tokens, saved as safetensors:
 `bench/verification_135m.py --convert FILE.gguf FOLDER` makes it from the file in the package

@@ -2,9 +2,10 @@
 sent.
 
     pip install -e '.[hf]'
-    python examples/lora.py --model PATH_OR_NAME --data notes.txt                          # the
-    first: prints a link python examples/lora.py --model PATH_OR_NAME --data others.txt --link
-    'shoal://...'    # with the same base model
+    # the first: prints a link
+    python examples/lora.py --model PATH_OR_NAME --data notes.txt
+    # with the same base model
+    python examples/lora.py --model PATH_OR_NAME --data others.txt --link 'shoal://...'
 
 Without --model it is a tiny random Llama that reads bytes, to try the setup.
 """

@@ -6,8 +6,8 @@ Four peers each hold eight noisy points of one line in 16 dimensions: too few fo
 find it, enough together. They are simulated in this process. To train over the internet, start one
 process per peer, each with two more lines:
 
-    with shoal.create(state=model, every=10) as s:              # everywhere else: shoal.join(link,
-    state=model)
+    # everywhere else: shoal.join(link, state=model)
+    with shoal.create(state=model, every=10) as s:
         opt = NoLoCo(inner, s.exchange(), every=10)
 
 The loop itself stays as it is (docs/python-api.md).

@@ -1,8 +1,9 @@
 """Pretraining on text in a custom training loop, with all peers that have the link.
 
     python examples/pretrain_text.py                          # the first: prints a link
-    python examples/pretrain_text.py --link 'shoal://...'     # everywhere else; downloads the first
-    one's weights python examples/pretrain_text.py --data my/texts ...
+    # everywhere else; downloads the first one's weights
+    python examples/pretrain_text.py --link 'shoal://...'
+    python examples/pretrain_text.py --data my/texts ...
 
 A small GPT that reads bytes; without --data the text is the Python standard library. Every peer
 reads the part of it that the fewest others read. The loop is an ordinary one; only the lines with

@@ -1,9 +1,10 @@
 """DiLoCo or NoLoCo between processes started by torchrun: no daemon, no link, no swarm to join.
 
     torchrun --nproc-per-node 2 examples/torchrun.py
-    torchrun --nproc-per-node 4 examples/torchrun.py --pairs           # with one other process at a
-    time torchrun --nproc-per-node 4 examples/torchrun.py --shards 2        # two peers of two
-    processes, each peer's model cut by FSDP2
+    # with one other process at a time
+    torchrun --nproc-per-node 4 examples/torchrun.py --pairs
+    # two peers of two processes, each peer's model cut by FSDP2
+    torchrun --nproc-per-node 4 examples/torchrun.py --shards 2
 
 Each process has its own part of a text and learns to predict the next letter. For several machines
 use torchrun's --nnodes, --rdzv-backend c10d and --rdzv-endpoint. Training on GPUs needs

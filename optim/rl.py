@@ -1,10 +1,11 @@
 """Losses of SAPO (2509.08721): a policy learns from its own and from others' completions as if it
 had written them all.
 
-    rewards = torch.tensor([...])                                   # recomputed here, for own and
-    foreign groups alike batch = Completions(new, old, mask, group_advantages(rewards, group))
-    policy_loss(batch).backward()                                   # or policy_loss(batch,
-    LOSSES["decoupled"])
+    # recomputed here, for own and foreign groups alike
+    rewards = torch.tensor([...])
+    batch = Completions(new, old, mask, group_advantages(rewards, group))
+    # or policy_loss(batch, LOSSES["decoupled"])
+    policy_loss(batch).backward()
 
 A group is one question with its G completions. The paper's loss is GRPO's with an asymmetric clip
 and without a KL term, in which "old" is the receiver's own policy at the start of the update, also

@@ -19,8 +19,8 @@ inner step may reach no new position, or several: each is visited once, in order
 the schedule is skipped or repeated, also with fragments and lags (a lag of 2 is then 2/every of a
 round). A step never goes beyond the end of its round.
 
-    opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)      # peers of
-    unequal speed
+    # peers of unequal speed
+    opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ all-reduce.
     import shoal
     from shoal import NoLoCo
 
-    with shoal.join("shoal://LINK", state=model) as session:     # or shoal.create(state=model),
-    whose session.link others join by
+    # or shoal.create(state=model), whose session.link others join by
+    with shoal.join("shoal://LINK", state=model) as session:
         opt = NoLoCo(inner, session.exchange(), every=50)
         for batch in loader:
             model(batch).backward()
-            opt.step()                                           # every 50th step also averages
-            with a partner opt.zero_grad()
+            # every 50th step also averages with a partner
+            opt.step()
+            opt.zero_grad()
 
 All public names are here; each is imported when it is first asked for, so ``import shoal`` alone is
 quick and loads no torch:

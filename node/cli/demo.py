@@ -72,7 +72,8 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
     \b
     Examples:
       shoal demo                                  four nodes and a small language model, about a
-      minute shoal demo --task task.py:Mine --peers 2    a task of your own
+                                                  minute
+      shoal demo --task task.py:Mine --peers 2    a task of your own
       shoal demo --method diloco --rounds 20      another method
       shoal demo --task rl --verify 1 --peers 8 --cheat 2     two nodes cheat, and are banned
     """

@@ -1,8 +1,9 @@
 """What a training loop of one's own keeps and shows: checkpoints, metrics.jsonl, Prometheus,
 TensorBoard and Weights & Biases.
 
-    run = shoal.Run("runs/anna", model, inner, tensorboard="curves")    # goes on from the newest
-    checkpoint there, if there is one with shoal.create(state=model, every=50) as s:
+    # goes on from the newest checkpoint there, if there is one
+    run = shoal.Run("runs/anna", model, inner, tensorboard="curves")
+    with shoal.create(state=model, every=50) as s:
         opt = s.optimizer(inner)
         with run.recording(s, opt):
             while run.step < 1000:

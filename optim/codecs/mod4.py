@@ -5,10 +5,11 @@ After Moniqua (2002.11787) and SwarmSGD's lattice coding: the weights of two pee
 other, so the high part of a number need not be sent. Blocks of 64 consecutive values of one tensor,
 whose last may be shorter, have a range each:
 
-    sigma = 2^(e/4), the rms distance to the partner that the sender expects;   D = 2 c sigma / 2^b,
-    b = 4, c = 4.5 z = round(w / D + u);   code = z mod 2^b;   digest = sum r_i floor(z_i / 2^b) mod
-    256 k = round((x / D + u - code) / 2^b);   w' = (code + 2^b k - u) D        with the receiver's
-    own weights x, as it sent them
+    sigma = 2^(e/4), the rms distance to the partner that the sender expects;
+        D = 2 c sigma / 2^b,   b = 4, c = 4.5
+    z = round(w / D + u);   code = z mod 2^b;   digest = sum r_i floor(z_i / 2^b) mod 256
+    k = round((x / D + u - code) / 2^b);   w' = (code + 2^b k - u) D        with the receiver's own
+                                           weights x, as it sent them
 
 The dither u in [-1/2, 1/2) and the odd r follow from the payload's seed. Where |w - x| < c sigma
 (1 - 2^-b), w' has the bits of the sender's lattice point (z - u) D. Elsewhere the digest differs
@@ -17,7 +18,7 @@ its own sigma, so no partner moves a peer by more than that expects. Both leave 
 refuses:
 
     mean_i = w_i + s_j (w'_j - w'_i)        s_j: the partner's share in the mean, half of it between
-    equals
+                                            equals
 
 so what one gains the other loses, to the last bit, and the own rounding never enters the own
 weights.

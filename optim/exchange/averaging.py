@@ -244,7 +244,7 @@ def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     compress.py), of one tensor.
 
         f_k = min(1, median of all norms / ||x_k||);   mean[i] = sum_k w_k f_k x_k[i] / sum of w_k
-        over the k that sent index i
+                                                       over the k that sent index i
 
     The median is torch's (the lower of two). Sent is what is not 0; what nobody sent is 0. Their
     code has no weights (w = 1). The paper (2508.15706) divides by the number of peers in place of

@@ -1,14 +1,16 @@
 """The exchange over torch.distributed, for processes started by torchrun; it needs no swarm.
 
-    dist.init_process_group("gloo")                                    # or "nccl", for the
-    training's own collectives opt = DiLoCo(inner, Distributed(), every=50)                       #
-    the mean over all ranks opt = NoLoCo(inner, Distributed(size=2), every=50)                 #
-    with one other rank, drawn anew each round
+    # or "nccl", for the training's own collectives
+    dist.init_process_group("gloo")
+    opt = DiLoCo(inner, Distributed(), every=50)                       # the mean over all ranks
+    # with one other rank, drawn anew each round
+    opt = NoLoCo(inner, Distributed(size=2), every=50)
 
     mesh = init_device_mesh("cuda", (peers, gpus), mesh_dim_names=("peer", "shard"))
-    fully_shard(model, mesh=mesh["shard"])                             # before the inner optimizer
-    is made opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)   # shard r of
-    a peer with shard r of the others
+    # before the inner optimizer is made
+    fully_shard(model, mesh=mesh["shard"])
+    # shard r of a peer with shard r of the others
+    opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)
 
 A round has three steps, as in the swarm: find the members, move the bytes, count them only if all
 members have them. The first and the last use the job's store (``StoreConsensus``), so a late peer

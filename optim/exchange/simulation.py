@@ -6,8 +6,9 @@ virtual time is least. The same seed therefore gives the same bits on any machin
 
     def peer(exchange):
         opt = NoLoCo(inner(model), exchange, every=25)
-        for batch in batches: ...; opt.step(); exchange.sleep(0.1)      # a step takes 0.1 virtual
-        seconds return model
+        # a step takes 0.1 virtual seconds
+        for batch in batches: ...; opt.step(); exchange.sleep(0.1)
+        return model
     models = Simulation(["a", "b", "c", "d"], seed=0).run(peer)         # {peer: what it returned}
 """
 

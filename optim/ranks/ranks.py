@@ -1,8 +1,9 @@
 """Several processes of a torch.distributed job as one peer of a swarm.
 
-    dist.init_process_group()                                          # under torchrun, one process
-    for each GPU model = DistributedDataParallel(model)                             # or
-    fully_shard(model) inner = torch.optim.AdamW(model.parameters())
+    # under torchrun, one process for each GPU
+    dist.init_process_group()
+    model = DistributedDataParallel(model)                             # or fully_shard(model)
+    inner = torch.optim.AdamW(model.parameters())
     ranks = Ranks()
     opt = NoLoCo(inner, exchange if ranks.first else Alone(), every=50, model=model, ranks=ranks)
 

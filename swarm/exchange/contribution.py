@@ -8,7 +8,8 @@ The training thread holds a round that runs on the host's loop by its `ExchangeH
 
     unreachable   the peers could not connect
     timeout       connected, and then nothing for longer than a deadline, or not there when its
-    group was formed refused       the peer said no, or called it off
+                  group was formed
+    refused       the peer said no, or called it off
     broken        the connection ended in the middle
     damaged       the received bytes are malformed, not as announced, or not finite
     suspicious    well formed, and too far from this node's own (`shoal.swarm.exchange.robust`)

@@ -3,9 +3,9 @@
 No torch, no clock.
 
     seconds of an exchange  = round trips x round trip + the longer of bytes / PACED / rate and
-    bytes / rate + bytes x HANDLING of all-reduce           = 2 (n - 1) / n payloads a member; of
-    gathering n - 1; of a pair 1 utilisation             = computing / (computing + at hand +
-    waiting)
+                            bytes / rate + bytes x HANDLING
+    of all-reduce           = 2 (n - 1) / n payloads a member; of gathering n - 1; of a pair 1
+    utilisation             = computing / (computing + at hand + waiting)
 
 *At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It
 *waits* for what is not there when it is to be applied: for all of an exchange without a lag, for

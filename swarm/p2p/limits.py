@@ -6,13 +6,13 @@ A refused stream is ended before anything of it is read, and counted under its r
     denied       the node's user does not want to meet the peer
     uninvited    the swarm is by invitation only, and the peer has shown none
     crowded      too many streams are being served: of all peers, of this one, or of those that are
-    no members. Of the first and
-                 the last kind the address range with the most gives one up to another range
-                 (`StreamPlaces`)
+                 no members. Of the first and the last kind the address range with the most gives
+                 one up to another range (`StreamPlaces`)
     rate         the peer opened too many streams in a minute, or all peers of its address range
-    together did spent        the bytes that this protocol hands out to one peer in an hour are used
-    up punch        a request for a direct connection past a relay that may not be fulfilled
-    (`shoal.swarm.p2p.punch`)
+                 together did
+    spent        the bytes that this protocol hands out to one peer in an hour are used up
+    punch        a request for a direct connection past a relay that may not be fulfilled
+                 (`shoal.swarm.p2p.punch`)
 
 The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds
 the number of connections.

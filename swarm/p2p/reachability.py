@@ -3,11 +3,11 @@ node, members, the throughput.
 
     asks                                     answers (a node or a bootstrap node)
       | dial-request (port, token) ----------> |
-      | <------------ dial-seen (address, now) |   at once
-      | <---------------- token over plain TCP |   to that port of *that address*
+      | <------------ dial-seen (address, now) |   at once, so that half the round trip bounds the
+                                                   error of the clock
+      | <---------------- token over plain TCP |   it connects to that port of *that address* and
+                                                   reads what it finds
       | <---------------- dial-reply (outcome) |
-
-The reply with the time comes at once, so that half the round trip bounds the error of the clock.
 
 No peer can be made to dial a third party: only the address of the asker's own direct connection is
 dialled, no port below 1024, a few times a minute, and nothing is sent there. At a private address

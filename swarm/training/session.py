@@ -2,10 +2,11 @@
 loop.
 
     import shoal
-    with shoal.create(state=model, every=50) as s:              # the first; on all others
-    shoal.join(link, state=model)
-        opt = NoLoCo(inner, s.exchange(), every=50)             # or s.optimizer(inner), which takes
-        the swarm's settings for batch in data:
+    # the first; on all others shoal.join(link, state=model)
+    with shoal.create(state=model, every=50) as s:
+        # or s.optimizer(inner), which takes the swarm's settings
+        opt = NoLoCo(inner, s.exchange(), every=50)
+        for batch in data:
             loss(model, batch).backward()
             opt.step()
             opt.zero_grad()

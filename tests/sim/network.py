@@ -7,11 +7,14 @@ the streams, are the production code.
 The effects of faults on the other hosts:
 
     kill        its callbacks are never called again; the others' streams to it end, and no new ones
-    can be opened sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking
-    streams and bytes, as the real one does partition   bytes wait at the border until it is lifted;
-    streams across it cannot be opened sever       one stream breaks, with an end of file or with a
-    reset stall       one stream carries nothing any more, unannounced, as when a router forgets a
-    connection slow        every link of a host gets so many seconds longer, for a while
+                can be opened
+    sleep       its callbacks wait until it wakes (SIGSTOP); its daemon goes on taking streams and
+                bytes, as the real one does
+    partition   bytes wait at the border until it is lifted; streams across it cannot be opened
+    sever       one stream breaks, with an end of file or with a reset
+    stall       one stream carries nothing any more, unannounced, as when a router forgets a
+                connection
+    slow        every link of a host gets so many seconds longer, for a while
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ clock of its own.
     participant.take(signed)      take a record that came by gossip
     participant.slots()           claims to be made now; participant.claim(claim) publishes one
     participant.wanted            whose log to pull now; participant.learn(log) takes it in,
-    participant.log(since) gives the own participant.table             everybody's scores; whoever
-    is banned by it is left out
+                                  participant.log(since) gives the own
+    participant.table             everybody's scores; whoever is banned by it is left out
 
 Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows; `ViewQuorum` and
 `records` give the timetable. Records of rounds against which nobody can appeal any more are
@@ -18,9 +18,10 @@ msgpack, so nothing larger than a frame is built before it is checked: hostile b
 reader allocate more than a small multiple of what they take themselves.
 
     ["base", round]  ["standing", peer, 14 integers]*
-    (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*      all:
-    claims is None ["record", encoded, signature]*
-    newest first, claims before votes
+    (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*
+        all: claims is None
+    ["record", encoded, signature]*
+        newest first, claims before votes
 """
 
 from __future__ import annotations

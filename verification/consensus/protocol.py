@@ -3,10 +3,12 @@ and rulings come out.
 
     consensus.advance(round)          a new round has begun: claims of it are taken from now on
     consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn
-    for what was published in it consensus.take(signed)            a record came; Refused says why
-    not, and is counted consensus.learn(signed)           a record from another peer's log, whatever
-    its time: for rulings, not for marks consensus.duties(peer)            what ``peer`` has to do
-    now (see `Voter`) consensus.ruling(claim)           what a quorum has settled
+                                      for what was published in it
+    consensus.take(signed)            a record came; Refused says why not, and is counted
+    consensus.learn(signed)           a record from another peer's log, whatever its time: for
+                                      rulings, not for marks
+    consensus.duties(peer)            what ``peer`` has to do now (see `Voter`)
+    consensus.ruling(claim)           what a quorum has settled
 
 The records that a peer sees in time decide what it states as a verifier. Rulings and reputation
 follow only from what a quorum stated, so late records of verifiers are kept too: refused as votes,

@@ -1,14 +1,18 @@
 """Signed records about generated outputs: claims, commitments, votes, verdicts and appeals.
 
     Entry        "I take part from round r on": the operator behind the key, and the anchor of the
-    lottery for planted claims Claim        "this model made this output from this prompt", by
-    hashes; output and proof are asked for by those who check Commitment   a drawn verifier's vote,
-    hidden: without this step a lazy one would copy the first vote it sees Reveal       the vote,
-    with the salt that shows that it was the hidden one Verdict      what a drawn verifier saw of
-    all verifiers when time was up: a quorum attests lateness, not each reader's clock Dispute
-    "that was decided wrongly": a second, larger draw Opening      "that claim of mine was planted":
-    shows the link of the lottery's chain View         who can be drawn for a round and for which
-    claims, and the table, as this peer sees them: digests to agree on
+                 lottery for planted claims
+    Claim        "this model made this output from this prompt", by hashes; output and proof are
+                 asked for by those who check
+    Commitment   a drawn verifier's vote, hidden: without this step a lazy one would copy the first
+                 vote it sees
+    Reveal       the vote, with the salt that shows that it was the hidden one
+    Verdict      what a drawn verifier saw of all verifiers when time was up: a quorum attests
+                 lateness, not each reader's clock
+    Dispute      "that was decided wrongly": a second, larger draw
+    Opening      "that claim of mine was planted": shows the link of the lottery's chain
+    View         who can be drawn for a round and for which claims, and the table, as this peer sees
+                 them: digests to agree on
 
 Every record has one encoding, so that a signature and an id belong to a record and not to one
 spelling of it. A record is immutable, of at most ``LIMIT`` bytes, and every field is bounded.
@@ -21,9 +25,11 @@ round is made of salts that are revealed when no claim of the round is taken any
 
     round r        claims of r are published
     round r + 1    the votes on claims of r - 1 are hidden and revealed; their salts make the beacon
-    of r round r + 2    begins with views (`quorum`) and `Consensus.open`: verifiers are drawn for
-    the claims of r, and check them round r + 3    authors open what they planted in r, if it is
-    decided round r + 4    the reputation of r can be computed; later it changes by disputes only
+                   of r
+    round r + 2    begins with views (`quorum`) and `Consensus.open`: verifiers are drawn for the
+                   claims of r, and check them
+    round r + 3    authors open what they planted in r, if it is decided
+    round r + 4    the reputation of r can be computed; later it changes by disputes only
 
 A salt is fixed by its commitment before any other is seen; the last one to reveal can only withhold
 its own, which chooses between two beacons and costs as much as a wrong vote. Beacons are not

@@ -17,7 +17,7 @@ answered
     busy      I am taken, or about to call somebody else
     passed    I am beyond that round; my next one is ``round``
     refuse    our contributions differ, and this is the difference, or the caller is barred: it will
-    not work in any round
+              not work in any round
 
 A call goes over the stream of an earlier one, if there is one (`KeptStreams`). There the caller
 whose call counts sends its payload with the offer, before the answer; the other one does when

@@ -5,9 +5,8 @@ The *caller* opened the stream, the *callee* accepted. After the offers are agre
 (`shoal.swarm.exchange.pair.exchange`):
 
     both     send their payload and receive the other's into scratch, checking size, digest and
-    finiteness
-             (the caller's may have come before its call was accepted; nothing of it counts before
-             it is verified as a whole)
+             finiteness (the caller's may have come before its call was accepted; nothing of it
+             counts before it is verified as a whole)
     callee   READY  -> caller      "I hold your whole contribution"
     caller   decides: commits      (or ABORT, if its own copy is not whole)
     caller   COMMIT -> callee      callee commits

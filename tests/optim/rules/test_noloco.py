@@ -25,8 +25,8 @@ def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=
     With n = the members of a group that count, as in the authors' code (Eq. 1-3 with the sign of
     the second term that descends):
 
-        v <- a v + (b / n) sum_j (slow_j - fast_j) + c (slow - (1/n) sum_j slow_j);   slow <- slow -
-        v;   fast <- slow
+        v <- a v + (b / n) sum_j (slow_j - fast_j) + c (slow - (1/n) sum_j slow_j);
+            slow <- slow - v;   fast <- slow
 
     Ours: the first sum is weighted (up to four times the median weight), the second is not; who
     listens in round 0 counts in neither, and if all of a group listen, all count alike.
