@@ -4,12 +4,14 @@
         Trainer(max_steps=1000, callbacks=[SwarmCallback(s)]).fit(module, loader)
 
 The module keeps its optimizer and its steps, automatic or not; after each of them the callback
-takes the outer one. For one process and one optimizer: Lightning's distributed strategies average,
-or cut, the model in their own way.
+takes the outer one. A node that joins late begins a schedule that goes by steps where the swarm is.
+For one process and one optimizer: Lightning's distributed strategies average, or cut, the model in
+their own way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +62,14 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
             )
         self._begin(self._saved, trainer.optimizers[0], pl_module)
         self._steps = trainer.global_step
+        by_step = [
+            one
+            for one in trainer.lr_scheduler_configs
+            if one.interval == "step" and one.frequency == 1
+        ]
+        steps = trainer.estimated_stepping_batches
+        if math.isfinite(steps) and steps > 0:
+            self._follow((one.scheduler for one in by_step), int(steps))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -68,6 +78,7 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
         batches.
         """
         opt = self._begun()
+        self._hold_ended()
         self._tokens += elements(batch)
         if trainer.global_step != self._steps:  # otherwise gradients are being accumulated
             self._steps = trainer.global_step

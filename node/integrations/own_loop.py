@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
@@ -44,6 +45,7 @@ from shoal.optim.outer.inner import Inner, Stepped, all_parameters
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.member import RoundReport
 from shoal.swarm.training.session import Session
+from shoal.swarm.training.step_watch import goes_by_steps
 
 # What the callbacks of trainers share: one outer optimizer from the begin of training to its end,
 # and the weights to evaluate.
@@ -69,6 +71,9 @@ class TakingPart:
         """The outer optimizer, from the begin of training on."""
         self._slow, self._over, self._shown = evaluate == "slow", False, ExitStack()
         self._showing = False  # the slow weights
+        self._schedules: list[LRScheduler] = []
+        self._schedule_steps = 0
+        self._held: dict[LRScheduler, list[float]] = {}
 
     def _begin(self, saved: dict[str, Any] | None, inner: Optimizer, model: nn.Module) -> None:
         """Make the optimizer, from the state of an earlier one if it was ``saved``; a trainer that
@@ -96,6 +101,42 @@ class TakingPart:
     def _begun(self) -> OuterOptimizer:
         assert self.opt is not None  # the trainer begins before it steps
         return self.opt
+
+    def _follow(self, schedules: Iterable[Any], steps: int) -> None:
+        """Step the trainer's ``schedules`` of ``steps`` on to where the swarm is, as `follow` of an
+        own loop's session does.
+        """
+        for schedule in schedules:
+            if not goes_by_steps(schedule):
+                log.warning(
+                    "the trainer's %s cannot follow the swarm: it does not go by steps",
+                    type(schedule).__name__,
+                )
+                continue
+            before = schedule.last_epoch
+            done = self.session.follow(schedule, steps)
+            if done > before:
+                log.info(
+                    "the learning-rate schedule begins at step %d of %d, where the swarm is",
+                    done,
+                    steps,
+                )
+                self._schedules.append(schedule)
+        self._schedule_steps = steps
+        self._hold_ended()
+
+    def _hold_ended(self) -> None:
+        """Keep a schedule that followed the swarm at its end: beyond it some rise again, and
+        others raise an error.
+        """
+        for schedule in self._schedules:
+            if schedule.last_epoch < self._schedule_steps:
+                continue
+            groups = schedule.optimizer.param_groups
+            rates = self._held.setdefault(schedule, [group["lr"] for group in groups])
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            schedule.last_epoch = self._schedule_steps - 1  # the trainer steps it once more
 
     def _show_slow(self) -> None:
         """Evaluate on the slow weights from now on, if the callback is to."""

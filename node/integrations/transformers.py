@@ -4,7 +4,8 @@
         Trainer(model, args, train_dataset=data, callbacks=[SwarmCallback(s)]).train()
 
 The trainer keeps its optimizer, scheduler and gradient accumulation; after each of its steps the
-callback takes the outer one. With LoRA (peft) only the adapters are exchanged, for only they
+callback takes the outer one. A node that joins late begins its learning-rate schedule where the
+swarm is. With LoRA (peft) only the adapters are exchanged, for only they
 require a gradient; all peers must have the same base model. Not for models that the trainer cuts
 into shards (FSDP, DeepSpeed), nor for several processes in one trainer.
 """
@@ -58,6 +59,8 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
             )
         model: nn.Module = kwargs["model"]  # as the optimizer, handed to all callbacks
         self._begin(_restored(args, state, model), kwargs["optimizer"], model)
+        if state.max_steps > 0:
+            self._follow(filter(None, [kwargs.get("lr_scheduler")]), state.max_steps)
         if (
             state.global_step >= state.max_steps > 0
         ):  # nothing is left to train, and the best model may be loaded next
@@ -80,6 +83,7 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._hold_ended()
         self._stopped(state, control)
         self._asked(control.should_evaluate, kwargs.get("model"))
 

@@ -55,13 +55,20 @@ class StepWatch:
             )
 
 
+def goes_by_steps(schedule: object) -> bool:
+    """Return whether ``schedule`` has a place that can be reached by stepping it; one that goes by
+    a loss has none.
+    """
+    return isinstance(schedule, LRScheduler) and not hasattr(schedule, "mode_worse")
+
+
 def follow(schedule: LRScheduler, progress: int, steps: int) -> int:
     """Step ``schedule`` on to ``progress``, at most to ``steps``; return how many steps it has
     behind it.
 
     SessionError if it is one that steps by a loss.
     """
-    if not isinstance(schedule, LRScheduler) or hasattr(schedule, "mode_worse"):
+    if not goes_by_steps(schedule):
         raise SessionError(
             "A schedule that follows the swarm is one by steps, such as LambdaLR, and not "
             f"{type(schedule).__name__}: choose "

@@ -11,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
-from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, pair
+from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, joined_late, pair
 from tests.support.outer_training import GoesBack
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -265,3 +265,42 @@ def test_an_optimizer_that_an_own_loop_cannot_have_is_refused(tmp_path, make, se
         fitted = trainer(tmp_path, SwarmCallback(session), max_steps=STEPS)
         with pytest.raises(ShoalError, match=f"^{re.escape(sentence)}$"):
             fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
+
+
+class OneCycle(Regression):
+    """Notes where its schedule is after each step; fitting ends after three of ``steps``."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.places, self.rates = steps, [], []
+
+    def configure_optimizers(self):
+        inner = torch.optim.AdamW(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(inner, 0.05, total_steps=self.steps)
+        return {"optimizer": inner, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer):
+        self.places.append(self.lr_schedulers().last_epoch)
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        self.trainer.should_stop = len(self.places) == 3
+
+
+@pytest.mark.parametrize("steps", [3, 10**7], ids=["over", "under way"])
+def test_the_schedule_of_a_late_trainer_begins_where_the_swarm_is(tmp_path, steps):
+    module = OneCycle(steps)
+
+    def train(session):
+        fitted = trainer(tmp_path, SwarmCallback(session), max_steps=steps)
+        fitted.fit(module, loader("b"))
+
+    joined_late(Regression(), module, train, steps=4 * EVERY)
+    if steps == 3:
+        last = torch.optim.lr_scheduler.OneCycleLR(
+            torch.optim.AdamW(module.parameters(), lr=0.05), 0.05, total_steps=steps
+        )
+        last.step(), last.step(), last.step()
+        assert module.rates == [last.get_last_lr()[0]] * 3
+    else:
+        first = module.places[0]
+        assert first >= 4 * EVERY
+        assert module.places == [first, first + 1, first + 2]

@@ -16,7 +16,7 @@ from shoal.node.checkpoint.store import save
 from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
 from tests.node.integrations import two_peers
-from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat
+from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, joined_late
 from tests.support.outer_training import GoesBack
 from tests.support.session_loops import together
 
@@ -423,3 +423,30 @@ def test_a_trainers_optimizer_that_remembers_earlier_weights_is_refused(tmp_path
             ShoalError, match=r"^This inner optimizer .*: GoesBack remembers earlier"
         ):
             fitted.train()
+
+
+@pytest.mark.parametrize("steps", [3, 10**7], ids=["over", "under way"])
+def test_the_schedule_of_a_late_trainer_begins_where_the_swarm_is(tmp_path, steps):
+    """A half wave of this cosine is over at the end, so it rises again beyond it."""
+    import transformers
+
+    models, places, rates = [tiny(1), tiny(2)], [], []
+
+    class Noted(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            places.append(kwargs["lr_scheduler"].last_epoch)
+            rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+            control.should_training_stop = len(places) == 3
+
+    def train(session):
+        more = {"max_steps": steps, "lr_scheduler_type": "cosine"}
+        callbacks = [Noted(), swarm_callback(session)]
+        trainer(models[1], rows(1), tmp_path, more=more, callbacks=callbacks).train()
+
+    joined_late(*models, train, steps=4 * EVERY)
+    if steps == 3:
+        assert rates == [0.0] * 3
+    else:
+        first = places[0]
+        assert first >= 4 * EVERY
+        assert places == [first, first + 1, first + 2]

@@ -1,5 +1,7 @@
 """Two peers of one swarm, in threads of this process."""
 
+import threading
+
 import torch
 
 import shoal
@@ -34,3 +36,35 @@ def pair(train, models, **outer):
         lambda: peer("a", models[0], lambda: first),
         lambda: peer("b", models[1], lambda: shoal.join(link, state=models[1], network=HERE)),
     )
+
+
+def joined_late(begun, late, train, steps):
+    """Return what ``train(session)`` does: the module ``late`` joins a swarm in which ``begun`` has
+    trained ``steps`` steps, and goes on.
+    """
+    first = shoal.create(state=begun, every=EVERY, lag=0, network=HERE, wait_s=0.2)
+    inner = torch.optim.SGD([p for p in begun.parameters() if p.requires_grad], lr=0.01)
+    opt = first.optimizer(inner)
+    stop = threading.Event()
+
+    def step():
+        for parameter in opt.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        opt.step()
+
+    for _ in range(steps):
+        step()
+
+    def keep_training():
+        while not stop.is_set():
+            step()
+
+    def join():
+        try:
+            with shoal.join(first.link, state=late, network=HERE) as session:
+                return train(session)
+        finally:
+            stop.set()
+
+    with first:
+        return together(keep_training, join)[1]
