@@ -143,7 +143,9 @@ COLUMNS = (
 )
 TALLY = ("peer", "range", "exchanges", "shares", "tokens", "rollouts", "reward", "votes")
 MOST = 64  # members that the table shows
-WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen")  # columns that are no numbers
+WIDTH = 200  # characters
+# columns that are no numbers
+WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen", "end")
 
 
 def read_status(link: Link) -> dict[str, Any]:
@@ -157,6 +159,7 @@ def read_status(link: Link) -> dict[str, Any]:
         )  # members are not known yet, and with a wrong clock never
         with closing(open_directory(identity, host, link, manifest)) as directory:
             members, size = directory.members(), directory.size()
+            departed = directory.departed()
             change = newest_change(host, link.swarm, manifest, members)
         answered = [
             address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met
@@ -165,7 +168,7 @@ def read_status(link: Link) -> dict[str, Any]:
             link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered
         )
         seen = clocks.result(2 * ASK_S)
-    view = overview(link.swarm, manifest, members, time.time(), size, change)
+    view = overview(link.swarm, manifest, members, time.time(), size, change, departed)
     problem = clock_problem(seen)
     view |= {"link": str(lasting), "invite_only": manifest.invite_only}
     return {
@@ -184,9 +187,13 @@ def table(report: dict[str, Any]) -> str:
         f"{report['name']}: {report['task']} with {report['method']}, "
         f"{about}{plural(report['peers'], 'peer')}"
     )
-    shown = grid(
-        COLUMNS, map(_cells, report["members"][:MOST]), words=WORDS, width=170, title=title
-    )
+    members = report["members"][:MOST]
+    rows = [_cells(member) for member in members]
+    columns = COLUMNS
+    if any(member["ended"] or member["end"] for member in members):
+        columns = (*COLUMNS, "end")
+        rows = [[*cells, _end(member)] for cells, member in zip(rows, members, strict=True)]
+    shown = grid(columns, rows, words=WORDS, width=WIDTH, title=title)
     # One line each, whatever the terminal's width, so that sentences can be copied.
     muon = [
         "Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."
@@ -306,6 +313,24 @@ def refusals_said(found: Mapping[str, Any]) -> str:
 
 def _seconds(value: float | None) -> str:
     return duration(value) if value else "-"
+
+
+def _end(member: dict[str, Any]) -> str:
+    """Return with whom a member averaged at its end, and how much lower its held-out loss is."""
+    end = member["end"]
+    if end is None:
+        return "waits for others" if member["ended"] else "-"
+    if end["refused"]:
+        return "own model: the mean was worse"
+    if not end["members"]:
+        return "own model"
+    said = f"with {', '.join(end['names'])}"
+    more = end["members"] - 1 - len(end["names"])
+    if more > 0:
+        said += f" and {more} more"
+    if end["loss_before"] is not None and end["loss_after"] is not None:
+        said += f": loss {end['loss_after'] - end['loss_before']:+.4f}"
+    return said
 
 
 def _failed(member: dict[str, Any]) -> str:

@@ -616,6 +616,7 @@ class TrainingNode:
         if report is None:
             return
         self.display.message(report.said())
+        self.member.end_report = report
         self.result.ended = asdict(report)
         self.metrics.write("last_average", **asdict(report))
         if report.loss_after is not None and not report.refused:

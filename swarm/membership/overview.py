@@ -482,6 +482,7 @@ SHOWN = (
     "reach",
     "throughput",
     "version",
+    "ended",
 )
 """Fields of a record that are shown as they are."""
 # standard error, of fewer than 16 in view, beyond which a number of peers says more than is known
@@ -559,6 +560,10 @@ def changes_said(changes: Iterable[Mapping[str, Any]]) -> list[str]:
     return found
 
 
+def _by_name(member: Member) -> tuple[str, str]:
+    return member.name, member.peer
+
+
 def overview(
     swarm: str,
     manifest: Manifest,
@@ -566,13 +571,17 @@ def overview(
     now: float,
     size: int | None = None,
     change: Change | None = None,
+    departed: Mapping[str, Member] | None = None,
 ) -> dict[str, Any]:
     """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the
     health report, ready for JSON.
 
     ``size``: of the whole swarm, if ``members`` are a part of it. In a round each fragment is
-    exchanged. ``change``: the newest of its settings.
+    exchanged. ``change``: the newest of its settings. ``departed``: who left lately; of these the
+    ones that came to their end are shown too.
     """
+    ended = [member for member in (departed or {}).values() if member.end is not None]
+    shown = sorted(members.values(), key=_by_name) + sorted(ended, key=_by_name)
     fragments = int(manifest.outer.overlap().get("fragments", 1))
     return {
         "swarm": swarm,
@@ -593,8 +602,9 @@ def overview(
                 "missing": list(member.missing_names),
                 "shard": f"{member.shard}/{member.shards}",
                 "seen_s_ago": round(max(now - member.issued, 0.0), 1),
+                "end": None if member.end is None else member.end.model_dump(mode="json"),
             }
-            for member in sorted(members.values(), key=lambda member: (member.name, member.peer))
+            for member in shown
         ],
         "findings": health_report(
             members, now, in_seconds=manifest.outer.round.startswith("seconds")

@@ -31,7 +31,8 @@ from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest import MAX_GROUP, OuterSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.messages import Member
+from shoal.swarm.wire.envelope import SHORT_NAME, real
+from shoal.swarm.wire.messages import MAX_MISSING, Member, MemberEnd
 
 PROTOCOLS = GroupProtocols(
     leader="/shoal/end/1", decision="/shoal/end-decision/1", payload="/shoal/end-payload/1"
@@ -79,6 +80,17 @@ class EndReport:
     """True if the mean had a higher held-out loss, so that this node kept its own weights
     (``outer.check_loss``).
     """
+
+    def record(self, me: str) -> MemberEnd:
+        """Return what others see of it, in the record of the node that is named ``me``."""
+        others = [name for name in self.members if name != me]
+        return MemberEnd(
+            members=len(self.members),
+            names=tuple(name[:SHORT_NAME] for name in others[:MAX_MISSING]),
+            loss_before=real(self.loss_before),
+            loss_after=real(self.loss_after),
+            refused=self.refused,
+        )
 
     def said(self) -> str:
         """Return a sentence for people."""

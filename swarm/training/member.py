@@ -28,6 +28,7 @@ from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, State
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.diagnosis import Diagnosis, LagReport, Notice
 from shoal.swarm.training.factories import Rates
+from shoal.swarm.training.last_average import EndReport
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import Sketch, rate, real, share
 
@@ -270,6 +271,9 @@ class TrainingMember:
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
         self.ended = False
         """True once this node's last step is done, which others see (``Member.ended``)."""
+        self.end_report: EndReport | None = None
+        """What the last average came to, once there was one; others see it when this node leaves.
+        """
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
@@ -322,6 +326,7 @@ class TrainingMember:
             "state": state,
             "version": SHOAL_VERSION,
             "ended": self.ended,
+            "end": None if self.end_report is None else self.end_report.record(self._name),
         }
 
     def announce(
@@ -340,6 +345,8 @@ class TrainingMember:
         if self.reporter is not None:
             self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
         details = {} if self._sync is None else self._sync.diagnosis.details()
+        if self.end_report is not None:
+            details |= {"sketch": None, "missing_names": ()}  # a record has no room for all
         self._membership.directory.announce(**fields, **details, **speed)
 
     def start_counting(self) -> None:

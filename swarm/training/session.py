@@ -605,6 +605,8 @@ class Session:
             self._opt.finish()
             return
         self.ended = end_loop(self._opt, self._last, self._ranks, self.settings, evaluate)
+        if self._member is not None:
+            self._member.end_report = self.ended
 
     def close(self) -> None:
         """Leave the swarm, in at most some ten seconds. The optimizer goes on without partners."""

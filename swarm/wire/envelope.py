@@ -160,7 +160,8 @@ def unpack_names(packed: bytes) -> tuple[str, ...]:
 SwarmId = Annotated[str, Field(pattern=r"^[a-z2-7]{52}$")]
 PeerId = Annotated[str, Field(max_length=64), AfterValidator(_peer_id)]
 Label = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
-ShortLabel = Annotated[str, Field(min_length=1, max_length=16), AfterValidator(_printable)]
+SHORT_NAME = 16  # characters
+ShortLabel = Annotated[str, Field(min_length=1, max_length=SHORT_NAME), AfterValidator(_printable)]
 MAX_ADDRESS = 256  # characters of an address in a message
 Address = Annotated[str, Field(max_length=MAX_ADDRESS, pattern=r"^/[\x21-\x7e]+$")]
 Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.swarm.wire.envelope import (
     ENVELOPE,
@@ -42,11 +42,26 @@ from shoal.swarm.wire.envelope import (
     Weight,
 )
 
-MAX_MISSING = 4  # names of missing members in a record
+MAX_MISSING = 4  # names of other members in a record: of the missing, and of those it ended with
 
 
 GONE = ("leaving", "done")
 """States of a member that others forget."""
+
+
+class MemberEnd(BaseModel):
+    """What a member's last average came to: with how many ``members`` (itself included; 0: none),
+    the first ``names`` of the others, and its held-out loss, nats, before and after.
+
+    ``refused``: it kept its own weights, because the mean was worse.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    members: Count
+    names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
+    loss_before: Real | None = None
+    loss_after: Real | None = None
+    refused: bool = False
 
 
 class Member(Message):
@@ -70,6 +85,8 @@ class Member(Message):
     its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only. ``change``:
     the number of the newest `shoal.swarm.changes.Change` that it holds; 0: none. ``ended``: its
     last step is done, and it waits for the others to average once more: it is in no more rounds.
+    ``end``: what that came to, in the record with which it leaves; a node then states no
+    ``missing_names`` and no ``sketch``, for which there may be no room.
     """
 
     KIND = "member"
@@ -112,6 +129,7 @@ class Member(Message):
     throughput: Rate = 0.0
     change: Count = 0
     ended: bool = False
+    end: MemberEnd | None = None
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

@@ -19,6 +19,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.topics.status import RoundStatus
 from shoal.swarm.topics.tally import NAMED
 from shoal.swarm.wire.envelope import Message
+from shoal.swarm.wire.messages import MemberEnd
 from shoal.verification.consensus.records import VoteRecord
 
 ME, OTHER = (Identity.ephemeral().peer_id for _ in range(2))
@@ -190,7 +191,7 @@ COMMON = {
 }
 """What a field of that name holds where its bounds do not say."""
 OWN = {
-    "member": {"shard": 0, "shards": 2},
+    "member": {"shard": 0, "shards": 2, "end": MemberEnd(members=2, names=("y",), loss_before=1.0)},
     "group-ready": {"shapes": bytes(32)},
     "invitation": {"key": None, "peer": OTHER, "uses": 1},
     "attestation": {"signature": bytes(64)},
@@ -255,7 +256,7 @@ LONGEST = {
 }
 PEERS = {"peer", "creator", "leader", "banned", "blamed"}
 LARGEST = {
-    "member": {"shard": 2**53 - 1},
+    "member": {"shard": 2**53 - 1, "end": None},
     "invitation": {"key": OTHER, "peer": None},
     "offer": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},
     "state-header": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},

@@ -20,6 +20,7 @@ from shoal.swarm.membership.overview import (
     totals_said,
 )
 from shoal.swarm.wire.envelope import FAILURES
+from shoal.swarm.wire.messages import MemberEnd
 from tests.support.records import member_of
 
 NOW = 1e9
@@ -216,6 +217,8 @@ def test_the_table_has_the_times_and_the_sentences_below():
         "lag": 7,
         "lag_auto": True,
         "late": 2,
+        "ended": False,
+        "end": None,
     }
     said = ["anna\x1b[31m is slow."]
     report = {
@@ -334,3 +337,32 @@ def test_the_table_says_so_and_stays_short():
     assert "noloco, 2 peers" in few
     assert "more members" not in few
     assert "bout" not in few
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({"ended": True}, "waits for others"),
+        ({"end": MemberEnd(members=0)}, "own model"),
+        ({"end": MemberEnd(members=2, names=("bert",))}, "with bert"),
+        (
+            {"end": MemberEnd(members=4, names=("bert", "carl"), loss_before=2.5, loss_after=2.25)},
+            "with bert, carl and 1 more: loss -0.2500",
+        ),
+        ({"end": MemberEnd(members=2, refused=True)}, "own model: the mean was worse"),
+    ],
+)
+def test_status_shows_with_whom_a_member_ended(fields, shown):
+    """Who left after its end is shown below the members; who just left is not."""
+    creator = Identity.ephemeral().peer_id
+    manifest = Manifest(name="m", created=0.0, creator=creator, task="text", model="0" * 64)
+    left = swarm("anna", "carl", anna=fields | {"state": "leaving"}, carl={"state": "leaving"})
+    there = swarm("anna", "dora", anna=fields)
+    ended = "end" in fields
+    report = overview(
+        "a" * 52, manifest, swarm("dora") if ended else there, NOW, departed=left if ended else {}
+    )
+    assert [one["name"] for one in report["members"]] == ["dora", "anna"][:: 1 if ended else -1]
+    lines = table({**report, "link": "shoal://x", "invite_only": False}).splitlines()
+    row = next(line for line in lines if "anna" in line)
+    assert row.rstrip(" │").endswith(f" {shown}")

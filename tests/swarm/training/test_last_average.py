@@ -27,6 +27,7 @@ from shoal.swarm.training.last_average import (
     allowed,
     make_last_screen,
 )
+from shoal.swarm.wire.messages import MemberEnd
 from tests.support.records import MODEL, member_of
 from tests.support.session_loops import HERE, loop, model, sgd, together
 from tests.support.waiting import until
@@ -84,6 +85,36 @@ def test_three_own_loops_end_with_the_mean_of_their_weights():
     for _, _, report in found:
         assert report.members == ("peer-0", "peer-1", "peer-2")
         assert report.missing == ()
+
+
+@pytest.mark.ci
+def test_a_member_that_left_shows_with_whom_it_ended():
+    first = created(2)
+    link, directory = first.link, first.membership.directory
+
+    def stays():
+        with first:
+            net = first._model
+            loop(first.optimizer(sgd(net)), net, 0, steps=20)
+            first.finish()
+
+            def gone():
+                directory.look()
+                return list(directory.departed().values())
+
+            until(gone, 30)
+            return gone()
+
+    def leaves():
+        net = model(1)
+        losses = iter([2.5, 2.25])
+        with shoal.join(link, state=net, network=HERE, node="peer-1") as session:
+            loop(session.optimizer(sgd(net)), net, 1, steps=20)
+            session.finish(lambda: next(losses))
+
+    ((record,), _) = together(stays, leaves)
+    assert record.name == "peer-1"
+    assert record.end == MemberEnd(members=2, names=("peer-0",), loss_before=2.5, loss_after=2.25)
 
 
 @pytest.mark.ci

@@ -10,8 +10,10 @@ from shoal.swarm.exchange.robust import PATIENCE, Newcomers
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.diagnosis import Diagnosis
 from shoal.swarm.training.factories import Rates
+from shoal.swarm.training.last_average import EndReport
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
+from shoal.swarm.wire.messages import MemberEnd
 
 LAG = {"lag": 7, "lag_auto": True, "late": 0}
 
@@ -106,8 +108,19 @@ def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_s
         "tokens_per_s": 0.0,
         "mfu": None,
         "ended": False,
+        "end": None,
         **LAG,
     }
+
+
+def test_the_end_takes_the_room_of_other_details(world):
+    world.details |= {"sketch": (1, 0, (0.5,) * 4), "missing_names": ("carl",)}
+    world.serve()
+    world.member.end_report = EndReport(("anna", "bert"), loss_before=2.5, loss_after=2.25)
+    world.member.leave()
+    fields = world.calls[0][2]
+    assert fields["end"] == MemberEnd(members=2, names=("bert",), loss_before=2.5, loss_after=2.25)
+    assert (fields["sketch"], fields["missing_names"], fields["wait_s"]) == (None, (), 0.5)
 
 
 def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
