@@ -189,7 +189,7 @@ def table(report: dict[str, Any]) -> str:
     )
     members = report["members"][:MOST]
     rows = [_cells(member) for member in members]
-    columns = COLUMNS
+    columns: tuple[str, ...] = COLUMNS
     if any(member["ended"] or member["end"] for member in members):
         columns = (*COLUMNS, "end")
         rows = [[*cells, _end(member)] for cells, member in zip(rows, members, strict=True)]
