@@ -558,7 +558,7 @@ class TrainingNode:
                 self._save_whole_step()
             raise
         finally:
-            self.member.leave(self._loss, self._rates)
+            self.member.leave(self._loss, self._rates, trainer.ended)
         result.interrupted = self.shutdown.requested
         result.steps, result.restarts = trainer.opt.steps, host.restarts
         result.wait_s = self.member.exchange.waited
@@ -616,7 +616,6 @@ class TrainingNode:
         if report is None:
             return
         self.display.message(report.said())
-        self.member.end_report = report
         self.result.ended = asdict(report)
         self.metrics.write("last_average", **asdict(report))
         if report.loss_after is not None and not report.refused:

@@ -271,9 +271,7 @@ class TrainingMember:
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
         self.ended = False
         """True once this node's last step is done, which others see (``Member.ended``)."""
-        self.end_report: EndReport | None = None
-        """What the last average came to, once there was one; others see it when this node leaves.
-        """
+        self._end: EndReport | None = None
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
@@ -326,7 +324,7 @@ class TrainingMember:
             "state": state,
             "version": SHOAL_VERSION,
             "ended": self.ended,
-            "end": None if self.end_report is None else self.end_report.record(self._name),
+            "end": None if self._end is None else self._end.record(self._name),
         }
 
     def announce(
@@ -345,7 +343,7 @@ class TrainingMember:
         if self.reporter is not None:
             self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
         details = {} if self._sync is None else self._sync.diagnosis.details()
-        if self.end_report is not None:
+        if self._end is not None:
             details |= {"sketch": None, "missing_names": ()}  # a record has no room for all
         self._membership.directory.announce(**fields, **details, **speed)
 
@@ -437,9 +435,17 @@ class TrainingMember:
         self.announce("training", loss, rates)
         self._membership.directory.renew()
 
-    def leave(self, loss: float | None = None, rates: Rates = STANDING) -> None:
+    def leave(
+        self,
+        loss: float | None = None,
+        rates: Rates = STANDING,
+        end: EndReport | None = None,
+    ) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record
         expires.
+
+        ``end``: what the last average came to, for others to see.
         """
+        self._end = end
         self.announce("leaving", loss, rates)
         self._membership.directory.leave(LEAVE_S)

@@ -605,8 +605,6 @@ class Session:
             self._opt.finish()
             return
         self.ended = end_loop(self._opt, self._last, self._ranks, self.settings, evaluate)
-        if self._member is not None:
-            self._member.end_report = self.ended
 
     def close(self) -> None:
         """Leave the swarm, in at most some ten seconds. The optimizer goes on without partners."""
@@ -621,7 +619,7 @@ class Session:
                 ):
                     if said:
                         log.warning("%s", said)
-                self._member.leave(self._loss, self.rates)
+                self._member.leave(self._loss, self.rates, self.ended)
         finally:
             self._closed = True
             if self._member is not None and self._member.reporter is not None:

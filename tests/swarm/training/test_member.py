@@ -116,8 +116,7 @@ def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_s
 def test_the_end_takes_the_room_of_other_details(world):
     world.details |= {"sketch": (1, 0, (0.5,) * 4), "missing_names": ("carl",)}
     world.serve()
-    world.member.end_report = EndReport(("anna", "bert"), loss_before=2.5, loss_after=2.25)
-    world.member.leave()
+    world.member.leave(end=EndReport(("anna", "bert"), loss_before=2.5, loss_after=2.25))
     fields = world.calls[0][2]
     assert fields["end"] == MemberEnd(members=2, names=("bert",), loss_before=2.5, loss_after=2.25)
     assert (fields["sketch"], fields["missing_names"], fields["wait_s"]) == (None, (), 0.5)
