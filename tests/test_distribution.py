@@ -16,18 +16,8 @@ from pathlib import Path
 import pytest
 
 from shoal.node.cli.prepare import FILES, TEMPLATES
+from tests.support.checkout import ROOT, TOPS, copied
 
-ROOT = Path(__file__).resolve().parent.parent
-TOPS = ("node", "optim", "swarm", "verification")
-SOURCES = (
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "MANIFEST.in",
-    "constraints.txt",
-    "shoal",
-    *TOPS,
-)
 BUILD = """
 import sys
 from setuptools import build_meta
@@ -83,22 +73,6 @@ def run(*command, folder, **env):
 def unpacked(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
-
-
-def copied(copy):
-    """Copy the sources of a distribution, for a build leaves folders beside them."""
-    copy.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name,
-                copy / name,
-                symlinks=True,
-                ignore=shutil.ignore_patterns("__pycache__"),
-            )
-        else:
-            shutil.copy(ROOT / name, copy / name)
-    return copy
 
 
 @pytest.fixture(scope="module")

@@ -397,11 +397,23 @@ def test_no_folder_holds_too_many_files():
 
 
 @each([*SHOWN, *TESTS])
-def test_imported_helpers_are_there(file):
-    """In programs in strings too. Helpers live in tests/support."""
-    for name in re.findall(r"\bfrom (tests(?:\.\w+)+) import\b", file.read_text(encoding="utf-8")):
+def test_helpers_are_imported_from_support(file):
+    """Only the simulator, and helpers beside the tests of one folder, live elsewhere; programs in
+    strings count too.
+    """
+    text = file.read_text(encoding="utf-8")
+    for name in re.findall(r"\bfrom (tests(?:\.\w+)+) import\b", text):
         place = ROOT.joinpath(*name.split("."))
+        last = place.name
         assert place.is_dir() or place.with_suffix(".py").is_file(), f"there is no {name}"
+        assert not last.startswith("test_"), f"{name} is a test: move the helper to tests/support"
+        assert last != "conftest", f"{name} is for fixtures: move the helper to tests/support"
+        beside = place.parent == ROOT / "tests" or file.is_relative_to(place.parent)
+        shared = place.is_relative_to(ROOT / "tests/support")
+        simulator = place.is_relative_to(ROOT / "tests/sim")
+        assert beside or shared or simulator, (
+            f"{name} is another folder's: move it to tests/support"
+        )
 
 
 @each([*PRODUCT, *SHOWN, *TESTS])

@@ -5,20 +5,18 @@ every bound it names.
 import importlib
 import pkgutil
 import re
-from pathlib import Path
 
 import shoal.swarm
 from shoal.swarm.access import MAX_ADDRESSES as LINK_ADDRESSES
-from shoal.swarm.access import MAX_CHARS, Invitation
-from shoal.swarm.changes import CHANGE_PROTOCOL, Change
+from shoal.swarm.access import MAX_CHARS
+from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL, SMALLEST
 from shoal.swarm.exchange.group.roster import BEATS
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
-from shoal.swarm.gossip.envelope import BodyAnnouncement
-from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, OuterSettings
 from shoal.swarm.membership.dht import CAP
 from shoal.swarm.membership.directory import MAX_ADDRESSES
 from shoal.swarm.membership.peer_exchange import (
@@ -61,13 +59,12 @@ from shoal.swarm.topics.attestation import (
     MAX_BYTES,
     MAX_LOG,
     MAX_RECORD,
-    Attestation,
 )
 from shoal.swarm.topics.attestation import LOG_QUOTA as LOGS
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
-from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
-from shoal.swarm.topics.status import PARTNERS, PER_SECOND, RECEIPTS_S, ROUNDS, Status
-from shoal.swarm.topics.tally import NAMED, Receipts
+from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT
+from shoal.swarm.topics.status import PARTNERS, PER_SECOND, RECEIPTS_S, ROUNDS
+from shoal.swarm.topics.tally import NAMED
 from shoal.swarm.wire.envelope import ENVELOPE, MAX_MESSAGE, Message
 from shoal.swarm.wire.messages import (
     MAX_CONTACTS,
@@ -76,33 +73,8 @@ from shoal.swarm.wire.messages import (
     SEED_PROTOCOL,
     SEEN_PROTOCOL,
     SWARMS_PROTOCOL,
-    Announcement,
-    GroupDecision,
-    GroupReady,
-    Member,
-    Offer,
 )
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGE = (DOCS / "wire.md").read_text(encoding="utf-8")
-SEALED = {
-    kind.KIND
-    for kind in (
-        Member,
-        Manifest,
-        Offer,
-        GroupReady,
-        GroupDecision,
-        BodyAnnouncement,
-        Rollout,
-        Attestation,
-        Invitation,
-        Status,
-        Announcement,
-        Receipts,
-        Change,
-    )
-}
+from tests.support.wire_page import DOCS, PAGE, SEALED
 
 
 def test_every_message_is_in_the_table_with_its_limit():

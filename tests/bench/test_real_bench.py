@@ -20,7 +20,7 @@ def tiny(tmp_path):
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: pip install 'shoal[hf]'"
     )
-    from tests.node.data.tokenizers_made_here import train
+    from tests.support.tokenizers_made_here import train
 
     small = {
         "hidden_size": 32,

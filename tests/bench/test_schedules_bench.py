@@ -16,7 +16,7 @@ from bench._moving_picture import draw, read
 from bench._table import methods, text, train
 from shoal.node.watch.source import Recorder
 from shoal.optim.schedule import Apply, Send, Streaming
-from tests.node.watch.conftest import NOW, Author
+from tests.support.watched_peers import NOW, Author
 
 
 @pytest.mark.parametrize(

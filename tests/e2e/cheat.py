@@ -4,11 +4,8 @@ quantised   generates with weights of 4 bits, and claims that the policy it hand
 copier      does not check: takes another verifier's commitment, and later its vote, for its own
 """
 
-import copy
 import sys
 from pathlib import Path
-
-import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
@@ -16,17 +13,7 @@ from shoal.node.cli import main as cli  # noqa: E402
 from shoal.node.verify import completions  # noqa: E402
 from shoal.verification.consensus.protocol import Voter  # noqa: E402
 from shoal.verification.consensus.records import Commitment, Reveal  # noqa: E402
-
-
-def quantised(policy, bits=4):
-    """A copy whose weights were rounded, each row to ``bits`` bits."""
-    rounded = copy.deepcopy(policy)
-    with torch.no_grad():
-        for weight in rounded.module.parameters():
-            if weight.ndim == 2:
-                step = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / (2 ** (bits - 1) - 1)
-                weight.copy_((weight / step).round() * step)
-    return rounded
+from tests.support.quantised_policy import quantised  # noqa: E402
 
 
 def cheat_by_quantising():

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.e2e.test_ranks import rank_of
+from tests.support.rank_processes import rank_of
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
 SEED = 3

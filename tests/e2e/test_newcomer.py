@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.test_distribution import ROOT, copied
+from tests.support.checkout import ROOT, copied
 
 SIZE = {"layers": 1, "width": 16, "heads": 1, "context": 16}
 

@@ -4,10 +4,8 @@ would.
 
 import os
 import signal
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +17,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
 from shoal.swarm.manifest import OuterSettings, TrainSettings
+from tests.support.rank_processes import rank_of
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
 SEED = 3
@@ -83,15 +82,6 @@ def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
             for here, there in zip(real, wanted, strict=True)
             for a, b in zip(here, there, strict=True)
         )
-
-
-def rank_of(process, rank):
-    """The process of a rank that a command has started."""
-    for child in psutil.Process(process.popen.pid).children():
-        with suppress(psutil.Error):  # it has just ended
-            if child.environ().get("RANK") == str(rank):
-                return child.pid
-    return None
 
 
 @pytest.mark.slow(reason="several real peers of two processes, one after another")

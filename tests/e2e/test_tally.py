@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from shoal.node.watch.swarm_view import SwarmView, event_of
-from tests.e2e.test_cli import create, joiner
-from tests.e2e.test_watch import heard
+from tests.support.slow_nodes import create, joiner
+from tests.support.watch_events import heard
 
 
 @pytest.mark.slow(reason="two real nodes exchange until both have signed")

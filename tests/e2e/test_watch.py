@@ -2,7 +2,6 @@
 it came in through.
 """
 
-import json
 import signal
 
 import pytest
@@ -12,11 +11,8 @@ from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import Status
-from tests.e2e.test_cli import create, joiner
-
-
-def heard(watcher, kind="status"):
-    return [event for event in map(json.loads, list(watcher.lines)) if event["event"] == kind]
+from tests.support.slow_nodes import create, joiner
+from tests.support.watch_events import heard
 
 
 @pytest.mark.slow(reason="real nodes are watched until one is missed")

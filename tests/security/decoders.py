@@ -100,7 +100,7 @@ from tests.security.hostile import (
     Form,
     frames,
 )
-from tests.security.message_kinds import good, kinds
+from tests.support.message_kinds import good, kinds
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SIGNERS.update({one.peer_id: one for one in (ME, OTHER)})

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Forks, Shoal, until
+from tests.support.shoal_commands import Forks, Shoal
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow(reason="three nodes train for a minute, and two")
 

@@ -48,9 +48,9 @@ from shoal.swarm.topics.attestation import LogRequest, LogServer
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import ManifestRequest, SeedRequest, SwarmsRequest
 from tests.security.hostile import CANNOT, MSGPACK, ODD, SIGNERS, WHOLE, at, near, places, put
-from tests.security.message_kinds import good
 from tests.sim.memory_stream import stream_pair
 from tests.sim.network import Links
+from tests.support.message_kinds import good
 
 ROOT = Path(__file__).resolve().parents[2]
 SWARM, ME, STRANGER = "a" * 52, Identity.ephemeral(), Identity.ephemeral()

@@ -15,7 +15,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.wire.envelope import MAX_DIMS, MAX_RANK, MAX_TENSORS, Message, pack, unpack
 from shoal.verification.consensus.records import decode
-from tests.security.message_kinds import ME, good, kinds, leaves
+from tests.support.message_kinds import ME, good, kinds, leaves
 
 KINDS = [kind for kind in kinds() if kind is not Manifest]
 NUMBERS = (

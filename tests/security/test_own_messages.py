@@ -65,7 +65,7 @@ from shoal.verification.consensus.rulings import (
     Standing,
     Table,
 )
-from tests.security.message_kinds import good, kinds, largest
+from tests.support.message_kinds import good, kinds, largest
 from tests.support.reporting_member import membership as watched
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

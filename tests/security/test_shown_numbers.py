@@ -17,7 +17,7 @@ from shoal.swarm.topics.status import Status
 from shoal.swarm.training.factories import steps_of_rounds
 from shoal.swarm.wire.envelope import MAX_RATE, MIN_RATE
 from shoal.swarm.wire.messages import Member
-from tests.security.message_kinds import good, largest
+from tests.support.message_kinds import good, largest
 
 NOW = 1e9
 LEAST = {

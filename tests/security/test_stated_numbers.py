@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from shoal.swarm.manifest import Manifest
-from tests.security.message_kinds import kinds, leaves
+from tests.support.message_kinds import kinds, leaves
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 MEETING = {"answer", "group-receipt", "offer", "group-ready", "member"}

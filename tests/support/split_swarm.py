@@ -18,11 +18,8 @@ from shoal.swarm.training.factories import make_screen
 from shoal.swarm.training.member import OuterSync
 
 SWARM, MODEL = "a" * 52, "0" * 64
-
 EVERY = 4
-
 WAIT = 60.0  # seconds for a group: never waited for, as all steps are in step
-
 METHODS = {
     "diloco": lambda inner, exchange, net, **o: DiLoCo(inner, exchange, every=EVERY, **o),
     "streaming": lambda inner, exchange, net, **o: StreamingDiLoCo(

@@ -13,8 +13,8 @@ from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
 from shoal.swarm.internal_errors import TRACEBACKS, InternalErrors
+from tests.support.fake_network import SWARM, GroupPeer
 from tests.support.pair_peers import Peer
-from tests.swarm.conftest import SWARM, GroupPeer
 
 
 def caught(errors, place="gossip", text="planted\nsecond line", kind=RuntimeError):

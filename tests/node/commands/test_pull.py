@@ -35,8 +35,8 @@ from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.wire.envelope import CHUNK, pack_names
-from tests.node.data.tokenizers_made_here import train
 from tests.support.records import member_of
+from tests.support.tokenizers_made_here import train
 
 ME = Identity.ephemeral()
 LINK = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{ME.peer_id}",))

@@ -13,7 +13,7 @@ import torch
 from shoal.node.data import reader
 from shoal.node.data.reader import Bytes, label, load_tokenizer
 from shoal.node.data.source import DataError
-from tests.node.data.tokenizers_made_here import TEXT, train
+from tests.support.tokenizers_made_here import TEXT, train
 
 
 def test_bytes_need_nothing(monkeypatch):

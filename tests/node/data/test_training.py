@@ -24,8 +24,8 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest
-from tests.node.data.tokenizers_made_here import train
 from tests.support.blocking import blocking
+from tests.support.tokenizers_made_here import train
 
 TINY = {"width": 8, "heads": 2, "layers": 1, "context": 8, "batch": 2, "warmup": 3}
 STEPS = 9

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.swarm.training.conftest import unhurried
+from tests.support.unhurried import unhurried
 
 __all__ = ["unhurried"]
 

@@ -25,7 +25,7 @@ from shoal.node.parallel.launcher import (
     ranks_wanted,
 )
 from shoal.node.training.training_error import TrainingError
-from tests.node.checkpoint.test_inner_tensors import Coded
+from tests.support.coded_tensor import Coded
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 LAUNCH = """

@@ -12,7 +12,7 @@ from shoal.node.rl.task import RLRound, RLTask, RolloutGroup, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.node.rl.conftest import real_model, wants_real_model
+from tests.support.transformers_models import real_model, wants_real_model
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]

@@ -12,7 +12,7 @@ from shoal.node.task import Shard
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from tests.support.clock import Clock
-from tests.swarm.gossip.nodes import SWARM, rollout_of
+from tests.support.gossip_nodes import SWARM, rollout_of
 
 ENV = load_env("strings", {"families": "last", "letters": 3})
 ME, OTHER, BANNED = (Identity.ephemeral() for _ in range(3))

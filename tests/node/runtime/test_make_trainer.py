@@ -13,7 +13,7 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.node.training.loops import Small
+from tests.support.trainer_loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 EVERY = 5

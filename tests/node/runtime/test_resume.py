@@ -25,8 +25,8 @@ from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id
 from shoal.swarm.state.snapshot import State
-from tests.node.training.loops import Small
 from tests.support.blocking import blocking
+from tests.support.trainer_loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

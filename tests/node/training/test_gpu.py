@@ -8,8 +8,8 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.tasks.gpt import GPT
 from shoal.swarm.manifest import TrainSettings
-from tests.node.training.loops import Overflows, Small, trainer
 from tests.support.gpu import assert_same
+from tests.support.trainer_loops import Overflows, Small, trainer
 
 pytestmark = pytest.mark.gpu
 

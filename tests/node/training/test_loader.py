@@ -23,7 +23,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError, _in_pieces
 from shoal.node.user_code import UserCodeError
 from shoal.swarm.manifest import TrainSettings
-from tests.node.training.loops import trainer
+from tests.support.trainer_loops import trainer
 
 SHARD = Shard(0, 1, 0)
 TOO_MANY = 12  # batches, more than are drawn ahead

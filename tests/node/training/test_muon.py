@@ -15,7 +15,7 @@ from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.training_error import TrainingError
 from shoal.swarm.manifest import TrainSettings
-from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, same, trainer
+from tests.support.trainer_loops import CPU, STEPS, Small, float16, near, run, same, trainer
 
 
 class Deep(Small):

@@ -38,7 +38,7 @@ from shoal.optim import device as of_device
 from shoal.optim.layers import repeated_blocks
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, trainer
+from tests.support.trainer_loops import CPU, STEPS, Small, float16, near, run, trainer
 
 
 class Wide(Task):

@@ -8,8 +8,8 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.swarm.manifest import TrainSettings
-from tests.node.training import loops
-from tests.node.training.loops import Small
+from tests.support import trainer_loops as loops
+from tests.support.trainer_loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 FIRST, LENGTH = 10, 20

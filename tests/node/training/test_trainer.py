@@ -22,8 +22,8 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.training.training_error import TrainingError
 from shoal.optim import Alone, Simulation
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.node.training.loops import CPU, Small
 from tests.support.blocking import blocking
+from tests.support.trainer_loops import CPU, Small
 
 STEPS = 12
 

@@ -14,8 +14,8 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.node.training.loops import Small
 from tests.support.blocking import blocking
+from tests.support.trainer_loops import Small
 
 
 class Timed(Small):

@@ -26,7 +26,7 @@ from shoal.verification.consensus.rulings import (
     Table,
     compute_scores,
 )
-from tests.verification.consensus.stories import Story, claim_of
+from tests.support.consensus_stories import Story, claim_of
 
 ROUND, ROUND_S, SWARM = 20, 60.0, "run"
 VERIFY = VerifySettings(audit_rate=1.0, round_s=ROUND_S)

@@ -27,7 +27,6 @@ from shoal.verification.calibration import (
 )
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
-from tests.e2e.cheat import quantised
 from tests.node.verify.board import (
     ROUND_S,
     TICKS,
@@ -39,6 +38,7 @@ from tests.node.verify.board import (
     task_of,
     toy_signature,
 )
+from tests.support.quantised_policy import quantised
 
 GUILTY = {"quantised", "withholding"}
 HONEST = ("ann", "bob", "cat")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.watch.source import Recorder
 from shoal.swarm.errors import ShoalError
-from tests.node.watch.conftest import NOW
+from tests.support.watched_peers import NOW
 
 NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"  # noqa: E501
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 
 from shoal.node.watch.source import Recorder
-from tests.node.watch.conftest import NOW
+from tests.support.watched_peers import NOW
 
 SPOKEN = find_spec("aiohttp") is not None
 if SPOKEN:

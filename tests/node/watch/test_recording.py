@@ -31,7 +31,7 @@ from shoal.node.watch.swarm_view import (
     line_of,
 )
 from shoal.node.watch.tui import LABEL, MEAN, plot
-from tests.node.watch.conftest import NOW, SWARM, Source
+from tests.support.watched_peers import NOW, SWARM, Source
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from shoal.node.watch.swarm_view import Connected, Disconnected, SwarmView
 from shoal.node.watch.web import IN_CODE, REFRESH_S, ShownLink
 from shoal.swarm.access import Link
 from shoal.swarm.identity import Identity
-from tests.node.watch.conftest import NOW, SWARM
+from tests.support.watched_peers import NOW, SWARM
 
 
 def at(peer, number):

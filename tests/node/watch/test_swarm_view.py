@@ -33,7 +33,7 @@ from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.status import PROJECTED, Status
 from shoal.swarm.topics.tally import Receipts, Work
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
-from tests.node.watch.conftest import NOW, SWARM, Author
+from tests.support.watched_peers import NOW, SWARM, Author
 
 
 def view_of(*events):

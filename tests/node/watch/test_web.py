@@ -17,7 +17,7 @@ from shoal.node.watch.swarm_view import (
     WatchError,
 )
 from shoal.swarm.access import Link
-from tests.node.watch.conftest import NOW, SWARM, Source
+from tests.support.watched_peers import NOW, SWARM, Source
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 

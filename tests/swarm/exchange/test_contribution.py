@@ -16,7 +16,7 @@ from shoal.swarm.exchange.contribution import (
     float32_digest,
 )
 from shoal.swarm.wire.envelope import CHUNK, chunks, digest
-from tests.swarm.conftest import SWARM, paired
+from tests.support.fake_network import SWARM, paired
 
 SHAPES = [(3,), (CHUNK // 4 - 3,), (5, 7), (0,), (CHUNK // 2 + 11,), ()]
 

@@ -22,8 +22,8 @@ from shoal.swarm.exchange.robust import (
     LossCheck,
     Newcomers,
 )
+from tests.support.fake_network import SWARM, paired
 from tests.support.waiting import until
-from tests.swarm.conftest import SWARM, paired
 
 
 class Choosy:

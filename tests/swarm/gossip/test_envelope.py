@@ -28,7 +28,7 @@ from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import pack, seal
-from tests.swarm.gossip.nodes import SWARM, rollout_of
+from tests.support.gossip_nodes import SWARM, rollout_of
 
 ME = Identity.ephemeral()
 ROOM = room_for(Rollout)

@@ -14,9 +14,9 @@ from shoal.swarm.gossip.envelope import Body, make_announcement, make_body
 from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics.rollout import Rollout
+from tests.support import gossip_nodes as nodes
+from tests.support.gossip_nodes import SWARM
 from tests.support.waiting import until
-from tests.swarm.gossip import nodes
-from tests.swarm.gossip.nodes import SWARM
 
 
 class Node(nodes.Node):

@@ -33,8 +33,8 @@ from shoal.swarm.membership.dht import (
     open_record,
 )
 from shoal.swarm.membership.directory import Directory
+from tests.support.directory_hosts import Shelf
 from tests.support.records import ABOUT, member_of
-from tests.swarm.membership.conftest import Shelf
 
 SWARM = "a" * 52
 ME = Identity.ephemeral()

@@ -20,8 +20,8 @@ from shoal.swarm.membership import membership, overview
 from shoal.swarm.membership.membership import create, join
 from shoal.swarm.membership.overview import ClockCheck, clock_problem
 from shoal.swarm.p2p.reachability import DialBackView, ReachabilityProbe
+from tests.support.directory_hosts import Quiet
 from tests.support.waiting import until
-from tests.swarm.membership.conftest import Quiet
 
 
 def views(*skews, error=0.1):

@@ -28,11 +28,11 @@ from shoal.swarm.membership.dht import (
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.messages import Member
+from tests.support.directory_hosts import Node, Quiet
+from tests.support.directory_hosts import Shelf as Table
 from tests.support.loop_thread import LoopThread
 from tests.support.records import ABOUT, member_of
 from tests.support.waiting import until
-from tests.swarm.membership.conftest import Node, Quiet
-from tests.swarm.membership.conftest import Shelf as Table
 
 SWARM = "a" * 52
 

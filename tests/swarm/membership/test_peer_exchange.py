@@ -31,8 +31,8 @@ from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links, SimNetwork, Trace
+from tests.support.directory_hosts import Meeting
 from tests.support.records import member_of
-from tests.swarm.membership.conftest import Meeting
 
 SWARM, ELSEWHERE = "a" * 52, "b" * 52
 

@@ -7,9 +7,9 @@ import pytest
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.peer_exchange import PeerExchange
+from tests.support.directory_hosts import Node
 from tests.support.records import SWARM
 from tests.support.waiting import until
-from tests.swarm.membership.conftest import Node
 
 
 async def nothing(key):

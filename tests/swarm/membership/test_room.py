@@ -16,8 +16,8 @@ from shoal.swarm.membership.directory import NEWCOMERS, Directory, Room
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
 from shoal.swarm.wire.messages import Member
+from tests.support.directory_hosts import Shelf
 from tests.support.records import member_of
-from tests.swarm.membership.conftest import Shelf
 
 SWARM, MOST = "a" * 52, 64
 

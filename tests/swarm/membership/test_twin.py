@@ -15,8 +15,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht import key_of, make_record
 from shoal.swarm.membership.directory import CLOCKS_APART_S, Directory
 from shoal.swarm.membership.membership import Membership, NetworkOptions, join
+from tests.support.directory_hosts import Shelf
 from tests.support.records import ABOUT, SWARM, member_of
-from tests.swarm.membership.conftest import Shelf
 
 ME = Identity.ephemeral()
 WHERE = f"/ip4/192.0.2.7/tcp/4001/p2p/{ME.peer_id}"

@@ -24,7 +24,7 @@ from shoal.swarm.p2p import daemon_guard as guard
 from shoal.swarm.p2p.addresses import is_loopback, peer_bytes, to_bytes, to_text, varint
 from shoal.swarm.p2p.connections import fixed_ports, obtain_ports
 from shoal.swarm.p2p.daemon import DaemonError
-from tests.swarm.p2p.conftest import start
+from tests.support.echo_host import start
 
 ANY = "/ip4/127.0.0.1/tcp/0"
 

@@ -24,8 +24,8 @@ from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import MAX_HANDLERS_PER_PEER
 from shoal.swarm.seed import Seed
+from tests.support.echo_host import ECHO, ask, start
 from tests.support.waiting import until
-from tests.swarm.p2p.conftest import ECHO, ask, start
 
 MB = 1 << 20
 

@@ -27,8 +27,8 @@ from shoal.swarm.p2p.limits import (
 )
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
 from tests.support.clock import Clock
+from tests.support.echo_host import ECHO, ask, start
 from tests.support.waiting import until
-from tests.swarm.p2p.conftest import ECHO, ask, start
 
 BULK = "/test/bulk/1"
 FEW = Rates(streams=20, streams_of_range=50, calls=5, call_bytes=1000)

@@ -20,8 +20,8 @@ from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import GroupDecision, Offer
+from tests.support.fake_network import MODEL, SWARM
 from tests.support.records import member_of
-from tests.swarm.conftest import MODEL, SWARM
 
 ELSEWHERE = "b" * 52
 HONEST, LIAR, GUEST, VICTIM = (Identity.ephemeral() for _ in range(4))

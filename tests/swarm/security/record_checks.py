@@ -48,9 +48,9 @@ from shoal.swarm.wire.messages import (
     SeedRequest,
     SwarmsRequest,
 )
+from tests.support.directory_hosts import Quiet
+from tests.support.fake_network import MODEL, SWARM, FakeHost, GroupPeer
 from tests.support.waiting import until
-from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
-from tests.swarm.membership.conftest import Quiet
 from tests.swarm.security.forgeries import (
     ELSEWHERE,
     GUEST,

@@ -25,7 +25,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon_process import CONNECTIONS
 from shoal.swarm.p2p.host import Host
-from tests.swarm.conftest import MODEL, SWARM
+from tests.support.fake_network import MODEL, SWARM
 from tests.swarm.security.forgeries import member
 
 pytestmark = pytest.mark.slow(reason="hundreds of real connections wait for their deadlines")

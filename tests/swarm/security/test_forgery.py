@@ -5,10 +5,10 @@ tried cell by cell.
 import pytest
 
 from shoal.swarm.wire.envelope import seal
+from tests.support.wire_page import PAGE, SEALED
 from tests.swarm.security.forgeries import HONEST, LIAR, flipped, moved, rekeyed
 from tests.swarm.security.record_checks import ANNOUNCEMENTS, SHUFFLES, Rosters
 from tests.swarm.security.record_checks import COURTS as RECORDS
-from tests.test_wire import PAGE, SEALED
 
 COURTS = {**RECORDS, **SHUFFLES, **ANNOUNCEMENTS}
 CASES = ("key", "bit", "stale", "swarm", "place", "kind")

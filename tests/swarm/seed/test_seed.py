@@ -31,9 +31,9 @@ from shoal.swarm.seed import (
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_NAMED, SeedRequest
 from tests.support.clock import Clock
+from tests.support.directory_hosts import Node
 from tests.support.records import member_of
 from tests.support.waiting import until
-from tests.swarm.membership.conftest import Node
 
 SWARM = "a" * 52
 ROOT = Path(__file__).resolve().parents[3]

@@ -25,8 +25,8 @@ from shoal.swarm.topics.attestation import (
     verify_record,
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
+from tests.support import gossip_nodes as nodes
 from tests.support.waiting import until
-from tests.swarm.gossip import nodes
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

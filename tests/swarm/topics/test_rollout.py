@@ -19,7 +19,7 @@ from shoal.swarm.topics.rollout import (
     pack_tokens,
 )
 from shoal.swarm.wire.envelope import pack, unpack
-from tests.swarm.gossip.nodes import rollout_of
+from tests.support.gossip_nodes import rollout_of
 
 texts = st.lists(st.text(max_size=50), min_size=1, max_size=MAX_COMPLETIONS)
 draws = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32)), max_size=20)

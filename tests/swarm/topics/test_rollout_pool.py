@@ -18,9 +18,9 @@ from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.p2p.limits import Counters, RateLimit
 from shoal.swarm.topics.rollout import REASONS, PoolLimits, RolloutPool, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, seal
+from tests.support import gossip_nodes as nodes
 from tests.support.clock import Clock
 from tests.support.waiting import until
-from tests.swarm.gossip import nodes
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

@@ -14,9 +14,9 @@ from shoal.swarm.topics.status import (
     RoundStatus,
     Status,
 )
+from tests.support import gossip_nodes as nodes
+from tests.support.gossip_nodes import SWARM
 from tests.support.waiting import until
-from tests.swarm.gossip import nodes
-from tests.swarm.gossip.nodes import SWARM
 
 
 class Node(nodes.Node):

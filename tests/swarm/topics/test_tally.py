@@ -24,7 +24,7 @@ from shoal.swarm.topics.tally import (
     saved_tally,
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from tests.swarm.conftest import SWARM
+from tests.support.fake_network import SWARM
 
 KEYS = [Identity.ephemeral() for _ in range(5)]
 ME, ANNA, BERT, LIAR, CARL = (key.peer_id for key in KEYS)

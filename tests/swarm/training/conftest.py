@@ -1,14 +1,5 @@
 """Peers that are threads of one process."""
 
-import pytest
+from tests.support.unhurried import unhurried
 
-from shoal.swarm.exchange import context
-
-
-@pytest.fixture(autouse=True)
-def unhurried(monkeypatch):
-    """What holds one of them up holds up all, so a round that is lost to a busy machine would say
-    nothing.
-    """
-    for name in ("LEAST_S", "LATE_S"):
-        monkeypatch.setattr(context, name, 60.0)
+__all__ = ["unhurried"]

@@ -21,7 +21,7 @@ IN_A_THREAD = """
 import threading
 import torch
 import shoal
-from tests.swarm.training.test_session import HERE, loop, model, sgd
+from tests.support.session_loops import HERE, loop, model, sgd
 
 def train():
     module = model(0)

@@ -35,7 +35,7 @@ from shoal.swarm.wire.messages import (
     Ready,
     StateHeader,
 )
-from tests.security.message_kinds import Leaf
+from tests.support.message_kinds import Leaf
 from tests.support.records import member_of
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()

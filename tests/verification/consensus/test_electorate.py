@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import Story, digest
 
 from shoal.verification.consensus.participant import electorate
 from shoal.verification.consensus.records import (
@@ -23,6 +22,7 @@ from shoal.verification.consensus.records import (
     must_plant,
 )
 from shoal.verification.consensus.rulings import ABSENT, Rules, Standing, Table
+from tests.support.consensus_stories import Story, digest
 
 PEERS = tuple(f"p{number}" for number in range(6))
 RULES = Rules(verifiers=3, life=64)

@@ -5,7 +5,6 @@ do.
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import RULES, ballots, claim_of, digest
 
 from bench._votes_peers import toy_signer, toy_verify
 from shoal.verification.consensus.protocol import REASONS, Checked, Consensus, Times, Voter
@@ -25,6 +24,7 @@ from shoal.verification.consensus.records import (
     Verdict,
     must_plant,
 )
+from tests.support.consensus_stories import RULES, ballots, claim_of, digest
 
 PEERS = tuple(f"p{number:02}" for number in range(16))
 TIMES = Times(commit_s=10.0, skew_s=2.0, reveal_s=5.0)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import RULES, Story, claim_of, digest
 
 from shoal.verification.consensus.participant import ViewQuorum, electorate, root, void
 from shoal.verification.consensus.records import Electorate, Entry, Ledger, View
@@ -22,6 +21,7 @@ from shoal.verification.consensus.rulings import (
     least_audit,
     vote,
 )
+from tests.support.consensus_stories import RULES, Story, claim_of, digest
 
 PEERS = tuple(f"p{number}" for number in range(9))
 EMPTY = Table(-1, {}, {})

@@ -6,11 +6,9 @@ import struct
 
 import msgpack
 import pytest
-import stories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from stories import Story, claim_of, digest, electorates
 
 import shoal.verification.consensus.participant as module
 from bench._votes_peers import Peer, toy_signer
@@ -33,6 +31,8 @@ from shoal.verification.consensus.records import (
     hide,
 )
 from shoal.verification.consensus.rulings import ScoreRules, Standing, Table, compute_scores
+from tests.support import consensus_stories as stories
+from tests.support.consensus_stories import Story, claim_of, digest, electorates
 
 HASH = st.binary(min_size=32, max_size=32)
 NAME = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=64)

@@ -7,7 +7,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import BEHAVIOURS, Story
 
 from shoal.verification.consensus.records import SETTLED, Ledger, Verdict
 from shoal.verification.consensus.rulings import (
@@ -17,6 +16,7 @@ from shoal.verification.consensus.rulings import (
     compute_scores,
     quorum,
 )
+from tests.support.consensus_stories import BEHAVIOURS, Story
 
 PEERS = tuple(f"p{number:02}" for number in range(12))
 ROUNDS = range(4, 24)

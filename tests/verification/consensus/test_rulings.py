@@ -7,10 +7,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import BEHAVIOURS, RULES, Story, claim_of, digest
 
 from shoal.verification.consensus.records import Commitment, Ledger, Opening, Reveal, Verdict, hide
 from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw, trial
+from tests.support.consensus_stories import BEHAVIOURS, RULES, Story, claim_of, digest
 
 PEERS = tuple(f"p{number:02}" for number in range(24))
 BEHAVIOUR = st.sampled_from(BEHAVIOURS)

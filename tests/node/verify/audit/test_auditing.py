@@ -35,7 +35,7 @@ from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.p2p.limits import Counters
 from shoal.verification.consensus.records import Claim
 from tests.support.clock import Clock
-from tests.swarm.conftest import SWARM, Network
+from tests.support.fake_network import SWARM, Network
 
 FETCH_S, GOOD = 3.0, Finding(True, "Good.")
 MATERIAL, SNAPSHOT, OTHERS = b"material", b"snapshot", ("bob", "ann", "cat", "dan", "eve")

@@ -11,7 +11,7 @@ from shoal.node.verify.checker import ACTIVATIONS, read, write
 from shoal.node.verify.material import Agreed, decode_material, output_hash, seed_of
 from shoal.swarm.topics.rollout import pack_tokens
 from shoal.swarm.wire.envelope import pack
-from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
+from tests.support.claims import PEER, ROUND, RUN, SLOT
 
 
 def restated(world, proven, rows=None, finish=None, **fields):

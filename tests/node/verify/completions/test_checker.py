@@ -23,7 +23,7 @@ from shoal.node.verify.checker import ACTIVATIONS, make_claim, policy_label, rea
 from shoal.node.verify.material import Agreed, decode_material, seed_of
 from shoal.verification.calibration import Calibration
 from tests.node.verify.completions.attacks import restated, rounded
-from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
+from tests.support.claims import PEER, ROUND, RUN, SLOT
 
 SIDES = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 

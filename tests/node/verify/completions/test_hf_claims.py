@@ -13,7 +13,7 @@ from shoal.node.verify.audit import digest, load_snapshot, snapshot, trained
 from shoal.node.verify.checker import Checker, make_claim, prove
 from shoal.node.verify.completions import self_calibrate
 from shoal.node.verify.material import DTYPES, Agreed, Coordinates, seed_of
-from tests.node.rl.conftest import real_model, saved_model, wants_real_model
+from tests.support.transformers_models import real_model, saved_model, wants_real_model
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -27,7 +27,7 @@ from shoal.node.verify.material import (
 from shoal.swarm.errors import MessageError
 from shoal.swarm.wire.envelope import pack
 from shoal.verification.consensus.participant import Slot
-from tests.node.verify.conftest import PEER, RUN
+from tests.support.claims import PEER, RUN
 
 AT = Coordinates("strings", "1", b"{}", 5, 6)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)

@@ -19,7 +19,7 @@ from shoal.verification.consensus.records import Dispute, Electorate, Ledger, Re
 from shoal.verification.consensus.rulings import Ruling, Standing, Table, Trial
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 from shoal.verification.sequential import ALARM
-from tests.verification.consensus.stories import claim_of
+from tests.support.consensus_stories import claim_of
 
 FEATURES = (Feature("error", 0.01),)
 PAIR = Pair("activations", "tiny", "float32", "float32")

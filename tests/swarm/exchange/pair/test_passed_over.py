@@ -27,8 +27,8 @@ from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
 from shoal.swarm.exchange.pair.calls import PairSelector, make_offer
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from tests.support.fake_network import paired
 from tests.support.partner_selection import MODEL, SEED, Directory, directory, selector
-from tests.swarm.conftest import paired
 
 
 @given(st.integers(2, 12), st.integers(0, 50), st.data())

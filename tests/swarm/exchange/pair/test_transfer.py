@@ -24,8 +24,8 @@ from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
+from tests.support.fake_network import SWARM, paired
 from tests.support.waiting import until
-from tests.swarm.conftest import SWARM, paired
 
 CHUNK_TIMEOUT = 0.5
 # a deadline that no test sits out: what ends in half of it did not wait for it, however busy the

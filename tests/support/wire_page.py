@@ -1,0 +1,44 @@
+"""docs/wire.md, and the messages that are signed."""
+
+from pathlib import Path
+
+from shoal.swarm.access import Invitation
+from shoal.swarm.changes import Change
+from shoal.swarm.gossip.envelope import BodyAnnouncement
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.topics.attestation import (
+    Attestation,
+)
+from shoal.swarm.topics.rollout import Rollout
+from shoal.swarm.topics.status import Status
+from shoal.swarm.topics.tally import Receipts
+from shoal.swarm.wire.messages import (
+    Announcement,
+    GroupDecision,
+    GroupReady,
+    Member,
+    Offer,
+)
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+PAGE = (DOCS / "wire.md").read_text(encoding="utf-8")
+
+SEALED = {
+    kind.KIND
+    for kind in (
+        Member,
+        Manifest,
+        Offer,
+        GroupReady,
+        GroupDecision,
+        BodyAnnouncement,
+        Rollout,
+        Attestation,
+        Invitation,
+        Status,
+        Announcement,
+        Receipts,
+        Change,
+    )
+}
