@@ -57,7 +57,7 @@ class Method:
     The classes of methods for pairs have float32 elsewhere: any exchange can carry it.
     """
     weights: Literal["equal", "tokens", "rate"] = "equal"
-    """Default weighting of contributions (`shoal.optim.outer.fragments`)."""
+    """Default weighting of contributions (`shoal.optim.outer.contribution_weight`)."""
     doubles: bool = False
     """True: where weights differ it sends two tensors a parameter, since its pull is never
     weighted.

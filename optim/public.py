@@ -29,9 +29,11 @@ from shoal.optim.experimental.sparta import SPARTA, SpartaRule
 from shoal.optim.inner import muon
 from shoal.optim.layers import hidden_matrices
 from shoal.optim.methods import METHODS, Method, method_named, methods_with
-from shoal.optim.outer.fragments import by_rate, by_steps, by_tokens, equal, strided
+from shoal.optim.outer.averaged import float_buffers
+from shoal.optim.outer.contribution_weight import by_rate, by_steps, by_tokens, equal
+from shoal.optim.outer.fragments import strided
 from shoal.optim.outer.in_flight import RoundInfo
-from shoal.optim.outer.inner import Stepped, float_buffers
+from shoal.optim.outer.inner import Stepped
 from shoal.optim.outer.optimizer import Options, OuterOptimizer, config_diff
 from shoal.optim.outer.rule import RoundContext, Rule
 from shoal.optim.ranks.ranks import Ranks

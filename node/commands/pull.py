@@ -37,7 +37,7 @@ from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError
 from shoal.optim.codecs.base import FLOAT32, all_finite
-from shoal.optim.outer.inner import float_buffers
+from shoal.optim.outer.averaged import float_buffers
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError

@@ -41,7 +41,7 @@ from shoal.node.user_code import (
     summary,
     user_trace,
 )
-from shoal.optim.outer.inner import fault_of
+from shoal.optim.outer.averaged import fault_of
 from shoal.swarm.errors import ShoalError
 
 # The user's task as Shoal calls it: each method behind a boundary, and each result of the type that

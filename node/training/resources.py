@@ -158,7 +158,7 @@ class DevicePlan:
         gathered: int = 0,
     ) -> None:
         from shoal.optim import device as of_device  # here, because it imports torch
-        from shoal.optim.outer.weights import local
+        from shoal.optim.outer.sharded import local
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         parts = [local(parameter) for parameter in trained]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods import DEFAULT_LAG
-from shoal.optim.outer.fragments import by_rate, positions
+from shoal.optim.outer.contribution_weight import by_rate
+from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, averaged_parameters, cut
 from shoal.optim.outer.rule import (

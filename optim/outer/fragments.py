@@ -1,21 +1,15 @@
-"""Division of a model into fragments that are exchanged one after another.
+"""Division of a model into fragments, which are exchanged one after another.
 
-Weights of contributions in the mean, as functions of the tokens and inner steps since a peer last
-sent the fragment.
-
-    opt = DiLoCo(inner, exchange, weight=by_tokens)
-    ... opt.count(batch.numel()); opt.step()
-
-By default every peer counts the same, even if tokens were counted: the weighting decides what some
-methods send (NoLoCo), so it must not depend on the calls of a training loop. A node of a swarm
-weighs by tokens if rounds are seconds. All peers must use the same function. A weight of 0 keeps a
-peer out of the mean for that round, as if it were absent: nobody waits for it, and it receives
-nothing. ``OuterOptimizer.listen`` takes part without counting.
+strided(model, 4)           # layers 0, 4, 8, ... are fragment 0
+even(parameters, 4)         # without a model: about equally many values in each
+positions(lists, params)    # of each fragment the positions of its parameters
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,92 +19,8 @@ from shoal.optim.codecs.partial import Scope, bound, scope_of
 from shoal.optim.layers import embeddings_and_outputs
 from shoal.optim.parameters import unwrapped
 
-Weight = Callable[[int, int], float]
-"""(tokens, steps) -> weight, at least 0 and finite."""
-
-
-def equal(tokens: int, steps: int) -> float:
-    """Weigh all peers equally."""
-    return 1.0
-
-
-def by_steps(tokens: int, steps: int) -> float:
-    """Weigh a contribution by its inner steps."""
-    return float(steps)
-
-
-def by_tokens(tokens: int, steps: int) -> float:
-    """Weigh a contribution by its tokens. ValueError if none were counted."""
-    _check_counted(tokens, steps)
-    return float(tokens)
-
-
-def by_rate(tokens: int, steps: int) -> float:
-    """Weigh by tokens^2 / steps, so tokens times batch size (Decoupled DiLoCo, 2604.21428).
-
-    ValueError if none were counted.
-    """
-    _check_counted(tokens, steps)
-    return tokens * tokens / steps if steps else 0.0
-
-
-def _check_counted(tokens: int, steps: int) -> None:
-    if steps > 0 and tokens == 0:
-        raise ValueError(
-            "no tokens were counted: call opt.count(tokens) before each opt.step(), or weigh by "
-            "steps"
-        )
-
-
 Fragment = nn.Module | Iterable[nn.Module | Tensor]
 """The parameters of one fragment: those of a module, or of a list of modules and parameters."""
-_Named = tuple[list[str], int, Tensor]
-"""A parameter: the parts of its name, the number of those that name its layer, and itself."""
-
-
-def layers(
-    model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None = None
-) -> list[list[Tensor]]:
-    """Return the model's parameters that require a gradient (only those ``among``, if given) by
-    layer, in the order of the model.
-
-    A layer is what has the same name up to its first number ("blocks.3"), or without one the same
-    first part ("embedding"). One that is more than a fragment's even share, and a container of
-    numbered modules itself, counts as those. Modules that only wrap another do not count, so that a
-    compiled model, or one in DistributedDataParallel, has the layers of the plain one.
-    """
-    by_layer: dict[tuple[str, ...], list[_Named]] = {}
-    wanted = None if among is None else set(map(id, among))
-    for name, parameter in unwrapped(model).named_parameters():
-        if parameter.requires_grad and (wanted is None or id(parameter) in wanted):
-            path = name.split(".")
-            end = next((index + 1 for index, part in enumerate(path) if part.isdigit()), 1)
-            by_layer.setdefault(tuple(path[:end]), []).append((path, end, parameter))
-    most = sum(_values(layer) for layer in by_layer.values()) / fragments
-    return [
-        [parameter for _, _, parameter in part]
-        for layer in by_layer.values()
-        for part in _split(layer, most)
-    ]
-
-
-def _values(layer: Sequence[_Named]) -> int:
-    return sum(parameter.numel() for _, _, parameter in layer)
-
-
-def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
-    """Return a layer of more than ``most`` values as the numbered modules in it, if it consists of
-    such, again and again.
-    """
-    if _values(layer) <= most or not any(
-        part.isdigit() for path, end, _ in layer for part in path[end : end + 1]
-    ):
-        return [layer]
-    by_layer: dict[tuple[str, ...], list[_Named]] = {}
-    for path, end, parameter in layer:
-        deeper = end + 1 if path[end : end + 1] and path[end].isdigit() else end
-        by_layer.setdefault(tuple(path[:deeper]), []).append((path, deeper, parameter))
-    return [part for inner in by_layer.values() for part in _split(inner, most)]
 
 
 def strided(
@@ -119,9 +29,10 @@ def strided(
     """Return the model's parameters in ``fragments`` lists: layer l, in the order of ``layers``,
     goes into list l mod fragments.
 
-    ``among``: of these parameters only.
+    ``among``: of these parameters only. A tied parameter belongs to its first name.
 
-    A tied parameter belongs to its first name. ValueError if there are fewer layers than fragments.
+    Raises:
+        ValueError: there are fewer layers than fragments.
     """
     of_model = layers(model, max(fragments, 1), among)
     if not 1 <= fragments <= len(of_model):
@@ -135,27 +46,96 @@ def strided(
     return parts
 
 
+def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
+    """Return the parameters in ``fragments`` lists of about equally many values.
+
+    The largest comes first, each goes into the list with the fewest values, or else the shortest.
+    """
+    parts: list[list[Tensor]] = [[] for _ in range(fragments)]
+    values = [0] * fragments
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+        least = min(range(fragments), key=lambda number: (values[number], len(parts[number])))
+        parts[least].append(parameter)
+        values[least] += parameter.numel()
+    return parts
+
+
 def possible(fragments: int, model: nn.Module | None, parameters: Sequence[Tensor]) -> int:
-    """Return ``fragments``, or as many as there are layers of ``model`` among ``parameters``, or
-    parameters without a model.
+    """Return ``fragments``, or as many as can be made of the averaged ``parameters``.
+
+    These are the layers of ``model``, or without a model the parameters themselves.
     """
     if fragments <= 1:
         return 1
-    return min(
-        fragments, len(parameters) if model is None else len(layers(model, fragments, parameters))
-    )
+    if model is None:
+        return min(fragments, len(parameters))
+    return min(fragments, len(layers(model, fragments, parameters)))
 
 
-def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
-    """Return the parameters in ``fragments`` lists of about equally many values: the largest first,
-    each into the least full.
+def layers(
+    model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None = None
+) -> list[list[Tensor]]:
+    """Return the model's parameters that require a gradient (only those ``among``, if given) by
+    layer, in the order of the model.
+
+    A layer is what has the same name up to its first number ("blocks.3"), or without one the same
+    first part ("embedding"). One that is more than a fragment's even share, and a container of
+    numbered modules itself, counts as those. Modules that only wrap another do not count, so that a
+    compiled model, or one in DistributedDataParallel, has the layers of the plain one.
     """
-    parts: list[list[Tensor]] = [[] for _ in range(fragments)]
-    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
-        min(parts, key=lambda part: (sum(other.numel() for other in part), len(part))).append(
-            parameter
-        )
-    return parts
+    wanted = None if among is None else set(map(id, among))
+    by_layer: dict[tuple[str, ...], list[_Named]] = {}
+    for name, parameter in unwrapped(model).named_parameters():
+        if not parameter.requires_grad or (wanted is not None and id(parameter) not in wanted):
+            continue
+        path = name.split(".")
+        end = 1
+        for index, word in enumerate(path):
+            if word.isdigit():
+                end = index + 1
+                break
+        by_layer.setdefault(tuple(path[:end]), []).append(_Named(path, end, parameter))
+    most = sum(_values(layer) for layer in by_layer.values()) / fragments
+    found: list[list[Tensor]] = []
+    for layer in by_layer.values():
+        for part in _split(layer, most):
+            found.append([named.parameter for named in part])
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Named:
+    """A parameter with its name, of whose parts the first ``end`` name its layer."""
+
+    path: list[str]
+    end: int
+    parameter: Tensor
+
+    @property
+    def next_is_number(self) -> bool:
+        return self.end < len(self.path) and self.path[self.end].isdigit()
+
+
+def _values(layer: Sequence[_Named]) -> int:
+    return sum(named.parameter.numel() for named in layer)
+
+
+def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
+    """Return a layer of more than ``most`` values as the numbered modules in it, again and again.
+
+    A smaller one, and one without numbered modules, is returned as it is.
+    """
+    if _values(layer) <= most or not any(named.next_is_number for named in layer):
+        return [layer]
+    by_layer: dict[tuple[str, ...], list[_Named]] = {}
+    for named in layer:
+        end = named.end + 1 if named.next_is_number else named.end
+        inner = by_layer.setdefault(tuple(named.path[:end]), [])
+        inner.append(_Named(named.path, end, named.parameter))
+    found: list[list[_Named]] = []
+    for inner in by_layer.values():
+        found += _split(inner, most)
+    return found
 
 
 def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> list[list[int]]:
@@ -169,58 +149,68 @@ def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> li
             fragment is empty or of another type.
     """
     place = {id(parameter): position for position, parameter in enumerate(parameters)}
-    parts: list[list[int]] = []
     owner: dict[nn.Module, int] = {}
-    shared: set[int] = set()
+    taken: set[int] = set()
+    """Parameters of the fragments so far: a module of a later one may have them too."""
+    parts: list[list[int]] = []
     for number, fragment in enumerate(_listed(fragments, "fragments")):
-        items = (
-            [fragment]
-            if isinstance(fragment, nn.Module)
-            else _listed(fragment, f"fragments[{number}]")
-        )
-        ids: set[int] = set()
-        for item in items:
-            if not isinstance(item, nn.Module | Tensor):
-                raise ValueError(
-                    f"fragments[{number}] must be a module, or a list of modules and parameters, "
-                    f"got {_kind(item)}"
-                )
-            inside = list(item.modules()) if isinstance(item, nn.Module) else []
-            if (
-                other := next((owner[module] for module in inside if module in owner), number)
-            ) != number:
-                raise ValueError(
-                    f"fragments[{number}] has a module of fragments[{other}]: put every module "
-                    "into exactly one"
-                )
-            owner |= dict.fromkeys(inside, number)
-            own = {id(p) for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
-            ids |= own - shared if isinstance(item, nn.Module) else own
-        shared |= ids
-        parts.append(sorted(place[key] for key in ids if key in place))
-    counts = [
-        sum(position in part for part in map(set, parts)) for position in range(len(parameters))
-    ]
-    for position, count in enumerate(counts):
-        if count != 1:
-            shape = tuple(parameters[position].shape)
+        own: set[int] = set()
+        for item in _items(fragment, number):
+            if isinstance(item, Tensor):
+                own.add(id(item))
+                continue
+            _check_modules(item, number, owner)
+            own |= {id(parameter) for parameter in item.parameters()} - taken
+        taken |= own
+        parts.append(sorted(place[key] for key in own if key in place))
+    _check_parts(parts, parameters)
+    return parts
+
+
+def _items(fragment: Fragment, number: int) -> list[nn.Module | Tensor]:
+    """Return the modules and parameters of a fragment. ValueError for anything else."""
+    if isinstance(fragment, nn.Module):
+        return [fragment]
+    items = _listed(fragment, f"fragments[{number}]")
+    for item in items:
+        if not isinstance(item, nn.Module | Tensor):
             raise ValueError(
-                f"parameter {position} of shape {shape} is in {count} fragments: put every "
-                "parameter into exactly one"
+                f"fragments[{number}] must be a module, or a list of modules and parameters, "
+                f"got {_kind(item)}"
+            )
+    return items
+
+
+def _check_modules(module: nn.Module, number: int, owner: dict[nn.Module, int]) -> None:
+    """Note the owner of a module and those in it. ValueError if an earlier fragment has one."""
+    for inside in module.modules():
+        other = owner.setdefault(inside, number)
+        if other != number:
+            raise ValueError(
+                f"fragments[{number}] has a module of fragments[{other}]: put every module "
+                "into exactly one"
+            )
+
+
+def _check_parts(parts: Sequence[Sequence[int]], parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError unless each parameter is in exactly one fragment, and none is empty."""
+    counts = Counter(position for part in parts for position in part)
+    for position, parameter in enumerate(parameters):
+        if counts[position] != 1:
+            raise ValueError(
+                f"parameter {position} of shape {tuple(parameter.shape)} is in "
+                f"{counts[position]} fragments: put every parameter into exactly one"
             )
     for number, part in enumerate(parts):
         if not part:
             raise ValueError(f"fragment {number} has no parameter: choose fewer fragments")
-    return parts
 
 
 def _listed(value: Any, what: str) -> list[Any]:
     if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
-        kinds = (
-            "a number, or a list of modules"
-            if what == "fragments"
-            else "a module, or a list of modules and parameters"
-        )
+        kinds = "a module, or a list of modules and parameters"
+        if what == "fragments":
+            kinds = "a number, or a list of modules"
         raise ValueError(f"{what} must be {kinds}, got {_kind(value)}")
     return list(value)
 
@@ -244,10 +234,10 @@ def codecs_of(
     if scope is None:
         return codecs
     whole = _sent_whole(scope, parameters, model)
-    return [
-        bound(one, [whole[index] for index in part])
-        for one, part in zip(codecs, parts, strict=True)
-    ]
+    found: list[Codec] = []
+    for one, part in zip(codecs, parts, strict=True):
+        found.append(bound(one, [whole[index] for index in part]))
+    return found
 
 
 def _sent_whole(scope: Scope, parameters: Sequence[Tensor], model: nn.Module | None) -> list[bool]:

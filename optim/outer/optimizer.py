@@ -42,19 +42,13 @@ from shoal.optim.exchange.base import (
     RoundKey,
     differences,
 )
-from shoal.optim.outer.fragments import Fragment, Weight, even, positions, possible, strided
+from shoal.optim.outer.averaged import Exclude, excluded, trained
+from shoal.optim.outer.contribution_weight import Weight
+from shoal.optim.outer.fragments import Fragment, even, positions, possible, strided
 from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
-from shoal.optim.outer.inner import (
-    Exclude,
-    Inner,
-    accumulates,
-    apply_mean,
-    contribution_of,
-    excluded,
-    initialises,
-    step_unless_overflow,
-    trained,
-)
+from shoal.optim.outer.inner import Inner
+from shoal.optim.outer.inner_step import accumulates, initialises, step_unless_overflow
+from shoal.optim.outer.outer_groups import apply_mean, contribution_of
 from shoal.optim.outer.rule import AveragesEvenly, KeepsFast, RoundContext, State, assign, kind_of
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weights import Processes
@@ -246,13 +240,13 @@ class OuterOptimizer(OuterState):
         )  # only while GradScaler calls
         try:
             self._check_not_averaged("step")
-            self._check_parameters()
+            self._watch.check_parameters(self.round)
             if closure is None and initialises(self):
-                changed = self._versions not in (None, self._weights.versions())
+                changed = self._watch.weights_changed()
                 self.inner.step()
-                self._stepped_behind = 0
+                self._watch.stepped()
                 if not changed:  # else the first real step says so, unless a state is loaded before
-                    self._note_weights()
+                    self._watch.note_weights()
                 return None
             self._check_weights()
             loss: float | None = None
@@ -270,7 +264,7 @@ class OuterOptimizer(OuterState):
             self._outer_part()
             return loss
         except BaseException:
-            self._versions = None  # the inner step may have been taken in part
+            self._watch.forget_weights()  # the inner step may have been taken in part
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)  # GradScaler would leave them to the next step
             raise
@@ -289,13 +283,14 @@ class OuterOptimizer(OuterState):
         the exchange end, then goes on.
         """
         self._check_not_averaged("step")
-        self._begins_from_slow, self._stepped_behind = False, 0
+        self._watch.loaded_count = True
+        self._watch.stepped()
         self.steps += 1
         self._begin_anew()
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
             yield from self._act(self.schedule.at(position))
-        self._note_weights()
+        self._watch.note_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -328,7 +323,7 @@ class OuterOptimizer(OuterState):
         outside = self._averaged
         if not outside:
             self._check_weights()
-        noted = self._versions is not None
+        noted = self._watch.noted
         try:
             with self._weights.showing_slow():
                 self._averaged = True
@@ -338,7 +333,7 @@ class OuterOptimizer(OuterState):
                     self._averaged = outside
         finally:
             if noted:
-                self._note_weights()
+                self._watch.note_weights()
 
     @torch.no_grad()
     def finish(self, *, average: bool = False) -> None:
@@ -358,7 +353,7 @@ class OuterOptimizer(OuterState):
         members = self.average_over(self.exchange, tries=1, first_round=key.round)
         if not members:
             self._start_from_slow()
-            self._note_weights()
+            self._watch.note_weights()
         self._report(key, members, 0)
 
     @torch.no_grad()
@@ -373,7 +368,7 @@ class OuterOptimizer(OuterState):
             if rest and steps < self.steps:
                 self._send(fragment, at_once=True)
         self._apply_in_flight()
-        self._note_weights()
+        self._watch.note_weights()
 
     @torch.no_grad()
     def average_over(
@@ -412,13 +407,13 @@ class OuterOptimizer(OuterState):
                 members = mean.members
                 assign([*self.slow, *self._buffers.now()], mean.tensors)
                 self._start_from_slow()
-                self._note_weights()
+                self._watch.note_weights()
             if self._weights.agreed(enough(members)):
                 break
         if members and accept is not None and not self._weights.agreed(accept()):
             assign([*self.slow, *self._buffers.now()], before)
             self._start_from_slow()
-            self._note_weights()
+            self._watch.note_weights()
             members = ()
         return members
 

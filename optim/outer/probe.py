@@ -1,10 +1,11 @@
 """Whether an inner optimizer goes on from where a round has moved the model.
 
-A round moves the parameters between two inner steps. AdamW adds its next step to wherever they are.
-Lookahead, MADGRAD or a schedule-free optimizer keeps weights of its own in its state, and its next
-steps undo the move in part or whole. No list of names knows all of these, so the optimizer is
-tried: a small copy of it takes the same steps with the same gradients twice, once with its weights
-displaced on the way, and the displacement must still be there at the end.
+    share_left(AdamW(params))         # 1.0: a move of the weights stays
+    share_left(Lookahead(AdamW))      # about .5: it goes back to weights that it remembers
+
+A small copy of the optimizer takes the same steps with the same gradients twice, once with its
+weights displaced on the way. What is left of the displacement at the end is the answer. Why it is
+tried: docs/internals.md, "An inner optimizer that goes back".
 """
 
 from __future__ import annotations
@@ -23,31 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.outer.weights import local
+from shoal.optim.outer.sharded import local
 
 STEPS_BEFORE = 10
-"""Steps before the displacement: the first ones make the state.
-
-The next one's number is a prime: no k of Lookahead's hits it.
-"""
+"""Steps before the displacement. The next one's number is a prime: no k of Lookahead's hits it."""
 STEPS_AFTER = 56
 """Steps after it: Lookahead and Ranger go back every 5 or 6 steps, others a little in each."""
 LONGEST_SIDE = 8
 """Sides of a tried parameter at most."""
 RATE = 1e-4
-"""Of the optimizer's learning rate: what weights rightly do to a step (weight decay, trust ratios)
-is then too small to count.
-"""
+"""Part of the learning rate: weight decay and trust ratios are then too small to count."""
 LEAST_LEFT = 0.9
-"""Share of the displacement that must be left. Those seen keep .99 and more, or .8 and less."""
+"""Share of the displacement that must be left; those seen keep .99 and more, or .8 and less."""
 LEAST_AT_ONCE = 0.7
-"""Share that one step may take for good: Nero projects the rows of its weights, which is a
-constraint, and no memory.
-"""
+"""Share that must be left after one step; a projection such as Nero's takes its part only there."""
 FORMS = ("plain", "closure", "graph")
-"""Ways to hand in gradients, tried in turn: as they are, by a closure, and with a graph for those
-that differentiate twice.
-"""
+"""Ways to hand in gradients, tried in turn; "graph" is for those that differentiate twice."""
 CURVATURE = 1e-4
 """Of the loss whose gradients have a graph."""
 MOST_REMEMBERED = 64
@@ -57,11 +49,10 @@ _verdicts: OrderedDict[object, float | None] = OrderedDict()
 
 
 def share_left(optimizer: torch.optim.Optimizer) -> float | None:
-    """Return the share of a move of the weights that is left after further steps of ``optimizer``:
-    1 if it remembers none.
+    """Return the share of a move of the weights that is left after further steps of ``optimizer``.
 
-    None if it cannot be tried: a copy of it does not step. Nothing of it, nor of the random
-    numbers, is changed.
+    1 if it remembers none; None if it cannot be tried, for a copy of it does not step. Nothing of
+    it, nor of the random numbers, is changed.
     """
     kind = _kind(optimizer)
     if kind not in _verdicts:
@@ -72,9 +63,7 @@ def share_left(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if ``step`` has to be given a closure, which it calls at weights of its own
-    choice, as LBFGS does.
-    """
+    """Return True if ``step`` has to be given a closure, as LBFGS's does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

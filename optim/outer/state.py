@@ -15,13 +15,8 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Rejectable, Resendable, Shape
 from shoal.optim.exchange.base import Exchange, RoundKey
-from shoal.optim.outer.fragments import Fragment, Weight, codecs_of, equal, positions
-from shoal.optim.outer.in_flight import (
-    InFlight,
-    PendingExchange,
-    Record,
-    RoundInfo,
-    Sent,
+from shoal.optim.outer.averaged import AveragedBuffers, Exclude, excluded, trained
+from shoal.optim.outer.checks import (
     check_given,
     check_keys,
     check_rank,
@@ -31,21 +26,11 @@ from shoal.optim.outer.in_flight import (
     settings_changed,
     settings_of,
 )
-from shoal.optim.outer.inner import (
-    SETTINGS,
-    AveragedBuffers,
-    Exclude,
-    Inner,
-    OuterGroups,
-    Stepped,
-    Unfrozen,
-    Wrapper,
-    all_parameters,
-    as_one,
-    excluded,
-    trained,
-    watch_steps,
-)
+from shoal.optim.outer.contribution_weight import Weight, equal
+from shoal.optim.outer.fragments import Fragment, codecs_of, positions
+from shoal.optim.outer.in_flight import InFlight, PendingExchange, Record, RoundInfo, Sent
+from shoal.optim.outer.inner import Inner, Wrapper, all_parameters, as_one
+from shoal.optim.outer.outer_groups import SETTINGS, OuterGroups
 from shoal.optim.outer.rule import (
     AHEAD,
     START,
@@ -59,12 +44,9 @@ from shoal.optim.outer.rule import (
     same_memory,
 )
 from shoal.optim.outer.torch_form import TorchForm, check_names, in_order
+from shoal.optim.outer.watch import LoopWatch, Unfrozen
 from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
-
-STEPPED_BEHIND = (
-    2  # inner steps in a row without an outer one; one is that of a caller of ``after_inner``
-)
 
 
 class OuterState(Wrapper):
@@ -72,16 +54,8 @@ class OuterState(Wrapper):
     is in flight.
     """
 
-    _warned = False
-    """True once a change of the model's weights outside a step was said."""
-    _versions: list[int] | None
-    """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any
-    change is right.
-    """
     restarts = 0
     """Times that ``restart_from_model`` was called."""
-    _begins_from_slow = False
-    """True until the next step if weights that are loaded into the model before it do not count."""
 
     def __init__(
         self,
@@ -115,8 +89,7 @@ class OuterState(Wrapper):
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
         self._params = trained(inner, exchange, own, model)
-        self._unfrozen = Unfrozen(model, [p for p in every if p not in own], exclude)
-        self._count = len(every)
+        unfrozen = Unfrozen(model, [p for p in every if p not in own], exclude)
         if torch.is_inference_mode_enabled():
             raise ValueError(
                 "the outer optimizer is made under torch.inference_mode(), where nothing can be "
@@ -172,87 +145,29 @@ class OuterState(Wrapper):
         """True within ``averaged``."""
         self._resumed = False
         """True from the loading of state to the first exchange after it."""
-        self._stepped_behind = 0
-        """Steps of the inner optimizer since the last of this one."""
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
-        self._note_weights()
+        self._watch = LoopWatch(inner, self._weights, unfrozen)
         self.exchange.attach(self)
-        watch_steps(inner, self._inner_stepped)
-        self._note_weights()
-
-    def _inner_stepped(self) -> None:
-        """Warn, once, if the caller steps the inner optimizer in place of this one."""
-        self._stepped_behind += 1
-        if self._stepped_behind != STEPPED_BEHIND or self._warned:
-            return
-        self._versions, self._warned = None, True
-        warnings.warn(
-            "the inner optimizer is stepped and not the outer one, so nothing is averaged: call "
-            "step() of the outer optimizer (of "
-            "what session.optimizer returned), which steps the inner one",
-            stacklevel=5,
-        )
-
-    def _note_weights(self) -> None:
-        """Take the model's weights as they are now for this optimizer's own doing."""
-        steps_elsewhere = any(
-            isinstance(one, Stepped) for one in getattr(self.inner, "parts", (self.inner,))
-        )
-        self._versions = None if steps_elsewhere or self._warned else self._weights.versions()
+        self._watch.note_weights()
 
     def _check_weights(self) -> None:
-        """Warn, once in all, if the model's weights were changed since they were noted.
-
-        Values are looked at only then.
-        """
-        if self._versions is None:
+        """Warn, once in all, if the model's weights were changed since they were noted."""
+        if not self._watch.weights_changed():
             return
-        now, then = self._weights.versions(), self._versions
-        if now == then or (
-            self.steps == 0 and self._weights.holds_slow()
-        ):  # such as DDP, which copies equal weights
-            return
-        if self._begins_from_slow:
+        if self.steps == 0 and self._weights.holds_slow():
+            return  # such as DDP, which copies equal weights
+        if self._watch.loaded_count:
+            self._watch.warn_of_weights(stacklevel=4)
+        else:
             self._start_from_slow()
-            self._note_weights()
-            return
-        self._versions, self._warned = None, True
-        changed = sum(a != b for a, b in zip(now, then, strict=True))
-        warnings.warn(
-            f"the model's weights changed outside step() ({changed} of {len(now)} tensors), while "
-            "the slow weights stay those of "
-            "before: if others were loaded on purpose, call opt.restart_from_model() after it, on "
-            "all peers; a loop that clamps "
-            "weights itself, or swaps an average in and out, needs nothing",
-            stacklevel=4,
-        )
+            self._watch.note_weights()
 
     def _check_not_averaged(self, what: str) -> None:
         if self._averaged:
             raise RuntimeError(
                 f"{what}() within averaged() would be lost: the block ends with the weights that "
                 "it began with"
-            )
-
-    def _check_parameters(self) -> None:
-        """Raise ValueError if a parameter is trained that was not there, or frozen, when this was
-        made.
-
-        Once a round, after each sending, the whole model is looked through.
-        """
-        if sum(len(group["params"]) for group in self.param_groups) != self._count:
-            raise ValueError(
-                "the inner optimizer has other parameters than when the outer one was made, and "
-                "they would never be averaged: on "
-                "all peers, finish() and make a new one after adding parameter groups"
-            )
-        found = self._unfrozen.found(self.round)
-        if found is not None:
-            raise ValueError(
-                f"{found} is trained now, and would never be averaged: on all peers, finish() and "
-                "make a new outer optimizer after "
-                "unfreezing or adding it, or freeze it again"
             )
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
@@ -394,9 +309,10 @@ class OuterState(Wrapper):
                 assign(self._start_of(pending.part), record["tensors"]["start"])
             self._load_memory(self._codecs[pending.fragment], record)
             self._in_flight.add(pending)
-        self._resumed, self._versions = True, None  # the model may be loaded before or after this
+        self._resumed = True
+        self._watch.forget_weights()  # the model may be loaded before or after this
         self._listening.clear()  # what was adopted before and is to be trained first is gone
-        self._begins_from_slow = False
+        self._watch.loaded_count = True
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(
@@ -581,8 +497,8 @@ class OuterState(Wrapper):
         self._sent_at = [(self.steps, self.tokens)] * len(self._parts)
         self._resumed = False
         self.restarts += 1
-        self._begins_from_slow = False
-        self._note_weights()
+        self._watch.loaded_count = True
+        self._watch.note_weights()
 
     @torch.no_grad()
     def adopt(
@@ -656,7 +572,7 @@ class OuterState(Wrapper):
                 AHEAD, ()
             ):  # it is not in these weights, so no mean may take it back
                 ahead.zero_()
-        self._note_weights()
+        self._watch.note_weights()
         return taken
 
     def _start_from_slow(self) -> None:
@@ -676,8 +592,8 @@ class OuterState(Wrapper):
         loaded before this is replaced.
         """
         self._start_from_slow()
-        self._note_weights()
-        self._begins_from_slow = True
+        self._watch.note_weights()
+        self._watch.loaded_count = False
 
     def go_back(self, round: int) -> None:
         """Go on in an earlier ``round``, where the other peers are; what is in flight ends in its

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.outer.in_flight import Record
-from shoal.optim.outer.weights import local, sharded_like
+from shoal.optim.outer.sharded import local, sharded_like
 
 OUTER = "outer"
 """Key of all that is ours, in a parameter's entry and in a group."""

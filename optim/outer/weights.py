@@ -1,23 +1,20 @@
-"""The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and
-those in the model itself.
+"""The weights of a model as an outer optimizer sees them.
 
-Of sharded parameters (FSDP2, tensor parallel) that is the local part only.
+    weights = ModelWeights(params, model, torch.device("cpu"))
+    weights.read(part)        # model -> weights.fast
+    ...                       # a rule moves weights.slow and weights.fast
+    weights.restart(part)     # weights.fast -> model
 
-Sketches: a few numbers by which two peers compare their weights without sending them.
-
-``sketch`` is made to find any difference at all; its sums are far from the norm where values have a
-mean, as the gains of a norm layer do. In ``projection`` random signs take the mean out, so that
-norms and distances are right on average.
+The slow weights are float32, most often in main memory; the model's are of any type, on any device,
+and maybe cut into shards, of which this has the local part. Why rounding errors are kept:
+docs/internals.md, "Weights in bfloat16".
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,224 +26,25 @@ from shoal.optim.codecs.base import Shape, alike
 from shoal.optim.device import copies_beside, pinned_like, to_host, wait_for
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.rule import State
+from shoal.optim.outer.sharded import local, reshard
+from shoal.optim.outer.sketch import projection, sketch
 from shoal.optim.schedule import RoundLength
 
-
-def local(param: Tensor) -> Tensor:
-    """Return the part of ``param`` in this process, sharing its memory; ``param`` itself if it is
-    not sharded.
-
-    Call it each time: FSDP2 may move the part. (A DTensor is recognised by its method: its module
-    takes seconds to import.)
-    """
-    if not hasattr(param, "to_local"):
-        return param
-    with torch.no_grad():
-        part: Tensor = param.to_local()
-        return part
-
-
-def reshard(model: nn.Module | None) -> None:
-    """Make FSDP2 gather the weights again in the next forward pass; it may hold whole copies from
-    the last one.
-    """
-    for module in model.modules() if model is not None else ():
-        again = getattr(module, "reshard", None)
-        if callable(again):
-            again()
-
-
-@torch.no_grad()
-def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return this process's ``tensor`` as a part of a DTensor on the mesh of ``parameter``;
-    ``tensor`` itself if that is whole.
-
-    With the shape of the local part of ``parameter`` it has its placements. Another one, such as a
-    scalar, is this process's own: then the DTensor has the mesh's shape in front, one entry a
-    process. The memory is shared, on whatever device.
-    """
-    if not hasattr(parameter, "to_local"):
-        return tensor
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    assert isinstance(parameter, DTensor)
-    mesh, placements, shape, stride = (
-        parameter.device_mesh,
-        parameter.placements,
-        parameter.shape,
-        parameter.stride(),
-    )
-    if tensor.shape != local(parameter).shape:
-        shape = torch.Size([*mesh.shape, *tensor.shape])
-        stride = torch.empty(shape, device="meta").stride()
-        placements = tuple(Shard(dimension) for dimension in range(mesh.ndim))
-        tensor = tensor.reshape([1] * mesh.ndim + list(tensor.shape))
-    # Not by from_local, which moves the tensor to the mesh's device: the slow weights are in main
-    # memory.
-    meta = TensorMeta(shape, stride, tensor.dtype)
-    sharded: Tensor = DTensor(
-        tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False
-    )  # type: ignore[no-untyped-call]
-    return sharded
-
-
-NUMBERS = 4
-PROJECTED = 16  # the relative error of a distance of two peers is about 1 / sqrt(2 PROJECTED), 18 %
-BLOCK = (
-    1 << 16
-    # values for which there are signs; the blocks after it have the same ones, some of the sums
-    # turned
-)
-WIDTH, CHUNK = 1024, 1 << 20
-"""Values in a row and in a chunk. A chunk has few enough rows to sum them in float32."""
-
-
-def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Return the sums over every fourth value of each tensor, one for each of the four starting
-    positions, in float64.
-
-    It is linear, so the distance of two sketches is the norm of the sketch of the difference, which
-    is about the norm of the difference if its values are independent. Two machines that round
-    differently differ by about 1e-7 of the weights; two swarms that learnt from different data, by
-    as much as they have moved.
-    """
-    return total(sketches(tensors))
-
-
-def total(rows: Iterable[Tensor]) -> tuple[float, ...]:
-    """Return the sketch of several tensors from those of each, in their order."""
-    sums = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")
-    for row in rows:
-        sums += row
-    return tuple(sums.tolist())
-
-
-def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the sums of each tensor, (4,) float64 on the CPU.
-
-    A device is waited for once; it need not have float64.
-    """
-    chunks: list[list[Tensor]] = []
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        whole = flat.numel() // WIDTH * WIDTH
-        rows = [chunk.view(-1, WIDTH).float().sum(0) for chunk in torch.split(flat[:whole], CHUNK)]
-        chunks.append([*rows, flat[whole:]])
-    read = iter(to_host([piece for pieces in chunks for piece in pieces]))
-    found = []
-    for pieces in chunks:
-        mine = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")
-        for _ in pieces[:-1]:
-            mine += next(read).view(-1, NUMBERS).sum(0, dtype=torch.float64)
-        rest = next(read)
-        for place in range(NUMBERS):
-            mine[place] += rest[place::NUMBERS].sum(dtype=torch.float64)
-        found.append(mine)
-    return found
-
-
-def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Return `PROJECTED` sums of the values of ``tensors``, each value with a random sign, alike on
-    every peer; and then the norm.
-
-    The sums are linear, so the norm of the difference of two peers' sums estimates that of the
-    difference of their weights.
-    """
-    found: list[Tensor] = []
-    # One for all blocks: small results between fresh pieces would keep malloc from joining them,
-    # and it would take more each time.
-    rooms: dict[torch.device, Tensor] = {}
-    for tensor in tensors:
-        for block in torch.split(tensor.detach().reshape(-1), BLOCK):
-            values, signs = block.float(), _signs(block.device)
-            if block.device not in rooms:
-                rooms[block.device] = torch.empty_like(signs)
-            room = rooms[block.device]
-            squares = torch.mul(values, values, out=room[: block.numel()]).sum()
-            torch.mul(values, signs[: block.numel()], out=room[: block.numel()])
-            padded = room[: -(-block.numel() // PROJECTED) * PROJECTED]
-            padded[block.numel() :].zero_()
-            found += [padded.view(-1, PROJECTED).sum(0), squares]
-    read = to_host(found)
-    sums, square = torch.zeros(PROJECTED, dtype=torch.float64, device="cpu"), 0.0
-    for number, (row, squares) in enumerate(zip(read[::2], read[1::2], strict=True)):
-        sums += row.double() * _turns(number)
-        square += squares.item()
-    return (*sums.tolist(), math.sqrt(square))
-
-
-@functools.cache
-def _signs(device: torch.device) -> Tensor:
-    signs = (
-        torch.randint(
-            0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu"
-        ).float()
-        * 2
-        - 1
-    )
-    return signs.to(device)
-
-
-def _turns(number: int) -> Tensor:
-    """Return for the block of this number a sign for each sum, so that two blocks do not have the
-    same signs.
-    """
-    drawn = random.Random(number).getrandbits(PROJECTED)
-    return torch.tensor(
-        [1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)],
-        dtype=torch.float64,
-        device="cpu",
-    )
-
-
-ALIGNED = 64  # bytes
-
-
-def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return zeros of the same types and shapes in a file of their own in ``folder``, which is made
-    if it is missing.
-
-    It is mapped into memory, and the system keeps there what there is room for. It has no name, so
-    nothing is left of it when the tensors are gone, however the process ends.
-
-    Raises:
-        OSError: the folder cannot be written, or has no room for all of them.
-    """
-    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in like]
-    total = max(sum(sizes), ALIGNED)
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor, path = tempfile.mkstemp(prefix=".shoal-offload-", dir=folder)
-    try:
-        if hasattr(
-            os, "posix_fallocate"
-        ):  # a disk that fills up later would end the process without a word
-            os.posix_fallocate(descriptor, 0, total)
-        storage = torch.UntypedStorage.from_file(path, True, total)
-    finally:
-        os.close(descriptor)
-        os.unlink(path)
-    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]  # torch's own annotation is too narrow
-    pieces = torch.split(flat, [*sizes, total - sum(sizes)])
-    return [
-        piece[: t.nbytes].view(t.dtype).view(t.shape)
-        for piece, t in zip(pieces, like, strict=False)
-    ]
-
+ALIGNED_BYTES = 64
+"""Distance of the beginnings of two tensors in a file: a cache line."""
 
 T = TypeVar("T")
 
 
 class ModelWeights:
-    """Slow weights of a model's averaged parameters, and staging through which fast weights are
-    read from it and written to it.
+    """Slow weights of a model's averaged parameters, and staging for its fast ones.
 
-    Weights are float32 (float64 if a parameter is), on ``device``. ``part`` is always a sequence of
-    positions in ``params``. A parameter of that dtype and on that device is its own staging, which
-    takes no memory: reading and writing it copies nothing.
+    Fast weights are read from the model into staging, and written to it from there. A parameter
+    that has the slow weights' type and device is its own staging: that copies nothing, and takes no
+    memory. ``part`` is always a sequence of positions in ``params``.
 
     Args:
-        params: the averaged parameters, of any floating-point dtype and on any device.
+        params: the averaged parameters, of any floating-point type and on any device.
         model: the module, whose copies of weights FSDP2 must drop when they change; needed if a
             parameter is sharded.
         place: where slow weights and staging live: a device, or a folder for files that are mapped
@@ -265,136 +63,32 @@ class ModelWeights:
                 "the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies "
                 "of weights that changed"
             )
-        self.params, self.model = list(params), model
+        self.params = list(params)
+        self.model = model
         self._place = place
-        dtype = (
-            torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
-        )
-        parts = (self.held(index) for index in self.everything)  # one at a time
-        self.slow = [self._room(p.shape, dtype).copy_(p.detach()) for p in parts]
+        double = any(param.dtype == torch.float64 for param in self.params)
+        dtype = torch.float64 if double else torch.float32
+        self.slow: list[Tensor] = []
+        for index in self.everything:
+            own = self.held(index)
+            self.slow.append(self._room(own.shape, dtype).copy_(own.detach()))
         self.shapes = self.shapes or [tuple(tensor.shape) for tensor in self.slow]
         self._staging: dict[int, Tensor] = {}
+        """Staging of the parameters that cannot be their own."""
         self.fast = [self._staged(index) for index in self.everything]
         """Staging: the fast weights as last read, or to be written next."""
         self.rounding: dict[int, Tensor] = {}
-        """Rounding error of a weight when it was copied into the model, if that weight was not the
-        slow one.
+        """By position: what the model's weight lost when it was copied there; where there is
+        nothing, that weight was the slow one.
         """
-
-    def _staged(self, index: int) -> Tensor:
-        """Return the parameter itself if it can be its own staging now, else a buffer that is
-        reused each round.
-        """
-        slow, param = self.slow[index], local(self.params[index]).detach()
-        if param.dtype == slow.dtype and param.device == slow.device and param.is_contiguous():
-            return param
-        return self._buffer(index)
-
-    def _buffer(self, index: int) -> Tensor:
-        if index not in self._staging:
-            slow = self.slow[index]
-            if isinstance(self._place, Path):
-                self._staging[index] = self._room(slow.shape, slow.dtype)
-            elif self._comes_beside(index):
-                pending = [
-                    index,
-                    *(
-                        i
-                        for i in self.everything
-                        if i not in self._staging and i != index and self._comes_beside(i)
-                    ),
-                ]
-                self._staging |= dict(
-                    zip(pending, pinned_like([self.slow[i] for i in pending]), strict=True)
-                )
-            else:
-                self._staging[index] = torch.empty_like(slow)
-        return self._staging[index]
-
-    def _comes_beside(self, index: int) -> bool:
-        """Return whether the weights come from an accelerator to main memory by way of pinned
-        memory.
-        """
-        return self.slow[index].device.type == "cpu" and copies_beside(self.params[index].device)
-
-    def stage(self, part: Sequence[int]) -> list[Tensor]:
-        """Return the staging of ``part`` as it is now: a model may have been moved, or cut
-        otherwise, since it was used last.
-        """
-        for index in part:
-            self.fast[index] = self._staged(index)
-        return [self.fast[index] for index in part]
-
-    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if isinstance(self._place, Path):
-            return in_file(self._place, [torch.empty(shape, dtype=dtype, device="meta")])[0]
-        return torch.empty(shape, dtype=dtype, device=self._place)
-
-    def housed(self, state: State) -> State:
-        """Return a rule's state in the place of the slow weights."""
-        if not isinstance(self._place, Path):
-            return state
-        moved = {name: in_file(self._place, tensors) for name, tensors in state.items()}
-        for name, tensors in state.items():
-            for room, tensor in zip(moved[name], tensors, strict=True):
-                room.copy_(tensor)
-        return moved
 
     @property
     def everything(self) -> range:
         return range(len(self.params))
 
-    # What follows is for peers of several processes, in which each has a part of the weights: here
-    # one process has all.
-
-    dealt = False
-    """True if each of several processes has whole tensors of some parameters."""
-    first = True
-    """True in the process that speaks to other peers."""
-    rank: list[int] | None = None
-    """The rank of this process and the number of ranks, in a peer of several."""
-    shapes: Sequence[Shape] = ()
-    """The shapes of all parameters as the outer optimizer sees them; a tensor that another process
-    has is empty in ``slow``.
-    """
-
-    def held(self, index: int) -> Tensor:
-        """Return what this process keeps of a parameter, as it is in the model now."""
-        return local(self.params[index])
-
-    def sizes(self, part: Sequence[int]) -> Sequence[int]:
-        return ()
-
-    def agreed(self, value: T) -> T:
-        """Return the first process's value, in all of them."""
-        return value
-
-    def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
-        """Return one scalar for each parameter of ``part`` as the process has it that owns the
-        parameter.
-        """
-        return list(scalars)
-
-    def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return tensors like those of a ``Rule`` with the parts of all processes, in the first
-        one; those here are not copied.
-        """
-        return tensors
-
-    def projection(self, part: Sequence[int]) -> tuple[float, ...]:
-        return projection(self.slow[index] for index in part)
-
-    def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
-        return sketch(self.slow[index] for index in part)
-
     @torch.no_grad()
     def read(self, part: Sequence[int]) -> None:
-        """Copy the model's weights and their rounding errors into staging.
-
-        A bfloat16 parameter cannot hold the float32 weights that it restarted from. Without the
-        rounding error the slow weights would drift back to the model's coarse grid even when
-        nothing is learnt.
-        """
+        """Copy the model's weights, with their rounding errors, into staging."""
         for index, fast in zip(part, self.stage(part), strict=True):
             param = self.held(index)
             if param.data_ptr() != fast.data_ptr():
@@ -408,7 +102,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def restart(self, part: Sequence[int]) -> None:
-        """Copy staging into the model and note the rounding errors."""
+        """Copy staging into the model, and note the rounding errors."""
         self.write(part, self.fast)
         coarse = [index for index in part if self.coarse(index)]
         same = to_host([torch.eq(self.fast[index], self.slow[index]).all() for index in coarse])
@@ -426,62 +120,36 @@ class ModelWeights:
             param = local(self.params[index])
             if param.data_ptr() != weights[index].data_ptr():
                 beside = copies_beside(param.device)
-                param.copy_(
-                    weights[index].to(param.device, non_blocking=beside), non_blocking=beside
-                )
+                there = weights[index].to(param.device, non_blocking=beside)
+                param.copy_(there, non_blocking=beside)
         self._synchronize(part)
         reshard(self.model)
 
-    def versions(self) -> list[int]:
-        """Return how often each parameter was changed in place, by torch's own count: without a
-        look at a value.
-        """
-        return [param._version for param in self.params]
+    def stage(self, part: Sequence[int]) -> list[Tensor]:
+        """Return the staging of ``part`` as it is now.
 
-    def holds_slow(self) -> bool:
-        """Return True if the model holds the slow weights, as far as this process can tell without
-        the others.
+        A model may have been moved, or cut otherwise, since it was used last.
         """
-        return self.dealt or all(
-            torch.equal(part := local(param).detach(), slow.to(part))
-            for param, slow in zip(self.params, self.slow, strict=True)
-        )
+        for index in part:
+            self.fast[index] = self._staged(index)
+        return [self.fast[index] for index in part]
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Copy the model into the slow weights; with several processes the owner's weights count,
-        in all of them.
+        """Copy the model into the slow weights.
+
+        With several processes the owner's weights count, in all of them.
         """
         for index in self.everything:
             self.slow[index].copy_(self.held(index))
             self.stage([index])[0].copy_(self.slow[index])
         self.restart(self.everything)
 
-    def coarse(self, index: int) -> bool:
-        return self.params[index].dtype.itemsize < self.slow[index].dtype.itemsize
-
-    def rounding_error(self, index: int) -> Tensor:
-        """Return the rounding error of the model's starting point, which is the slow weight unless
-        noted.
-        """
-        slow = self.slow[index]
-        return (
-            self.rounding[index]
-            if index in self.rounding
-            else slow - slow.to(self.params[index].dtype)
-        )
-
-    def keep_rounding(self, index: int) -> None:
-        """Note the present rounding error, before the slow weight changes and the model does
-        not.
-        """
-        if self.coarse(index):
-            self.rounding[index] = self.rounding_error(index)
-
     @contextmanager
     def showing_slow(self) -> Iterator[None]:
-        """Put the slow weights into the model within the block; afterwards the model's own are
-        restored bit by bit.
+        """Put the slow weights into the model within the block.
+
+        Afterwards the model's own are restored bit by bit.
         """
         with torch.no_grad():
             parts = [local(param).detach() for param in self.params]
@@ -496,27 +164,154 @@ class ModelWeights:
             self._synchronize(self.everything)
             reshard(self.model)
 
+    def coarse(self, index: int) -> bool:
+        """Return True if the model's weight has fewer bits than the slow one."""
+        return self.params[index].dtype.itemsize < self.slow[index].dtype.itemsize
+
+    def rounding_error(self, index: int) -> Tensor:
+        """Return the rounding error of the model's starting point."""
+        if index in self.rounding:
+            return self.rounding[index]
+        slow = self.slow[index]
+        return slow - slow.to(self.params[index].dtype)
+
+    def keep_rounding(self, index: int) -> None:
+        """Note the present rounding error, before the slow weight changes and the model's not."""
+        if self.coarse(index):
+            self.rounding[index] = self.rounding_error(index)
+
+    def versions(self) -> list[int]:
+        """Return torch's count of the changes in place of each parameter; no value is read."""
+        return [param._version for param in self.params]
+
+    def holds_slow(self) -> bool:
+        """Return True if the model holds the slow weights.
+
+        A process that has not all of them cannot tell, and returns True.
+        """
+        if self.dealt:
+            return True
+        for param, slow in zip(self.params, self.slow, strict=True):
+            part = local(param).detach()
+            if not torch.equal(part, slow.to(part)):
+                return False
+        return True
+
+    def housed(self, state: State) -> State:
+        """Return a rule's state in the place of the slow weights."""
+        if not isinstance(self._place, Path):
+            return state
+        moved = {name: in_file(self._place, tensors) for name, tensors in state.items()}
+        for name, tensors in state.items():
+            for room, tensor in zip(moved[name], tensors, strict=True):
+                room.copy_(tensor)
+        return moved
+
     def waits(self, part: Sequence[int], others: Sequence[Tensor]) -> bool:
         """Return False if ``read`` of ``part`` waits for the device of all ``others`` too."""
-        devices = {
-            self.params[index].device
-            for index in part
-            if self.slow[index].device != self.params[index].device
-        }
-        return not {tensor.device for tensor in others} <= devices
+        return not {tensor.device for tensor in others} <= self._devices(part)
+
+    def _devices(self, part: Sequence[int]) -> set[torch.device]:
+        """Return the devices between which and the slow weights' ``part`` is copied."""
+        found: set[torch.device] = set()
+        for index in part:
+            if self.slow[index].device != self.params[index].device:
+                found.add(self.params[index].device)
+        return found
 
     def _synchronize(self, part: Sequence[int]) -> None:
         """Wait for the copies between a device and main memory; on one device all is in order."""
-        wait_for(
-            self.params[index].device
-            for index in part
-            if self.slow[index].device != self.params[index].device
-        )
+        wait_for(self._devices(part))
+
+    def _staged(self, index: int) -> Tensor:
+        """Return the parameter itself if it can be its own staging now, else a buffer for it."""
+        slow = self.slow[index]
+        param = local(self.params[index]).detach()
+        if param.dtype == slow.dtype and param.device == slow.device and param.is_contiguous():
+            return param
+        return self._buffer(index)
+
+    def _buffer(self, index: int) -> Tensor:
+        if index not in self._staging:
+            self._add_staging(index)
+        return self._staging[index]
+
+    def _add_staging(self, index: int) -> None:
+        """Make a buffer that is used again each round.
+
+        Pinned ones of all parameters are made at once, in one piece of memory.
+        """
+        slow = self.slow[index]
+        if isinstance(self._place, Path):
+            self._staging[index] = self._room(slow.shape, slow.dtype)
+            return
+        if not self._is_pinned(index):
+            self._staging[index] = torch.empty_like(slow)
+            return
+        lacking = [index]
+        for other in self.everything:
+            if other != index and other not in self._staging and self._is_pinned(other):
+                lacking.append(other)
+        pinned = pinned_like([self.slow[other] for other in lacking])
+        self._staging.update(zip(lacking, pinned, strict=True))
+
+    def _is_pinned(self, index: int) -> bool:
+        """Return True if the weights come from an accelerator by way of pinned memory."""
+        return self.slow[index].device.type == "cpu" and copies_beside(self.params[index].device)
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if isinstance(self._place, Path):
+            return in_file(self._place, [torch.empty(shape, dtype=dtype, device="meta")])[0]
+        return torch.empty(shape, dtype=dtype, device=self._place)
+
+    # Peers of several processes, each with a part of the weights, have others of what follows
+    # (`shoal.optim.ranks.group.RankWeights`). Here one process has all.
+
+    dealt = False
+    """True if each of several processes has whole tensors of some parameters."""
+    first = True
+    """True in the process that speaks to other peers."""
+    rank: list[int] | None = None
+    """The rank of this process and the number of ranks, in a peer of several."""
+    shapes: Sequence[Shape] = ()
+    """The shapes of all parameters as the outer optimizer sees them; a tensor that another process
+    has is empty in ``slow``.
+    """
+
+    def held(self, index: int) -> Tensor:
+        """Return what this process keeps of a parameter, as it is in the model now."""
+        return local(self.params[index])
+
+    def sizes(self, part: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of values of whole parameters; nothing if all are here."""
+        return ()
+
+    def agreed(self, value: T) -> T:
+        """Return the first process's value, in all of them."""
+        return value
+
+    def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
+        """Return one scalar for each parameter of ``part`` as its owner has it."""
+        return list(scalars)
+
+    def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return tensors like those of a ``Rule`` with the parts of all processes.
+
+        Only the first one gets them; those that are here are not copied.
+        """
+        return tensors
+
+    def projection(self, part: Sequence[int]) -> tuple[float, ...]:
+        return projection(self.slow[index] for index in part)
+
+    def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
+        return sketch(self.slow[index] for index in part)
 
 
 class Processes(Protocol):
-    """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer; all do the
-    same in the same order.
+    """The processes of one peer (`shoal.optim.ranks`), each with an outer optimizer.
+
+    All make the same calls in the same order.
     """
 
     def weights(
@@ -530,3 +325,33 @@ class Processes(Protocol):
         ...
 
     def length(self, real: RoundLength) -> RoundLength: ...
+
+
+def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros of the same types and shapes, mapped into memory from a file in ``folder``.
+
+    The folder is made if it is missing. The system keeps in memory what there is room for. The file
+    has no name, so nothing is left of it when the tensors are gone, however the process ends.
+
+    Raises:
+        OSError: the folder cannot be written, or has no room for all of them.
+    """
+    sizes = [-(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for tensor in like]
+    total = max(sum(sizes), ALIGNED_BYTES)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(prefix=".shoal-offload-", dir=folder)
+    try:
+        # A disk that fills up later would end the process without a word.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, total)
+        storage = torch.UntypedStorage.from_file(path, True, total)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat.set_(storage)  # type: ignore[arg-type]  # torch's own annotation is too narrow
+    pieces = torch.split(flat, [*sizes, total - sum(sizes)])
+    found: list[Tensor] = []
+    for piece, tensor in zip(pieces, like, strict=False):
+        found.append(piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return found

@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Shape
-from shoal.optim.outer.weights import ModelWeights, local, reshard, sketches, total
+from shoal.optim.outer.sharded import local, reshard
+from shoal.optim.outer.sketch import sketches, total
+from shoal.optim.outer.weights import ModelWeights
 
 T = TypeVar("T")
 _LOST = (

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
-from shoal.optim.outer.in_flight import Record, check_given, check_record, groups_of
+from shoal.optim.outer.checks import check_given, check_record, groups_of
+from shoal.optim.outer.in_flight import Record
 from shoal.optim.outer.rule import State
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost, RankWeights, cut_like

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.optim.exchange.base import Exchange, OnDemand
 from shoal.optim.methods import DEFAULT_LAG
-from shoal.optim.outer.fragments import equal
+from shoal.optim.outer.contribution_weight import equal
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, move_on, zeros

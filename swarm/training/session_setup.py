@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, Ranks, config_diff
 from shoal.optim.exchange.base import Contribution, Exchange, NoPartner
+from shoal.optim.outer.averaged import fault_of
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
-from shoal.optim.outer.inner import fault_of
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.device import copies_beside, current_device, pieces, to_host, wide
-from shoal.optim.outer.weights import projection, sketch, sketches
+from shoal.optim.outer.sketch import projection, sketch, sketches
 
 CPU = torch.device("cpu")
 

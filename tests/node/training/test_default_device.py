@@ -9,7 +9,7 @@ from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import Simulation
 from shoal.optim.methods import METHODS
-from shoal.optim.outer.weights import projection, sketch
+from shoal.optim.outer.sketch import projection, sketch
 from shoal.optim.rules import stability
 from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.training.factories import make_outer

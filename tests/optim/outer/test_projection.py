@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.node.watch.swarm_view import consensus_distance
-from shoal.optim.outer.weights import BLOCK, PROJECTED, projection
+from shoal.optim.outer.sketch import BLOCK, PROJECTED, projection
 from shoal.swarm.topics import status
 
 

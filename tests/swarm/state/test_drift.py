@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.outer.weights import NUMBERS, sketch
+from shoal.optim.outer.sketch import NUMBERS, sketch
 from shoal.swarm.identity import Identity
 from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
 from shoal.swarm.wire.envelope import SKETCH
