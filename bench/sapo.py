@@ -64,7 +64,8 @@ if not __package__:  # run as a file: the folder above is not on the path then
 
 from bench._language import Learner, language_world, prepare, tiny_world
 from bench._world import Completion, Group, Settings, World
-from shoal.optim.rl import LOSSES, Candidate, Completions, group_advantages, policy_loss, select
+from shoal.optim.rl import LOSSES, Completions, group_advantages, policy_loss
+from shoal.optim.rollout_selection import Candidate, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 LANGUAGE_SHARES = (*SHARES[:3], (4, 0))

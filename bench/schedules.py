@@ -39,7 +39,7 @@ from bench._table.text import TableText, TextError, corpus
 from bench._table.train import SIZES, Place, Spec, Steer, run
 from bench.quality import Runner, number
 from shoal.optim import OuterOptimizer
-from shoal.optim.schedule import Apply, Send
+from shoal.optim.schedule.schedules import Apply, Send
 
 RESULTS = Path(__file__).resolve().parent / "results" / "schedules.jsonl"
 MODEL, LR = "tiny", 0.04

@@ -43,15 +43,5 @@ from shoal.optim.rules.local_sgd import LocalSGD, LocalSGDRule
 from shoal.optim.rules.noloco import NoLoCo, NoLoCoRule
 from shoal.optim.rules.sparseloco import SparseLoCo
 from shoal.optim.rules.streaming import StreamingDiLoCo
-from shoal.optim.schedule import (
-    Apply,
-    Delayed,
-    Every,
-    RoundLength,
-    Schedule,
-    Seconds,
-    Send,
-    Steps,
-    Streaming,
-    Tokens,
-)
+from shoal.optim.schedule.round_length import RoundLength, Seconds, Steps, Tokens
+from shoal.optim.schedule.schedules import Apply, Delayed, Every, Schedule, Send, Streaming

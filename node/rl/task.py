@@ -26,16 +26,14 @@ from shoal.node.rl.environment import HELD_OUT, Completion, Env, EnvError, Polic
 from shoal.node.task import Shard, Task
 from shoal.optim.rl import (
     LOSSES,
-    REASONS,
-    Candidate,
     Completions,
     TokenLoss,
     effective_sample_size,
     group_advantages,
     log_weights,
     policy_loss,
-    select,
 )
+from shoal.optim.rollout_selection import REASONS, Candidate, select
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.topics.rollout import Rollout, RolloutPool, pack_logps, pack_tokens

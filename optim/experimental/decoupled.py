@@ -32,7 +32,7 @@ from shoal.optim.outer.rule import (
 )
 from shoal.optim.rules.diloco import outer_step
 from shoal.optim.rules.stability import warn_if_unstable
-from shoal.optim.schedule import Lag, Streaming
+from shoal.optim.schedule.schedules import Lag, Streaming
 
 if TYPE_CHECKING:
     from typing import Unpack

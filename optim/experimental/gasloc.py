@@ -20,7 +20,7 @@ from shoal.optim.outer.optimizer import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, move_on, zeros
 from shoal.optim.rules.gossip import GossipOptimizer
 from shoal.optim.rules.stability import warn_if_unstable
-from shoal.optim.schedule import Lag
+from shoal.optim.schedule.schedules import Lag
 
 if TYPE_CHECKING:
     from typing import Unpack

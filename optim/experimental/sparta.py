@@ -25,7 +25,7 @@ from shoal.optim.exchange.base import Exchange, RoundKey
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Options, OuterOptimizer
 from shoal.optim.outer.rule import RoundContext, State, assign
-from shoal.optim.schedule import Every
+from shoal.optim.schedule.schedules import Every
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.optim.outer.rule import Rule
-from shoal.optim.schedule import Schedule
+from shoal.optim.schedule.schedules import Schedule
 
 Given = Mapping[str, Sequence[Tensor]]
 

@@ -53,7 +53,8 @@ from shoal.optim.outer.rule import AveragesEvenly, KeepsFast, RoundContext, Stat
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weights import Processes
 from shoal.optim.parameters import AveragedParameters
-from shoal.optim.schedule import Apply, Every, RoundLength, Schedule, Send, Streaming
+from shoal.optim.schedule.round_length import RoundLength
+from shoal.optim.schedule.schedules import Apply, Every, Schedule, Send, Streaming
 
 if TYPE_CHECKING:
     from typing import Self

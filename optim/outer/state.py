@@ -46,7 +46,9 @@ from shoal.optim.outer.rule import (
 from shoal.optim.outer.torch_form import TorchForm, check_names, in_order
 from shoal.optim.outer.watch import LoopWatch, Unfrozen
 from shoal.optim.outer.weights import ModelWeights, Processes
-from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
+from shoal.optim.schedule.auto_lag import AutoLag
+from shoal.optim.schedule.round_length import RoundLength, Steps
+from shoal.optim.schedule.schedules import Delayed, Every, Schedule, Streaming
 
 
 class OuterState(Wrapper):

@@ -28,7 +28,7 @@ from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.rule import State
 from shoal.optim.outer.sharded import local, reshard
 from shoal.optim.outer.sketch import projection, sketch
-from shoal.optim.schedule import RoundLength
+from shoal.optim.schedule.round_length import RoundLength
 
 ALIGNED_BYTES = 64
 """Distance of the beginnings of two tensors in a file: a cache line."""

@@ -37,7 +37,8 @@ from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, Roun
 from shoal.optim.outer.rule import SendsValues
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankGroup, RankWeights, in_thread
-from shoal.optim.schedule import RoundLength, Schedule, Steps
+from shoal.optim.schedule.round_length import RoundLength, Steps
+from shoal.optim.schedule.schedules import Schedule
 
 
 class RankExchange(Exchange):

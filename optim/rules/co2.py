@@ -28,7 +28,7 @@ from shoal.optim.outer.rule import (
     zeros,
 )
 from shoal.optim.rules.stability import warn_if_unstable
-from shoal.optim.schedule import Delayed
+from shoal.optim.schedule.schedules import Delayed
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -18,7 +18,7 @@ from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Options, OuterOptimizer
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, zeros
 from shoal.optim.rules.stability import warn_if_unstable
-from shoal.optim.schedule import Every
+from shoal.optim.schedule.schedules import Every
 
 if TYPE_CHECKING:
     from typing import Unpack

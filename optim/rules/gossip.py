@@ -19,7 +19,7 @@ from shoal.optim.methods import OVERLAPPED
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
 from shoal.optim.outer.rule import Rule
-from shoal.optim.schedule import Every, Lag, Schedule, Streaming
+from shoal.optim.schedule.schedules import Every, Lag, Schedule, Streaming
 
 
 class GossipOptimizer(OuterOptimizer):

@@ -21,7 +21,7 @@ from shoal.optim.outer.optimizer import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, Rule, State, assign, move_on
 from shoal.optim.rules.gossip import GossipOptimizer
 from shoal.optim.rules.noloco import NoLoCoRule
-from shoal.optim.schedule import Lag
+from shoal.optim.schedule.schedules import Lag
 
 if TYPE_CHECKING:
     from typing import Unpack

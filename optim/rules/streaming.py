@@ -17,7 +17,7 @@ from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
 from shoal.optim.rules.diloco import DiLoCoRule
 from shoal.optim.rules.stability import warn_if_unstable
-from shoal.optim.schedule import Lag, Streaming
+from shoal.optim.schedule.schedules import Lag, Streaming
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -47,7 +47,7 @@ import torch
 
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.parameters import AveragedParameters
-from shoal.optim.schedule import Send
+from shoal.optim.schedule.schedules import Send
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import (
     ExchangeStats,

@@ -38,7 +38,7 @@ from shoal.optim import (
 from shoal.optim.device import Beside, current_device
 from shoal.optim.outer.inner import Inner, check_inner
 from shoal.optim.outer.weights import Processes
-from shoal.optim.schedule import USEFUL, agreed_seconds, bounded_speeds
+from shoal.optim.schedule.agreed_seconds import USEFUL, agreed_seconds, bounded_speeds
 from shoal.swarm.errors import OuterError
 from shoal.swarm.exchange.context import FEW, QUICKER, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange

@@ -15,7 +15,11 @@ from bench import schedules as bench
 from bench._moving_picture import draw, read
 from bench._table import methods, text, train
 from shoal.node.watch.source import Recorder
-from shoal.optim.schedule import Apply, Send, Streaming
+from shoal.optim.schedule.schedules import (
+    Apply,
+    Send,
+    Streaming,
+)
 from tests.support.watched_peers import NOW, Author
 
 

@@ -1,6 +1,6 @@
 """Reasons for a refusal are words for people, and keep the name that the metrics have."""
 
-from shoal.optim.rl import REASONS as OF_ROLLOUTS
+from shoal.optim.rollout_selection import REASONS as OF_ROLLOUTS
 from shoal.swarm.p2p.limits import REASONS as OF_STREAMS
 from shoal.swarm.refusals import WORDS, listed
 

@@ -16,7 +16,7 @@ from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
 from shoal.node.plan import FIXED_BYTES, advise, choices, rows, work_of
 from shoal.optim import METHODS, Alone
-from shoal.optim.schedule import Delayed
+from shoal.optim.schedule.schedules import Delayed
 from shoal.swarm.access import Link
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost

@@ -29,7 +29,7 @@ from shoal.optim import (
 )
 from shoal.optim.methods import DEFAULT_LAG, methods_of
 from shoal.optim.rules.gossip import GossipOptimizer
-from shoal.optim.schedule import Delayed, Streaming
+from shoal.optim.schedule.schedules import Delayed, Streaming
 
 SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
 

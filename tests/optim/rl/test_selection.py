@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.rl import REASONS, Candidate, has_spread, select
+from shoal.optim.rollout_selection import REASONS, Candidate, has_spread, select
 
 CANDIDATES = st.lists(
     st.builds(

@@ -30,7 +30,8 @@ from shoal.optim import (
 )
 from shoal.optim.exchange.base import Exchange, Handle, Mean
 from shoal.optim.rules.diloco import DiLoCoRule
-from shoal.optim.schedule import GRID, LONGEST_S, SHORTEST_S, STEPS, WINDOW, AutoLag, agreed_seconds
+from shoal.optim.schedule.agreed_seconds import GRID, LONGEST_S, SHORTEST_S, STEPS, agreed_seconds
+from shoal.optim.schedule.auto_lag import WINDOW, AutoLag
 from tests.support.outer_training import Recording
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench._overlap_report import line, records, work
-from shoal.optim.schedule import AutoLag
+from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import (
     BUSY,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import Every, Seconds, Steps, Tokens
-from shoal.optim.schedule import LONGEST_S, SHORTEST_S, agreed_seconds
+from shoal.optim.schedule.agreed_seconds import LONGEST_S, SHORTEST_S, agreed_seconds
 from shoal.swarm.manifest import OuterSettings, parse_round
 from shoal.swarm.training.factories import (
     WINDOW,

@@ -1,0 +1,1 @@
+"""When fragments are sent and applied, and how long a round is: pure functions, without a clock."""
