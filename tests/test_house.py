@@ -146,7 +146,6 @@ LONGER = {
     "swarm/exchange/pair/calls.py": 950,
     "swarm/training/session.py": 900,
     "optim/outer/optimizer.py": 870,
-    "optim/outer/state.py": 855,
     "swarm/exchange/context.py": 830,
     "tests/security/decoders.py": 880,
     "tests/swarm/training/test_session.py": 815,
