@@ -33,9 +33,7 @@ EACH = [
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(("layout", "method", "options"), EACH)
-def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(
-    ranks, layout, method, options, tmp_path
-):
+def test_resumed_run_is_bit_equal(ranks, layout, method, options, tmp_path):
     found = ranks(4).call(
         JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method=method, **options
     )

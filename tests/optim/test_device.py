@@ -67,7 +67,8 @@ def test_pieces_of_pinned_memory_hold_each_tensor_once(sizes):
     assert sorted(place for piece in pieces(sizes) for place in piece) == list(range(len(sizes)))
 
 
-def test_a_model_of_many_layers_loses_little_to_the_rounding_of_pinned_memory():
+def test_pinned_rounding_is_small():
+    """A model of many layers loses little to the rounding of pinned memory."""
     sizes = [4 * 768 * 50_000, *([4 * 768 * 768] * 48 + [4 * 768 * 3072] * 24 + [4 * 768] * 100)]
     one_by_one, found = (
         sum(1 << (size - 1).bit_length() for size in each)
@@ -163,7 +164,8 @@ for method in METHODS:
 
 
 @pytest.mark.gpu(standin=True)
-def test_every_method_runs_with_slow_weights_on_a_device_without_float64(monkeypatch):
+def test_every_method_runs_without_float64(monkeypatch):
+    """Every method runs with slow weights on a device without float64."""
     monkeypatch.setenv("STANDIN_NO_FLOAT64", "1")
     ended = subprocess.run(
         [sys.executable, "-c", WITHOUT_FLOAT64], capture_output=True, text=True, timeout=240
@@ -195,7 +197,8 @@ assert found == [1, 0], found
 
 
 @pytest.mark.gpu(standin=True)
-def test_the_chosen_device_is_the_current_one_and_other_threads_can_be_given_it(monkeypatch):
+def test_chosen_device_is_current_in_threads(monkeypatch):
+    """The chosen device is the current one and other threads can be given it."""
     monkeypatch.setenv("STANDIN_DEVICES", "2")
     ended = subprocess.run(
         [sys.executable, "-c", OTHER_THREADS], capture_output=True, text=True, timeout=120

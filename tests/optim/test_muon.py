@@ -148,7 +148,8 @@ def test_what_is_not_given_is_what_was_measured():
     assert muon(model(), lr=0.1).param_groups[1]["lr"] == 0.1
 
 
-def test_an_outer_optimizer_has_the_models_order_and_a_schedule_changes_both_rates():
+def test_model_order_and_one_schedule_for_both():
+    """An outer optimizer has the models order and a schedule changes both rates."""
     net = model()
     inner = muon(net)
     opt = NoLoCo(inner, Alone(), every=2, lag=0, model=net)
@@ -197,7 +198,8 @@ def test_a_torch_without_muon_is_named_and_has_all_else():
 BLOCK = ("attention.qkv", "attention.out", "up", "down")
 
 
-def test_the_matrices_of_repeated_blocks_are_muons_and_embeddings_head_and_norms_are_not():
+def test_muon_takes_block_matrices_only():
+    """The matrices of repeated blocks are Muon's and embeddings head and norms are not."""
     gpt = GPT(layers=2, width=64, heads=4, context=64)
     assert hidden_matrices(gpt) == [
         f"blocks.{number}.{name}.weight" for number in (0, 1) for name in BLOCK
@@ -213,14 +215,16 @@ def test_the_matrices_of_repeated_blocks_are_muons_and_embeddings_head_and_norms
     )
 
 
-def test_a_model_of_one_block_gives_muon_all_but_its_last_linear_layer():
+def test_one_block_leaves_adamw_the_head():
+    """A model of one block gives muon all but its last linear layer."""
     gpt = GPT(layers=1, width=16, heads=2, context=8)
     assert hidden_matrices(gpt) == [f"blocks.0.{name}.weight" for name in BLOCK]
     plain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 2))
     assert hidden_matrices(plain) == ["0.weight", "2.weight"]
 
 
-def test_a_head_that_shares_an_embedding_is_adamws_wherever_it_stands():
+def test_tied_head_is_adamws():
+    """A head that shares an embedding is AdamWs wherever it stands."""
     gpt = GPT(layers=1, width=16, heads=2, context=8)
     gpt.last = nn.Linear(16, 2)
     gpt.head.weight = gpt.bytes.weight
@@ -242,7 +246,8 @@ class Mixed(nn.Module):
         self.recurrent = nn.GRU(8, 8)
 
 
-def test_kernels_tables_frozen_bare_and_recurrent_weights_in_a_block_are_not_muons():
+def test_irregular_block_weights_are_adamws():
+    """Kernels tables frozen bare and recurrent weights in a block are not muons."""
     model = nn.ModuleList(Mixed() for _ in range(2))
     assert hidden_matrices(model) == [
         f"{number}.attention.{name}"
@@ -279,7 +284,8 @@ class WithOutput(nn.Module):
         return self.lm_head
 
 
-def test_the_output_that_a_model_of_transformers_states_is_not_muons():
+def test_stated_output_layer_is_adamws():
+    """The output that a model of transformers states is not muons."""
     assert hidden_matrices(WithOutput()) == ["inner.weight"]
     assert hidden_matrices(nn.ModuleDict({"base": WithOutput(), "after": nn.Linear(8, 8)})) == [
         "base.inner.weight",

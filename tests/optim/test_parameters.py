@@ -60,11 +60,13 @@ def compiled_inside(model):
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, Wrapped, torch.compile, Lightning, compiled_inside])
-def test_names_are_those_of_the_plain_model_however_it_is_wrapped(wrap):
+def test_names_ignore_wrappers(wrap):
+    """Names are those of the plain model however it is wrapped."""
     assert AveragedParameters.of(wrap(net())).names == NAMES
 
 
-def test_a_tied_parameter_has_its_first_name_and_a_frozen_one_none():
+def test_tied_parameter_keeps_its_first_name():
+    """A tied parameter has its first name and a frozen one none."""
     model = net()
     model.head.weight = model.key.weight
     model.query.bias.requires_grad_(False)
@@ -76,7 +78,8 @@ def test_a_tied_parameter_has_its_first_name_and_a_frozen_one_none():
 
 
 @pytest.mark.parametrize("make", [grouped, muon], ids=["groups", "muon"])
-def test_an_optimizer_that_knows_the_model_averages_in_its_order_whatever_the_groups(make):
+def test_model_order_beats_group_order(make):
+    """An optimizer that knows the model averages in its order whatever the groups."""
     model = net()
     opt = NoLoCo(make(model), Alone(), every=2, lag=0, model=model)
     assert opt.parameters.names == NAMES
@@ -93,7 +96,7 @@ def saved_in_the_order_of_groups(model, **options):
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_what_was_saved_in_the_order_of_groups_goes_on_in_the_models_bit_for_bit(fragments):
+def test_group_order_state_resumes_in_model_order(fragments):
     """Checkpoints of nodes were saved so: read by place, a weight would go on with another one's
     slow weights and residuals.
     """
@@ -126,7 +129,7 @@ def test_what_was_saved_in_the_order_of_groups_goes_on_in_the_models_bit_for_bit
         assert torch.equal(own[id(parameter)], slow)
 
 
-def test_state_of_parameters_that_have_changed_places_in_the_inner_optimizer_is_refused():
+def test_moved_parameters_are_refused():
     """Torch's optimizers would load another weight's moments in silence."""
     one, two = net(), net()
     opt = NoLoCo(torch.optim.SGD(one.parameters(), lr=0.1), Alone(), lag=0, model=one)
@@ -142,7 +145,7 @@ def test_state_of_parameters_that_have_changed_places_in_the_inner_optimizer_is_
             other.load_state_dict(state)
 
 
-def test_a_part_that_is_added_later_is_refused_within_a_round_and_names_itself():
+def test_late_part_is_refused_and_named():
     """A second adapter stayed at 0, or was trained and averaged with nobody: the inner optimizer
     does not hold it.
     """
@@ -161,7 +164,8 @@ def test_a_part_that_is_added_later_is_refused_within_a_round_and_names_itself()
     train(model, opt, 4, first=3)
 
 
-def test_a_frozen_layer_of_the_model_that_the_inner_optimizer_lacks_is_seen_when_it_is_unfrozen():
+def test_unfrozen_layer_outside_the_optimizer_is_seen():
+    """A frozen layer of the model that the inner optimizer lacks is seen when it is unfrozen."""
     model = net()
     model.query.requires_grad_(False)
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

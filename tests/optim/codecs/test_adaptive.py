@@ -57,7 +57,8 @@ def test_allocation_is_the_best_there_is(case):
 
 @settings(max_examples=60)
 @given(tables(largest=10**6))
-def test_with_coarse_steps_it_fits_and_is_not_worse_than_greedy_or_uniform(case):
+def test_coarse_steps_fit_and_match_the_baselines(case):
+    """With coarse steps it fits and is not worse than greedy or uniform."""
     errors, sizes, budget = case
     assume(best_by_trying_all(errors, sizes, budget) is not None)
     picks = allocate(errors, sizes, budget)
@@ -217,7 +218,8 @@ def test_sent_values_and_residual_add_up_to_the_input(inner, beta, seed, rounds)
 
 
 @pytest.mark.parametrize("inner", LOSSY, **by_name)
-def test_with_feedback_the_mean_of_what_is_sent_becomes_what_was_meant(inner):
+def test_feedback_recovers_what_was_meant(inner):
+    """With feedback the mean of what is sent becomes what was meant."""
     codec, rounds = ErrorFeedback(inner.fresh()), 200
     (g,) = gradients(1, 1)
     total = [torch.zeros(shape) for shape in FED]
@@ -230,7 +232,8 @@ def test_with_feedback_the_mean_of_what_is_sent_becomes_what_was_meant(inner):
         )  # a 64th goes each round, so the residual holds no more than about 64 rounds
 
 
-def test_the_first_round_is_the_plain_codec_and_sizes_are_its_own():
+def test_first_round_is_the_plain_codec():
+    """The first round is the plain codec and sizes are its own."""
     (g,) = gradients(3, 1)
     for inner in LOSSY:
         codec = ErrorFeedback(inner.fresh())

@@ -81,7 +81,8 @@ few = settings(max_examples=40)
 @pytest.mark.parametrize("codec", CODECS, **by_name)
 @few
 @given(tensors=LISTS)
-def test_round_trip_keeps_shapes_and_has_the_size_that_was_announced(codec, tensors):
+def test_round_trip_keeps_shapes_and_size(codec, tensors):
+    """Round trip keeps shapes and has the size that was announced."""
     payload = codec.encode(tensors)
     assert payload.dtype == torch.uint8
     assert payload.device.type == "cpu"
@@ -315,7 +316,8 @@ def test_bad_scales_are_refused(scale):
             codec.decode(payload, [(64, 64)])
 
 
-def test_a_word_of_e3m0_that_is_no_sixteen_digits_is_refused():
+def test_e3m0_refuses_a_word_out_of_range():
+    """A word of e3m0 that is no sixteen digits is refused."""
     payload = E3M0.encode([torch.ones(256)])
     payload[:8] = torch.tensor([15**16], dtype=torch.int64).view(torch.uint8)
     with pytest.raises(ValueError, match="a word that encodes no values"):

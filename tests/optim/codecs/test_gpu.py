@@ -67,7 +67,8 @@ def test_a_payload_is_read_from_the_device_in_one_copy(name, tail):
 
 
 @pytest.mark.gpu(standin=True)
-def test_feedback_on_a_device_takes_back_what_was_refused_and_goes_on_from_saved_state_as_on_the_cpu():  # noqa: E501
+def test_feedback_on_a_device_equals_the_cpu():
+    """Feedback takes back what was refused and goes on from saved state as on the CPU."""
     here, there, x = codec_named("auto:3+ef"), codec_named("auto:3+ef"), tensors()
     for _ in range(2):
         assert torch.equal(here.encode(x), there.encode([tensor.cuda() for tensor in x]))
@@ -87,7 +88,8 @@ def test_feedback_on_a_device_takes_back_what_was_refused_and_goes_on_from_saved
     "name", [name for name in NAMES if name not in ("float32", "float16", "bfloat16")]
 )
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_cannot_be_sent_is_refused_on_a_device_too_and_changes_nothing(name, bad):
+def test_devices_refuse_what_cannot_be_sent(name, bad):
+    """What cannot be sent is refused on a device too and changes nothing."""
     codec, x = codec_named(name), [tensor.cuda() for tensor in tensors()]
     codec.encode(x)
     before = codec.state_dict()
@@ -102,7 +104,8 @@ def test_what_cannot_be_sent_is_refused_on_a_device_too_and_changes_nothing(name
 
 
 @pytest.mark.gpu
-def test_plain_floats_send_what_is_not_finite_and_refuse_what_would_become_so():
+def test_plain_floats_refuse_overflow():
+    """Plain floats send what is not finite and refuse what would become so."""
     x = torch.tensor([1.0, float("nan"), float("inf")])
     for name in ("float32", "float16", "bfloat16"):  # a card writes another NaN than a CPU does
         for payload in (codec_named(name).encode([x.cuda()]), codec_named(name).encode([x])):
@@ -119,7 +122,8 @@ def test_plain_floats_send_what_is_not_finite_and_refuse_what_would_become_so():
 
 
 @pytest.mark.gpu
-def test_conditions_are_answered_with_the_payload_and_the_first_that_does_not_hold_is_raised():
+def test_first_failed_condition_is_raised():
+    """Conditions are answered with the payload and the first that does not hold is raised."""
     checks, done = Checks(), []
     payload = checks.payload(3, "cuda")
     payload += 7

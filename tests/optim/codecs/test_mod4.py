@@ -163,7 +163,7 @@ def test_any_shapes_and_distances(shapes, scale, distance, seed):
         assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
 
 
-def test_the_distance_of_a_short_block_is_that_of_its_values():
+def test_distance_of_a_short_block():
     """What fills it up is rounded as well: counted with them it made a block of 2 values seem six
     times as far away.
     """
@@ -232,7 +232,8 @@ def test_ranges_follow_what_was_measured():
     assert by_motion.mean() == pytest.approx(10.0 * rho, rel=0.3)
 
 
-def test_the_word_of_a_wide_range_spreads_and_grows_by_half_at_most():
+def test_range_grows_by_half_at_most():
+    """The word of a wide range spreads and grows by half at most."""
     (codec, other), (mine, theirs) = pair((64, 64), 0.05)
     used = widths(mine)
     after = []
@@ -250,7 +251,7 @@ def test_the_word_of_a_wide_range_spreads_and_grows_by_half_at_most():
     assert torch.equal(after[2], after[3])
 
 
-def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
+def test_alone_the_range_widens_fourfold_at_most():
     """As far as the weights move: what was measured is as wide as before."""
     (codec, _), (mine, _) = pair((64, 64), 0.05)
     widest = {}
@@ -322,7 +323,7 @@ def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, faili
     assert apart[-1] < 0.8 * max(apart)
 
 
-def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
+def test_the_narrower_range_grows():
     """The wider one is no reason for what the other sends to be unreadable."""
     weights = [torch.zeros(8, BLOCK), torch.ones(8, BLOCK)]
     codecs, moved = [Mod4Codec(), Mod4Codec()], [1e-3, 0.1]
@@ -345,7 +346,7 @@ def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
 
 @pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 10])
-def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows):
+def test_one_learner_reaches_the_others(rows):
     """As in the rows of rare tokens.
 
     Its range grew by 1.65 with each exchange, for the others could not be read by it with theirs
@@ -371,7 +372,7 @@ def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows)
 
 
 @pytest.mark.parametrize("others", [3, 7])
-def test_who_is_far_and_stays_so_drives_the_others_neither_apart_nor_their_ranges(others):
+def test_an_outlier_leaves_the_others_alone(others):
     """A newcomer with random weights that could fetch none.
 
     What three others learnt from it made them half as far apart again.
@@ -396,7 +397,7 @@ def test_who_is_far_and_stays_so_drives_the_others_neither_apart_nor_their_range
 
 
 @pytest.mark.parametrize("others", [2, 4, 8])
-def test_a_newcomer_with_the_weights_of_one_is_read_by_the_others_at_once(others):
+def test_newcomer_is_read_at_once(others):
     """It knows nothing of distances: what it has learnt in its first round is what it has to go
     by.
     """
@@ -486,9 +487,8 @@ def test_bytes_that_nobody_sends_are_refused_in_a_sentence():
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-127, 127) | st.none(), keep=st.booleans())
-def test_whatever_a_partner_sends_it_moves_nobody_further_than_twice_the_expected_distance(
-    seed, exponent, keep
-):
+def test_hostile_payload_moves_nobody_far(seed, exponent, keep):
+    """Whatever a partner sends it moves nobody further than twice the expected distance."""
     _, (mine, theirs) = pair([(30, 64), (3,)], 0.05, rounds=2)
     generator = torch.Generator().manual_seed(seed)
     hostile = torch.randint(0, 256, theirs.payload.shape, generator=generator, dtype=torch.uint8)
@@ -555,7 +555,8 @@ def test_another_state_is_refused_and_changes_nothing():
         assert codec.state_dict() == before
 
 
-def test_it_is_a_codec_with_an_outcome_and_has_no_error_feedback():
+def test_has_an_outcome_and_no_feedback():
+    """It is a codec with an outcome and has no error feedback."""
     codec: Codec = codec_named("mod4")
     assert isinstance(codec, Resendable)
     assert codec is not codec_named("mod4")

@@ -43,7 +43,8 @@ def padded(size):
 @pytest.mark.parametrize("name", INNER)
 @settings(max_examples=25)
 @given(shapes=SHAPES, seed=st.integers(0, 2**16))
-def test_vectors_are_exact_and_matrices_are_as_the_codec_gives_them(name, shapes, seed):
+def test_vectors_are_exact_in_a_matrix_codec(name, shapes, seed):
+    """Vectors are exact and matrices are as the codec gives them."""
     tensors = drawn(shapes, seed)
     codec, alone = codec_named(f"{name}+matrices"), codec_named(name)
     payload = codec.encode(tensors)

@@ -169,7 +169,9 @@ def test_a_clipped_mean_takes_the_same_share_of_the_way():
         assert moved[-1] == pytest.approx(0.05, rel=0.2)
 
 
-def test_groups_and_partners_with_another_codec_are_refused_in_a_sentence():
+def test_another_codec_is_refused():
+    """Groups and partners with another codec are refused in a sentence."""
+
     def peer(exchange, codec):
         return exchange.start(
             Contribution(RoundKey("run", 0), [torch.ones(3)], 1.0, codec)

@@ -87,7 +87,8 @@ def test_clipped_gossip_is_the_formula_and_its_step_is_bounded(seed, radius):
 
 
 @given(SEEDS, st.integers(1, 9))
-def test_without_attackers_and_with_a_large_radius_all_count_the_same(seed, count):
+def test_large_radius_counts_all_the_same(seed, count):
+    """Without attackers and with a large radius all count the same."""
     random = torch.Generator().manual_seed(seed)
     squares = squared_distances([peer(random) for _ in range(count)])
     assert centered_clip(squares, math.inf) == [1] * count
@@ -255,14 +256,13 @@ def moved(method, lie, *, size, steps=40, peers=6, **options):
     ("method", "size", "most"),
     [(NoLoCo, 2, 0.45), (LocalSGD, 2, 0.45), (GASLoC, 2, 0.3), (DiLoCo, 6, 0.5), (Eager, 6, 0.5)],
 )
-def test_a_stated_weight_moves_the_others_no_further_than_four_honest_peers_would(
-    method, size, most, lie
-):
+def test_stated_weight_has_bounded_influence(method, size, most, lie):
+    """A stated weight moves the others no further than four honest peers would."""
     assert moved(method, lie, size=size) <= most
     assert moved(method, MOST, size=size) == pytest.approx(moved(method, 1e30, size=size), abs=1e-6)
 
 
-def test_a_rule_that_asks_for_its_share_is_told_the_counted_one():
+def test_rule_is_told_the_counted_share():
     """Eager updates put the own share in at once: one above 1 would take the others' away."""
     shares = []
 

@@ -94,9 +94,10 @@ def times(values, count):
         st.sampled_from(PEERS), st.integers(0, 40).map(lambda x: x / 2), max_size=4
     ),
 )
-def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(
+def test_faults_bound_waits_and_keep_commits_atomic(
     peers, size, seed, pauses, delays, drops, kills
 ):
+    """Whatever goes wrong nobody waits longer and a group commits as a whole."""
     rounds = 4
     delay, drop = times(delays, rounds), times(drops, rounds)
     faults = Faults(
@@ -135,14 +136,16 @@ def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(
     assert once().bits() == log.bits()
 
 
-def test_without_faults_everyone_meets_somebody_and_an_odd_one_does_not_wait():
+def test_odd_peer_does_not_wait():
+    """Without faults everyone meets somebody and an odd one does not wait."""
     log = Log(Simulation(PEERS, wait=WAIT), 20, lambda peer, round: 1.0)
     assert log.waits == [0.0] * 100
     for round in range(20):
         assert sum(log.outcomes[peer, round] is None for peer in PEERS) == 1
 
 
-def test_a_late_partner_is_waited_for_but_not_longer_than_the_wait():
+def test_late_partner_is_waited_for_up_to_the_wait():
+    """A late partner is waited for but not longer than the wait."""
     log = Log(Simulation(["a", "b"], wait=WAIT), 1, lambda peer, round: 2.5 if peer == "b" else 0.0)
     assert log.outcomes["a", 0].members == ("a", "b")
     assert log.waits == [2.5, 0.0] or log.waits == [0.0, 2.5]
@@ -171,7 +174,8 @@ def test_a_delayed_contribution_arrives_after_the_delay():
     assert log.outcomes["a", 0].members == ("a", "b")
 
 
-def test_when_a_peer_dies_the_others_pair_up_anew_at_once():
+def test_survivors_pair_up_at_once():
+    """When a peer dies the others pair up anew at once."""
     alive = {"a", "b", "c", "d", "e"} - {"c"}
     log = Log(
         Simulation(PEERS, wait=WAIT, faults=Faults(kill={"c": 5.5})), 20, lambda peer, round: 1.0
@@ -182,7 +186,8 @@ def test_when_a_peer_dies_the_others_pair_up_anew_at_once():
     assert max(log.waits) == 0.0
 
 
-def test_the_dead_waiting_peer_is_gone_even_if_another_acts_at_the_very_moment():
+def test_dead_waiting_peer_is_gone_at_once():
+    """The dead waiting peer is gone even if another acts at the very moment."""
     log = Log(
         Simulation(["a", "b"], wait=WAIT, faults=Faults(kill={"b": 2.0})),
         1,
@@ -192,7 +197,9 @@ def test_the_dead_waiting_peer_is_gone_even_if_another_acts_at_the_very_moment()
     assert log.ends == {"a": 2.0}
 
 
-def test_nobody_waits_on_for_a_peer_that_came_to_its_end():
+def test_finished_peer_is_not_waited_for():
+    """Nobody waits on for a peer that came to its end."""
+
     def peer(exchange):
         if exchange.peer == "b":
             exchange.sleep(1.0)
@@ -241,7 +248,8 @@ def test_peers_of_different_runs_never_meet():
     assert Simulation(["a", "b"], wait=WAIT).run(peer) == {"a": None, "b": None}
 
 
-def test_an_exception_of_a_peer_surfaces_and_the_others_come_to_their_end():
+def test_exception_surfaces_and_others_finish():
+    """An exception of a peer surfaces and the others come to their end."""
     ended = []
 
     def peer(exchange):
@@ -263,7 +271,9 @@ def test_an_exception_of_a_peer_surfaces_and_the_others_come_to_their_end():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_training_gives_the_same_bits_for_the_same_seed_and_others_for_another(seed):
+def test_same_seed_gives_the_same_bits(seed):
+    """Training gives the same bits for the same seed and others for another."""
+
     def peer(exchange):
         generator = torch.Generator().manual_seed(PEERS.index(exchange.peer))
         weight = torch.nn.Parameter(torch.zeros(50))
@@ -307,7 +317,8 @@ def test_tensors_of_finished_rounds_are_released() -> None:
     assert all(not tensors for _, _, tensors in simulation._posted.values())
 
 
-def test_groups_stay_for_the_rounds_of_an_epoch_and_are_then_drawn_anew():
+def test_groups_are_drawn_anew_each_epoch():
+    """Groups stay for the rounds of an epoch and are then drawn anew."""
     log = Log(Simulation(PEERS, size=2, redrawn=4), 16, lambda peer, round: 0.0)
     members = [
         frozenset(log.outcomes[peer, round].members for peer in PEERS if log.outcomes[peer, round])
@@ -365,7 +376,8 @@ def test_a_peer_that_sees_fewer_others_keeps_their_order(seed, round, peers, dat
     assert partial == [peer for peer in full if peer in {*seen, me}]
 
 
-def test_the_order_is_by_the_documented_hash_so_that_other_implementations_can_agree():
+def test_order_is_the_documented_hash():
+    """The order is by the documented hash so that other implementations can agree."""
     ordered = sorted(
         "abcd", key=lambda peer: hashlib.sha256(f"shoal/pairing/1:7:3:{peer}".encode()).digest()
     )
@@ -418,7 +430,8 @@ def mean_of(contributions):
 
 
 @given(CONTRIBUTIONS, st.randoms())
-def test_the_mean_has_the_same_bits_whatever_the_order_of_arguments(given, random):
+def test_mean_does_not_depend_on_argument_order(given, random):
+    """The mean has the same bits whatever the order of arguments."""
     named = [(f"peer-{index}", weight, values) for index, (weight, values) in enumerate(given)]
     first, second = mean_of(named), mean_of(random.sample(named, len(named)))
     assert first.members == second.members == tuple(sorted(peer for peer, _, _ in named))
@@ -470,7 +483,8 @@ def test_a_difference_has_the_same_values_whole_and_in_pieces(dtype):
         )
 
 
-def test_what_is_taken_follows_its_parts_and_a_slice_is_computed_later_too():
+def test_taken_slices_are_computed_lazily():
+    """What is taken follows its parts and a slice is computed later too."""
     slow, fast = made(0), made(1)
     part = OnDemand([*slow, *zip(slow, fast, strict=True)])[len(slow) :]
     fast[0].add_(1)
@@ -483,9 +497,8 @@ def test_what_is_taken_follows_its_parts_and_a_slice_is_computed_later_too():
 )
 @pytest.mark.parametrize("lender", ["a", "b", "c"])
 @pytest.mark.parametrize("even", [0, 2])
-def test_a_mean_of_lent_tensors_has_the_bits_of_a_plain_one_and_changes_none_of_them(
-    weights, lender, even
-):
+def test_mean_of_lent_tensors_changes_none(weights, lender, even):
+    """A mean of lent tensors has the bits of a plain one and changes none of them."""
     names = "abc"
     plain = weighted_mean(
         [
@@ -511,7 +524,8 @@ def test_a_mean_of_lent_tensors_has_the_bits_of_a_plain_one_and_changes_none_of_
 
 
 @pytest.mark.parametrize("partner", [1.0, 0.0])
-def test_a_pairs_mean_is_computed_in_what_came_from_the_partner(partner):
+def test_pair_mean_reuses_the_partners_tensors(partner):
+    """A pairs mean is computed in what came from the partner."""
     own, theirs = made(0), made(1)
     places = [tensor.data_ptr() for tensor in theirs]
     mean = weighted_mean([("a", 1.0, OnDemand(own)), ("b", partner, theirs)])

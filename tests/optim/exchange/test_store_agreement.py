@@ -107,7 +107,8 @@ def test_all_learn_the_same_members_and_the_same_outcome(plans):
         assert outcomes == {False}
 
 
-def test_a_dead_peer_costs_one_wait_in_all_and_one_sentence(caplog):
+def test_dead_peer_costs_one_wait(caplog):
+    """A dead peer costs one wait in all and one sentence."""
     waited = []
 
     def behave(consensus, ticket, place):

@@ -60,7 +60,8 @@ def test_decoupled_merges_lengths_and_directions_apart(lab, plain):
     lab.close(alone.slow, diloco.slow)
 
 
-def test_the_merge_of_equal_gradients_is_the_gradient_and_of_opposite_ones_zero():
+def test_merge_of_equal_and_opposite_gradients():
+    """The merge of equal gradients is the gradient and of opposite ones zero."""
     g = torch.tensor([3.0, 4.0])
     torch.testing.assert_close(rda([g / 5], [torch.tensor(5.0)])[0], g)
     assert rda([torch.zeros(2)], [torch.tensor(5.0)])[0].tolist() == [0, 0]

@@ -37,7 +37,8 @@ def eager(lab, peers, lr, momentum):
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_eager_is_the_reference_and_the_mean_of_what_is_applied_is_as_in_the_paper(lab, count):
+def test_eager_matches_the_reference_and_the_paper(lab, count):
+    """Eager is the reference and the mean of what is applied is as in the paper."""
     peers = lab.PEERS[:count]
     found = lab.run(Eager, STEPS, peers, every=EVERY, lr=0.4, momentum=0.6)
     path, applied = eager(lab, peers, 0.4, 0.6)

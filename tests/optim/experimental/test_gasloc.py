@@ -46,7 +46,8 @@ def test_gasloc_is_the_papers_recursion_on_a_random_matching(lab, size, mix, mom
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_mean_over_the_peers_depends_neither_on_the_mixing_nor_on_the_matching(lab, size):
+def test_mean_is_kept_whatever_the_mixing(lab, size):
+    """The mean over the peers depends neither on the mixing nor on the matching."""
     options = {
         "every": EVERY,
         "size": size,

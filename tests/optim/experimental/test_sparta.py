@@ -64,7 +64,9 @@ class Later:
         return {0: [Send(0)], 2: [Apply(0)]}.get(step % 4, []) if step > 3 else []
 
 
-def test_sparta_keeps_what_was_learnt_while_a_late_mean_was_in_flight(lab):
+def test_local_progress_survives_a_late_mean(lab):
+    """Sparta keeps what was learnt while a late mean was in flight."""
+
     def method(inner, exchange, *, on_round):
         return OuterOptimizer(
             inner, exchange, rule=SpartaRule(1.0), schedule=Later(), on_round=on_round
@@ -116,7 +118,8 @@ def test_the_mask_follows_from_the_key_alone():
         assert chosen(key, 1000, 0.008).tolist() != here
 
 
-def test_every_value_is_chosen_equally_often_and_coverage_is_as_independent_draws():
+def test_values_are_chosen_uniformly():
+    """Every value is chosen equally often and coverage is as independent draws."""
     count, part, rounds = 997, 0.01, 6000
     hits = torch.zeros(count)
     for round in range(rounds):

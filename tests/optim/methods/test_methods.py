@@ -130,7 +130,8 @@ class Run:
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", AT_ONCE)
-def test_saved_at_any_inner_step_it_goes_on_to_the_same_bits(name):
+def test_resumes_at_any_step_bit_equal(name):
+    """Saved at any inner step it goes on to the same bits."""
     method = AT_ONCE[name]
 
     def straight(exchange):
@@ -184,7 +185,9 @@ def test_every_method_learns_drops_included(name):
     assert len(names) == len(ends["a"][1])
 
 
-def test_a_last_mean_of_gossiping_peers_is_the_mean_of_their_slow_weights():
+def test_last_mean_is_of_slow_weights():
+    """A last mean of gossiping peers is the mean of their slow weights."""
+
     def peer(exchange, average):
         run = Run(exchange, partial(NoLoCo, buffers="average"))
         run.train(0, 11)
@@ -302,7 +305,8 @@ def test_a_joiner_measures_from_the_adopted_weights(name):
     assert opt.round == 13
 
 
-def test_adopting_slow_weights_only_leaves_a_bfloat16_model_where_it_is_to_the_last_bit():
+def test_adopting_slow_weights_keeps_the_bfloat16_model():
+    """Adopting slow weights only leaves a bfloat16 model where it is to the last bit."""
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     opt = LocalSGD(torch.optim.SGD([weight], lr=0.0), Alone(), every=1, lag=0)
     opt.adopt([torch.full((2,), 1.001)], round=0, into_model=True)
@@ -313,7 +317,7 @@ def test_adopting_slow_weights_only_leaves_a_bfloat16_model_where_it_is_to_the_l
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", LATE)
-def test_what_is_in_flight_is_begun_anew_and_training_goes_on_to_the_same_bits(name):
+def test_resumed_flight_is_begun_anew(name):
     """A lag of its own depends on when the others answer, so a peer with one is alone here."""
     size = 2 if isinstance(Run(Nobody(), LATE[name]).opt, NoLoCo | LocalSGD | GASLoC) else 3
     peers = PEERS[:1] if name == "a lag of its own" else PEERS
@@ -348,7 +352,7 @@ class Nobody(Alone):
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_a_loader_that_cannot_begin_exchanges_anew_takes_back_what_is_in_flight(name):
+def test_loader_without_restart_takes_flights_back(name):
     """As with torch.distributed.checkpoint, which reads only what a new optimizer has too."""
     run = Run(Nobody(), LATE[name])
     run.train(0, 4)
@@ -435,7 +439,7 @@ def test_another_lag_takes_back_what_its_schedule_would_not_apply():
         assert not list(other.opt._in_flight)
 
 
-def test_a_codec_that_does_not_show_what_it_encoded_has_it_taken_back():
+def test_codec_without_echo_is_taken_back():
     """As one of the user's own, written before exchanges in flight were saved: its contribution is
     sent again with the next one.
     """

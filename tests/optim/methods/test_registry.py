@@ -209,7 +209,8 @@ def made(method, module, **options):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_settings_make_no_difference_and_every_knob_makes_one(method, module):
+def test_every_setting_makes_a_difference(method, module):
+    """The same settings make no difference and every knob makes one."""
     twin = made(method, module, slow_device="meta")
     assert all(tensor.is_meta for tensor in twin.slow)
     assert config_diff(made(method, module), twin) is None

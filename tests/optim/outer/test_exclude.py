@@ -157,7 +157,8 @@ def test_what_fits_nothing_is_refused():
         NoLoCo(inner, Alone(), exclude=["head"], lag=0)
 
 
-def test_peers_that_exclude_others_differ_and_fragments_are_cut_from_the_rest():
+def test_fragments_leave_out_excluded_parameters():
+    """Peers that exclude others differ and fragments are cut from the rest."""
     net = make()
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     one, other = (
@@ -206,9 +207,10 @@ def adapt(net, opt, steps):
 @pytest.mark.parametrize(
     "method", [partial(NoLoCo, lag=0), DiLoCo, partial(StreamingDiLoCo, lag=1, fragments=1)]
 )
-def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_without_the_rest(
+def test_only_the_adapter_is_sent(
     method,
 ):
+    """Only the adapter is sent and the weights are those of an optimizer without the rest."""
     every, few = Adapted(), Adapted()
     all_given = method(
         torch.optim.AdamW(every.parameters(), lr=0.01), recorded := Recording(), every=2
@@ -227,7 +229,8 @@ def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_with
     )
 
 
-def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_later_stays_in():
+def test_late_unfreezing_is_refused():
+    """What is unfrozen later is refused before a step and what is frozen later stays in."""
     net = Adapted()
     opt = NoLoCo(
         torch.optim.SGD(net.parameters(), lr=0.01), recorded := Recording(), every=1, lag=0
@@ -247,7 +250,8 @@ def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_late
     )
 
 
-def test_a_plain_mean_is_of_the_parameter_that_was_named_behind_frozen_ones():
+def test_plain_mean_is_of_the_named_parameter():
+    """A plain mean is of the parameter that was named behind frozen ones."""
     net = Adapted()
     opt = DecoupledDiLoCo(
         torch.optim.SGD(net.parameters(), lr=0.01), Alone(), fragments=1, plain=[net.up], lag=2
@@ -263,7 +267,8 @@ def test_fragments_are_cut_from_what_is_trained():
     ]
 
 
-def test_a_session_averages_what_is_trained_of_a_module_and_of_a_list():
+def test_session_averages_trained_parameters():
+    """A session averages what is trained of a module and of a list."""
     net = Adapted()
     for state in (net, list(net.parameters())):
         assert [id(p) for p in parameters_of(state)] == [id(net.down), id(net.up)]
@@ -319,9 +324,9 @@ def converted(net):
     ],
     ids=["converted", "assigned", "in place"],
 )
-def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_them(
-    make, change, name
-):
+def test_statistics_agree_after_a_round(make, change, name):
+    """Peers have the same statistics after a round whichever tensor holds them."""
+
     def peer(exchange):
         torch.manual_seed(0)
         net = make()
@@ -350,7 +355,8 @@ def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_the
         torch.testing.assert_close(after, sum(before) / 2, rtol=0, atol=1e-6)
 
 
-def test_a_buffer_that_changed_its_shape_is_named_before_anything_is_sent():
+def test_reshaped_buffer_is_named_before_sending():
+    """A buffer that changed its shape is named before anything is sent."""
     net = Assigns()
     opt = LocalSGD(
         torch.optim.SGD(net.parameters(), lr=0.1),
@@ -413,7 +419,8 @@ def test_a_wrapped_model_is_cut_as_the_plain_one(fragments):
     assert cut(net, fragments) == plain
 
 
-def test_a_list_of_layers_within_a_list_is_cut_too_and_a_block_of_several_modules_is_not():
+def test_nested_lists_of_layers_are_cut():
+    """A list of layers within a list is cut too and a block of several modules is not."""
     nested = nn.Sequential(
         nn.Embedding(20, 4),
         nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))),
@@ -443,7 +450,9 @@ def test_the_defaults_need_no_model_and_cut_evenly(method):
         assert again._parts == opt._parts
 
 
-def test_peers_that_cut_their_models_in_other_ways_get_one_sentence():
+def test_different_cuts_get_one_sentence():
+    """Peers that cut their models in other ways get one sentence."""
+
     def peer(exchange):
         net = Net()
         parts = strided(net, 2) if exchange.peer == "a" else list(reversed(strided(net, 2)))
@@ -476,7 +485,8 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("method", KEEPS)
-def test_without_a_partner_training_ends_where_the_inner_optimizer_alone_ends(method):
+def test_alone_equals_the_inner_optimizer(method):
+    """Without a partner training ends where the inner optimizer alone ends."""
     plain, wrapped = model(dtype=torch.float64), model(dtype=torch.float64)
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 8)
     opt = METHODS[method].make(
@@ -528,7 +538,8 @@ def test_partners_are_sent_float32(method):
         assert torch.equal(a, b)
 
 
-def test_a_float32_parameter_beside_a_float64_one_is_not_rounded_either():
+def test_float32_beside_float64_is_not_rounded():
+    """A float32 parameter beside a float64 one is not rounded either."""
     parts = [nn.Parameter(torch.rand(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     before = [p.detach().clone() for p in parts]
     opt = METHODS["sparta"].make(torch.optim.SGD(parts, lr=0.1), Alone(), every=1, part=1.0)
@@ -548,7 +559,7 @@ def normed(kind, seed):
 
 
 @pytest.mark.parametrize("kind", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
-def test_vectors_of_a_power_iteration_stay_a_peers_own_where_buffers_are_averaged(kind):
+def test_power_iteration_vectors_stay_local(kind):
     """Their mean is no singular vector: the first exchange made both peers' weights NaN."""
 
     def peer(exchange):

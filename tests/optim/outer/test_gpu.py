@@ -26,7 +26,8 @@ def train(
         opt.zero_grad()
 
 
-def test_slow_weights_on_the_cpu_are_pinned_and_equal_those_on_the_device() -> None:
+def test_pinned_slow_weights_equal_the_devices() -> None:
+    """Slow weights on the CPU are pinned and equal those on the device."""
     results = []
     for place in ("cpu", "cuda"):
         model = small_model().cuda()

@@ -32,7 +32,8 @@ from shoal.optim import (
 from tests.support.outer_training import GoesBack, model, same, split, train, weights
 
 
-def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper():
+def test_scheduler_goes_on_after_an_inner_load():
+    """A scheduler goes on after the inner optimizer loaded behind the wrapper."""
     net = model()
     inner = torch.optim.SGD(net.parameters(), lr=1.0)
     opt = DiLoCo(inner, Alone(), every=100)
@@ -45,7 +46,8 @@ def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper
     assert opt.state is inner.state
 
 
-def test_groups_and_state_that_are_replaced_are_those_of_the_inner_optimizer():
+def test_replaced_groups_are_the_inner_optimizers():
+    """Groups and state that are replaced are those of the inner optimizer."""
     net = model()
     inner = torch.optim.AdamW(net.parameters(), lr=1.0)
     opt = DiLoCo(inner, Alone(), every=100)
@@ -63,7 +65,8 @@ def test_groups_and_state_that_are_replaced_are_those_of_the_inner_optimizer():
             setattr(several, name, getattr(several, name))
 
 
-def test_a_group_added_behind_the_wrapper_is_refused_before_a_step():
+def test_late_group_is_refused_before_a_step():
+    """A group added behind the wrapper is refused before a step."""
     net, late = model(), nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD(net.parameters(), lr=1.0)
     opt = DiLoCo(inner, Alone(), every=100)
@@ -147,7 +150,8 @@ def test_a_closure_is_called_once_for_all():
     assert not any(torch.equal(a, b) for a, b in zip(before, weights(net), strict=True))
 
 
-def test_what_cannot_be_combined_is_refused_and_a_state_that_does_not_fit_changes_nothing():
+def test_invalid_combinations_are_refused():
+    """What cannot be combined is refused and a state that does not fit changes nothing."""
     net = model()
     every = list(net.parameters())
     with pytest.raises(ValueError, match="at least one"):
@@ -219,7 +223,7 @@ def test_a_wrong_argument_is_named_before_anything_is_made(wrong, sentence):
         wrong(net, torch.optim.AdamW(net.parameters()))
 
 
-def test_an_inner_optimizer_that_loaded_an_outer_ones_state_is_refused():
+def test_outer_state_is_refused_by_an_inner_optimizer():
     """As a script does that resumes before it wraps: the slow weights would be lost in silence."""
     net = model()
     outer = DiLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2)
@@ -241,7 +245,7 @@ def test_an_inner_optimizer_that_loaded_an_outer_ones_state_is_refused():
         DiLoCo(bare, Alone())
 
 
-def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapped():
+def test_accelerate_micro_batches_are_no_steps():
     """12 micro-batches in accumulations of 4 are 3 steps: rounds of 1 step are 3, and the weights
     those of whole batches.
     """
@@ -280,7 +284,8 @@ def groups(net, lr=0.05):
     )
 
 
-def test_a_scheduler_of_torch_drives_the_outer_rate_round_by_round():
+def test_torch_scheduler_drives_the_outer_rate():
+    """A scheduler of torch drives the outer rate round by round."""
     rates, net = [], model()
     opt = DiLoCo(
         torch.optim.SGD(net.parameters(), lr=0.05),
@@ -302,7 +307,8 @@ def test_a_scheduler_of_torch_drives_the_outer_rate_round_by_round():
 
 
 @pytest.mark.filterwarnings("error")
-def test_the_scheduler_sees_that_steps_were_taken_and_hooks_may_drive_it():
+def test_scheduler_sees_steps_and_hooks():
+    """The scheduler sees that steps were taken and hooks may drive it."""
     net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2, lr=0.5, momentum=0.5)
     schedule = CyclicLR(opt.outer, 0.1, 0.5, step_size_up=2, base_momentum=0.3, max_momentum=0.6)
@@ -385,7 +391,7 @@ def test_what_is_in_flight_is_applied_as_it_was_sent():
 @pytest.mark.parametrize(
     "name", [name for name in METHODS if name not in ("local", "none", "sparta", "co2")]
 )
-def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
+def test_groups_act_as_separate_optimizers(name):
     """Not CO2: its penalty is over the whole fragment, and with unequal groups over each."""
     knobs = {"fragments": 1} if "fragments" in METHODS[name].knobs else {}
 
@@ -445,7 +451,8 @@ def test_a_rule_without_rate_or_momentum_has_no_such_key():
     )
 
 
-def test_a_value_that_no_rule_takes_stops_the_step_that_would_use_it():
+def test_invalid_rate_stops_the_step():
+    """A value that no rule takes stops the step that would use it."""
     net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2)
     opt.outer.param_groups[0]["lr"] = -0.1
@@ -458,7 +465,9 @@ def test_a_value_that_no_rule_takes_stops_the_step_that_would_use_it():
 
 
 @pytest.mark.parametrize("form", ["state_dict", "whole_state"])
-def test_the_present_values_are_saved_and_restored_with_a_scheduler_that_goes_on(form):
+def test_present_rates_are_saved_and_restored(form):
+    """The present values are saved and restored with a scheduler that goes on."""
+
     def run():
         net = model()
         opt = DiLoCo(groups(net), Alone(), every=2, lr=0.8)
@@ -504,7 +513,8 @@ def test_peers_are_compared_by_their_present_values():
     assert config_diff(one, other) == "momentum is 0.6 and not 0.3"
 
 
-def test_a_schedule_by_the_round_number_is_that_of_the_others_for_a_late_peer():
+def test_late_peer_follows_the_round_schedule():
+    """A schedule by the round number is that of the others for a late peer."""
     net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=1, lr=0.8)
     schedule = LambdaLR(opt.outer, lambda _: 0.5**opt.round)

@@ -100,7 +100,9 @@ def test_what_waits_for_its_mean_is_lent_and_not_copied(method):
         (NoLoCo, {"lag": 1, "fragments": 1}),
     ],
 )
-def test_what_is_lent_stays_as_it_is_while_it_is_in_flight(method, options):
+def test_lent_tensors_do_not_change_in_flight(method, options):
+    """What is lent stays as it is while it is in flight."""
+
     class Slow(Lender):
         """Its rounds are checked when their outcome is asked for."""
 
@@ -141,7 +143,8 @@ def test_averaged_buffers_are_not_lent_while_training_changes_them():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("method", [NoLoCo, DiLoCo, CO2])
-def test_files_change_no_bit_and_what_was_saved_with_them_loads_without(method, dtype, tmp_path):
+def test_files_change_no_bit(method, dtype, tmp_path):
+    """Files change no bit and what was saved with them loads without."""
     folder = tmp_path / "new"
     (here, own), (there, filed) = made(method, dtype=dtype), made(method, folder, dtype)
     for opt, weights in ((here, own), (there, filed)):
@@ -176,7 +179,8 @@ def test_all_that_lasts_is_in_files(tmp_path):
         assert any(low <= tensor.data_ptr() < high for low, high in files)
 
 
-def test_tensors_in_a_file_are_zero_apart_and_of_any_shape(tmp_path):
+def test_file_tensors_are_zero_and_of_any_shape(tmp_path):
+    """Tensors in a file are zero apart and of any shape."""
     shapes = [(3,), (), (0, 2), (2, 5)]
     found = in_file(tmp_path, [torch.ones(shape, dtype=torch.float64) for shape in shapes])
     assert [tuple(tensor.shape) for tensor in found] == shapes

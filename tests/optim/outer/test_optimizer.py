@@ -93,7 +93,7 @@ INNER = {
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", INNER)
-def test_a_step_that_grad_scaler_leaves_out_still_counts_for_the_rounds(kind, clip):
+def test_skipped_float16_step_still_counts(kind, clip):
     """Mutants: the outer part is left out too (37 steps, 7 rounds), gradients unscaled twice or
     never, an infinity is stepped.
     """
@@ -146,7 +146,8 @@ def test_a_step_that_grad_scaler_leaves_out_still_counts_for_the_rounds(kind, cl
     assert scaler.get_scale() == hands.get_scale()
 
 
-def test_what_grad_scaler_cannot_do_is_said_and_leaves_nothing_to_the_next_step():
+def test_grad_scaler_limits_are_stated():
+    """What grad scaler cannot do is said and leaves nothing to the next step."""
     net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -229,7 +230,8 @@ def test_tied_parameters_are_sent_once_and_stay_tied():
     assert torch.equal(net.head.weight, before / 2)
 
 
-def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_changes():
+def test_bfloat16_model_keeps_small_changes():
+    """A bfloat16 model has float32 slow weights that do not lose small changes."""
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     inner = torch.optim.SGD([weight], lr=1.0)
     opt = NoLoCo(inner, Partner([torch.full((4,), 1.001)]), every=1, lr=0.5, momentum=0.0, lag=0)
@@ -251,7 +253,8 @@ def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_change
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(dtype):
+def test_averaged_restores_the_fast_weights(dtype):
+    """Averaged shows the slow weights and restores the fast ones bit by bit."""
     net = model(dtype=dtype)
     opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4, lag=0)
     train(net, opt, 6)
@@ -272,7 +275,8 @@ def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(d
 
 
 @pytest.mark.parametrize("pull", [None, 0.3])
-def test_without_an_answer_the_own_step_is_taken_and_never_rolled_back(pull):
+def test_own_step_is_taken_without_an_answer(pull):
+    """Without an answer the own step is taken and never rolled back."""
     net, infos = model(), []
     opt = NoLoCo(
         torch.optim.SGD(net.parameters(), lr=0.1),
@@ -311,7 +315,8 @@ class Late:
 
 
 @pytest.mark.parametrize(("steps", "lag"), [(3, 0), (4, 1), (5, 2)])
-def test_what_is_in_flight_is_applied_once_by_the_schedule_or_by_finish(steps, lag):
+def test_flight_is_applied_once(steps, lag):
+    """What is in flight is applied once by the schedule or by finish."""
     net, infos = model(), []
     rule = NoLoCoRule(lr=1.0, momentum=0.0)
     opt = OuterOptimizer(
@@ -403,7 +408,8 @@ def test_a_copy_is_refused_in_a_sentence(copied):
 
 
 @pytest.mark.parametrize("what", ["step", "after_inner", "finish", "adopt"])
-def test_what_the_end_of_averaged_would_undo_is_refused_within_it(what):
+def test_averaged_refuses_what_its_end_would_undo(what):
+    """What the end of averaged would undo is refused within it."""
     net = model()
     opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=10, lag=0)
     train(net, opt, 3)
@@ -499,7 +505,9 @@ def test_finish_ends_with_the_bits_of_settle_and_average_over():
         assert told[-1].members == ("a", "b")
 
 
-def test_after_finish_a_contribution_is_measured_from_where_the_weights_are():
+def test_contribution_after_finish_starts_at_the_weights():
+    """After finish a contribution is measured from where the weights are."""
+
     class Drifting(Partner):
         """Partner whose weights are other ones in the plain mean."""
 

@@ -46,7 +46,8 @@ def test_the_consensus_distance_is_estimated_from_them():
     assert consensus_distance([projection(peer) for peer in peers]) == pytest.approx(real, rel=0.2)
 
 
-def test_of_equal_weights_it_is_none_and_of_one_peer_it_is_not_known():
+def test_projection_of_equal_or_single_peers():
+    """Of equal weights it is none and of one peer it is not known."""
     same = projection(drawn(0))
     assert consensus_distance([same, same]) == pytest.approx(0.0, abs=1e-9)
     assert consensus_distance([same]) is None

@@ -102,7 +102,8 @@ rounds = st.lists(st.sampled_from(["yes", "no", "nobody"]), min_size=1, max_size
 @pytest.mark.parametrize("case", CASES)
 @settings(max_examples=25)
 @given(st.sampled_from(CODECS), rounds, st.integers(0, 999))
-def test_applied_values_and_residual_add_up_to_all_that_was_learnt(case, codec, outcomes, seed):
+def test_applied_and_residual_add_up(case, codec, outcomes, seed):
+    """Applied values and residual add up to all that was learnt."""
     world = Drifting(*CASES[case], codec_named(codec), outcomes, seed)
     world.train(EVERY * len(outcomes))
     world.finish()
@@ -127,7 +128,7 @@ def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, bef
 
 @settings(max_examples=20)
 @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.integers(0, 99))
-def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, lost_by_b, seed):
+def test_drops_lose_and_repeat_nothing(lost_by_a, lost_by_b, seed):
     """SparseLoCo with beta 1: over both peers, slow weights plus residuals are all that both have
     learnt (halved if averaged).
     """
@@ -322,9 +323,8 @@ PLANS = st.lists(
 
 @settings(max_examples=40)
 @given(plan=PLANS, at=st.integers(0, STEPS))
-def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_after_an_interruption(  # noqa: E501
-    plan, at
-):
+def test_arrivals_are_applied_once_after_interruption(plan, at):
+    """Arrivals have the values of the formulas, also after an interruption."""
     exchange, infos, seen = Drawn(plan), [], []
     weights, opt = made(exchange, infos)
     train(weights, opt, 0, STEPS, seen)

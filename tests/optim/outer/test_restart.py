@@ -42,9 +42,7 @@ def held(net, opt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", ["memory", "files"])
 @pytest.mark.parametrize("name", KNOBS)
-def test_after_a_restart_it_is_as_a_new_one_from_these_weights(
-    name, place, dtype, tmp_path, recwarn
-):
+def test_restart_equals_a_new_optimizer(name, place, dtype, tmp_path, recwarn):
     """Mutants: momentum, start, an eager part, a codec's residual, a rounding error or a mean in
     flight is left of before.
     """
@@ -78,7 +76,8 @@ def test_after_a_restart_it_is_as_a_new_one_from_these_weights(
     assert not [str(w.message) for w in recwarn if "changed outside" in str(w.message)]
 
 
-def test_a_restart_within_averaged_is_refused_and_before_any_step_it_is_a_new_one():
+def test_restart_is_refused_within_averaged():
+    """A restart within averaged is refused and before any step it is a new one."""
     net = model()
     opt = DiLoCo(sgd(net), Alone(), every=2)
     with (
@@ -98,7 +97,8 @@ def load(net):
 
 
 @pytest.mark.parametrize("then", ["step", "averaged", "finish", "adopt"])
-def test_a_change_outside_a_step_is_said_once_with_the_remedy(then):
+def test_outside_change_is_reported_once(then):
+    """A change outside a step is said once with the remedy."""
     net = model()
     opt = NoLoCo(sgd(net), Alone(), every=2, lag=0)
     train(net, opt, 3)
@@ -124,7 +124,7 @@ def test_a_change_outside_a_step_is_said_once_with_the_remedy(then):
     )
 
 
-def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
+def test_legitimate_changes_are_not_reported(recwarn):
     """Mutant: its own writing (a round, averaged, adopt, finish, loaded state) or equal weights
     copied before step 1 count.
     """

@@ -193,7 +193,8 @@ SPOILT = {
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), SPOILT.values(), ids=SPOILT)
-def test_a_state_that_does_not_fit_in_any_of_its_parts_changes_nothing(spoil, sentence):
+def test_misfit_state_changes_nothing(spoil, sentence):
+    """A state that does not fit in any of its parts changes nothing."""
     opt, state = sparse(4), sparse(9).whole_state()
     before = all_of(opt)
     spoil(state)
@@ -202,7 +203,8 @@ def test_a_state_that_does_not_fit_in_any_of_its_parts_changes_nothing(spoil, se
     assert equal(all_of(opt), before)
 
 
-def test_the_state_of_a_codec_with_memory_changes_nothing_in_one_without_and_the_other_way_round():
+def test_codec_memory_mismatch_changes_nothing():
+    """The state of a codec with memory changes nothing in one without and the other way round."""
     for own, other in (("topk2+ef:0.95", "float32"), ("float32", "topk2+ef:0.95")):
         opt, state = sparse(4, own), sparse(9, other).state_dict()
         before = all_of(opt)
@@ -211,7 +213,8 @@ def test_the_state_of_a_codec_with_memory_changes_nothing_in_one_without_and_the
         assert equal(all_of(opt), before)
 
 
-def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_not_restored():
+def test_other_settings_load_with_a_warning():
+    """A state of other settings is loaded with a warning that names those not restored."""
     saved = sparse(9, "float32", make=partial(DiLoCo, lr=0.3, nesterov=False)).state_dict()
     opt = sparse(0, "float32", make=DiLoCo, lr=0.9)
     sentence = (
@@ -278,7 +281,8 @@ def made(name="diloco", seed=0, dtype=torch.float32, inner=torch.optim.AdamW, **
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name, dtype, tmp_path):
+def test_resumed_run_is_bit_equal(name, dtype, tmp_path):
+    """Saved and loaded into a new optimizer it goes on to the same bits."""
     net, opt = made(name, dtype=dtype)
     train(net, opt, 9)
     opt.finish()
@@ -320,7 +324,8 @@ def test_a_codec_s_residual_is_in_it_from_the_start(codec, steps, tmp_path):
 
 
 @pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_step_by_which_torch_makes_a_new_state_is_no_step(inner):
+def test_creating_torch_state_is_no_step(inner):
+    """The step by which torch makes a new state is no step."""
     net, opt = made(inner=inner)
     opt.exchange = Recording()
     before = [p.detach().clone() for p in net.parameters()]
@@ -353,7 +358,8 @@ def test_the_options_of_torch_give_a_state_that_loads(options):
 
 
 @pytest.mark.parametrize("read", [get_optimizer_state_dict, get_state_dict])
-def test_a_state_to_be_flattened_is_refused_when_it_is_saved(read):
+def test_flattened_state_is_refused_on_save(read):
+    """A state to be flattened is refused when it is saved."""
     net, opt = made()
     train(net, opt, 9)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -441,7 +447,8 @@ def test_another_method_or_schedule_is_named():
 
 
 @pytest.mark.parametrize("make", [CO2, Eager])
-def test_a_run_with_a_round_in_flight_goes_on_with_a_shorter_one_and_a_warning(make):
+def test_resumed_flight_may_have_a_shorter_round(make):
+    """A run with a round in flight goes on with a shorter one and a warning."""
     net, other = nn.Linear(3, 2), nn.Linear(3, 2)
     one, shorter = (
         make(torch.optim.SGD(n.parameters(), lr=0.1), Alone(), every=every)
@@ -458,7 +465,7 @@ def test_a_run_with_a_round_in_flight_goes_on_with_a_shorter_one_and_a_warning(m
     assert equal(shorter.slow, one.slow)
 
 
-def test_of_the_swarm_s_weights_nothing_is_taken_back_that_they_never_held():
+def test_weights_never_held_are_not_taken_back():
     """Eager applies its own pseudo-gradient at once, and takes it back when the mean is there."""
     net = nn.Linear(3, 2, bias=False)
     opt = Eager(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, lr=1.0, momentum=0.0)
@@ -495,7 +502,8 @@ def test_tokens_may_be_counted_as_a_tensor():
     opt.state_dict()
 
 
-def test_the_state_of_a_stateless_optimizer_is_taken_without_a_warning(recwarn):
+def test_stateless_optimizer_loads_without_warning(recwarn):
+    """The state of a stateless optimizer is taken without a warning."""
     net = nn.Linear(3, 2)
     opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4, lag=0)
 

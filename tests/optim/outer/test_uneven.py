@@ -97,9 +97,8 @@ def one_round(rule, slow, states, weights, met, moved):
 
 @settings(max_examples=60)
 @given(swarms(), st.floats(0.1, 1.5), st.floats(0, 0.9), st.one_of(st.none(), st.floats(0, 0.3)))
-def test_the_sum_of_slow_weights_changes_by_the_weighted_pseudo_gradients_alone(
-    swarm, lr, momentum, pull
-):
+def test_weighted_gradients_move_the_sum_of_slow_weights(swarm, lr, momentum, pull):
+    """The sum of slow weights changes by the weighted pseudo gradients alone."""
     count, size, all_weights, seed = swarm
     rule = NoLoCoRule(lr, momentum, 0.0 if pull is None else pull, weighted=True)
     generator = torch.Generator().manual_seed(seed)
@@ -129,7 +128,9 @@ def test_gasloc_conserves_it_too_where_peers_count_differently(swarm, mix):
     assert torch.allclose(sum(s[0] for s in slow), before - 0.7 * sum(moved), rtol=0, atol=1e-9)
 
 
-def test_without_a_partner_the_weighted_form_is_the_unweighted_one_bit_by_bit(lab):
+def test_alone_weighted_equals_unweighted(lab):
+    """Without a partner the weighted form is the unweighted one bit by bit."""
+
     def path(**options):
         return lab.run(NoLoCo, 20, ["anna"], every=5, pull=0.3, **options, lag=0)["anna"].slow
 
@@ -139,7 +140,7 @@ def test_without_a_partner_the_weighted_form_is_the_unweighted_one_bit_by_bit(la
 @pytest.mark.parametrize(
     "method", [partial(NoLoCo, lag=0), partial(LocalSGD, lag=0), partial(GASLoC, lag=0)]
 )
-def test_what_is_sent_holds_no_weight_so_that_float16_can_hold_it(lab, method):
+def test_sent_values_fit_float16_at_any_weight(lab, method):
     """Model weights divided by tokens would be 0 in float16."""
     options = {"size": 2, "begin": lab.own_start, "every": 5, "codec": codec_named("float16")}
     plain = lab.run(method, 20, **options)
@@ -193,9 +194,8 @@ def uneven(method, seconds, rounds, *, size=3, late=None, **options):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seconds", [75.0, 80.0, 101.3])
 @pytest.mark.parametrize("late", [{}, {"bert": 33.0}, {"cleo": 1.7, "anna": 12.0}])
-def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligned(
-    size, seconds, late
-):
+def test_waits_are_at_most_one_slow_step(size, seconds, late):
+    """Nobody waits longer than one step of the slowest and rounds stay aligned."""
     found = uneven(
         partial(NoLoCo, lag=0), seconds, 12, size=size, late=late, weight=by_tokens, every=25
     )
@@ -221,9 +221,7 @@ def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligne
         (DiLoCo, {"momentum": 0.5}),
     ],
 )
-def test_they_reach_the_optimum_of_the_weighted_objective_and_without_weights_another_one(
-    method, options
-):
+def test_weighted_objective_is_reached(method, options):
     """Quadratics with one optimum each; the displacement of a round counts by its tokens, or all
     count the same.
     """
@@ -263,7 +261,7 @@ def test_fragments_of_uneven_peers_meet_in_the_same_rounds():
     assert slow[0] == pytest.approx(slow[2], abs=1e-12)
 
 
-def test_a_peer_that_slept_through_rounds_joins_the_one_that_the_others_are_in():
+def test_sleeper_joins_the_current_round():
     """After its sleep it is given the swarm's round, as in a node, and from then on ends its rounds
     with the others.
     """
@@ -294,7 +292,8 @@ def test_a_peer_that_slept_through_rounds_joins_the_one_that_the_others_are_in()
     assert found["bert"] == [(round, 2) for round in (0, 1, 2, 6, 7, 8, 9, 10, 11)]
 
 
-def test_rounds_of_tokens_have_as_many_tokens_for_peers_with_other_batches():
+def test_token_rounds_are_equal_across_batches():
+    """Rounds of tokens have as many tokens for peers with other batches."""
     batches = {"anna": 3, "bert": 16, "cleo": 7}
 
     def peer(exchange):
@@ -336,9 +335,8 @@ def tensors(value):
     ("stated", "values", "expected"),
     [((1.0, 0.0, 3.0), (4.0, 100.0, 8.0), (7.0, 4.0, 2)), ((0.0, 0.0), (4.0, 8.0), (6.0, 2.0, 2))],
 )
-def test_a_peer_without_weight_takes_part_and_is_not_in_the_mean_unless_all_are_without(
-    stated, values, expected
-):
+def test_weightless_peer_is_not_in_the_mean(stated, values, expected):
+    """A peer without weight takes part and is not in the mean unless all are without."""
     parts = [
         (peer, weight, tensors(value))
         for peer, weight, value in zip("abc", stated, values, strict=False)
@@ -464,7 +462,8 @@ def spread(found):
 
 
 @pytest.mark.parametrize("method", ANCHORED)
-def test_after_a_round_that_failed_for_all_everybody_holds_the_same_again(method):
+def test_failed_round_is_repaired_for_all(method):
+    """After a round that failed for all everybody holds the same again."""
     faults = Faults(drop=lambda peer, key: peer == "p1" and key.round == 3)
     found = Simulation(FOUR, size=4, faults=faults).run(lambda exchange: meet(exchange, method))
     assert spread(found) == 0.0
@@ -484,7 +483,8 @@ class Doubts:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ANCHORED)
-def test_a_peer_that_the_others_went_on_without_takes_over_what_they_hold(method):
+def test_left_behind_peer_takes_over(method):
+    """A peer that the others went on without takes over what they hold."""
     rounds = []
     simulation = Simulation(FOUR, size=4, screens={peer: Doubts() for peer in FOUR})
     found = simulation.run(lambda exchange: meet(exchange, method, rounds=rounds))
@@ -493,7 +493,7 @@ def test_a_peer_that_the_others_went_on_without_takes_over_what_they_hold(method
     assert spread(found) == 0.0
 
 
-def test_a_failed_round_is_made_up_for_by_the_mean_of_what_each_did_alone():
+def test_failed_round_is_made_up_for():
     """DiLoCo is linear, so the mean of four lone outer steps is the outer step with the mean:
     nothing is lost.
     """
@@ -517,14 +517,16 @@ def test_weights_that_began_differently_are_equal_after_the_first_round():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_groups_that_are_not_everybody_differ_by_design_and_are_left_alone(size):
+def test_partial_groups_are_left_alone(size):
+    """Groups that are not everybody differ by design and are left alone."""
     simulation = Simulation(FOUR, size=size)
     found = simulation.run(lambda exchange: meet(exchange, "diloco", steps=30))
     assert spread(found) > 0
     assert not simulation._among
 
 
-def test_the_largest_part_is_right_and_among_equals_the_mean_of_them():
+def test_largest_part_wins_and_ties_average():
+    """The largest part is right and among equals the mean of them."""
     a, near, b, c = (1.0, 2.0), (1.0, 2.0 + 1e-7), (1.0, 2.1), (3.0, 2.0)
     assert sources({"p0": a, "p1": near}) == []
     assert sources({"p0": b, "p1": a, "p2": near}) == ["p1"]
@@ -603,7 +605,8 @@ def equal(one, other):
 
 
 @pytest.mark.parametrize("name", LOSING)
-def test_without_the_weights_of_the_others_a_lost_round_is_apart_for_good(name):
+def test_lost_round_without_weights_stays_apart(name):
+    """Without the weights of the others a lost round is apart for good."""
     ends = missed(LOSING[name], 64)
     assert not equal(ends["a"][0][-1], ends["c"][0][-1])
 

@@ -88,9 +88,8 @@ def cases():
 
 @pytest.mark.parametrize("slow", ["cpu", "cuda"])
 @pytest.mark.parametrize(("method", "codec", "dtype"), list(cases()))
-def test_an_exchange_waits_three_times_at_most_and_has_the_bits_of_the_cpu(
-    method, codec, dtype, slow
-):
+def test_at_most_three_device_waits(method, codec, dtype, slow):
+    """An exchange waits three times at most and has the bits of the CPU."""
     found, waits = trained("cuda", slow, method, codec, dtype)
     wanted, _ = trained("cpu", "cpu", method, codec, dtype)
     for name in wanted:

@@ -40,7 +40,8 @@ MOD4 = [name for name in jobs.KNOBS if "mod4" in name]
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize("methods", [PLAIN, ["diloco, muon"], MOD4], ids=["adamw", "muon", "mod4"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind, methods):
+def test_two_ranks_equal_one_process(trio, kind, methods):
+    """Two ranks have the bits of one process with every method."""
     first, second, other = trio.call(JOBS, "matrix", kind=kind, methods=methods)
     for method in methods:
         wanted = expected(method)
@@ -58,7 +59,8 @@ def test_rank_0_never_holds_more_of_others_than_a_fragment(trio):
         assert 0 < found["most"] <= found["fragment"] < found["all"]
 
 
-def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds(trio):
+def test_rank_0_decides_round_length(trio):
+    """Buffers are the mean over ranks and rank 0 decides the length of rounds."""
     first, second, other = trio.call(JOBS, "normed")
     assert [step["position"] for step in first] == [step["position"] for step in second]
     assert sum(step["averaged"] for step in first) > 1
@@ -75,7 +77,8 @@ def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_all_ranks_apply_when_rank_0_sees_that_it_is_there(trio, kind):
+def test_ranks_apply_when_rank_0_sees_it(trio, kind):
+    """All ranks apply when rank 0 sees that it is there."""
     first, second, alone = trio.call(FLIGHTS, "agreeing", kind=kind)
     assert first == alone
     assert {name: second[name] for name in ("lags", "lag", "fast")} == {

@@ -15,7 +15,8 @@ KINDS = pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 
 
 @KINDS
-def test_what_rank_0_asks_for_between_steps_is_that_of_one_process(trio, kind):
+def test_rank_0_answers_as_one_process(trio, kind):
+    """What rank 0 asks for between steps is that of one process."""
     first, second, _ = trio.call(JOBS, "told", kind=kind)
     model = jobs.make_model()
     wanted = jobs.story(model, jobs.make("diloco", model, Alone()))
@@ -27,7 +28,8 @@ def test_what_rank_0_asks_for_between_steps_is_that_of_one_process(trio, kind):
 
 
 @KINDS
-def test_a_contribution_that_was_refused_goes_back_into_the_residual_on_rank_0(trio, kind):
+def test_refused_contribution_returns_to_rank_0(trio, kind):
+    """A contribution that was refused goes back into the residual on rank 0."""
     first, _, other = trio.call(JOBS, "refused", kind=kind)
     wanted = Simulation(["0", "1"]).run(
         lambda exchange: jobs.alone(jobs.Losing(exchange), "sparseloco")
@@ -48,7 +50,8 @@ def test_each_layout_goes_on_from_the_checkpoint_of_another(trio, dtype, method)
 
 
 @KINDS
-def test_what_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(trio, kind):
+def test_misfit_state_is_refused_by_all_ranks(trio, kind):
+    """What does not fit is refused by all ranks and changes nothing."""
     first, second, _ = trio.call(JOBS, "misfits", kind=kind)
     assert first["errors"] == second["errors"]
     assert len(first["errors"]) == 3
@@ -57,7 +60,8 @@ def test_what_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(trio, kin
 
 @pytest.mark.ci
 @KINDS
-def test_a_rank_that_dies_in_an_exchange_ends_the_others_before_they_apply_it(nursery, kind):
+def test_dead_rank_ends_the_others_in_time(nursery, kind):
+    """A rank that dies in an exchange ends the others before they apply it."""
     made = worlds.Ranks(nursery, 3)
     try:
         first, second, other = made.call(JOBS, "dies", kind=kind)

@@ -104,7 +104,8 @@ def test_loss_and_gradient_equal_the_reference(name, per, seed):
 
 
 @given(REWARDS, st.integers(-640, 640).map(lambda n: n / 64))
-def test_advantages_do_not_change_when_all_rewards_of_a_group_rise(rewards, shift):
+def test_advantages_ignore_a_common_reward(rewards, shift):
+    """Advantages do not change when all rewards of a group rise."""
     values, group = (
         torch.tensor(rewards, dtype=torch.float64),
         torch.zeros(len(rewards), dtype=torch.int64),
@@ -113,9 +114,8 @@ def test_advantages_do_not_change_when_all_rewards_of_a_group_rise(rewards, shif
 
 
 @given(st.lists(REWARDS, min_size=1, max_size=4), st.randoms())
-def test_advantages_have_mean_0_and_spread_1_in_each_group_wherever_its_members_stand(
-    groups, random
-):
+def test_advantages_are_normalised_in_each_group(groups, random):
+    """Advantages have mean 0 and spread 1 in each group wherever its members stand."""
     entries = [(place, reward) for place, rewards in enumerate(groups) for reward in rewards]
     random.shuffle(entries)
     group = torch.tensor([10 * place - 7 for place, _ in entries])
@@ -141,7 +141,8 @@ def test_advantages_in_closed_form():
     assert found.dtype == torch.float32
 
 
-def test_rewards_that_differ_by_their_last_bit_give_no_advantage_to_speak_of():
+def test_near_equal_rewards_give_no_advantage():
+    """Rewards that differ by their last bit give no advantage to speak of."""
     third = torch.tensor(1 / 3, dtype=torch.float32)
     rewards = torch.stack([third, third, torch.nextafter(third, torch.tensor(1.0)), third])
     found = group_advantages(rewards, torch.zeros(4, dtype=torch.int64))
@@ -263,7 +264,8 @@ def test_the_losses_coincide_on_what_the_own_policy_wrote(per, seed):
 
 
 @given(SEEDS)
-def test_an_uncapped_weight_and_no_clip_give_the_importance_weighted_estimate(seed):
+def test_unclipped_loss_is_importance_weighted(seed):
+    """An uncapped weight and no clip give the importance weighted estimate."""
     batch = random_batch(seed)
     open_loss = partial(decoupled, cap=math.inf, low=1.0, high=math.inf)
     expected = -((batch.new - batch.behaviour).exp() * batch.advantages[:, None])[batch.mask].mean()
@@ -324,7 +326,8 @@ def test_wild_log_probabilities_give_finite_numbers(name, size):
 
 
 @EVERY
-def test_a_token_that_the_policy_excludes_by_now_gives_a_finite_loss_and_no_gradient(name):
+def test_excluded_token_has_no_gradient(name):
+    """A token that the policy excludes by now gives a finite loss and no gradient."""
     new = torch.tensor([[-math.inf, -1.0]])
     value, slope = loss_and_slope(
         Completions(new, -torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), torch.ones(1)),
@@ -375,7 +378,8 @@ def test_effective_sample_size_at_the_ends():
     assert effective_sample_size(torch.tensor([])).item() == 0
 
 
-def test_the_weight_of_a_completion_is_the_product_of_its_tokens_weights():
+def test_completion_weight_is_the_product():
+    """The weight of a completion is the product of its tokens weights."""
     batch = random_batch(1)
     expected = ((batch.old - batch.behaviour) * batch.mask).sum(1)
     close(log_weights(batch), expected)

@@ -29,7 +29,8 @@ def crowd(size, senders=1):
 
 
 @given(CANDIDATES, OPTIONS)
-def test_what_is_picked_is_fit_and_everything_else_is_accounted_for(candidates, options):
+def test_every_candidate_is_accounted_for(candidates, options):
+    """What is picked is fit and everything else is accounted for."""
     picked = select(candidates, round=7, **options)
     chosen = [candidates[place] for place in picked.places]
     assert all(has_spread(one.rewards) and one.round >= 7 - options["max_age"] for one in chosen)
@@ -122,7 +123,8 @@ def test_the_draw_is_uniform_and_fresh_each_round():
     assert len(together) == 120
 
 
-def test_of_a_sender_with_many_groups_some_are_drawn_and_others_get_their_share():
+def test_large_sender_is_sampled():
+    """Of a sender with many groups some are drawn and others get their share."""
     flood = [Candidate(f"flood-{number}", "flood", 0, (0.0, 1.0)) for number in range(1000)]
     few = [Candidate(f"few-{number}", f"peer-{number}", 0, (0.0, 1.0)) for number in range(3)]
     picked = [

@@ -70,7 +70,8 @@ def at_once(inner, exchange, *, every, on_round, **knobs):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_1_without_lag_penalty_and_clip_co2_is_diloco_with_heavy_ball(lab, keep):
+def test_1_plain_co2_is_diloco_with_heavy_ball(lab, keep):
+    """Without lag penalty and clip co2 is DiLoCo with heavy ball."""
     found = lab.run(
         at_once, STEPS, every=EVERY, lr=0.7, momentum=0.5, penalty=1.0, clip=None, keep=keep
     )
@@ -82,7 +83,9 @@ def test_1_without_lag_penalty_and_clip_co2_is_diloco_with_heavy_ball(lab, keep)
 
 
 @pytest.mark.parametrize("method", [CO2, partial(CO2, keep=True), partial(Eager, lr=0.3)])
-def test_3_a_transport_that_takes_up_to_a_round_changes_no_bit_and_costs_no_time(lab, method):
+def test_3_transport_within_a_round_is_free(lab, method):
+    """A transport that takes up to a round changes no bit and costs no time."""
+
     def delayed(delay):
         return lab.run(method, STEPS, every=EVERY, faults=Faults(delay=delay))
 
@@ -101,7 +104,8 @@ def test_3_a_transport_that_takes_up_to_a_round_changes_no_bit_and_costs_no_time
         assert later[peer].now == pytest.approx((STEPS + ROUNDS - 1) * lab.STEP_S)
 
 
-def test_4_no_value_of_the_momentum_passes_the_clip_and_a_wide_one_changes_nothing(lab):
+def test_4_momentum_stays_within_the_clip(lab):
+    """No value of the momentum passes the clip and a wide one changes nothing."""
     peaks = []
 
     def clipped(inner, exchange, *, on_round, **options):
@@ -126,9 +130,7 @@ def test_4_no_value_of_the_momentum_passes_the_clip_and_a_wide_one_changes_nothi
     ("momentum", "penalty", "stable"),
     [(0.5, 1.9, False), (0.5, 2.1, True), (0.2, 1.2, False), (0.2, 1.3, True)],
 )
-def test_5_for_one_peer_it_is_the_scalar_delayed_recursion_and_diverges_where_predicted(
-    momentum, penalty, stable
-):
+def test_5_one_peer_is_the_scalar_recursion(momentum, penalty, stable):
     """Each round's steps reach the optimum 0, so c = 1."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.float64))
     with warnings.catch_warnings(record=True) as caught:
@@ -164,9 +166,7 @@ def test_5_for_one_peer_it_is_the_scalar_delayed_recursion_and_diverges_where_pr
     ("rate", "momentum", "stable"),
     [(0.5, 0.6, True), (1.0, 0.2, True), (1.0, 0.3, True), (1.0, 0.6, False)],
 )
-def test_the_gap_aware_penalty_widens_the_region_and_the_warning_knows_how_far(
-    rate, momentum, stable
-):
+def test_gap_penalty_widens_the_stable_region(rate, momentum, stable):
     """One peer, c = 1; without a penalty all of these diverge."""
     assert rate > limit(momentum, 1, nesterov=False)
     weight = nn.Parameter(torch.ones(1))
@@ -237,9 +237,8 @@ def rests(rate, momentum, lag, nesterov=True, fresh=0.0):
         (False, 2, 0.9, 0.05),
     ],
 )
-def test_the_stability_limits_are_those_of_the_tables_and_of_the_recursion_itself(
-    nesterov, lag, momentum, table
-):
+def test_stability_limits_match_the_tables(nesterov, lag, momentum, table):
+    """The stability limits are those of the tables and of the recursion itself."""
     found = limit(momentum, lag, nesterov=nesterov)
     assert found == pytest.approx(table, abs=0.006)
     for factor, stable in ((0.97, True), (1.03, False)):

@@ -57,9 +57,8 @@ def diloco(lab, peers, lr, momentum, nesterov, every=EVERY, rounds=ROUNDS, weigh
     [partial(DiLoCo, lr=1.0, momentum=0.0), partial(LocalSGD, lag=0)],
     ids=["DiLoCo", "LocalSGD"],
 )
-def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_optimizer(
-    lab, method, every
-):
+def test_2_rate_one_averages_parameters(lab, method, every):
+    """With rate one and no momentum it averages parameters under any inner optimizer."""
     found = lab.run(
         method, 12, every=every, inner=lambda weights: torch.optim.AdamW(weights, lr=0.01)
     )
@@ -80,7 +79,8 @@ def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("peers", [["anna"], ["anna", "bert", "cleo", "dora"]])
-def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab, peers, nesterov):
+def test_3_equals_torch_sgd_and_snoo(lab, peers, nesterov):
+    """It is torch sgd on the mean pseudo gradient and for one peer snoo."""
     found = lab.run(
         DiLoCo, EVERY * ROUNDS, peers, every=EVERY, lr=0.7, momentum=0.9, nesterov=nesterov
     )
@@ -90,7 +90,8 @@ def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab
 
 
 @pytest.mark.parametrize(("nesterov", "factor"), [(True, 0.81), (False, 0.9)])
-def test_5_when_nothing_is_learnt_only_the_momentum_moves_the_slow_weights(nesterov, factor):
+def test_5_momentum_alone_moves_idle_weights(nesterov, factor):
+    """When nothing is learnt only the momentum moves the slow weights."""
     weight = torch.nn.Parameter(torch.ones(3))
     opt = DiLoCo(
         torch.optim.SGD([weight], lr=0.0), Alone(), every=2, lr=0.7, momentum=0.9, nesterov=nesterov
@@ -109,7 +110,8 @@ def test_5_when_nothing_is_learnt_only_the_momentum_moves_the_slow_weights(neste
     )
 
 
-def test_6_all_replicas_have_the_same_bits_and_their_names_do_not_matter(lab):
+def test_6_replicas_are_bit_equal_under_any_name(lab):
+    """All replicas have the same bits and their names do not matter."""
     found = lab.run(DiLoCo, 40, every=EVERY)
     assert all(np.array_equal(ends(f), ends(found["anna"])) for f in found.values())
     renamed = dict(zip(lab.PEERS, ["dora", "cleo", "anna", "bert"], strict=True))
@@ -123,7 +125,8 @@ def test_6_all_replicas_have_the_same_bits_and_their_names_do_not_matter(lab):
         lab.close(ends(other[peer]), ends(found[renamed[peer]]))
 
 
-def test_8_equal_weights_change_nothing_and_unequal_ones_weigh_the_displacements(lab):
+def test_8_weights_scale_the_displacements(lab):
+    """Equal weights change nothing and unequal ones weigh the displacements."""
     plain = lab.run(DiLoCo, 40, every=EVERY)
     thrice = lab.run(DiLoCo, 40, every=EVERY, weight=lambda peer, _: 3.0)
     weights = dict(zip(lab.PEERS, [1.0, 2.0, 4.0, 0.5], strict=True))
@@ -134,7 +137,8 @@ def test_8_equal_weights_change_nothing_and_unequal_ones_weigh_the_displacements
         lab.close(ends(uneven[peer]), expected)
 
 
-def test_8_a_peer_of_weight_zero_is_as_good_as_absent(lab):
+def test_8_weight_zero_equals_absence(lab):
+    """A peer of weight zero is as good as absent."""
     found = lab.run(DiLoCo, 40, every=EVERY, weight=lambda peer, _: float(peer != "dora"))
     expected = diloco(lab, lab.PEERS[:3], 0.7, 0.6, True)
     for peer in lab.PEERS[:3]:
@@ -237,14 +241,16 @@ def sparse(inner, exchange, count=1, beta=0.95, **options):
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0])
-def test_sparseloco_that_sends_everything_is_diloco_without_momentum_for_any_beta(lab, beta):
+def test_full_sparseloco_is_diloco(lab, beta):
+    """Sparseloco that sends everything is DiLoCo without momentum for any beta."""
     found = lab.run(partial(sparse, count=5, beta=beta), 40, every=EVERY)
     expected = diloco(lab, lab.PEERS, 1.0, 0.0, False)
     for peer in lab.PEERS:
         lab.close(ends(found[peer]), expected)
 
 
-def test_a_contribution_in_no_mean_goes_back_into_the_residual_and_each_fragment_has_its_own(lab):
+def test_residual_is_kept_per_fragment(lab):
+    """A contribution in no mean goes back into the residual and each fragment has its own."""
     lost = Faults(drop=lambda peer, key: key.round == 1)
     found = lab.run(sparse, 3 * EVERY, ["anna", "bert"], every=EVERY, faults=lost)["anna"]
     assert found.members == [("anna", "bert"), (), ("anna", "bert")]
@@ -338,7 +344,8 @@ def test_the_mean_by_sender_is_that_of_the_authors_code(count, seed, density):
     )
 
 
-def test_weights_count_among_the_senders_and_who_has_none_is_not_asked():
+def test_weights_count_among_senders_only():
+    """Weights count among the senders and who has none is not asked."""
     ones = torch.ones(3)
     found = sender_mean([1.0, 3.0], [torch.tensor([2.0, 0.0, 0.0]), torch.tensor([2.0, 0.0, 0.0])])
     assert found.tolist() == [2.0, 0.0, 0.0]

@@ -131,9 +131,9 @@ def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
 @pytest.mark.parametrize("pull", [None, 0.3])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("listens", [("bert",), ("anna", "cleo"), ("anna", "bert", "cleo", "dora")])
-def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him(
-    lab, listens, size, pull, weights
-):
+def test_listeners_are_pulled_and_pull_nobody(lab, listens, size, pull, weights):
+    """Who listens is pulled to those who count and they are not pulled to him."""
+
     def listening(inner, exchange, **options):
         opt = NoLoCo(inner, exchange, **options)
         if exchange.peer in listens:
@@ -198,9 +198,8 @@ RATES = [
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize(("momentum", "pull", "rate"), RATES)
-def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_the_limit(
-    momentum, pull, rate
-):
+def test_spread_contracts_at_the_predicted_rate(momentum, pull, rate):
+    """The spread of 64 peers contracts at the predicted rate or grows beyond the limit."""
     names = [f"peer-{index:02}" for index in range(64)]
     first = dict(
         zip(names, torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), strict=True)
@@ -240,7 +239,8 @@ def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_
 
 
 @pytest.mark.parametrize("pull", [None, 0.3])
-def test_when_the_partner_is_gone_it_goes_on_as_lookahead_on_its_own_data(lab, pull):
+def test_lost_partner_leaves_lookahead(lab, pull):
+    """When the partner is gone it goes on as lookahead on its own data."""
     pair, gone = lab.PEERS[:2], 4.5 * EVERY * lab.STEP_S  # in the middle of the fifth round
     found = rounds(lab, pair, lr=0.7, momentum=0.5, pull=pull, faults=Faults(kill={"bert": gone}))
     assert list(found) == ["anna"]
@@ -474,7 +474,8 @@ def test_at_every_lag_it_is_the_formula(lab, method, reference, knobs, lag, coun
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_weights_count_in_the_pseudo_gradients_alone_with_a_lag_too(lab, lag):
+def test_weights_count_in_pseudo_gradients_only(lab, lag):
+    """Weights count in the pseudo gradients alone with a lag too."""
     reference = NoLoCoReference(weights=UNEQUAL)
     check_lag(
         lab,

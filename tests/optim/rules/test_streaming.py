@@ -63,14 +63,17 @@ def test_it_is_the_reference_with_fragments_in_flight(lab, lag, mix):
 
 
 @pytest.mark.parametrize("mix", [0.0, "keep"])
-def test_1_one_fragment_without_lag_and_mix_is_diloco_to_the_bit(lab, mix):
+def test_1_one_fragment_is_diloco(lab, mix):
+    """One fragment without lag and mix is DiLoCo to the bit."""
     found = lab.run(StreamingDiLoCo, 30, every=5, fragments=1, lag=0, mix=mix, lr=0.7)
     for peer, expected in lab.run(DiLoCo, 30, every=5).items():
         assert np.array_equal(found[peer].slow, expected.slow)
         assert np.array_equal(found[peer].fast, expected.fast)
 
 
-def test_a_weight_that_does_not_change_ends_as_exactly_the_slow_one(lab):
+def test_unchanged_weight_ends_as_the_slow_one(lab):
+    """A weight that does not change ends as exactly the slow one."""
+
     def still(weights):
         return torch.optim.SGD(
             [{"params": [w], "lr": lab.RATE * (i == 0)} for i, w in enumerate(weights)]
@@ -83,7 +86,8 @@ def test_a_weight_that_does_not_change_ends_as_exactly_the_slow_one(lab):
 
 @pytest.mark.parametrize("lag", [0, 2, 5])
 @pytest.mark.parametrize("count", [1, 4])
-def test_3_and_4_with_mix_one_the_fast_weights_never_hear_the_others(lab, lag, count):
+def test_3_and_4_mix_one_never_hears_the_others(lab, lag, count):
+    """With mix one the fast weights never hear the others."""
     found = lab.run(
         StreamingDiLoCo, 30, lab.PEERS[:count], every=EVERY, fragments=2, lag=lag, mix=1.0
     )
@@ -103,9 +107,8 @@ def test_3_and_4_with_mix_one_the_fast_weights_never_hear_the_others(lab, lag, c
 
 
 @given(every=st.integers(1, 40), fragments=st.integers(1, 40), lag=st.integers(0, 39))
-def test_6_each_fragment_is_sent_once_a_round_evenly_apart_and_applied_after_the_lag(
-    every, fragments, lag
-):
+def test_6_fragments_are_evenly_spaced(every, fragments, lag):
+    """Each fragment is sent once a round evenly apart and applied after the lag."""
     if fragments > every or lag >= every:
         with pytest.raises(ValueError, match=r"fragments must be between|lag must be at least 0"):
             Streaming(every, fragments, lag)
@@ -130,7 +133,8 @@ def test_6_each_fragment_is_sent_once_a_round_evenly_apart_and_applied_after_the
         assert delayed.at(step) == [action for f in sent for action in (Send(f), Apply(f, every))]
 
 
-def test_7_a_transport_that_takes_less_than_the_lag_changes_no_bit_and_costs_no_time(lab):
+def test_7_transport_within_the_lag_is_free(lab):
+    """A transport that takes less than the lag changes no bit and costs no time."""
     steps, lag = 40, 3
 
     def delayed(delay):
@@ -153,7 +157,8 @@ def test_7_a_transport_that_takes_less_than_the_lag_changes_no_bit_and_costs_no_
         )  # meanwhile the next one has a head start
 
 
-def test_each_fragment_has_a_momentum_of_its_own_and_a_lost_one_keeps_what_was_learnt(lab):
+def test_lost_fragment_keeps_its_progress(lab):
+    """Each fragment has a momentum of its own and a lost one keeps what was learnt."""
     lost = Faults(drop=lambda peer, key: key.fragment == 0)
     found = lab.run(StreamingDiLoCo, 36, every=EVERY, fragments=two, lag=0, mix=0.0, faults=lost)
     for peer in lab.PEERS:
@@ -195,7 +200,8 @@ def test_fragments_are_strided_by_layer_and_hold_every_parameter_once():
         strided(model, 13)
 
 
-def test_fragments_named_by_modules_are_those_of_their_parameters_and_a_tied_one_is_the_firsts():
+def test_module_fragments_hold_their_parameters():
+    """Fragments named by modules are those of their parameters and a tied one is the firsts."""
     model = Net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     names = [name for name, _ in model.named_parameters()]
@@ -240,9 +246,8 @@ def test_fragments_named_by_modules_are_those_of_their_parameters_and_a_tied_one
         ),
     ],
 )
-def test_fragments_that_overlap_lack_parameters_or_are_of_another_type_are_refused_in_one_sentence(
-    fragments, message
-):
+def test_invalid_fragments_are_refused(fragments, message):
+    """Fragments that overlap lack parameters or are of another type are refused in one sentence."""
     model = Net()
     for method in (StreamingDiLoCo, NoLoCo):
         with pytest.raises(ValueError, match=message):
@@ -280,7 +285,7 @@ def test_every_parameter_must_be_in_exactly_one_fragment():
         StreamingDiLoCo(inner, Alone(), fragments=1, every=5, lag=5)
 
 
-def test_a_bfloat16_model_restarted_from_a_mix_loses_nothing_to_rounding():
+def test_restart_from_a_mix_is_not_rounded():
     """Nothing is learnt: slow and fast weights must stay where the mix put them, whatever bfloat16
     can hold.
     """
@@ -312,7 +317,9 @@ def test_a_bfloat16_model_restarted_from_a_mix_loses_nothing_to_rounding():
         torch.testing.assert_close(opt.slow[0], torch.full((4,), expected), rtol=0, atol=3e-7)
 
 
-def test_a_mix_that_bfloat16_cannot_hold_is_remembered_saved_and_restored():
+def test_unrepresentable_mix_is_remembered():
+    """A mix that bfloat16 cannot hold is remembered saved and restored."""
+
     def make():
         weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         options = {"every": 2, "fragments": 1, "lag": 1, "mix": 0.5, "lr": 0.3, "momentum": 0.0}

@@ -77,9 +77,8 @@ def check_each_once_and_never_beyond_a_round(found, every):
 
 
 @given(schedules(), st.integers(1, 300), st.lists(st.integers(1, 700), min_size=1, max_size=60))
-def test_tokens_visit_every_position_once_and_end_a_round_when_they_are_there(
-    schedule, size, batches
-):
+def test_token_rounds_visit_every_position(schedule, size, batches):
+    """Tokens visit every position once and end a round when they are there."""
     totals = torch.tensor(batches).cumsum(0).tolist()
     found = visit(Tokens(size), schedule, totals)
     check_each_once_and_never_beyond_a_round(found, schedule.every)
@@ -97,9 +96,8 @@ def test_tokens_visit_every_position_once_and_end_a_round_when_they_are_there(
     st.lists(st.floats(0.01, 80), min_size=1, max_size=60),
     st.floats(0, 30),
 )
-def test_seconds_visit_every_position_once_and_end_a_round_at_the_first_step_after_its_time(
-    schedule, size, now, steps, exchange
-):
+def test_second_rounds_visit_every_position(schedule, size, now, steps, exchange):
+    """Seconds visit every position once and end a round at the first step after its time."""
     clock = Clock(now)
     length = Seconds(size, clock)
     position, found, began = 0, [], None
@@ -123,7 +121,8 @@ def test_seconds_visit_every_position_once_and_end_a_round_at_the_first_step_aft
     check_each_once_and_never_beyond_a_round(found, schedule.every)
 
 
-def test_an_exchange_that_takes_long_shortens_the_next_round_and_does_not_move_the_others():
+def test_long_exchange_shortens_the_next_round():
+    """An exchange that takes long shortens the next round and does not move the others."""
     clock, schedule = Clock(0.0), Every(1)
     length, ends = Seconds(10.0, clock), []
     for _ in range(300):
@@ -142,7 +141,8 @@ def test_an_exchange_that_takes_long_shortens_the_next_round_and_does_not_move_t
 
 
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
-def test_a_clock_that_is_set_costs_one_round_of_wrong_length(jump):
+def test_clock_jump_costs_one_round(jump):
+    """A clock that is set costs one round of wrong length."""
     clock, schedule = Clock(1000.0), Every(4)
     length, position, ends = Seconds(10.0, clock), 0, []
     for step in range(400):
@@ -206,7 +206,8 @@ def bits(weights, opt):
 @pytest.mark.parametrize(
     "schedule", [Every(6), Streaming(6, 3, 0), Streaming(6, 3, 4), Delayed(6, 3)]
 )
-def test_tokens_of_one_batch_a_position_are_the_same_bits_as_steps(schedule):
+def test_one_batch_of_tokens_equals_steps(schedule):
+    """Tokens of one batch a position are the same bits as steps."""
     parts = getattr(schedule, "fragments", 1)
     rule = {"steps": Steps(), "tokens": Tokens(6 * 8)}
     ends = {}
@@ -220,7 +221,8 @@ def test_tokens_of_one_batch_a_position_are_the_same_bits_as_steps(schedule):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.data())
-def test_a_run_of_tokens_resumed_at_any_step_ends_with_the_same_bits(batches, data):
+def test_resumed_token_run_is_bit_equal(batches, data):
+    """A run of tokens resumed at any step ends with the same bits."""
     at = data.draw(st.integers(0, len(batches)))
     schedule = data.draw(st.sampled_from([Every(5), Streaming(5, 3, 0)]))
     parts = getattr(schedule, "fragments", 1)
@@ -277,7 +279,7 @@ def test_a_checkpoint_of_another_length_is_taken_over():
     assert list(other.length.reached(9, other.schedule, other.tokens + 100)) == [10]
 
 
-def test_a_step_that_reaches_several_positions_does_all_that_they_ask_for():
+def test_one_step_may_reach_several_positions():
     """A peer so slow that each step is a whole round: a contribution sent early in it is also
     applied in it.
     """
@@ -351,7 +353,8 @@ def test_one_liar_cannot_move_it_beyond_what_honest_speeds_allow(honest, lie):
 
 
 @given(st.lists(st.floats(0.05, 5), min_size=2, max_size=12), st.data())
-def test_views_that_differ_a_little_give_lengths_at_most_one_notch_apart(values, data):
+def test_near_views_give_near_lengths(values, data):
+    """Views that differ a little give lengths at most one notch apart."""
     noisy = [value * data.draw(st.floats(0.97, 1.03)) for value in values]
     median = sorted(values)[(len(values) - 1) // 2]
     if any(abs(value / (median / 8) - 1) < 0.07 for value in values):
@@ -391,7 +394,8 @@ def found(arrivals, every=100):
         ([1] * 9, 1),
     ],
 )
-def test_it_is_the_least_with_which_nearly_all_are_in_time_and_an_eighth(arrivals, lag):
+def test_lag_covers_nearly_all_arrivals(arrivals, lag):
+    """It is the least with which nearly all are in time and an eighth."""
     assert found(arrivals) == lag
 
 
@@ -469,7 +473,8 @@ def run(exchange, steps, every=20, method="noloco", fragments=4, tokens=0, **opt
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("after", [1, 3, 7, 16, 19])
-def test_nobody_waits_for_what_arrives_before_its_fragment_is_sent_again(method, after):
+def test_arrival_before_the_next_send_is_free(method, after):
+    """Nobody waits for what arrives before its fragment is sent again."""
     opt, infos = run(exchange := Late(after), 200, method=method)
     assert exchange.waits == 0
     assert opt.lag_auto
@@ -480,7 +485,8 @@ def test_nobody_waits_for_what_arrives_before_its_fragment_is_sent_again(method,
     assert [info.key.round for info in infos] == list(range(len(infos)))
 
 
-def test_what_is_later_than_that_is_waited_for_just_before_its_fragment_is_sent_again():
+def test_late_arrival_waits_before_the_next_send():
+    """What is later than that is waited for just before its fragment is sent again."""
     opt, infos = run(exchange := Late(1000), 200)
     assert exchange.waits == len(infos)
     assert {info.lag for info in infos} == {20}
@@ -509,7 +515,7 @@ def test_alone_it_is_applied_a_step_later():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_in_rounds_of_tokens_or_seconds_the_lag_is_in_positions(method):
+def test_lag_counts_positions(method):
     """A step of a quarter of a round: five positions, of which each sends a fragment, and applies
     one, at most.
     """
@@ -525,7 +531,8 @@ def test_in_rounds_of_tokens_or_seconds_the_lag_is_in_positions(method):
     assert infos[-1].lag <= 1
 
 
-def test_polls_stop_once_it_is_there_and_a_simulation_may_skip_quiet_steps():
+def test_polls_stop_on_arrival():
+    """Polls stop once it is there and a simulation may skip quiet steps."""
     opt, _ = run(Alone(), 6)
     assert opt.position == 6
     assert opt.quiet(100) == 4  # the next fragment is sent after step 10
@@ -545,9 +552,7 @@ def test_polls_stop_once_it_is_there_and_a_simulation_may_skip_quiet_steps():
 
 
 @pytest.mark.parametrize(("method", "more"), [("noloco", 0.0), ("streaming", 4 * 6.5)])
-def test_peers_at_unequal_distance_meet_in_time_and_begin_their_exchanges_in_the_same_order(
-    method, more
-):
+def test_distant_peers_start_exchanges_in_one_order(method, more):
     """Virtual time: a step takes 1 s, and what anna sends needs 6.5 s.
 
     The lag of bo is 13 at first.
@@ -600,7 +605,8 @@ def test_the_lags_of_shards_of_a_peer_are_fixed():
     assert (opt.lag_auto, opt.lag) == (False, 1)
 
 
-def test_a_resumed_run_knows_the_arrivals_and_a_state_of_before_there_were_any_is_loaded():
+def test_arrivals_are_resumed():
+    """A resumed run knows the arrivals and a state of before there were any is loaded."""
     opt, _ = run(Late(7), 200)
     again, _ = run(Late(7), 0)
     again.load_state_dict(opt.state_dict())
