@@ -21,6 +21,7 @@ round counts.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
 import hashlib
 import itertools
@@ -55,6 +56,7 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError, printable
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
 from shoal.swarm.internal_errors import InternalError, InternalErrors, Place, TrialError
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.wire.envelope import (
     CHUNK,
     FAILURES,
@@ -345,30 +347,54 @@ def kind_of(error: NetworkError | MessageError) -> Failure:
     return next((kind for kind in FAILURES if kind == error.reason), other)
 
 
+@dataclass
+class ExchangeNotes:
+    """What one exchange met until it was over."""
+
+    own_error: str = ""
+    """The first line of an error of this node's own code."""
+    failures: list[tuple[str, Failure]] = field(default_factory=list)
+    """The peers with which it failed, and how, in order of time."""
+    left_out: bool = False
+    """This node was the odd one out, which is no failure."""
+    passed: dict[str, bool] = field(default_factory=dict)
+    """Where nobody could be met: peer that was passed over -> whether as slow."""
+
+
 class ExchangeStats:
-    """The counters of one node's exchanges. Thread-safe. ``errors``: of the node's own code."""
+    """The counters of one node's exchanges. Thread-safe. ``errors``: of the node's own code.
+
+    The key of an exchange is the one under which training handed its contribution in, also after
+    that has moved to another round: several may be in flight, and each is told what was its own.
+    """
 
     def __init__(self, errors: InternalErrors | None = None) -> None:
         self._lock = threading.Lock()
         self.errors = InternalErrors() if errors is None else errors
-        self._own_errors: dict[int, tuple[int, str]] = {}
-        """Fragment -> the newest of its rounds with an error of this node's own, and that error's
-        first line.
-        """
+        self._notes = Newest[RoundKey, ExchangeNotes](WINDOW)
         self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
         self._unread: deque[tuple[RoundKey, str]] = deque(maxlen=WINDOW)
         """Those of them, with no failure, in which most of what the peer sent could not be read
         yet.
         """
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._odd: dict[int, int] = {}
-        """Fragment -> the newest of its rounds in which this node was the odd one out, which is no
-        failure.
+
+    def begin(self, key: RoundKey) -> None:
+        """Note that exchange ``key`` begins: a node that went back has had another one of that
+        number.
         """
-        self._passed: dict[int, tuple[int, dict[str, bool]]] = {}
-        """Fragment -> the newest of its rounds in which nobody could be met; peer that was passed
-        over in it -> whether as slow.
-        """
+        with self._lock:
+            self._notes[key] = ExchangeNotes()
+
+    def of(self, key: RoundKey) -> ExchangeNotes:
+        """Return what exchange ``key`` has met so far."""
+        with self._lock:
+            return copy.deepcopy(self._notes.get(key, ExchangeNotes()))
+
+    def _note(self, key: RoundKey) -> ExchangeNotes:
+        if key not in self._notes:
+            self._notes[key] = ExchangeNotes()
+        return self._notes[key]
 
     def failed(
         self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure
@@ -378,20 +404,13 @@ class ExchangeStats:
         with self._lock:
             if not any(known == key and other == peer for known, other, _ in self._events):
                 self._events.append((key, peer, kind))
+            self._note(key).failures.append((peer, kind))
 
     def caught(self, key: RoundKey, place: Place, error: Exception) -> None:
         """Count an error of this node's own code in exchange ``key``; no peer is to blame."""
         first = self.errors.caught(place, error)
         with self._lock:
-            self._own_errors[key.fragment] = key.round, first
-
-    def own_error(self, key: RoundKey) -> str:
-        """Return the first line of an error of this node's own in ``key``, or in what it was moved
-        to; "" if there was none.
-        """
-        with self._lock:
-            round, first = self._own_errors.get(key.fragment, (-1, ""))
-        return first if round >= key.round else ""
+            self._note(key).own_error = first
 
     def done(self, key: RoundKey, seconds: float) -> None:
         """Count a committed exchange whose bytes took ``seconds`` to move."""
@@ -407,51 +426,28 @@ class ExchangeStats:
             self._events.append((key, peer, None))
             self._unread.append((key, peer))
 
-    def failures(self, key: RoundKey) -> list[tuple[str, Failure]]:
-        """Return the peers with which the exchange ``key``, or what it was moved to, failed, and
-        how.
-        """
-        with self._lock:
-            events = [(known, peer, kind) for known, peer, kind in self._events if kind is not None]
-        return [
-            (peer, kind)
-            for known, peer, kind in events
-            if known.fragment == key.fragment and known.round >= key.round
-        ]
-
     def left_out(self, key: RoundKey) -> None:
         """Note that the number of peers is odd, and this node the one without a partner in round
         ``key``.
         """
         with self._lock:
-            self._odd[key.fragment] = key.round
-
-    def was_left_out(self, key: RoundKey) -> bool:
-        """Return whether this node was the odd one out in the exchange ``key``, or in what it was
-        moved to.
-        """
-        with self._lock:
-            return self._odd.get(key.fragment, -1) >= key.round
+            self._note(key).left_out = True
 
     def pass_over(self, key: RoundKey, peers: Collection[str], slow: Collection[str]) -> None:
         """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow``
         ones for the time they cost.
         """
         with self._lock:
-            self._passed[key.fragment] = key.round, {peer: peer in slow for peer in sorted(peers)}
+            self._note(key).passed = {peer: peer in slow for peer in sorted(peers)}
 
     def passed(self, key: RoundKey) -> list[tuple[str, Failure | None]]:
-        """Return the peers that were passed over in the exchange ``key``, or in what it was moved
-        to: how each failed last, or None for what it cost.
+        """Return the peers that were passed over in exchange ``key``: how each failed last, or None
+        for what it cost.
         """
         with self._lock:
             failures = {peer: kind for _, peer, kind in self._events}
-            round, peers = self._passed.get(key.fragment, (-1, {}))
-        return (
-            [(peer, None if slow else failures.get(peer)) for peer, slow in peers.items()]
-            if round >= key.round
-            else []
-        )
+        passed = self.of(key).passed
+        return [(peer, None if slow else failures.get(peer)) for peer, slow in passed.items()]
 
     def turned_down(self) -> int:
         """Return how many peers in a row refused this node, or were rejected by it or not read,
@@ -552,22 +548,28 @@ class ExchangeAttempt(Generic[R]):
     commit: CommitState[R] = field(default_factory=CommitState)
     screen: UpdateScreen = TRUSTING
     stats: ExchangeStats = field(default_factory=ExchangeStats)
+    moved_from: RoundKey | None = None
+    """The key under which training handed it in, if it has moved to another round since."""
 
     @property
     def key(self) -> RoundKey:
         return self.contribution.key
+
+    @property
+    def handed_in(self) -> RoundKey:
+        """The key under which training handed it in, by which all that happens to it counts."""
+        return self.key if self.moved_from is None else self.moved_from
 
     def moved_to(self, round: int) -> ExchangeAttempt[R]:
         """Return the attempt to have the same contribution averaged in another round.
 
         The commit state is shared.
         """
-        return replace(
-            self, contribution=replace(self.contribution, key=replace(self.key, round=round))
-        )
+        moved = replace(self.contribution, key=replace(self.key, round=round))
+        return replace(self, contribution=moved, moved_from=self.handed_in)
 
     def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
-        self.stats.failed(self.key, peer, problem)
+        self.stats.failed(self.handed_in, peer, problem)
 
     def caught(self, place: Place, error: Exception) -> InternalError:
         """Count an error of this node's own code, and return what to raise in its place, to end the
@@ -575,7 +577,7 @@ class ExchangeAttempt(Generic[R]):
         """
         if isinstance(error, InternalError):  # counted where it arose
             return error
-        self.stats.caught(self.key, place, error)
+        self.stats.caught(self.handed_in, place, error)
         return InternalError("this node had an error of its own")
 
     def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:

@@ -266,7 +266,7 @@ class Diagnosis:
         """Return the first line of the error of this node's own code that ended the exchange
         ``info``; "" if none did.
         """
-        return "" if len(info.members) > 1 else self.stats.own_error(info.key)
+        return "" if len(info.members) > 1 else self.stats.of(info.key).own_error
 
     def _erred(self, fragments: int) -> None:
         """Note an exchange that an error of this node's own ended; a round of them is worth a
@@ -316,7 +316,7 @@ class Diagnosis:
         others = {
             peer: member for peer, member in self._directory.members().items() if peer != self._me
         }
-        if failures := self.stats.failures(info.key):
+        if failures := self.stats.of(info.key).failures:
             peer, kind = failures[-1]
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
         if not any(member.model == model for member in others.values()):

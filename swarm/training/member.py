@@ -363,7 +363,7 @@ class TrainingMember:
         wait_s = waited - self._waited if wait_s is None else wait_s
         diagnosis, rejections = self.sync.diagnosis, self._screen.rejections()
         # By its key: of several fragments in flight one may begin before another is over.
-        odd = len(info.members) < 2 and self.exchange.stats.was_left_out(info.key)
+        odd = len(info.members) < 2 and self.exchange.stats.of(info.key).left_out
         why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd)
         report = RoundReport(
             traffic.sent - self._sent,

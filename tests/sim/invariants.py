@@ -59,11 +59,9 @@ REMEMBERED = {
     "sizes": 8,
     "_receiving": 8,
     "_periods": 8,
-    "_passed": 8,
     "_events": 64,
     "_seconds": 64,
-    "_odd": 8,
-    "_own_errors": 8,
+    "_notes": 64,
     "_unread": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""

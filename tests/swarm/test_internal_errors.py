@@ -98,7 +98,7 @@ def test_an_error_in_the_screen_is_this_nodes_and_blames_nobody(network, screen,
     assert [handle.result() for handle in handles] == [None, None]
     stats = faulty.exchange.stats
     key = RoundKey(SWARM, 0, 0)
-    assert stats.own_error(key) == first
+    assert stats.of(key).own_error == first
     assert stats.errors is faulty.host.internal_errors
     assert stats.errors.counts() == {place: 1}
     assert stats.report()["failures"] == ()
@@ -111,7 +111,7 @@ def test_an_error_of_an_earlier_round_is_not_that_of_a_later_one(network):
     faulty, whole = Peer(network, screen=Failing()), Peer(network)
     for handle in (faulty.start(0), whole.start(0)):
         handle.result()
-    assert faulty.exchange.stats.own_error(RoundKey(SWARM, 1, 0)) == ""
+    assert faulty.exchange.stats.of(RoundKey(SWARM, 1, 0)).own_error == ""
 
 
 def test_in_a_group_it_is_counted_too(network):
@@ -125,4 +125,4 @@ def test_in_a_group_it_is_counted_too(network):
     ]
     assert [handle.result() for handle in handles] == [None, None]
     assert all(one.stats.errors.counts() == {"screen": 1} for one in exchanges)
-    assert all(one.stats.own_error(RoundKey(SWARM, 0, 0)) for one in exchanges)
+    assert all(one.stats.of(RoundKey(SWARM, 0, 0)).own_error for one in exchanges)

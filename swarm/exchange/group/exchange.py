@@ -239,6 +239,7 @@ class GroupExchange(ExchangeBase):
             encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch()
         )
         nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
+        self.stats.begin(mine.key)
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self.meet(attempt), lambda outcome: outcome(), nbytes)
 
@@ -269,9 +270,8 @@ class GroupExchange(ExchangeBase):
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 passed = self._view.here() - {self._context.me}
-                pending.attempt.stats.pass_over(
-                    key, passed, {peer for peer in passed if self._view.costly.at(peer, key.round)}
-                )
+                slow = {peer for peer in passed if self._view.costly.at(peer, key.round)}
+                pending.attempt.stats.pass_over(pending.attempt.handed_in, passed, slow)
                 return
             pending.turned_away = False
             for peer in leaders[:TRIED]:
@@ -524,7 +524,7 @@ class GroupExchange(ExchangeBase):
                 and not mean & ~reduction.places()
                 and attempt.commit.commit(outcome := reduction.result(mean))
             ):
-                attempt.stats.done(attempt.key, loop.time() - began)
+                attempt.stats.done(attempt.handed_in, loop.time() - began)
                 self.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
                 await asyncio.to_thread(
                     outcome

@@ -170,6 +170,7 @@ class PairExchange(ExchangeBase):
         ValueError if the contribution is of another run than this swarm.
         """
         mine = encode_contribution(self._context.swarm, contribution)
+        self.stats.begin(mine.key)
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self.rounds.hand_in(mine.key.round)
         averaged = Averaged(self._screen, self._context.me, mine)
@@ -258,7 +259,7 @@ class PairExchange(ExchangeBase):
             pairing.partner = partner if order else None
             self.held.release(pairing)
             if partner is None and order:
-                pairing.attempt.stats.left_out(pairing.key)  # the odd one out
+                pairing.attempt.stats.left_out(pairing.attempt.handed_in)  # the odd one out
                 wary = self._selector.passed.lately(pairing.key.round)
                 return (
                     await self._listen(pairing, linger if wary else 0.0)
@@ -268,7 +269,7 @@ class PairExchange(ExchangeBase):
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
                 passed = () if partner is None else (partner,)
                 pairing.attempt.stats.pass_over(
-                    pairing.key, passed, passed
+                    pairing.attempt.handed_in, passed, passed
                 )  # only who cost time is passed over for nobody
                 return (
                     await self._listen(pairing, 0.0)

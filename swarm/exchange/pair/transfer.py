@@ -169,9 +169,9 @@ class PairTransfer:
                     stream.peer_id, "suspicious"
                 )  # what could be read counts, yet it is as good as turned down
             elif far:
-                attempt.stats.unread(attempt.key, stream.peer_id)
+                attempt.stats.unread(attempt.handed_in, stream.peer_id)
             elif attempt.commit.received is not None:
-                attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
+                attempt.stats.done(attempt.handed_in, asyncio.get_running_loop().time() - began)
             if attempt.commit.received is not None:
                 self._met[known] = None
         finally:

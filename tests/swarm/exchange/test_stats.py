@@ -14,6 +14,7 @@ from shoal.swarm.exchange.contribution import (
     RECENT,
     WINDOW,
     ExchangeAttempt,
+    ExchangeNotes,
     ExchangeStats,
     encode_contribution,
     kind_of,
@@ -67,6 +68,53 @@ def test_what_is_long_over_is_forgotten_and_the_report_is_bounded():
     report = stats.report()
     assert (report["exchanges"], report["failures"], report["blamed"]) == (WINDOW, (), ())
     assert report["exchange_s"] == WINDOW - 1 - (RECENT - 1) / 2
+
+
+def noted(stats, key):
+    """Note one of everything for exchange ``key``."""
+    stats.caught(key, "trial", RuntimeError("planted"))
+    stats.failed(key, "a", "timeout")
+    stats.left_out(key)
+    stats.pass_over(key, ["b"], ["b"])
+
+
+def test_what_an_exchange_met_is_not_that_of_an_earlier_one():
+    """The fault: of ten own errors twelve were said, for those in flight had the next one's too."""
+    stats = ExchangeStats()
+    for round in range(3):
+        stats.begin(key(round))
+    noted(stats, key(1))
+    assert stats.of(key(1)) == ExchangeNotes(
+        "RuntimeError: planted", [("a", "timeout")], True, {"b": True}
+    )
+    assert stats.of(key(0)) == stats.of(key(2)) == ExchangeNotes()
+    assert stats.passed(key(0)) == []
+
+
+def test_what_it_meets_after_it_has_moved_is_its_own():
+    """Mutant: it counts under the round to which it moved, of which training knows nothing yet."""
+    mine = encode_contribution(SWARM, Contribution(key(0), [torch.ones(4)]))
+    attempt = ExchangeAttempt(mine).moved_to(3).moved_to(7)
+    attempt.failed("a", "timeout")
+    attempt.caught("exchange", RuntimeError("planted"))
+    assert attempt.key == key(7)
+    assert attempt.stats.of(key(0)).failures == [("a", "timeout")]
+    assert attempt.stats.of(key(0)).own_error == "RuntimeError: planted"
+
+
+def test_a_node_that_went_back_begins_its_rounds_anew():
+    stats = ExchangeStats()
+    noted(stats, key(4))
+    stats.begin(key(4))
+    assert stats.of(key(4)) == ExchangeNotes()
+
+
+def test_what_exchanges_met_is_bounded():
+    stats = ExchangeStats()
+    for round in range(2 * WINDOW):
+        noted(stats, key(round))
+    assert stats.of(key(WINDOW - 1)) == ExchangeNotes()
+    assert stats.of(key(WINDOW)).left_out
 
 
 def test_being_turned_down_is_over_with_the_first_exchange():

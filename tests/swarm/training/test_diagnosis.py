@@ -138,9 +138,18 @@ def alone():
     stats = diagnosis.stats
 
     def exchange(
-        *others, kind=None, passed=False, odd=False, fragments=1, error=None, about="partner"
+        *others,
+        kind=None,
+        passed=False,
+        odd=False,
+        fragments=1,
+        error=None,
+        ahead=None,
+        about="partner",
     ):
         key = RoundKey("run", next(number), 0)
+        if ahead:
+            stats.caught(RoundKey("run", key.round + 1, 0), "trial", ahead)
         if error:
             stats.caught(key, "trial", error)
         if kind:
@@ -156,6 +165,17 @@ def alone():
         details=diagnosis.details,
         trained_alone=diagnosis.trained_alone,
     )
+
+
+def test_errors_of_its_own_are_those_of_their_exchanges(alone):
+    """The fault: twelve of ten, for one in flight was told of the next one's.
+
+    Of every pair the second is begun, and ended by an error, before the first is over.
+    """
+    for _ in range(5):
+        alone.exchange(ahead=RuntimeError("planted"))
+        alone.exchange()
+    assert "the network, ended 5 of 10 exchanges" in alone.trained_alone(1)
 
 
 def test_an_error_of_its_own_is_no_missing_partner(alone):

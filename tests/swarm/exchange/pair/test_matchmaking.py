@@ -215,7 +215,7 @@ def test_the_odd_one_out_does_not_wait(network):
     began = time.monotonic()
     assert odd.start().result() is None
     key = RoundKey(SWARM, 0, 0)
-    assert [peer.exchange.stats.was_left_out(key) for peer in peers] == [
+    assert [peer.exchange.stats.of(key).left_out for peer in peers] == [
         peer is odd for peer in peers
     ]
     assert time.monotonic() - began < LONG / 2

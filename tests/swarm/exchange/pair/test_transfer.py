@@ -386,7 +386,7 @@ def test_blocks_that_were_never_sent_cannot_be_refused(pair, monkeypatch, kind, 
     _, got = near(pair, 1)
     deceived = 0 if kind is Ready else 1
     assert got[deceived] is None
-    failed = pair.exchanges[deceived].stats.failures(RoundKey(SWARM, 0))
+    failed = pair.exchanges[deceived].stats.of(RoundKey(SWARM, 0)).failures
     assert [kind for _, kind in failed] == ["damaged"]
 
 
@@ -401,7 +401,7 @@ def test_partners_with_other_codecs_refuse_each_other_and_apply_nothing(pair):
     pair.exchanges[0].hurry(2.0)
     pair.exchanges[1].hurry(2.0)
     assert (first.result(), second.result()) == (None, None)
-    said = [exchange.stats.failures(RoundKey(SWARM, 0)) for exchange in pair.exchanges]
+    said = [exchange.stats.of(RoundKey(SWARM, 0)).failures for exchange in pair.exchanges]
     assert "refused" in [kind for failures in said for _, kind in failures]
 
 
@@ -425,7 +425,7 @@ def test_a_kept_stream_that_the_partner_has_ended_costs_no_round(
     pair.hosts[1].call(cut(pair.hosts[1]), 60)
     assert pair.run(round=1) == [(2.0, -2.0)] * 2
     assert calls(network) == 2
-    assert pair.exchanges[0].stats.failures(RoundKey(SWARM, 1)) == []
+    assert pair.exchanges[0].stats.of(RoundKey(SWARM, 1)).failures == []
 
 
 async def cut(host):
