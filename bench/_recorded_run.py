@@ -14,8 +14,8 @@ from pathlib import Path
 
 from bench.chaos.processes_under_test import LINK_S, free_ports
 from shoal.node.demo.nodes import Nodes, Process, read_line
+from shoal.node.watch.events import Heard
 from shoal.node.watch.source import recorded
-from shoal.node.watch.swarm_view import Heard
 
 NAMES = ("anna", "bert", "carl", "dora")
 READY_S = 180.0

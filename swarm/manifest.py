@@ -656,6 +656,17 @@ def title_of(sealed: bytes) -> Title:
     return Title(name, task, method, parts if type(parts) is int and 1 <= parts <= 1024 else 1)
 
 
+def creator_of(sealed: bytes) -> str:
+    """Return the peer id of the creator in a sealed manifest whose hash was verified.
+
+    It needs no torch. Raises MessageError if the manifest names none.
+    """
+    creator = peek(sealed, Manifest.LIMIT).get("creator")
+    if not isinstance(creator, str):
+        raise MessageError("A malformed manifest was refused: it names no creator.")
+    return creator
+
+
 def is_public(sealed: bytes) -> bool:
     """Return whether a sealed manifest, whose hash was verified, says that its swarm is public.
 

@@ -86,8 +86,8 @@ def watch(
       shoal watch --replay swarm.jsonl --speed 10
     """
     from shoal.node.config.links import read_link
+    from shoal.node.watch.events import WatchError
     from shoal.node.watch.source import Recorder, Timeline, event_sink, live, print_lines, replayed
-    from shoal.node.watch.swarm_view import WatchError
 
     if (link is None) == (replay is None):
         raise WatchError("Pass either the LINK of a swarm or --replay FILE.")
@@ -138,7 +138,7 @@ def watch(
 
 def _place(web: str | None, share: bool) -> Address | None:
     """Return where to serve the page, or None if no page is wanted. Raises WatchError."""
-    from shoal.node.watch.swarm_view import WatchError
+    from shoal.node.watch.events import WatchError
 
     if web is None:
         if share:

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from shoal.node.console import is_lost
-from shoal.node.watch.swarm_view import (
+from shoal.node.watch.events import (
     MAX_LINE,
+    BootstrapNode,
+    Changed,
     Connected,
     Described,
     Disconnected,
@@ -37,19 +39,20 @@ from shoal.node.watch.swarm_view import (
     Heard,
     MessageRefused,
     Signed,
-    SwarmView,
     Unreachable,
     WatchError,
     Watching,
     event_of,
     line_of,
 )
+from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.access import Link, address_problem
+from shoal.swarm.changes import CHANGE_PROTOCOL, ChangeReply, ChangeRequest, open_change, rank_of
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, creator_of, swarm_id, title_of
 from shoal.swarm.p2p import connections, reachability
 from shoal.swarm.p2p.addresses import DialBackoff
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
@@ -155,6 +158,7 @@ WANTED = 4  # connections to keep
 DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
+CHANGE_S = 10.0  # seconds between two questions for changes of the settings
 RESTART_S = 1.0  # seconds before a daemon that ended is started again
 
 
@@ -177,6 +181,9 @@ class LightClient:
         self._connected: set[str] = set()
         self._dialling: set[str] = set()
         self._described = False
+        self._creator = ""  # until the swarm is described
+        self._bootstrap = {address.rpartition("/p2p/")[2] for address in link.bootstrap}
+        self._change_rank = rank_of(None, b"")
 
     async def run(self) -> None:
         """Watch until cancelled; a daemon that ends is started again. Raises StartupError."""
@@ -191,6 +198,7 @@ class LightClient:
                     for kind, take in ((Status, self._take), (Receipts, self._confirm)):
                         self._tasks.create_task(self._listen(daemon, kind, take))
                     self._tasks.create_task(self._keep_connected(daemon))
+                    self._tasks.create_task(self._look_for_changes(daemon))
             except* (TimeoutError, *DAEMON_GONE, NetworkError) as errors:
                 log.warning("the network daemon stopped (%r); restarting it", errors.exceptions[0])
             finally:
@@ -267,9 +275,10 @@ class LightClient:
         try:
             if not self._described and await self._describe(daemon, peer):
                 return
-            if peer in {address.rpartition("/p2p/")[2] for address in self._link.bootstrap}:
+            if peer in self._bootstrap:
                 with contextlib.closing(await self._open(daemon, peer, SEED_PROTOCOL)) as stream:
                     members = await reachability.ask_seed(stream, self._link.swarm)
+                self._send(BootstrapNode(time=time.time(), peer=peer))
                 for member in members:
                     self._book.learn(member.peer, member.addresses)
         except (
@@ -299,8 +308,33 @@ class LightClient:
         title = title_of(reply.manifest)
         if not self._described:  # another peer may have answered meanwhile
             self._described = True
+            self._creator = creator_of(reply.manifest)
             self._send(Described(time=time.time(), **title._asdict()))
         return True
+
+    async def _look_for_changes(self, daemon: Daemon) -> None:
+        """Ask one of the connected members now and then: all of them hold the newest change."""
+        while True:
+            await asyncio.sleep(CHANGE_S)
+            if not self._connected or not self._creator:
+                continue
+            peer = random.choice(sorted(self._connected))
+            try:
+                await self._ask_for_change(daemon, peer)
+            except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:
+                log.debug("asking %s for changes failed: %r", peer, error)
+
+    async def _ask_for_change(self, daemon: Daemon, peer: str) -> None:
+        with contextlib.closing(await self._open(daemon, peer, CHANGE_PROTOCOL)) as stream:
+            await stream.send(pack(ChangeRequest(swarm=self._link.swarm)), ASK_S)
+            reply = unpack(await stream.receive(ChangeReply.LIMIT, ASK_S), ChangeReply)
+        if not reply.change:
+            return
+        change = open_change(reply.change, self._link.swarm, self._creator)
+        rank = rank_of(change, reply.change)
+        if rank > self._change_rank:
+            self._change_rank = rank
+            self._send(Changed(time=time.time(), parts=change.parts))
 
 
 PAUSE_MAX = 10.0  # longest pause of a replay, in seconds

@@ -1,8 +1,7 @@
 """Model of a swarm from the statuses of its nodes: fed with events, read by the views.
 
 It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known
-by its key alone. Events are types, and the JSON lines that ``--json`` prints and ``--record``
-keeps.
+by its key alone.
 """
 
 from __future__ import annotations
@@ -15,123 +14,26 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-
-from shoal.node.console import dumps
-from shoal.swarm.errors import ShoalError
+from shoal.node.watch.events import (
+    BootstrapNode,
+    Changed,
+    Connected,
+    Described,
+    Disconnected,
+    Event,
+    Heard,
+    MessageRefused,
+    Signed,
+    Unreachable,
+    Watching,
+)
+from shoal.swarm.changes import ChangePart, described
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 from shoal.swarm.topics.tally import MOST, Receipts, Work, confirmed, total
-from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
-
-MAX_LINE = 64 * 1024  # characters
-
-
-class WatchError(ShoalError):
-    """Failure to watch a swarm, or to read or write a recording of one."""
-
-
-class _Event(BaseModel):
-    """Base of events. ``time``: of reception, Unix seconds."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    time: Annotated[float, Field(ge=0)]
-
-
-class Watching(_Event):
-    """First event: the swarm that is watched."""
-
-    event: Literal["watching"] = "watching"
-    swarm: SwarmId
-
-
-class Described(_Event):
-    """Settings that the creator fixed for the swarm, from its manifest."""
-
-    event: Literal["described"] = "described"
-    name: Annotated[str, Field(max_length=64)]
-    task: Annotated[str, Field(max_length=1024)]
-    method: Annotated[str, Field(max_length=64)]
-    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
-
-
-class Connected(_Event):
-    """New connection of this watcher to ``peer``."""
-
-    event: Literal["connected"] = "connected"
-    peer: Annotated[str, Field(max_length=64)]
-
-
-class Disconnected(_Event):
-    """Lost connection to ``peer``."""
-
-    event: Literal["disconnected"] = "disconnected"
-    peer: Annotated[str, Field(max_length=64)]
-
-
-class Unreachable(_Event):
-    """Failed connection to ``peer``."""
-
-    event: Literal["unreachable"] = "unreachable"
-    peer: Annotated[str, Field(max_length=64)]
-    reason: Reason
-
-
-class Heard(_Event):
-    """Status of a node, with a valid signature."""
-
-    event: Literal["status"] = "status"
-    peer: PeerId
-    status: Status
-
-
-class Signed(_Event):
-    """Work of others that a node has signed for, with a valid signature."""
-
-    event: Literal["receipts"] = "receipts"
-    peer: PeerId
-    receipts: Receipts
-
-
-class MessageRefused(_Event):
-    """Event of a refused message; ``reason`` is one word, as in `shoal.swarm.gossip`."""
-
-    event: Literal["refused"] = "refused"
-    reason: Annotated[str, Field(max_length=64)]
-
-
-Event = (
-    Watching | Described | Connected | Disconnected | Unreachable | Heard | Signed | MessageRefused
-)
-_any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
-
-
-def line_of(event: Event) -> str:
-    return dumps(event.model_dump(mode="json"))
-
-
-def event_of(line: str, where: str = "the recording") -> Event:
-    """Decode the event in ``line``.
-
-    Raises WatchError if it is none; ``where`` names the place for the sentence.
-    """
-    if len(line) > MAX_LINE:
-        raise WatchError(
-            f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that "
-            "--record wrote."
-        )
-    try:
-        return _any.validate_json(line)
-    except ValidationError as error:
-        what = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
-        said = ascii(what)[1:-1][:120]
-        raise WatchError(
-            f"Cannot replay: {where} is no event ({said}): give a file that --record wrote."
-        ) from None
-
 
 FAULTS = {
     "no-partner": ("found no partner in a round and kept its own step", "no partner in"),
@@ -151,6 +53,11 @@ def fault_sentence(name: str, kind: str, count: int) -> str:
 
 def fault_label(kind: str, count: int) -> str:
     return f"{FAULTS[kind][1] if kind in FAULTS else kind} {count:,}"
+
+
+def change_sentence(part: ChangePart) -> str:
+    """Return what a part of a change sets, and from when on."""
+    return f"{described(part.settings())} from round {part.round} on"
 
 
 MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
@@ -483,7 +390,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class LogLine:
-    """Line of the event log: ``kind`` is peer, fault or verdict."""
+    """Line of the event log: ``kind`` is peer, change, fault or verdict."""
 
     time: float
     kind: str
@@ -513,8 +420,10 @@ class SwarmView:
         """Totals of the swarm by seconds since `begun`."""
         self.consensus = Curve()
         """Consensus distance of the slow weights, by round."""
-        self.met: dict[str, float] = {}
-        """Connected peers, and since when (Unix time)."""
+        self.bootstrap: set[str] = set()
+        """Connected peers that are bootstrap nodes."""
+        self.changes: tuple[ChangePart, ...] = ()
+        """What the creator has changed of the settings."""
         self._projections: OrderedDict[int, dict[str, tuple[float, ...]]] = OrderedDict()
         self._sampled = float("-inf")
 
@@ -534,11 +443,14 @@ class SwarmView:
             ] += 1
         elif isinstance(event, Connected):
             self.connected.add(event.peer)
-            self.met.setdefault(event.peer, event.time)
             self.unreachable.pop(event.peer, None)
         elif isinstance(event, Disconnected):
             self.connected.discard(event.peer)
-            self.met.pop(event.peer, None)
+            self.bootstrap.discard(event.peer)
+        elif isinstance(event, BootstrapNode):
+            self.bootstrap |= {event.peer} & self.connected
+        elif isinstance(event, Changed):
+            self._change(event.parts)
         elif isinstance(event, Unreachable):
             if event.peer not in self.unreachable:
                 why = re.split(r" \(| at /| /", event.reason)[
@@ -567,6 +479,12 @@ class SwarmView:
         self._sampled, totals = self.now, self.totals()
         for name, curve in self.rates.items():
             curve.add(self.now - self.begun, float(totals[name]))
+
+    def _change(self, parts: tuple[ChangePart, ...]) -> None:
+        for part in parts:
+            if part not in self.changes:
+                self._note("change", f"the creator has changed {change_sentence(part)}")
+        self.changes = parts
 
     def _status(self, status: Status, now: float) -> None:
         self.heard += 1

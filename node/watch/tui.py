@@ -19,8 +19,9 @@ from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
 from shoal.node.console import figure, plural
+from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource
-from shoal.node.watch.swarm_view import Event, Points, SwarmView, chart, fault_label
+from shoal.node.watch.swarm_view import Points, SwarmView, change_sentence, chart, fault_label
 from shoal.swarm.figures import amount
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
@@ -188,6 +189,8 @@ def headline(view: SwarmView) -> str:
         parts.append(plural(totals["connected"], "connection"))
     if totals["refused"]:
         parts.append(plural(totals["refused"], "message") + " refused")
+    if view.changes:
+        parts.append("changed: " + ", ".join(map(change_sentence, view.changes)))
     return "   ".join(parts)
 
 
@@ -261,7 +264,7 @@ def exchanges(view: SwarmView, width: int, height: int) -> Text:
 
 FRAME_S = 0.25
 MOST_AT_ONCE = 2000  # events taken between two frames
-STYLES = {"peer": "", "fault": "yellow", "verdict": "red"}
+STYLES = {"peer": "", "change": "cyan", "fault": "yellow", "verdict": "red"}
 
 
 class Picture(Static):  # type: ignore[misc]
@@ -327,7 +330,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
         )
         table.border_title = "peers"
         log = RichLog(id="news", classes="panel", max_lines=256, wrap=True, min_width=1)
-        log.border_title = "news, faults, verdicts"
+        log.border_title = "news, changes, faults, verdicts"
         with Container(id="body"):
             yield table
             yield self._picture(losses, "loss over rounds, smoothed; white: mean")

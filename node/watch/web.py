@@ -27,8 +27,9 @@ from aiohttp.log import server_logger
 
 from shoal.node.console import HERE, Address, dumps
 from shoal.node.watch import swarm_view
+from shoal.node.watch.events import Event, WatchError
 from shoal.node.watch.source import EventSource, Timeline
-from shoal.node.watch.swarm_view import Event, SwarmView, WatchError, chart
+from shoal.node.watch.swarm_view import SwarmView, chart
 from shoal.swarm.access import Link
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of
@@ -100,9 +101,6 @@ POINTS = 160  # of a chart
 LINES = 48  # peers that have a line of their own in a chart; all are in its mean and band
 ROWS = 256  # peers in the table
 EDGES = 512  # pairs on the map
-STRANGER_S = (
-    10.0  # seconds after which a connected peer that says nothing is taken for a bootstrap node
-)
 
 
 def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
@@ -166,11 +164,8 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
             }
             for key, peer in rows[:ROWS]
         ],
-        "bootstrap": sorted(
-            peer[-TAIL:]
-            for peer, since in view.met.items()
-            if peer not in view.peers and view.now - since > STRANGER_S
-        )[:LINES],
+        "bootstrap": sorted(peer[-TAIL:] for peer in view.bootstrap)[:LINES],
+        "changes": [swarm_view.change_sentence(part) for part in view.changes],
         "charts": {
             "loss": chart([peer.loss.smooth() for peer in peers], POINTS, LINES),
             "loss_over_time": chart(

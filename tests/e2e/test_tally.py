@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from shoal.node.watch.swarm_view import SwarmView, event_of
+from shoal.node.watch.events import event_of
+from shoal.node.watch.swarm_view import SwarmView
 from tests.support.slow_nodes import create, joiner
 from tests.support.watch_events import heard
 

@@ -40,7 +40,7 @@ from shoal.node.verify.audit import VerifyError
 from shoal.node.verify.history import _carried
 from shoal.node.verify.material import Agreed, Coordinates, material_of
 from shoal.node.verify.material import decode_material as decode_material
-from shoal.node.watch.swarm_view import Unreachable, WatchError, event_of, line_of
+from shoal.node.watch.events import Unreachable, WatchError, event_of, line_of
 from shoal.optim import Alone
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.registry import codec_named
@@ -832,7 +832,7 @@ def decoders():
         ),
         one(
             "recording",
-            "node/watch/swarm_view.py:event_of",
+            "node/watch/events.py:event_of",
             text(event_of),
             lambda: line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode(),
             JSON,

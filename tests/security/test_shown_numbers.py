@@ -7,7 +7,8 @@ import json
 import pytest
 
 from shoal.node.commands.status import table
-from shoal.node.watch.swarm_view import Heard, SwarmView
+from shoal.node.watch.events import Heard
+from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.tui import headline, peer_rows
 from shoal.node.watch.web import page_data
 from shoal.swarm.identity import Identity

@@ -2,7 +2,7 @@
 
 import threading
 
-from shoal.node.watch.swarm_view import Heard
+from shoal.node.watch.events import Heard
 from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id

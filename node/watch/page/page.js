@@ -192,8 +192,10 @@ function show(picture) {
   byId("key").textContent = mapKey(picture);
   byId("meetings").replaceChildren(...meetingsInWords(picture).map((text) => make("li", {}, text)));
   table(picture);
-  news(byId("faults"), picture.news.filter((item) => item[1] !== "peer"), "None so far.");
-  news(byId("news"), picture.news.filter((item) => item[1] === "peer"), "Nobody so far.");
+  byId("changes").textContent = picture.changes.length ? `Changed by the creator: ${picture.changes.join(", ")}` : "";
+  const faulty = (item) => item[1] === "fault" || item[1] === "verdict";
+  news(byId("faults"), picture.news.filter(faulty), "None so far.");
+  news(byId("news"), picture.news.filter((item) => !faulty(item)), "Nobody so far.");
   invite(picture.link);
 }
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import pytest
 from shoal.node.watch import source as light_client
 from shoal.node.watch.source import LightClient, live
 from shoal.swarm.access import Link
+from shoal.swarm.changes import CHANGE_PROTOCOL, Change, ChangePart, ChangeReply, ChangeRequest
 from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
 from shoal.swarm.manifest import Manifest, swarm_id
@@ -26,7 +27,8 @@ from shoal.swarm.membership.admission import serve_manifest
 from shoal.swarm.p2p import daemon, daemon_process
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.envelope import pack, seal, unpack
+from shoal.swarm.wire.messages import SEED_PROTOCOL, SeedReply, SeedRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -43,7 +45,13 @@ class Node:
         self.swarm = swarm_id(sealed)
         self.host = Host.start(author.identity, timeout=60)
         serve_manifest(self.host, self.swarm, sealed)
+        self.change = b""
+        self.host.serve(CHANGE_PROTOCOL, self._answer)
         self.link = Link(self.swarm, self.host.addresses())
+
+    async def _answer(self, stream):
+        unpack(await stream.receive(ChangeRequest.LIMIT, 5), ChangeRequest)
+        await stream.send(pack(ChangeReply(change=self.change)), 5)
 
     def publish(self, **changes):
         """Publish a status, newer than the one before."""
@@ -120,6 +128,39 @@ def test_a_node_is_watched_through_the_daemon_which_is_started_again_when_it_die
         assert heard(node, next_of, state="done").status.state == "done"
     assert len(daemons) == 2
     assert not any(made.control.parent.exists() for made in daemons)
+
+
+@pytest.mark.ci
+def test_a_change_of_the_settings_is_seen_if_the_creator_signed_it(node, authors, monkeypatch):
+    monkeypatch.setattr(light_client, "CHANGE_S", 0.1)
+
+    def change(author, number):
+        parts = (ChangePart(round=number, lr=0.5),)
+        made = Change(swarm=node.swarm, creator=author.peer, number=number, parts=parts)
+        return seal(made, author.identity)
+
+    node.change = change(authors[1], 9)  # a stranger's
+    with watching(node.link) as next_of:
+        heard(node, next_of)
+        node.change = change(authors[0], 1)
+        assert next_of("changed").parts == (ChangePart(round=1, lr=0.5),)
+        node.change = change(authors[0], 2)
+        assert next_of("changed").parts == (ChangePart(round=2, lr=0.5),)
+
+
+@pytest.mark.ci
+def test_a_peer_that_answers_as_a_bootstrap_node_is_seen_as_one(node, authors):
+    """A node of the link that does not answer so is none, whatever else it does not say."""
+
+    async def answer(stream):
+        await stream.receive(SeedRequest.LIMIT, 5)
+        await stream.send(pack(SeedReply()), 5)
+
+    with closing(Host.start(authors[1].identity, timeout=60)) as seed:
+        seed.serve(SEED_PROTOCOL, answer)
+        link = Link(node.swarm, (*node.link.bootstrap, *seed.addresses()))
+        with watching(link) as next_of:
+            assert next_of("bootstrap").peer == seed.peer_id
 
 
 def test_a_daemon_that_does_not_start_ends_the_watch_with_its_sentence(monkeypatch, authors):

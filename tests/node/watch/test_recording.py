@@ -9,6 +9,17 @@ import pytest
 from rich.text import Text
 
 from shoal.node.watch import tui as pictures
+from shoal.node.watch.events import (
+    Connected,
+    Described,
+    Disconnected,
+    MessageRefused,
+    Unreachable,
+    WatchError,
+    Watching,
+    event_of,
+    line_of,
+)
 from shoal.node.watch.source import (
     PAUSE_MAX,
     Recorder,
@@ -18,18 +29,7 @@ from shoal.node.watch.source import (
     replay,
     replayed,
 )
-from shoal.node.watch.swarm_view import (
-    Connected,
-    Described,
-    Disconnected,
-    MessageRefused,
-    SwarmView,
-    Unreachable,
-    WatchError,
-    Watching,
-    event_of,
-    line_of,
-)
+from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.tui import LABEL, MEAN, plot
 from tests.support.watched_peers import NOW, SWARM, Source
 

@@ -8,7 +8,8 @@ pytest.importorskip("segno", reason="segno is not installed")
 
 import segno
 
-from shoal.node.watch.swarm_view import Connected, Disconnected, SwarmView
+from shoal.node.watch.events import Connected, Disconnected
+from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.web import IN_CODE, REFRESH_S, ShownLink
 from shoal.swarm.access import Link
 from shoal.swarm.identity import Identity

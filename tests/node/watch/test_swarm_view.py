@@ -10,23 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.watch import source, swarm_view
-from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, OLD_S, QUOTA, PeerAddresses, RecordFilter
-from shoal.node.watch.swarm_view import (
-    MAX_POINTS,
-    SILENT_S,
+from shoal.node.watch.events import (
+    BootstrapNode,
+    Changed,
     Connected,
-    Curve,
     Described,
     Disconnected,
     MessageRefused,
     Signed,
-    SwarmView,
     Unreachable,
     Watching,
-    chart,
 )
+from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, OLD_S, QUOTA, PeerAddresses, RecordFilter
+from shoal.node.watch.swarm_view import MAX_POINTS, SILENT_S, Curve, SwarmView, chart
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import page_data
+from shoal.swarm.changes import ChangePart
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
 from shoal.swarm.manifest import swarm_id
@@ -431,18 +430,36 @@ def test_groups_and_lone_peers_of_the_newest_rounds_are_told(authors):
     assert told == [(2, set(), ["anna"]), (1, {frozenset({"anna", "bert", "carl"})}, ["dora"])]
 
 
-def test_roles_are_those_of_the_status_and_a_silent_connection_is_a_bootstrap_node(authors):
+def test_roles_are_those_of_the_status(authors):
     anna, bert, carl = authors
     relayed = (f"/ip4/198.51.100.7/tcp/4001/p2p/{carl.peer}/p2p-circuit/p2p/{bert.peer}",)
-    met = [Connected(time=NOW, peer=author.peer) for author in (anna, carl)]
-    view = view_of(*met, anna.heard(checked=3), bert.heard(addresses=relayed))
-    assert page_data(view, ended=False)["bootstrap"] == []
-    view.tick(NOW + 20)
-    shown = page_data(view, ended=False)
-    assert shown["bootstrap"] == [carl.tail]
-    assert [(peer["name"], peer["roles"], peer["relayed"]) for peer in shown["peers"]] == [
-        ("anna", ["trains", "verifies"], False), ("bert", ["trains"], True),
-    ]  # fmt: skip
+    view = view_of(anna.heard(checked=3), bert.heard(addresses=relayed))
+    assert [
+        (peer["name"], peer["roles"], peer["relayed"])
+        for peer in page_data(view, ended=False)["peers"]
+    ] == [("anna", ["trains", "verifies"], False), ("bert", ["trains"], True)]
+
+
+def test_only_a_peer_that_answered_as_one_is_a_bootstrap_node(authors):
+    """Fault: a node that still loaded its model was a second square."""
+    _loading, seed, gone = authors
+    view = view_of(*(Connected(time=NOW, peer=author.peer) for author in authors))
+    for author in (seed, gone):
+        view.take(BootstrapNode(time=NOW, peer=author.peer))
+    view.take(Disconnected(time=NOW, peer=gone.peer))
+    view.tick(NOW + 60)
+    assert page_data(view, ended=False)["bootstrap"] == [seed.tail]
+
+
+def test_a_change_of_the_settings_is_in_the_log_the_headline_and_on_the_page(authors):
+    first, second = ChangePart(round=4, lr=0.0001), ChangePart(round=9, steps=4000)
+    view = view_of(Changed(time=NOW, parts=(first,)), Changed(time=NOW, parts=(first, second)))
+    said = ["train.lr=0.0001 from round 4 on", "train.steps=4000 from round 9 on"]
+    assert [(line.kind, line.text) for line in view.log] == [
+        ("change", f"the creator has changed {one}") for one in said
+    ]
+    assert headline(view).endswith(f"   changed: {said[0]}, {said[1]}")
+    assert page_data(view, ended=False)["changes"] == said
 
 
 def signed(signer, peer, *numbers, at=NOW, **work):

@@ -8,14 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from shoal.node.watch.events import Described, MessageRefused, Unreachable, WatchError
 from shoal.node.watch.source import Recorder
-from shoal.node.watch.swarm_view import (
-    Described,
-    MessageRefused,
-    SwarmView,
-    Unreachable,
-    WatchError,
-)
+from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.access import Link
 from tests.support.watched_peers import NOW, SWARM, Source
 
