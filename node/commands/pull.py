@@ -46,9 +46,10 @@ from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.state.progress import FetchProgress, while_it_moves
 from shoal.swarm.state.resync import sources_in
 from shoal.swarm.state.snapshot import DIGEST, Peer, chunk_size, chunks_in, snapshot_id
-from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQuery, fetch_into
+from shoal.swarm.state.sync import ATTEMPTS, ModelDiffersError, StateQuery, fetch_into, wait_for
 from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack, unpack_names
 from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
 
@@ -289,7 +290,7 @@ def pull(
                 made = _average(host, query, sources, members, out / ASIDE, built, say)
                 header, tensors, parts = made.header, made.tensors, made.report()
             else:
-                header, tensors = _fetch(host, query, sources, out / ASIDE)
+                header, tensors = _fetch(host, query, sources, out / ASIDE, say)
         except OSError as error:
             raise PullError(
                 f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again."
@@ -435,16 +436,24 @@ class _SinksOnDisk:
 
 
 def _fetch(
-    host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path
+    host: Host,
+    query: StateQuery,
+    sources: Sequence[Peer],
+    folder: Path,
+    say: Callable[[str], None],
 ) -> tuple[StateHeader, list[Tensor]]:
     """Fetch a snapshot by way of a file in ``folder``; return its header, and its slow weights
     mapped from the file.
+
+    ``say`` is told how far it is.
 
     Raises:
         NetworkError, PullError, ModelDiffersError; OSError of the disk.
     """
     with ExitStack() as files:
-        fetched = host.call(fetch_into(host, query, sources, _SinksOnDisk(folder, files)), FETCH_S)
+        progress = FetchProgress()
+        fetch = fetch_into(host, query, sources, _SinksOnDisk(folder, files), progress)
+        fetched = wait_for(host.submit(while_it_moves(fetch, progress)), progress, say)
         if fetched is None:
             raise NetworkError(
                 "all peers that were asked for weights refused, or are gone: try again."
@@ -473,7 +482,7 @@ def _average(
     def fetch(number: int, source: Peer) -> tuple[StateHeader, list[Tensor]]:
         nonlocal left
         own = replace(query, confirmed=False, cap=left)  # each member's weights are its own
-        header, tensors = _fetch(host, own, [source], folder / str(number))
+        header, tensors = _fetch(host, own, [source], folder / str(number), say)
         left -= own.wanted(header)
         return header, tensors
 

@@ -260,6 +260,8 @@ class Activity:
         """
         self.on_change: Callable[[str], None] = lambda doing: None
         """Called with the name of each new activity."""
+        self.detail: Callable[[], str] = str
+        """Returns how far the present activity is, for people; the next one has none."""
 
     @contextmanager
     def doing(self, what: str, *, bounded: bool = False, told: bool = False) -> Iterator[None]:
@@ -279,7 +281,7 @@ class Activity:
             self._begin(doing)
 
     def _begin(self, what: str) -> None:
-        self._now, self._since = what, self._clock()
+        self._now, self._since, self.detail = what, self._clock(), str
         self._phase(what)
         self.on_change(what)
 
@@ -322,8 +324,11 @@ class Activity:
         )
         if self._told:
             return
+        detail = self.detail()
         self._display.activity(
-            f"{doing}, {duration(round(seconds))} so far" + ("" if alive else " (nothing moves)")
+            f"{doing}, {duration(round(seconds))} so far"
+            + (f": {detail}" if detail else "")
+            + ("" if alive else " (nothing moves)")
         )
 
     def __enter__(self) -> Activity:

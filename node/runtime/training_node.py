@@ -49,6 +49,7 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, TrainSettings
 from shoal.swarm.membership.membership import Membership, create
+from shoal.swarm.state.progress import FetchProgress
 from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
@@ -434,7 +435,11 @@ class TrainingNode:
             self.settings.task.hooks == RL and self.settings.outer.alone
         ):
             return None
-        state = catch_up(self.membership, model, self.trainer.whole)
+
+        def watch(progress: FetchProgress) -> None:
+            self._activity.detail = progress.__str__
+
+        state = catch_up(self.membership, model, self.trainer.whole, watch=watch)
         if state is None and came_from_elsewhere:
             raise CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its "

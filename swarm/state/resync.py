@@ -58,6 +58,7 @@ from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.p2p.addresses import host_of, known_first, of_ranges
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.state.progress import FetchProgress
 from shoal.swarm.state.selection import StateServer
 from shoal.swarm.state.snapshot import Peer, State
 from shoal.swarm.state.sync import (
@@ -106,13 +107,15 @@ def catch_up(
     clock: Callable[[], float] = time.monotonic,
     *,
     begun: bool = True,
+    watch: Callable[[FetchProgress], None] = lambda progress: None,
 ) -> State | None:
     """Fetch the state of a swarm that is under way; return None if nobody else has finished a round
     yet.
 
     The state fits ``opt``, which is left as it is. ``model``: the digest of this node's. ``begun``
     False: accept members in their first round too, because this node cannot make the weights that
-    the swarm began with; of those what it holds is not fetched.
+    the swarm began with; of those what it holds is not fetched. ``watch`` is given the progress of
+    each fetch as it begins.
 
     Raises ModelDiffersError; NetworkError if it is under way, but nobody hands out weights, or no
     second peer confirms them.
@@ -121,7 +124,7 @@ def catch_up(
     state: State | None = None
     for attempt in range(TRIES):
         began = clock()
-        newer = _fetch_weights(membership, model, opt, begun)
+        newer = _fetch_weights(membership, model, opt, begun, watch)
         if newer is None:
             return state
         state = newer
@@ -292,7 +295,11 @@ def _addressed(members: Sequence[Member]) -> list[Peer]:
 
 
 def _fetch_weights(
-    membership: Membership, model: str, opt: OuterOptimizer, begun: bool
+    membership: Membership,
+    model: str,
+    opt: OuterOptimizer,
+    begun: bool,
+    watch: Callable[[FetchProgress], None],
 ) -> State | None:
     creator = membership.manifest.creator
     early = _early(membership, begun)
@@ -301,7 +308,8 @@ def _fetch_weights(
         return None
     try:
         held = None if begun else State(opt.round, opt.slow, opt.shared)
-        state = fetch_state(membership.host, query_for(membership, model, opt), sources, held)
+        query = query_for(membership, model, opt)
+        state = fetch_state(membership.host, query, sources, held, watch)
     except NetworkError as error:
         why = str(error).rstrip(".")
         raise NetworkError(

@@ -387,7 +387,7 @@ class SnapshotCache:
 
 CHUNKS_PROTOCOL = "/shoal/pieces/1"
 SMALL_S = 10.0  # seconds for one small message, or without a byte
-CHUNK_S = 60.0  # seconds for one chunk; more while it moves
+CHUNK_S = 60.0  # seconds for one chunk; more while it moves (`chunk_s`)
 IDLE_S = 30.0  # seconds that a caller may leave a stream without a request
 MAX_SERVED = 64  # streams served at once
 
@@ -422,9 +422,10 @@ class ChunkServer:
             left: int | None = (
                 None  # bytes: a stream is for one download, which is what `models_per_hour` counts
             )
+            patience = IDLE_S
             while True:
                 # When the caller has all it wants it ends the stream, and this raises NetworkError.
-                request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
+                request = unpack(await stream.receive(ChunkRequest.LIMIT, patience), ChunkRequest)
                 snapshot = (
                     self._kept.get(request.snapshot) if request.swarm == self._swarm else None
                 )
@@ -448,6 +449,8 @@ class ChunkServer:
                 ):  # the digests are fetched before the download begins
                     download.close()
                     download.enter_context(self._kept.read(reading := request.snapshot))
+                # Of what is sent much may still be in buffers before a slow link.
+                patience = IDLE_S + chunk_s(len(data))
                 await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
                 now = asyncio.get_running_loop().time()
                 await stream.swap(
@@ -455,7 +458,7 @@ class ChunkServer:
                     memoryview(bytearray()),
                     chunk_timeout=SMALL_S,
                     deadline=now + CHUNK_S,
-                    longest=now + extension_s(len(data)),
+                    longest=now + chunk_s(len(data)),
                 )
 
 
@@ -486,6 +489,7 @@ class ChunkSource:
         self.peer = peer
         self._addresses = addresses
         self._stream: Stream | None = None
+        self._closed = False
 
     async def take(self, chunk: int | None, room: memoryview) -> None:
         """Fill ``room``, which has the size of the chunk, with what the peer sends for it,
@@ -498,6 +502,9 @@ class ChunkSource:
             self._stream = await self._host.open(
                 self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S
             )
+            if self._closed:
+                self.close()
+                raise NetworkError("the download is over.")
         stream = self._stream
         await stream.send(
             pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S
@@ -516,10 +523,11 @@ class ChunkSource:
             room,
             chunk_timeout=SMALL_S,
             deadline=now + CHUNK_S,
-            longest=now + extension_s(len(room)),
+            longest=now + chunk_s(len(room)),
         )
 
     def close(self) -> None:
+        self._closed = True
         if self._stream is not None:
             self._stream.abort()
             self._stream = None
@@ -531,6 +539,13 @@ MAX_SOURCES = 8
 
 Peer = tuple[str, Sequence[str]]
 """Peer id and addresses."""
+
+
+def chunk_s(nbytes: int) -> float:
+    """Return the seconds that a chunk may take while it moves: all streams of its download may
+    share the slowest link.
+    """
+    return LANES * MAX_SOURCES * extension_s(nbytes)
 
 
 class ChunkPlan:
@@ -655,12 +670,13 @@ async def download(
     sources: Sequence[Peer],
     sink: ChunkSink,
     wanted: Iterable[int],
+    arrived: Callable[[int], None] = lambda nbytes: None,
 ) -> set[str]:
     """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the
     snapshot are skipped.
 
-    Returns the peers that sent a wrong chunk. Raises NetworkError if no source is left; what
-    arrived is in the sink.
+    ``arrived`` gets the bytes of each chunk that was right. Returns the peers that sent a wrong
+    chunk. Raises NetworkError if no source is left; what arrived is in the sink.
     """
     work = _Download(
         host,
@@ -669,6 +685,7 @@ async def download(
         digests,
         sink,
         ChunkPlan(chunk for chunk in wanted if chunk not in sink.have),
+        arrived,
     )
     if not work.plan.done:
         await work.run(list(sources)[:MAX_SOURCES])
@@ -684,8 +701,10 @@ class _Download:
         digests: bytes,
         sink: ChunkSink,
         plan: ChunkPlan,
+        arrived: Callable[[int], None],
     ) -> None:
         self.plan, self.wrong = plan, set[str]()
+        self._arrived = arrived
         self._host = host
         self._swarm = swarm
         self._header = header
@@ -694,6 +713,7 @@ class _Download:
         self._id = snapshot_id(header)
         self._gone: set[str] = set()
         self._change = asyncio.Event()
+        self._sources: list[ChunkSource] = []
 
     async def run(self, sources: Sequence[Peer]) -> None:
         async with running(
@@ -704,6 +724,10 @@ class _Download:
                 finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for one in finished:
                     one.result()  # what a sink raises, a full disk for instance
+            # A lane that loses its cancellation (``wait_for`` before Python 3.12) would take one
+            # more chunk, which may take an hour.
+            for source in self._sources:
+                source.close()
         if not self.plan.done:
             raise NetworkError(
                 f"the peers that hold the weights are gone with {self.plan.left} chunks missing."
@@ -720,6 +744,7 @@ class _Download:
     async def _lane(self, to: Peer) -> None:
         peer, addresses = to
         source = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
+        self._sources.append(source)
         scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
         try:
             while peer not in self._gone and not self.plan.done:
@@ -738,6 +763,7 @@ class _Download:
                     )
                 if self.plan.got(chunk):
                     self._sink.write(chunk, room)
+                    self._arrived(len(room))
                 self._notify()
         except NotHeldError as error:
             self._gone.add(peer)

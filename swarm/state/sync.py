@@ -4,7 +4,8 @@ pull``: whole, checked, or not at all.
 The offers of several peers decide which snapshot to take (`shoal.swarm.state.selection`). Its
 chunks then come from every peer that holds the very same bytes (`shoal.swarm.state.snapshot`):
 those that offered it and, since all sources are asked, those that have downloaded it before. If
-these go away the sources are asked anew, and if one offers the same snapshot the download goes on.
+these go away, as when the link breaks for a while, the download goes on from whoever holds the same
+snapshot then; only if nobody does, another one is chosen.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import asyncio
 import concurrent.futures
 import itertools
 import logging
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE
+from shoal.swarm.exchange.context import LEAST_RATE
 from shoal.swarm.exchange.contribution import Outline
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.pacing.progress import SLOWEST_BYTES_PER_S
+from shoal.swarm.state.progress import FETCH_S, FetchProgress, while_it_moves
 from shoal.swarm.state.selection import (
     ENOUGH,
     NoStateError,
@@ -41,6 +43,7 @@ from shoal.swarm.state.snapshot import (
     Peer,
     Snapshot,
     State,
+    chunk_size,
     chunks_in,
     digests_of,
     download,
@@ -58,7 +61,9 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 PATIENCE_S = 10.0  # seconds after the first offer in which a second peer may confirm it
-FETCH_S = 3600.0  # seconds that everything may take, at least
+BREAK_S = 100.0  # seconds of a break after which a download goes on: sources keep a snapshot 120
+PAUSE_S = 5.0  # seconds between two tries in it
+TELL_S = 10.0  # seconds between two reports of a fetch
 LAST_ROUND = MAX_COUNT // 2  # whoever begins in it can go on for as many rounds again
 FEW = 64  # peers that are asked at once, at most
 
@@ -259,7 +264,11 @@ async def choose_source(
 
 
 async def fetch_into(
-    host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]
+    host: Host,
+    query: StateQuery,
+    sources: Sequence[Peer],
+    sinks: SinkFactory[SinkT, T],
+    progress: FetchProgress | None = None,
 ) -> T | None:
     """Download a snapshot that fits into a sink of ``sinks`` and return what they make of it; None
     if all refused or are gone.
@@ -267,28 +276,39 @@ async def fetch_into(
     Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download
     began and failed, or no second peer confirms the weights.
     """
+    progress = progress or FetchProgress()
     # the sink of one snapshot at a time
     swarm = query.request.swarm
     opened = dict[bytes, SinkT]()
     left_out = set[str]()
     problem = NetworkError("none of the peers that were asked could serve weights.")
-    for attempt in range(query.attempts):
+    unfinished = sinks.unfinished()
+    failed = 0
+    clock = asyncio.get_running_loop().time
+    broke = -math.inf  # instant at which the download broke off last
+    while failed < query.attempts:
         asked = [to for to in sources if to[0] not in left_out]
         if not asked:
             break
-        header = sinks.unfinished()
+        header = unfinished
         offering = asked
+        before = progress.moved
         digests = None if header is None else await _digests_held(host, query, header, asked)
         if header is None or digests is None:
             try:
-                chosen = await choose_source(host, query, asked, attempt)
-            except NoStateError:
-                if attempt:
+                chosen = await choose_source(host, query, asked, failed)
+            except UnconfirmedError as error:
+                problem, failed = error, failed + 1
+                continue
+            except NetworkError as error:
+                if clock() - broke < BREAK_S:
+                    await asyncio.sleep(PAUSE_S)
+                    continue
+                if not isinstance(error, NoStateError):
+                    raise
+                if failed or progress.moved:
                     break
                 return None
-            except UnconfirmedError as error:
-                problem = error
-                continue
             header = chosen[0].header
             digests = None
             offering = [one.source for one in chosen]
@@ -300,11 +320,22 @@ async def fetch_into(
                 )
         id = snapshot_id(header)
         named = {peer for peer, _ in offering}
+        if opened and id not in opened:
+            failed += 1  # what came by now is of no use
         holders = [*offering, *(to for to in asked if to[0] not in named)]
         try:
             digests = digests or await fetch_digests(host, swarm, header, offering)
             if id not in opened:
                 opened = {id: await sinks.open(header, digests)}
+            wanted = query.wanted(header)
+            progress.begin(
+                wanted,
+                sum(
+                    chunk_size(header.nbytes, chunk)
+                    for chunk in opened[id].have
+                    if chunk < chunks_in(wanted)
+                ),
+            )
             left_out |= await download(
                 host,
                 swarm,
@@ -312,7 +343,8 @@ async def fetch_into(
                 digests,
                 holders,
                 opened[id],
-                range(chunks_in(query.wanted(header))),
+                range(chunks_in(wanted)),
+                progress.arrived,
             )
         except NetworkError as error:
             log.warning(
@@ -320,11 +352,18 @@ async def fetch_into(
             )
             problem = error
             left_out = left_out | (named if len(named) == 1 < len(asked) else set())
+            failed = 0 if progress.moved > before else failed + 1
+            if progress.moved:
+                unfinished = header
+                broke = clock()
+            if failed > 1:
+                unfinished = sinks.unfinished()
             continue
         result = await sinks.finish(header, digests, opened[id])
         if result is not None:
             return result
         left_out |= named
+        unfinished, failed = sinks.unfinished(), failed + 1
     raise problem
 
 
@@ -343,44 +382,57 @@ async def _digests_held(
 
 
 def fetch_state(
-    host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None
+    host: Host,
+    query: StateQuery,
+    sources: Sequence[Peer],
+    held: State | None = None,
+    watch: Callable[[FetchProgress], None] = lambda progress: None,
 ) -> State | None:
     """Fetch a state that fits, in memory, and wait for it; see `fetch_into`.
 
-    What of ``held`` is the same is not fetched.
+    What of ``held`` is the same is not fetched. ``watch`` is given the progress as it begins.
     """
-    return begin_fetch(host, query, sources, held).result(_fetching_s(query) + 10.0)
+    progress = FetchProgress(_grace_s(query))
+    watch(progress)
+    return wait_for(begin_fetch(host, query, sources, held, progress), progress)
 
 
-def _fetching_s(query: StateQuery) -> float:
-    """Return the seconds that fetching may take, if more than an hour: three attempts at
-    `LEAST_RATE`, or one at the speed of the slowest link, up to `LARGEST_S`. Each chunk has a
-    deadline of its own, so this only bounds what goes on.
+def wait_for(
+    fetched: concurrent.futures.Future[T],
+    progress: FetchProgress,
+    tell: Callable[[str], None] = log.info,
+) -> T:
+    """Return what a fetch brings, and ``tell`` how far it is every ten seconds."""
+    try:
+        while progress.left_s > -TELL_S:  # its own bound is on the loop, which may hang
+            done, _ = concurrent.futures.wait([fetched], TELL_S)
+            if done:
+                return fetched.result()
+            if said := str(progress):
+                tell(f"fetching the swarm's weights: {said}")
+    except concurrent.futures.CancelledError:
+        raise NetworkError("the weights were not fetched because the host is closing.") from None
+    finally:
+        fetched.cancel()
+    raise NetworkError("the weights were given up, because this node's network does not answer.")
+
+
+def _grace_s(query: StateQuery) -> float:
+    """Return the seconds that fetching may take whatever comes: an hour, or three attempts at
+    `LEAST_RATE`.
     """
     shapes = [*query.shapes, *(shape for shaped in query.extra.values() for shape in shaped)]
-    nbytes = FLOAT32.nbytes(shapes)
-    return max(
-        FETCH_S, ATTEMPTS * nbytes / LEAST_RATE, min(nbytes / SLOWEST_BYTES_PER_S, LARGEST_S)
-    )
+    return max(FETCH_S, ATTEMPTS * FLOAT32.nbytes(shapes) / LEAST_RATE)
 
 
 def begin_fetch(
-    host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None
+    host: Host,
+    query: StateQuery,
+    sources: Sequence[Peer],
+    held: State | None = None,
+    progress: FetchProgress | None = None,
 ) -> concurrent.futures.Future[State | None]:
-    """Start `fetch_state` from any thread, without waiting.
-
-    It ends within an hour; with a very large state, `_fetching_s`.
-    """
-    seconds = _fetching_s(query)
-
-    async def bounded() -> State | None:
-        try:
-            return await asyncio.wait_for(
-                fetch_into(host, query, sources, _StateInMemory(query.extra, held)), seconds
-            )
-        except TimeoutError:
-            raise NetworkError(
-                f"the weights of the swarm did not come within {seconds / 60:.0f} minutes."
-            ) from None
-
-    return host.submit(bounded())
+    """Start `fetch_state` from any thread, without waiting; it goes on as long as it moves."""
+    progress = progress or FetchProgress(_grace_s(query))
+    fetch = fetch_into(host, query, sources, _StateInMemory(query.extra, held), progress)
+    return host.submit(while_it_moves(fetch, progress))

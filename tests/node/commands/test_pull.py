@@ -5,6 +5,7 @@ leave on the disk.
 import asyncio
 import contextlib
 import json
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -103,8 +104,13 @@ class World:
             2,
         )
 
-    def call(self, coroutine, timeout):
-        return asyncio.run(coroutine)
+    def submit(self, coroutine):
+        fetched = Future()
+        try:
+            fetched.set_result(asyncio.run(coroutine))
+        except Exception as error:
+            fetched.set_exception(error)
+        return fetched
 
     async def choose_source(self, host, query, sources, attempt):
         query.check(ME.peer_id, self.offered.header)
@@ -115,7 +121,7 @@ class World:
             raise NetworkError("none of the peers that were asked holds the weights any more.")
         return self.snapshot.digests
 
-    async def download(self, host, swarm, header, digests, holders, sink, wanted):
+    async def download(self, host, swarm, header, digests, holders, sink, wanted, arrived):
         for chunk in wanted:
             if chunk not in sink.have:
                 if len(self.given) == self.most:
@@ -126,6 +132,7 @@ class World:
                     chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)
                 ]
                 sink.write(chunk, data)
+                arrived(len(data))
                 self.given.append(chunk)
         return set()
 

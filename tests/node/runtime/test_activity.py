@@ -85,6 +85,18 @@ def test_a_long_evaluation_is_reported_every_few_seconds_and_is_alive_while_it_c
     ]
 
 
+def test_how_far_a_download_is_is_shown_while_it_lasts(node):
+    with node.activity.doing("fetching the swarm's weights", bounded=True):
+        node.activity.detail = lambda: "118 MB of 500 MB, about 51 min to go"
+        node.pass_time(BEAT_S)
+    with node.activity.doing("training"):
+        node.pass_time(BEAT_S, used=1.0)
+    assert node.shown.lines == [
+        "fetching the swarm's weights, 10 s so far: 118 MB of 500 MB, about 51 min to go",
+        "training, 10 s so far",
+    ]
+
+
 def test_what_a_node_did_up_to_its_first_step_is_written_once(node):
     with node.activity.doing("joining the swarm"):
         pass

@@ -12,8 +12,9 @@ from shoal.swarm.exchange.context import (
 )
 from shoal.swarm.exchange.group.leader import moved
 from shoal.swarm.pacing.progress import MAX_EXTENSION_S, SLOWEST_BYTES_PER_S
+from shoal.swarm.state.progress import FETCH_S
 from shoal.swarm.state.selection import MAKE_S, making_s
-from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, StateQuery, _fetching_s
+from shoal.swarm.state.sync import ATTEMPTS, StateQuery, _grace_s
 from shoal.swarm.wire.messages import StateRequest
 
 TIMEOUTS = ExchangeTimeouts(10.0, 5.0, 120.0)
@@ -68,11 +69,9 @@ def test_a_newcomer_waits_for_a_source_that_exchanges_a_large_model():
     assert making_s(REAL) > TIMEOUTS.moving(REAL)
 
 
-def test_a_very_large_state_may_travel_for_hours():
+def test_a_very_large_state_may_travel_for_hours_whatever_comes():
     request = StateRequest(swarm="a" * 52, model="0" * 64)
-    assert _fetching_s(StateQuery(request, [(10, 10)], {"momentum": [(10, 10)]})) == FETCH_S
+    assert _grace_s(StateQuery(request, [(10, 10)], {"momentum": [(10, 10)]})) == FETCH_S
     shapes = [(70_000, 100_000)]  # seven billion values, and as many of momentum
     large = StateQuery(request, shapes, {"momentum": shapes})
-    middling = StateQuery(request, [(6000, 10_000)], {})
-    assert _fetching_s(middling) == LARGEST_S  # 240 MB over a slow link
-    assert _fetching_s(large) == ATTEMPTS * 2 * FLOAT32.nbytes(shapes) / LEAST_RATE
+    assert _grace_s(large) == ATTEMPTS * 2 * FLOAT32.nbytes(shapes) / LEAST_RATE

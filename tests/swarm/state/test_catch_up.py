@@ -63,7 +63,7 @@ class Swarm:
             if peer in self.at:
                 self.host.met[peer] = self.at[peer]
 
-    def fetch(self, host, query, sources, held=None):
+    def fetch(self, host, query, sources, held=None, watch=None):
         self.queries.append((query, sources))
         self.held = held
         self.now += self.seconds
