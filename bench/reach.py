@@ -105,7 +105,7 @@ def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Co
     from torch import nn
 
     from shoal.swarm.membership.membership import NetworkOptions
-    from shoal.swarm.training import session
+    from shoal.swarm.training import session_entry
 
     _settle(namespace, setup)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Co
     if link:
         place = _joined(link, model, network, tell)
     else:
-        place = session.create(
+        place = session_entry.create(
             state=model,
             network=network,
             start_when=2,
@@ -202,11 +202,11 @@ def _joined(link: str, model: Any, network: Any, tell: Connection) -> Any:
     needs time to get a relay.
     """
     from shoal.swarm.errors import StartupError
-    from shoal.swarm.training import session
+    from shoal.swarm.training import session_entry
 
     while True:
         try:
-            return session.join(link, state=model, network=network)
+            return session_entry.join(link, state=model, network=network)
         except StartupError as error:
             tell.send(("refused", str(error)))
 
@@ -492,7 +492,7 @@ def _load() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from shoal.swarm import seed  # noqa: F401
     from shoal.swarm.p2p import hivemind_adapter  # noqa: F401
-    from shoal.swarm.training import session  # noqa: F401
+    from shoal.swarm.training import session_entry  # noqa: F401
 
 
 if __name__ == "__main__":

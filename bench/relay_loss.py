@@ -71,7 +71,7 @@ def node(namespace: str, bootstrap: list[str], link: str, wait: float, tell: Con
     from torch import nn
 
     from shoal.swarm.membership.membership import NetworkOptions
-    from shoal.swarm.training import session
+    from shoal.swarm.training import session_entry
 
     reach._settle(namespace, reach.Setup())
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def node(namespace: str, bootstrap: list[str], link: str, wait: float, tell: Con
     if link:
         place = reach._joined(link, model, network, tell)
     else:
-        place = session.create(
+        place = session_entry.create(
             state=model,
             network=network,
             start_when=1,

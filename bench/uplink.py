@@ -38,7 +38,7 @@ def node(setup: dict[str, Any]) -> None:
     from torch import nn
 
     from shoal.swarm.membership.membership import NetworkOptions
-    from shoal.swarm.training import session
+    from shoal.swarm.training import session_entry
 
     logging.basicConfig(
         level=logging.INFO if setup["verbose"] else logging.WARNING,
@@ -49,9 +49,9 @@ def node(setup: dict[str, Any]) -> None:
     model = nn.Sequential(*(nn.Linear(250, 250, bias=False) for _ in range(setup["layers"])))
     network = NetworkOptions(listen=[f"/ip4/{setup['ip']}/tcp/0"], upload=setup["upload"])
     if setup["link"]:
-        place = session.join(setup["link"], state=model, network=network)
+        place = session_entry.join(setup["link"], state=model, network=network)
     else:
-        place = session.create(state=model, network=network, start_when=2, **setup["outer"])
+        place = session_entry.create(state=model, network=network, start_when=2, **setup["outer"])
         print(json.dumps({"link": place.link}), flush=True)
     began = time.monotonic()
 

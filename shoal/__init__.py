@@ -37,15 +37,16 @@ if TYPE_CHECKING:
     from shoal.optim.public import *
     from shoal.swarm.membership.membership import NetworkOptions as NetworkOptions
     from shoal.swarm.training.session import Session as Session
-    from shoal.swarm.training.session import create as create
-    from shoal.swarm.training.session import join as join
+    from shoal.swarm.training.session_entry import create as create
+    from shoal.swarm.training.session_entry import join as join
 
 _PACKAGES = ("node", "optim", "swarm", "verification")
 _HOMES = {  # where those names are that are not in shoal.optim
     "shoal.node.integrations.own_loop": ("Run",),
     "shoal.node.task": ("Shard", "Task"),
     "shoal.swarm.membership.membership": ("NetworkOptions",),
-    "shoal.swarm.training.session": ("Session", "create", "join"),
+    "shoal.swarm.training.session": ("Session",),
+    "shoal.swarm.training.session_entry": ("create", "join"),
 }
 
 __all__ = sorted([*_OF_OPTIM, *(name for names in _HOMES.values() for name in names)])

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,19 +37,15 @@ from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped
 from shoal.optim.device import uncompiled
 from shoal.optim.outer.inner import Inner
 from shoal.optim.parameters import AveragedParameters
-from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
-from shoal.swarm.access import Link
+from shoal.optim.ranks.orders import Channel, LeadOptimizer
 from shoal.swarm.changes import changed, described
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import LossCheck
-from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.directory import State as DirectoryState
-from shoal.swarm.membership.membership import Membership, NetworkOptions
+from shoal.swarm.membership.membership import Membership
 from shoal.swarm.membership.overview import overview
-from shoal.swarm.state.resync import check_model
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.factories import (
     LossTrial,
@@ -67,30 +62,23 @@ from shoal.swarm.training.last_average import EndReport, LastAverage, averages_a
 from shoal.swarm.training.loaded_state import LoadedState, of_later_round, settle
 from shoal.swarm.training.member import RoundReport, TrainingMember
 from shoal.swarm.training.session_setup import (
-    EPOCH_S,
     SessionError,
     SessionExchange,
     begin,
     check_alike,
     check_options,
-    checked_name,
     default_name,
     fitting,
-    identity_of,
-    new_swarm,
-    parameters_of_all,
-    whole_parameters,
 )
 from shoal.swarm.training.shard import Shard, least_used
-from shoal.swarm.training.step_watch import StepWatch, follow, outlive_main
+from shoal.swarm.training.step_watch import StepWatch, follow
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
-ANNOUNCE_S = 1.0  # seconds between two announcements within a round
-READ_S = 10.0
+ANNOUNCE_S = 1.0  # between two announcements within a round
 
 log = logging.getLogger(__name__)
 
@@ -644,238 +632,3 @@ class Session:
             self.close()
         if self._ranks is not None and error is not None:
             self._ranks.explain(error)
-
-
-class FollowingSession(Session):
-    """The session of a rank besides rank 0: without a network, it does between two steps what rank
-    0 orders.
-    """
-
-    def __init__(
-        self,
-        facts: Mapping[str, Any],
-        params: AveragedParameters,
-        model: nn.Module | None,
-        ranks: Ranks,
-        channel: Channel,
-    ) -> None:
-        self._orders = channel
-        settings = OuterSettings.model_validate_json(facts["settings"])
-        self._prepare(
-            settings,
-            TrainSettings.model_construct(**facts["train"]),
-            facts["fragment_of"],
-            Shard(*facts["shard"]),
-            facts["swarm"],
-            params,
-            model,
-            ranks,
-            None,
-        )
-
-    def _no_network(self) -> SessionError:
-        assert self._ranks is not None
-        return SessionError(
-            f"Rank {self._ranks.rank} of this peer has no network: rank 0 has the link, the "
-            "membership and the status."
-        )
-
-    @property
-    def link(self) -> str:
-        raise self._no_network()
-
-    @property
-    def membership(self) -> Membership:
-        raise self._no_network()
-
-    def status(self) -> dict[str, Any]:
-        raise self._no_network()
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _real_exchange(self, opt: OuterOptimizer) -> Any:
-        return Alone()  # rank 0's is used
-
-    def _speeds(self) -> list[float]:
-        return []  # rank 0's are used
-
-    def _together(self, duties: Callable[[], None]) -> None:
-        assert self._opt is not None
-        self._orders.follow(self._obey)
-
-    def _obey(self, name: str, fields: dict[str, Any]) -> None:
-        assert self._opt is not None
-        if name == "change":
-            self._take_change(TrainSettings.model_construct(**fields["train"]))
-        else:
-            obey(self._opt, name, fields)
-
-
-def create(
-    state: nn.Module | Iterable[Tensor],
-    *,
-    name: str = "own-loop",
-    node: str = "",
-    start_when: int = 1,
-    shards: int = 8,
-    seed: int = 0,
-    invite_only: bool = False,
-    bucket: int = 0,
-    epoch_s: float = EPOCH_S,
-    network: NetworkOptions | None = None,
-    identity: Identity | str | os.PathLike[str] | None = None,
-    ranks: Ranks | None = None,
-    **outer: Any,
-) -> Session:
-    """Create a swarm and return its first session; others join by its ``link``.
-
-    Args:
-        state: the model to average: a module or a list of parameters, of which those that require a
-            gradient count.
-        name: of the swarm, for people.
-        node: this node's name, for people.
-        start_when: peers that must be there before training begins.
-        shards: parts that the data is divided into.
-        seed: of the pairing and everything else that peers draw alike.
-        invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's
-            ``identity``: name a file.
-        bucket: most members that one node reads and averages with at a time, 4 to 64; 0: all. For
-            swarms of hundreds.
-        epoch_s: seconds after which members are reassigned to other buckets, at least 30; best four
-            to eight rounds.
-        network: where this node listens, and other options of the network.
-        identity: a key, or the file of one, made if it is not there; None: a new one that is not
-            kept.
-        ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each
-            makes the session, with its own model (DDP, FSDP2) as state; rank 0's other arguments
-            count, and it alone is in the network.
-        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has. ``fragments`` may also
-            be a list of modules (or of lists of modules and parameters) in place of their number;
-            those who join take them from the manifest.
-
-    Raises:
-        SessionError, IdentityError, AdmissionError: an argument cannot be used.
-        StartupError: the node does not get onto the network; nothing is left running.
-        RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
-    """
-
-    def connected(params: AveragedParameters) -> Membership:
-        key = identity_of(identity)
-        sealed = new_swarm(
-            key,
-            params,
-            name=name,
-            seed=seed,
-            start_when=start_when,
-            shards=shards,
-            invite_only=invite_only,
-            outer=outer,
-            model=state if isinstance(state, nn.Module) else None,
-            bucket=bucket,
-            epoch_s=epoch_s,
-        )
-        return members.create(key, sealed, network or NetworkOptions())
-
-    return _session(connected, state, node, ranks, first=True)
-
-
-def join(
-    link: str | Link,
-    state: nn.Module | Iterable[Tensor],
-    *,
-    node: str = "",
-    network: NetworkOptions | None = None,
-    identity: Identity | str | os.PathLike[str] | None = None,
-    ranks: Ranks | None = None,
-    **settings: Any,
-) -> Session:
-    """Join the swarm of ``link``, made by ``create`` or `shoal up`, and return a session.
-
-    The arguments are those of ``create``.
-
-    ``settings``: none, because the swarm has fixed them; SessionError names the first.
-
-    Raises:
-        LinkError, IdentityError: the link or the key cannot be used.
-        SessionError, ModelDiffersError: the state does not fit the swarm.
-        AdmissionError: the swarm is by invitation only, and the link has none that can be used.
-        StartupError, NetworkError, MessageError: the swarm is not reached; nothing is left running.
-        RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
-    """
-
-    if settings:
-        raise SessionError(
-            f"The swarm has fixed {next(iter(settings))}, or has no such setting: leave it out, "
-            "for who joins takes the settings "
-            "from the swarm."
-        )
-
-    def connected(params: AveragedParameters) -> Membership:
-        key, found = identity_of(identity), link if isinstance(link, Link) else Link.parse(link)
-        membership = members.join(key, found, network or NetworkOptions())
-        try:
-            membership.directory.refresh(READ_S)
-            membership.check_alone()
-            if membership.manifest.outer.alone:
-                raise SessionError(
-                    "The peers of this swarm share no weights (method none): join it with `shoal "
-                    "join`."
-                )
-            own = fitting(params, membership.manifest.model)
-            check_model(membership, model_digest(own), own)
-        except BaseException:
-            membership.close()
-            raise
-        return membership
-
-    return _session(connected, state, node, ranks, first=False)
-
-
-def _session(
-    connected: Callable[[AveragedParameters], Membership],
-    state: nn.Module | Iterable[Tensor],
-    node: str,
-    ranks: Ranks | None,
-    *,
-    first: bool,
-) -> Session:
-    """Return the session of this process, after rank 0 has ``connected``."""
-    outlive_main()
-    model = state if isinstance(state, nn.Module) else None
-    if ranks is None:
-        params, name, channel = whole_parameters(state), checked_name(node), None
-    else:
-        params, name, channel = (
-            parameters_of_all(state, ranks),
-            ranks.alike(lambda: checked_name(node)),
-            Channel(ranks),
-        )
-        if not ranks.first:
-            facts: dict[str, Any] = {}
-            channel.follow(lambda name, fields: facts.update(fields))
-            return FollowingSession(facts, params, model, ranks, channel)
-    with nullcontext() if channel is None else channel.leading():
-        membership = connected(params)
-        try:
-            session = Session(
-                membership, params, model, name, first=first, ranks=ranks, channel=channel
-            )
-            if channel is not None:
-                shard = [session.shard.index, session.shard.of, session.shard.seed]
-                settings, of = (
-                    session.settings.model_dump_json(),
-                    list(membership.manifest.fragment_of),
-                )
-                channel.send(
-                    "session",
-                    settings=settings,
-                    train=session.train.model_dump(),
-                    fragment_of=of,
-                    shard=shard,
-                    swarm=membership.swarm,
-                )
-        except BaseException:
-            membership.close()
-            raise
-    return session

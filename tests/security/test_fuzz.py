@@ -175,7 +175,7 @@ OWN = {
     "swarm/p2p/addresses.py:Peerstore._load",
     "swarm/topics/tally.py:_read",
     "swarm/topics/tally.py:Tally._load",
-    "swarm/training/session.py:FollowingSession.__init__",
+    "swarm/training/following_session.py:FollowingSession.__init__",
     "swarm/state/snapshot.py:Spool.mapped",
 }
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""
