@@ -224,6 +224,7 @@ class SwarmNetwork:
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
+        self.internal_errors = membership.host.internal_errors
         self._membership, self._gossip = membership, gossip
         self._bodies = EvidenceStore(
             membership.host, membership.swarm, membership.directory.addresses

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from shoal.node.config.settings import Settings
-from shoal.node.verify.audit import MINUTE, Budget, Finding, Made, NotCheckable, SwarmNetwork
+from shoal.node.verify.audit import MINUTE, Budget, Finding, Made, SwarmNetwork
 from shoal.node.verify.checker import Checker
 from shoal.node.verify.completions import CompletionClaims
 from shoal.node.verify.history import NAME, History
 from shoal.node.verify.peers import reasons, rules_of
 from shoal.optim.device import current_device
-from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.verification.consensus.participant import Participant, decode_log
 from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.protocol import Checked
@@ -176,9 +176,9 @@ class Auditor:
             found, material, snapshot = self._examine(claim)
         # its author chose the question: a check that fails costs this seat, not all later ones
         except Exception as error:
-            log.warning(
-                "a claim was not checked: %s", error, exc_info=not isinstance(error, NotCheckable)
-            )
+            log.warning("a claim was not checked: %s", error)
+            if not isinstance(error, ShoalError):  # those say why this node cannot tell
+                self._network.internal_errors.caught("verification", error)
             self.counts["uncheckable"] += 1
             return None
         finally:
@@ -345,10 +345,9 @@ class Verification:
             while not self._stop.wait(TICK_S):
                 self.step()
         except Exception as error:  # training must go on whatever happens here
-            log.warning("verification ended", exc_info=True)
+            first = self._network.internal_errors.caught("verification", error)
             self._feed.notify(
-                f"verification has ended ({type(error).__name__}: {error}): start the node again "
-                "to take part in it"
+                f"verification has ended ({first}): start the node again to take part in it"
             )
 
     def prepare(self) -> None:

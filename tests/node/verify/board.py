@@ -19,6 +19,7 @@ from shoal.node.verify.completions import CALIBRATION, CompletionClaims, self_ca
 from shoal.node.verify.material import Agreed
 from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.verification.calibration import save_calibration
 from shoal.verification.consensus.rulings import Rules
 
@@ -42,6 +43,7 @@ class Net:
     def __init__(self, board, me, hands_out=True):
         self.board, self.me, self.swarm, self.hands_out = board, me, SWARM, hands_out
         self.bodies, self.counts, self.asked = {}, {}, []
+        self.internal_errors = InternalErrors()
 
     def sign(self, record):
         return toy_signature(self.me, record)

@@ -287,6 +287,7 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
         "verification has ended (RuntimeError: no memory): start the node again to take part in it"
     )
     assert ann.said == [said]
+    assert ann.network.internal_errors.counts() == {"verification": 1}
     ann.verification.close()
     assert board.there == {}
 

@@ -32,6 +32,7 @@ from shoal.node.verify.material import Material
 from shoal.node.verify.service import Auditor
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.gossip import Topic
+from shoal.swarm.internal_errors import InternalErrors
 from shoal.swarm.p2p.limits import Counters
 from shoal.verification.consensus.records import Claim
 from tests.support.clock import Clock
@@ -63,6 +64,7 @@ class World:
     def __init__(self, has, slow=0.0, knows=False, finding=GOOD, seconds=60.0):
         self.has, self.slow, self.knows_it, self.finding = has, slow, knows, finding
         self.now, self.asked, self.told, self.checked = 0.0, [], [], []
+        self.internal_errors = InternalErrors()
         self.budget = Budget(seconds, lambda: self.now)
         as_found = lambda claim, finding: finding  # noqa: E731
         self.auditor = Auditor(
@@ -197,6 +199,17 @@ def test_what_this_node_cannot_judge_leaves_the_seat_empty():
     assert world.auditor.check(CLAIM) is None
     assert world.auditor.counts == {"uncheckable": 1}
     assert world.told == []
+    assert world.internal_errors.counts() == {}
+
+
+def test_an_error_of_its_own_in_a_check_is_counted():
+    """The fault: the place "verification" had none. Mutant: what it cannot judge is one too."""
+    world = World({"ann": ALL}, finding=ZeroDivisionError("planted"))
+    assert world.auditor.check(CLAIM) is None
+    assert world.auditor.counts == {"uncheckable": 1}
+    report = world.internal_errors.report()
+    assert report["verification"]["count"] == 1
+    assert report["verification"]["first"] == "ZeroDivisionError: planted"
 
 
 def test_a_budget_that_is_spent_leaves_the_seat_empty_and_nobody_is_asked():
