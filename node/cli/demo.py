@@ -98,7 +98,7 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
 
         report = rl.run_demo(cheat=cheat, more=given, **own)
         click.echo(dumps(report) if as_json else rl.summary(report))
-        return int(ExitCode.OK)
+        return int(ExitCode.TRAINED_ALONE if report["trained_alone"] else ExitCode.OK)
     if cheat:
         raise ConfigError(
             "--cheat is for --task rl with --verify 1: leave it out, or give these too."

@@ -14,7 +14,14 @@ from typing import Any
 
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.demo.demo import Events, Given, demo_settings, run_nodes
+from shoal.node.demo.demo import (
+    Events,
+    Given,
+    demo_settings,
+    erring,
+    internal_errors,
+    run_nodes,
+)
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
 from shoal.swarm.figures import amount, duration
@@ -78,7 +85,8 @@ def run_demo(
     what = f"that learn {settings.rl.env!r}"
     flags = [["--policy", policy, *common] for policy in policies(settings)]
     with run_nodes(settings, keep, what, flags, done, said, rounds, cheat) as (_, results, events):
-        found = report(results, time.monotonic() - began)
+        foreign = settings.rl.external > 0 and settings.rl.only is None
+        found = report(results, time.monotonic() - began, foreign=foreign)
         return (
             {**found, "verify": bans(found["nodes"], events, cheat, settings.verify.round_s)}
             if verified
@@ -167,9 +175,27 @@ NODE_KEYS = (
 )
 
 
-def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+def alone(results: Sequence[Mapping[str, Any]], *, foreign: bool) -> list[str]:
+    """Return a sentence for each node that got nothing from others: no weights where they are
+    exchanged, or no rollouts where it was to learn from others' (``foreign``).
+    """
+    found = [result["trained_alone"] for result in results if result["trained_alone"]]
+    if foreign and len(results) > 1:
+        found += [
+            f"{result['name']} learnt alone: no rollout of another node reached it"
+            for result in results
+            if not result["rl"]["received"]
+        ]
+    return found
+
+
+def report(
+    results: Sequence[Mapping[str, Any]], seconds: float, *, foreign: bool
+) -> dict[str, Any]:
     """Return the report that ``--json`` prints last: each node under "nodes", and means over them,
     or sums (rollouts, bytes).
+
+    ``foreign``: the nodes were to learn from each other's rollouts.
     """
     found = [result["rl"] for result in results]
 
@@ -202,6 +228,9 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
         "bytes_received": sum(
             result["bytes_received"] + result["rl"]["bytes_received"] for result in results
         ),
+        "failed": sum(result["failed"] for result in results),
+        "internal_errors": internal_errors(results),
+        "trained_alone": alone(results, foreign=foreign),
         "params": results[0]["params"],
         "nodes": own,
         "wall_s": statistics.fmean(result["wall_s"] for result in results),
@@ -228,6 +257,7 @@ def summary(report: Mapping[str, Any]) -> str:
             f" (rounds of verification of {found['round_s']:g} s); the honest ones' reward: "
             f"{found['honest_final_reward']:.3f}"
         )
+    lonely = "".join(f"\n{sentence}" for sentence in report["trained_alone"])
     return (
         f"{report['peers']} nodes, {report['params']:,} parameters, {report['rounds']} rounds of "
         f"{report['env']!r}, "
@@ -239,5 +269,5 @@ def summary(report: Mapping[str, Any]) -> str:
         "node\n"
         f"{report['sent']} rollouts sent, {report['received']} received, {report['used']} learnt "
         f"from; not used: {refused}\n"
-        f"{amount(report['bytes_sent'])} sent{verified}"
+        f"{amount(report['bytes_sent'])} sent{verified}{lonely}{erring(report)}"
     )
