@@ -94,7 +94,7 @@ PACKAGES = {
         "data": set(),
         "training": {"config"},
         "watch": set(),
-        "integrations": {"checkpoint", "config", "metrics"},
+        "integrations": {"checkpoint", "config", "metrics", "training"},
         "tasks": {"data", "training"},
         "checkpoint": {"tasks"},
         "metrics": {"config"},

@@ -40,6 +40,7 @@ from shoal.node.home import expanded
 from shoal.node.inner_tensors import holds_inner, initialise, load_whole_model, put_together
 from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields
 from shoal.node.metrics.sinks import about, open_sinks
+from shoal.node.training.model_form import check_can_resume, forms
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.outer.inner import Inner, Stepped, all_parameters
 from shoal.swarm.errors import ShoalError
@@ -209,6 +210,7 @@ class Run:
         self.folder = Path(expanded(folder)).absolute()
         self._model, self._every = model, checkpoint_every
         self._inner = [inner] if isinstance(inner, Optimizer) else [*inner]
+        self._made = forms(model.state_dict())
         self.step = 0
         """Inner steps done, with those before a resume."""
         self.extra: dict[str, Any] = {}
@@ -233,7 +235,11 @@ class Run:
             ) from error
         self._sinks = open_sinks(self._node, log.warning)
         self._saver = CheckpointWriter(
-            self.folder, keep=keep, state=self._state, notify=log.warning
+            self.folder,
+            keep=keep,
+            state=self._state,
+            notify=log.warning,
+            check=self._check_can_resume,
         )
         self._recording: tuple[Session, OuterOptimizer, Metrics] | None = None
         self._base, self._shown = 0, -math.inf
@@ -246,6 +252,18 @@ class Run:
             "inner": [one.state_dict() for one in self._inner],
             "extra": self.extra,
         }
+
+    def _check_can_resume(self) -> None:
+        """Raise TrainingError if no `Run` could go on from the present state.
+
+        That of a model which is cut among ranks is gathered by the loop's own means.
+        """
+        model = self._model.state_dict()
+        if any(hasattr(value, "to_local") for value in model.values()):
+            return
+        when = "the Run was: give the model its form before"
+        for one in self._inner:
+            check_can_resume(self._made, model, one.state_dict()["state"], when=when)
 
     def _restore(self) -> None:
         self.step, state = load(self.folder)
@@ -316,8 +334,8 @@ class Run:
         """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others
         see too (`Session.report`).
 
-        CheckpointError at the first one, if a checkpoint cannot hold what the model, the optimizer
-        or ``extra`` keeps.
+        At the first one CheckpointError, if a checkpoint cannot hold what the model, the optimizer
+        or ``extra`` keeps, and TrainingError, if no run could go on from it.
         """
         session, opt, metrics = self._begun()
         self.step = self._base + opt.steps

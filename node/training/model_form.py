@@ -55,6 +55,29 @@ def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | 
     return None
 
 
+def check_can_resume(
+    made: Mapping[str, Any], model: Mapping[str, Any], inner: Mapping[Any, Any], *, when: str
+) -> None:
+    """Raise TrainingError if a run could not go on from the present state, without a copy of it.
+
+    What a run would load is tried as far as it costs no memory: the model's form, and the making of
+    an optimizer's tensors of a class of their own.
+
+    Args:
+        made: the `forms` of the model's state as it was made.
+        model: its present state.
+        inner: the "state" of the inner optimizer's.
+        when: it was made, and the remedy, such as "the task made it: make it so in model()".
+    """
+    name = first_difference(forms(model), made)
+    if name is not None:
+        raise TrainingError(
+            f"No run could go on from a checkpoint: the model's {name!r} is of another form after "
+            f"the first step than when {when}."
+        )
+    check_can_be_made(inner)
+
+
 def check_can_be_made(state: Mapping[Any, Any]) -> None:
     """Raise TrainingError unless an optimizer's tensors of classes of their own can be made again
     from the plain ones that a checkpoint holds.

@@ -30,7 +30,7 @@ from shoal.node.training.inner_optimizer import make_inner
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
 from shoal.node.training.loader import Loader
-from shoal.node.training.model_form import check_can_be_made, check_values, first_difference, forms
+from shoal.node.training.model_form import check_can_resume, check_values, first_difference, forms
 from shoal.node.training.random_state import random_state, restore_random_state
 from shoal.node.training.recompute import recompute
 from shoal.node.training.resources import DevicePlan
@@ -430,21 +430,12 @@ class Trainer:
 
     def check_can_resume(self) -> None:
         """Raise TrainingError if a run could not go on from the present state: for the end of the
-        first step, without a copy.
-
-        What a run would load is tried as far as it costs no memory: the model's form, and the
-        making of an optimizer's tensors of a class of their own.
+        first step.
         """
         if self.layout.ranks > 1:
             return
-        state = self.model.state_dict()
-        name = first_difference(forms(state), self._made)
-        if name is not None:
-            raise TrainingError(
-                f"No run could go on from a checkpoint: the model's {name!r} is of another form "
-                "after the first step than when the task made it: make it so in model()."
-            )
-        check_can_be_made(self.opt.inner.state_dict()["state"])
+        model, inner = self.model.state_dict(), self.opt.inner.state_dict()["state"]
+        check_can_resume(self._made, model, inner, when="the task made it: make it so in model()")
 
     def schedule_at(self, step: int) -> None:
         """Let the learning-rate schedule go on to ``step`` of it; it never goes back."""

@@ -10,6 +10,8 @@ import torch
 import shoal
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.integrations.own_loop import RunError
+from shoal.node.training.training_error import TrainingError
+from tests.support.coded_tensor import Coded
 
 HERE = shoal.NetworkOptions(listen=["/ip4/127.0.0.1/tcp/0"])
 
@@ -132,6 +134,45 @@ def test_a_value_that_cannot_be_kept_is_an_error_at_the_first_step(tmp_path):
     ):
         train(run, model, inner, 4)
     assert events(tmp_path, "end")[0]["steps"] == 1
+
+
+def test_a_run_that_could_not_be_gone_on_with_ends_at_its_first_step(tmp_path):
+    """The fault: it trained to its end, and no checkpoint could be loaded."""
+    model, inner = parts()
+    run = shoal.Run(tmp_path, model, inner)
+    model.register_buffer("late", torch.zeros(2))
+    with pytest.raises(TrainingError) as caught:
+        train(run, model, inner, 4)
+    assert str(caught.value) == (
+        "No run could go on from a checkpoint: the model's 'late' is of another form after the "
+        "first step than when the Run was: give the model its form before."
+    )
+    assert events(tmp_path, "end")[0]["steps"] == 1
+    assert not [*tmp_path.glob("step-*")]
+
+
+class Unmakeable(Coded):
+    """A tensor of a class of its own that cannot be made from its parts."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, _context, _size=None, _stride=None):
+        raise RuntimeError("not again")
+
+
+class Odd(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = Unmakeable.of(parameter.detach())
+
+
+def test_an_optimizer_whose_state_cannot_be_made_again_ends_the_run_too(tmp_path):
+    """Mutant: only the first of several inner optimizers is looked at."""
+    model, _ = parts()
+    inner = [torch.optim.SGD([model.weight], lr=0.01), Odd([model.bias], lr=0.01)]
+    run = shoal.Run(tmp_path, model, inner)
+    with pytest.raises(TrainingError, match=r"Unmakeable at .* cannot be made again"):
+        train(run, model, inner, 4)
 
 
 def test_a_last_checkpoint_that_fails_is_an_error_after_all_else_is_done(tmp_path):
