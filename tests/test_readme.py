@@ -257,3 +257,10 @@ def test_exit_codes_are_those_of_the_program():
         r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M
     )
     assert rows == [(str(int(code)), code.meaning) for code in ExitCode]
+
+
+def test_the_tour_names_ten_files():
+    tour = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("## A tour of ten")[2]
+    named = re.findall(r"^\d+\. `([\w/]+\.py)`", tour, re.M)
+    assert len(named) == 10
+    assert not [name for name in named if not (ROOT / name).is_file()]
