@@ -32,6 +32,8 @@ STEPS_AFTER = 56
 """Steps after it: Lookahead and Ranger go back every 5 or 6 steps, others a little in each."""
 LONGEST_SIDE = 8
 """Sides of a tried parameter at most."""
+DEEPEST = 4
+"""Containers inside each other in which kept weights are looked for."""
 RATE = 1e-4
 """Part of the learning rate: weight decay and trust ratios are then too small to count."""
 LEAST_LEFT = 0.9
@@ -141,11 +143,15 @@ class SmallCopy:
         self._generator = torch.Generator().manual_seed(1)
         self._keep_state = keep_state
         self.parameters: list[Tensor] = []
+        self._shapes: set[torch.Size] = set()
         self._memo: dict[int, Any] = {}
         self._alive: list[Any] = []  # deepcopy knows objects by their address
         several = list(nested(optimizer))
         for one in several:
             self._shrink(one)
+        for one in several:
+            ours = ("state", "param_groups")  # of which `_shrink` has seen
+            self._cut_kept({name: value for name, value in vars(one).items() if name not in ours})
         copies = [object.__new__(type(one)) for one in several]
         for one, made in zip(several, copies, strict=True):
             self._memo[id(one)] = made
@@ -202,11 +208,13 @@ class SmallCopy:
                 continue
             small: dict[int, Tensor] = {}
             for parameter in group["params"]:
+                self._shapes.add(parameter.shape)
                 dimensions = parameter.dim()
                 if dimensions not in small:
                     small[dimensions] = self._small(parameter)
                 self._note(parameter, small[dimensions])
             made = {key: value for key, value in group.items() if key != "params"}
+            self._cut_kept(made)
             made = copy.deepcopy(made, self._memo)
             made["params"] = list(small.values())
             for name in ("lr", "initial_lr"):
@@ -243,6 +251,18 @@ class SmallCopy:
                     cut[small][name] = local(value)[corner].detach().clone()
                 else:
                     cut[small][name] = copy.deepcopy(value, self._memo)
+
+    def _cut_kept(self, value: Any, depth: int = 0) -> None:
+        """Note the corner of each tensor as large as a parameter in ``value``, such as weights that
+        are kept in a list beside the state.
+        """
+        if isinstance(value, Tensor):
+            if id(value) not in self._memo and value.shape in self._shapes:
+                corner = tuple(slice(LONGEST_SIDE) for _ in value.shape)
+                self._note(value, local(value)[corner].detach().clone())
+        elif depth < DEEPEST and isinstance(value, dict | list | tuple):
+            for inside in list(value.values() if isinstance(value, dict) else value):
+                self._cut_kept(inside, depth + 1)
 
     def _note(self, original: Any, replacement: Any) -> None:
         self._memo[id(original)] = replacement

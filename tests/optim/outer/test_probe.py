@@ -72,6 +72,132 @@ def test_one_that_goes_back_is_told_at_any_rate(kind, rate):
     assert share < LEAST_LEFT
 
 
+# Weights that come back: where they are kept, and how they do.
+
+
+def _state_of_each(optimizer, parameters):
+    return [optimizer.state[parameter] for parameter in parameters]
+
+
+def _attribute(optimizer, parameters):
+    if not hasattr(optimizer, "kept"):
+        optimizer.kept = {parameter: {} for parameter in parameters}
+    return [optimizer.kept[parameter] for parameter in parameters]
+
+
+def _list_of_a_group(optimizer, parameters):
+    group = optimizer.param_groups[0]
+    group.setdefault("kept", [{} for _ in parameters])
+    return group["kept"]
+
+
+PLACES = [_state_of_each, _attribute, _list_of_a_group]
+
+
+class Keeps(torch.optim.SGD):
+    """SGD that keeps what a subclass does at ``place``, from the start or from its first step."""
+
+    def __init__(self, parameters, place=_state_of_each, *, early=False):
+        super().__init__(parameters, lr=0.1)
+        self.place = place
+        if early:
+            self.each(self.keep)
+
+    def each(self, do):
+        parameters = self.param_groups[0]["params"]
+        for parameter, kept in zip(parameters, self.place(self, parameters), strict=False):
+            do(parameter, kept)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.each(self.keep)
+        super().step(closure)
+        self.each(self.after)
+
+    def keep(self, parameter, kept):
+        kept.setdefault("weights", parameter.detach().clone())
+
+
+class Pulled(Keeps):
+    """Averages all weights so far, and goes back to the average a little in every step."""
+
+    def after(self, parameter, kept):
+        kept["weights"].lerp_(parameter, 0.1)
+        parameter.lerp_(kept["weights"], 0.1)
+
+
+class FromTheStart(Keeps):
+    """Dual averaging: the first weights less the sum of all gradients, as MADGRAD and FTRL do."""
+
+    def after(self, parameter, kept):
+        total = kept.setdefault("total", torch.zeros_like(parameter))
+        total += parameter.grad
+        parameter.copy_(kept["weights"] - 0.1 * total)
+
+
+class Extrapolates(Keeps):
+    """Steps from weights in its state, and shows a mean of these and their average, as
+    schedule-free ones do.
+    """
+
+    def after(self, parameter, kept):
+        kept["weights"].sub_(parameter.grad, alpha=0.1)
+        average = kept.setdefault("average", kept["weights"].clone())
+        average.lerp_(kept["weights"], 0.1)
+        parameter.copy_(torch.lerp(kept["weights"], average, 0.9))
+
+
+@pytest.mark.parametrize("width", [4, 4 * probe.LONGEST_SIDE])
+@pytest.mark.parametrize("early", [False, True], ids=["at its first step", "from the start"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", [Pulled, FromTheStart, Extrapolates])
+def test_weights_are_found_wherever_and_however_they_are_kept(kind, place, early, width):
+    """Mutants, of which each fails some: only the state that steps made is tried (`keep_state`);
+    what is kept of a large parameter beside the state is not cut, so that the copy takes no step;
+    the displacement comes before the first step (`STEPS_BEFORE`), or shows after one
+    (`STEPS_AFTER`).
+    """
+    net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    with pytest.raises(ValueError, match=f"{kind.__name__} remembers earlier weights"):
+        NoLoCo(kind(net.parameters(), place, early=early), Alone(), lag=0)
+
+
+class Averages(Pulled):
+    """Keeps an average for evaluation, and never goes back to it."""
+
+    def after(self, parameter, kept):
+        kept["weights"].lerp_(parameter, 0.1)
+
+
+class Measures(Keeps):
+    """Keeps the last weights, to say how far a step went."""
+
+    def after(self, parameter, kept):
+        self.moved = (parameter - kept["weights"]).norm()
+        kept["weights"].copy_(parameter)
+
+
+class InDouble(Keeps):
+    """Steps in double, in weights of its own that it reads from the model before every step."""
+
+    def keep(self, parameter, kept):
+        kept["weights"] = parameter.detach().double()
+
+    def after(self, parameter, kept):
+        parameter.copy_(kept["weights"] - 0.1 * parameter.grad)
+
+
+@pytest.mark.parametrize("width", [4, 4 * probe.LONGEST_SIDE])
+@pytest.mark.parametrize("early", [False, True], ids=["at its first step", "from the start"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", [Averages, Measures, InDouble])
+def test_kept_weights_that_do_not_come_back_are_no_harm(kind, place, early, width, caplog):
+    """Mutant: an optimizer is refused for weights in its state, whatever it does with them."""
+    net = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    NoLoCo(kind(net.parameters(), place, early=early), Alone(), lag=0)
+    assert not caplog.records
+
+
 def test_one_inside_another_is_tried_too():
     """Mutant: the inside is shared with the real one, which is stepped, or has the real
     parameters.
