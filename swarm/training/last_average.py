@@ -412,6 +412,6 @@ def end_loop(
     checked = settings.check_loss and evaluate is not None
     report = average_at_end(opt, last, exchange, held_out_loss, checked=checked)
     if last is not None:
-        complete = report.members and not report.missing
+        complete = report.members and not report.missing and not report.refused
         log.log(logging.INFO if complete else logging.WARNING, "%s", report.said())
     return report
