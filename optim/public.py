@@ -30,11 +30,13 @@ from shoal.optim.inner import muon
 from shoal.optim.layers import hidden_matrices
 from shoal.optim.methods import METHODS, Method, method_named, methods_with
 from shoal.optim.outer.averaged import float_buffers
+from shoal.optim.outer.config_diff import config_diff
 from shoal.optim.outer.contribution_weight import by_rate, by_steps, by_tokens, equal
 from shoal.optim.outer.fragments import strided
 from shoal.optim.outer.in_flight import RoundInfo
 from shoal.optim.outer.inner import Stepped
-from shoal.optim.outer.optimizer import Options, OuterOptimizer, config_diff
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Options
 from shoal.optim.outer.rule import RoundContext, Rule
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.rules.co2 import CO2, CO2Rule

@@ -21,7 +21,8 @@ from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.contribution_weight import by_rate
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, averaged_parameters, cut
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Fragments, Options, averaged_parameters, cut
 from shoal.optim.outer.rule import (
     RoundContext,
     State,

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options
+from shoal.optim.outer.options import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, move_on, zeros
 from shoal.optim.rules.gossip import GossipOptimizer
 from shoal.optim.rules.stability import warn_if_unstable

@@ -23,7 +23,8 @@ from shoal.optim.codecs.partial import check_can_divide
 from shoal.optim.device import to_device
 from shoal.optim.exchange.base import Exchange, RoundKey
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Options, OuterOptimizer
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Options
 from shoal.optim.outer.rule import RoundContext, State, assign
 from shoal.optim.schedule.schedules import Every
 

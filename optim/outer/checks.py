@@ -12,26 +12,35 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.optim.outer.rule import Rule
+from shoal.optim.outer.rule import Rule, State, same_memory
 from shoal.optim.schedule.schedules import Schedule
 
 Given = Mapping[str, Sequence[Tensor]]
+"""A rule's tensors by name, as another peer has them."""
+
+POSSIBLE_ROUNDS = 2**63
+"""Above every round number that is sent."""
+POSSIBLE_COUNT = 2**31
+"""Above every lag and every number of tensors."""
 
 
 def check_rank(saved: Sequence[int] | None, own: Sequence[int] | None) -> None:
-    """Raise ValueError unless the state is of the same part of a peer: rank and number of ranks,
-    None if it is one process.
+    """Raise ValueError unless the state is of the same part of a peer.
+
+    That is a rank and the number of ranks; None if it is one process.
     """
     if saved == own:
         return
-    was, now = (
-        "one process" if rank is None else f"rank {rank[0]} of {rank[1]}" for rank in (saved, own)
-    )
     raise ValueError(
-        f"the saved outer state is of {was}, and this is {now}: each rank loads its own, and "
+        f"the saved outer state is of {_rank_name(saved)}, and this is {_rank_name(own)}: each "
+        "rank loads its own, and "
         "shoal.optim.ranks.orders saves and "
         "loads what goes with any number of ranks"
     )
+
+
+def _rank_name(rank: Sequence[int] | None) -> str:
+    return "one process" if rank is None else f"rank {rank[0]} of {rank[1]}"
 
 
 def check_keys(state: dict[str, Any]) -> dict[str, Any]:
@@ -57,21 +66,40 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
             )
 
 
-def check_record(record: Mapping[str, Any], parts: int, steps: int, position: int) -> None:
+def check_rule_state(state: Mapping[str, Any], own: State, kind: str) -> None:
+    """Raise ValueError unless a rule of this ``kind`` can go on with the saved rule's state.
+
+    ``own``: its initial state, for names and shapes.
+    """
+    for name, tensors in state["rule"].items():
+        if name not in own:
+            raise ValueError(
+                f"the saved outer state has {name!r}, which this method does not use: resume "
+                "with the same method"
+            )
+        check_shapes(f"the saved outer state {name!r}", tensors, own[name])
+    was = state.get("kind")
+    if state["rule"] and was is not None and not same_memory(was, kind):
+        raise ValueError(
+            f"the saved outer state is of {was}, not of {kind}: resume with the same method"
+        )
+
+
+def check_record(record: Mapping[str, Any], fragments: int, steps: int, position: int) -> None:
     """Raise ValueError unless the numbers of a saved exchange in flight are possible.
 
     Its tensors are checked elsewhere.
     """
     facts = record["facts"]
-    bounds = {
-        "round": 2**63,
-        "fragment": parts - 1,
+    highest = {
+        "round": POSSIBLE_ROUNDS,
+        "fragment": fragments - 1,
         "step": steps,
         "position": position,
-        "lag": 2**31,
-        "even": 2**31,
+        "lag": POSSIBLE_COUNT,
+        "even": POSSIBLE_COUNT,
     }
-    for name, most in bounds.items():
+    for name, most in highest.items():
         if not isinstance(facts[name], int) or not 0 <= facts[name] <= most:
             raise ValueError(
                 f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between "
@@ -112,16 +140,8 @@ def check_given(
         )
 
 
-def settings_of(rule: Rule) -> dict[str, Any]:
-    values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
-    return {
-        name: value
-        for name, value in values.items()
-        if value is None or isinstance(value, int | float)
-    }
-
-
 def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the saved outer groups. ValueError unless there are ``count``."""
     groups: list[dict[str, Any]] = state["groups"]
     if len(groups) != count:
         raise ValueError(
@@ -130,21 +150,33 @@ def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return groups
 
 
+def settings_of(rule: Rule) -> dict[str, Any]:
+    """Return the numbers that a rule was made with."""
+    found: dict[str, Any] = {}
+    for field in fields(rule):  # type: ignore[arg-type]
+        value = getattr(rule, field.name)
+        if value is None or isinstance(value, int | float):
+            found[field.name] = value
+    return found
+
+
 def settings_changed(
     state: Mapping[str, Any], rule: Rule, schedule: Schedule, restored: Collection[str] = ()
 ) -> str | None:
-    """Return a clause on the settings, but for those ``restored``, that were others when ``state``
-    was saved, or None.
+    """Return a clause on the settings that were others when ``state`` was saved, or None.
+
+    ``restored``: settings that the state brings along, of which nothing is said.
     """
-    was, now = state["settings"], settings_of(rule)
-    names = [
-        name for name in now if name in was and was[name] != now[name] and name not in restored
-    ]
-    before, after = ([f"{name} {values[name]}" for name in names] for values in (was, now))
+    before: list[str] = []
+    after: list[str] = []
+    was = state["settings"]
+    for name, value in settings_of(rule).items():
+        if name in was and was[name] != value and name not in restored:
+            before.append(f"{name} {was[name]}")
+            after.append(f"{name} {value}")
     if state["schedule"] != repr(schedule):
-        before, after = [*before, state["schedule"]], [*after, repr(schedule)]
-    return (
-        f"the saved outer state had {', '.join(before)}, this optimizer has {', '.join(after)}"
-        if before
-        else None
-    )
+        before.append(state["schedule"])
+        after.append(repr(schedule))
+    if not before:
+        return None
+    return f"the saved outer state had {', '.join(before)}, this optimizer has {', '.join(after)}"

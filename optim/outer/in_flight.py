@@ -1,12 +1,16 @@
-"""Contributions between their sending and the application of their means; checks of saved outer
-state before it is loaded.
+"""A fragment between its rounds, and its exchanges in flight: sent, and not applied yet.
+
+    send at step 100 --> PendingExchange in FragmentState.in_flight --> apply at step 105
+
+Without a lag a fragment has no exchange in flight between two steps. With one it has at most one,
+under ``Delayed`` and while its first mean is waited for two.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +22,22 @@ from shoal.optim.outer.rule import RoundContext
 from shoal.optim.outer.weights import ModelWeights
 
 Record = dict[str, Any]
-"""A pending exchange as it is saved: "facts", which JSON can hold, and lists of "tensors" by name.
-"""
+"""An exchange as it is saved: "facts", which JSON can hold, and lists of "tensors" by name."""
+
+
+@dataclass(frozen=True)
+class RoundInfo:
+    """Outcome of one exchange, as handed to ``on_round``."""
+
+    key: RoundKey
+    members: tuple[str, ...]
+    """Peer ids in the mean; empty if no peer answered."""
+    step: int
+    """Inner steps finished when the mean was applied."""
+    lag: int
+    """Inner steps between sending and applying."""
+    late: bool = False
+    """True if it was not there within the lag that was expected when it was sent (lag "auto")."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +48,16 @@ class Sent:
     tail: Sequence[Tensor]
     """Averaged buffers, which follow the contribution."""
     weight: float
-    """0: the peer listens.
-
-    None was handed in if it is out of the round (``PendingExchange.absent``).
-    """
+    """0: this peer listens, or is out of the round (``PendingExchange.absent``)."""
     even: int = 0
+    """How many of the first tensors need a plain mean, whatever the weights."""
     state: tuple[float, ...] = ()
     """The sketch of the slow weights, if the exchange ``compares``."""
 
 
 @dataclass(eq=False)
 class PendingExchange:
-    """Record of an exchange whose mean ``OuterOptimizer`` has not applied yet."""
+    """An exchange whose mean is not applied yet."""
 
     weights: ModelWeights
     part: Sequence[int]
@@ -49,14 +65,13 @@ class PendingExchange:
     context: RoundContext
     sent: Sent
     rules: Parts
-    """The rules that made it, and that apply its mean."""
+    """The rules that made the contribution, and that apply its mean."""
     step: int
+    """Inner steps when it was sent."""
     position: int
     """Position in the schedule at which it was sent."""
     lag: int
-    """Positions after which it is applied under a fixed schedule; with lag "auto" those that were
-    expected when it was sent.
-    """
+    """Positions after which it is applied, with lag "auto" those expected when it was sent."""
     absent: bool = False
     """True if this peer stayed out of the round."""
     fast: Sequence[Tensor] = ()
@@ -73,6 +88,7 @@ class PendingExchange:
         return self.context.key.fragment
 
     def result(self) -> Mean | None:
+        """Wait for the outcome, and return it."""
         assert self.handle is not None  # all are begun before anything else
         return self.handle.result()
 
@@ -82,55 +98,64 @@ class PendingExchange:
             return
         self.mean = self.result()
         self.finished = True
-        if self._awaited(codec):
-            if self.mean is None:
-                self._reject(codec)
-            elif isinstance(codec, Rejectable) and self.weights.first:
-                codec.accepted()
+        if not self._awaited(codec):
+            return
+        if self.mean is None:
+            self._reject(codec)
+        elif isinstance(codec, Rejectable) and self.weights.first:
+            codec.accepted()
 
     def cancel(self, codec: Codec) -> None:
         """Abandon the exchange.
 
         The difference of slow and fast weights still holds its contribution, so it is sent again.
         """
-        if not self.finished and self.handle is not None:
+        if self.finished:
+            return
+        if self.handle is not None:
             self.handle.close()
-        if not self.finished and self._awaited(codec):
+        if self._awaited(codec):
             self._reject(codec)
 
-    def state_of(self, codec: Codec) -> dict[str, Any]:
-        """Return the codec's state as if the contribution had been refused, so that it is sent
-        again with the next one.
+    def poll(self, position: int) -> None:
+        """Note when it was over, if it is."""
+        if self.arrived is None and self.handle is not None and self.handle.done():
+            self.arrived = max(position - self.position, 1)
+
+    def codec_state(self, codec: Codec) -> dict[str, Any]:
+        """Return the codec's state as if the contribution had been refused.
+
+        So it would be sent again with the next one.
         """
         if self.finished or not self._awaited(codec):
             return codec.state_dict()
-        unsent = self.weights.whole(self.part, self.sent.contribution)
-        return (
-            codec.state_dict(unsent)
-            if isinstance(codec, Rejectable) and self.weights.first
-            else codec.state_dict()
-        )
+        unsent = self._whole_contribution()
+        if isinstance(codec, Rejectable) and self.weights.first:
+            return codec.state_dict(unsent)
+        return codec.state_dict()
 
     def record(self, codec: Codec, start: Sequence[Tensor], *, copy: bool) -> Record:
-        """Return what is needed to begin the exchange anew: with it nothing need be taken back.
+        """Return what is needed to begin the exchange anew, so that nothing need be taken back.
 
-        ``start``: the rule's START.
-
-        ``copy=False``: with the tensors themselves, for a caller that writes them at once.
+        Args:
+            codec: of the fragment.
+            start: the rule's START for the fragment.
+            copy: False: the tensors themselves, for a caller that writes them at once.
         """
-        awaited = self._awaited(codec) and self.weights.first
-        memory = codec.state_dict() if awaited else {}
-        payload = codec.payload if awaited and isinstance(codec, Resendable) else None
-        tensors = {
+        tensors: dict[str, Sequence[Tensor]] = {
             "sent": self.sent.contribution,
             "tail": self.sent.tail,
             "fast": self.fast,
             "start": start,
+            "error": (),
+            "payload": (),
         }
-        tensors |= {
-            "error": memory.pop("error", None) or (),
-            "payload": () if payload is None else [payload],
-        }
+        memory: dict[str, Any] = {}
+        if self._awaited(codec) and self.weights.first:
+            memory = codec.state_dict()
+            tensors["error"] = memory.pop("error", None) or ()
+            if isinstance(codec, Resendable) and codec.payload is not None:
+                tensors["payload"] = [codec.payload]
         facts = {
             "round": self.context.key.round,
             "fragment": self.fragment,
@@ -138,13 +163,7 @@ class PendingExchange:
             "counts": self.context.weight,
             "even": self.sent.even,
             "state": list(self.sent.state),
-            "settings": [
-                [
-                    {name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)},
-                    list(places),
-                ]
-                for rule, places in self.rules
-            ],
+            "settings": [[_settings(rule), list(places)] for rule, places in self.rules],
             "step": self.step,
             "position": self.position,
             "lag": self.lag,
@@ -152,79 +171,64 @@ class PendingExchange:
             "arrived": self.arrived,
             "codec": memory or None,
         }
-        return {
-            "facts": facts,
-            "tensors": {
-                name: [t.clone() if copy else t for t in some] for name, some in tensors.items()
-            },
-        }
+        saved: dict[str, list[Tensor]] = {}
+        for name, some in tensors.items():
+            saved[name] = [tensor.clone() if copy else tensor for tensor in some]
+        return {"facts": facts, "tensors": saved}
 
     def _awaited(self, codec: Codec) -> bool:
-        """Return True if the codec awaits the outcome; an exchange without a partner in view need
-        not have encoded.
+        """Return True if the codec awaits the outcome.
+
+        An exchange without a partner in view need not have encoded.
         """
         return isinstance(codec, Rejectable) and self.weights.agreed(codec.pending)
 
     def _reject(self, codec: Codec) -> None:
-        contribution = self.weights.whole(
-            self.part, self.sent.contribution
-        )  # the codec has seen the whole
+        contribution = self._whole_contribution()
         if isinstance(codec, Rejectable) and self.weights.first:
             codec.rejected(contribution)
 
-
-class InFlight:
-    """The exchanges whose means are not applied yet: by fragment, and of a fragment the oldest
-    first.
-    """
-
-    def __init__(self, fragments: int) -> None:
-        self._of: list[list[PendingExchange]] = [[] for _ in range(fragments)]
-
-    def __iter__(self) -> Iterator[PendingExchange]:
-        return iter([pending for some in self._of for pending in some])
-
-    def of(self, fragment: int) -> list[PendingExchange]:
-        return list(self._of[fragment]) if fragment < len(self._of) else []
-
-    def add(self, pending: PendingExchange) -> None:
-        self._of[pending.fragment].append(pending)
-
-    def remove(self, pending: PendingExchange) -> None:
-        self._of[pending.fragment].remove(pending)
-
-    def due(self, fragment: int, position: int | None) -> PendingExchange | None:
-        """Return the fragment's that was sent at ``position``, or its oldest; None if there is
-        none.
-        """
-        return next(
-            (p for p in self._of[fragment] if position is None or p.position == position), None
-        )
-
-    def drop(self, fragment: int, codec: Codec, until: float = math.inf) -> None:
-        """Cancel a fragment's exchanges from rounds up to ``until``."""
-        for pending in [
-            pending for pending in self._of[fragment] if pending.context.key.round <= until
-        ]:
-            pending.cancel(codec)
-            self._of[fragment].remove(pending)
-
-    def poll(self, position: int) -> None:
-        for pending in self:
-            if pending.arrived is None and pending.handle is not None and pending.handle.done():
-                pending.arrived = max(position - pending.position, 1)
+    def _whole_contribution(self) -> Sequence[Tensor]:
+        """Return what the codec has seen: the contribution of all ranks."""
+        return self.weights.whole(self.part, self.sent.contribution)
 
 
-@dataclass(frozen=True)
-class RoundInfo:
-    """Outcome of one exchange, as handed to ``on_round``."""
+def _settings(rule: object) -> dict[str, float]:
+    return {name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)}
 
-    key: RoundKey
-    members: tuple[str, ...]
-    """Peer ids in the mean; empty if no peer answered."""
-    step: int
-    """Inner steps finished when the mean was applied."""
-    lag: int
-    """Inner steps between sending and applying."""
-    late: bool = False
-    """True if it was not there within the lag that was expected when it was sent (lag "auto")."""
+
+@dataclass(eq=False)
+class FragmentState:
+    """One fragment of a model between its rounds."""
+
+    part: list[int]
+    """Positions of its parameters, ascending."""
+    codec: Codec
+    """How its contributions become bytes, with what it remembers of the last one."""
+    sent_at: tuple[int, int] = (0, 0)
+    """Steps and tokens counted when it was sent last."""
+    listens: bool = False
+    """True if its next contribution does not count."""
+    in_flight: list[PendingExchange] = field(default_factory=list)
+    """The oldest first."""
+
+    def sent_at_position(self, position: int) -> PendingExchange | None:
+        """Return the exchange that was sent there in the schedule, if it is in flight."""
+        for pending in self.in_flight:
+            if pending.position == position:
+                return pending
+        return None
+
+    def drop(self, until: float = math.inf) -> None:
+        """Cancel its exchanges of rounds up to ``until``."""
+        for pending in list(self.in_flight):
+            if pending.context.key.round <= until:
+                pending.cancel(self.codec)
+                self.in_flight.remove(pending)
+
+    def codec_state(self) -> dict[str, Any]:
+        """Return the codec's state as if the contribution that is on its way had been refused."""
+        for pending in self.in_flight:
+            if not pending.finished:
+                return pending.codec_state(self.codec)
+        return self.codec.state_dict()

@@ -1,38 +1,35 @@
 """The outer optimizer: a real ``torch.optim.Optimizer`` that wraps the user's inner one.
 
+    loss.backward()
+    opt.step()          # inner step; where the schedule says so, also send and apply
+    opt.zero_grad()
+
 It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate schedulers and
 ``GradScaler`` act on it as on any optimizer. When the schedule says so, it hands a contribution to
 the exchange, applies the outer rule to the slow weights (float32, or float64 if a parameter is; on
 the CPU by default) and copies the fast weights back into the model. If no peer answers, the rule is
 applied to the own contribution alone: local progress is never lost.
 
-Rules that send displacements (`Anchored`) rely on equal slow weights, of which nothing is sent. So
-each contribution goes with a ``sketch`` of them. If the sketches of a round's members differ, as
-after a round that some missed, its members average once more, before they apply the mean: the slow
-weights and the shared state of those that are right, with weight 1; the others take the result with
-weight 0.
+Read on from ``step``: ``after_inner`` follows the schedule, ``_send`` makes a contribution, and
+``_apply`` takes its mean. The fields are listed in `shoal.optim.outer.state`, saving is in
+`shoal.optim.outer.saved_state`.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.optim.codecs.base import BufferTailCodec, Codec
+from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.device import accelerator_of, to_device, to_host, uncompiled
 from shoal.optim.exchange.base import (
-    Alone,
     Contribution,
     Exchange,
     Handle,
@@ -42,86 +39,38 @@ from shoal.optim.exchange.base import (
     RoundKey,
     differences,
 )
-from shoal.optim.outer.averaged import Exclude, excluded, trained
-from shoal.optim.outer.contribution_weight import Weight
-from shoal.optim.outer.fragments import Fragment, even, positions, possible, strided
-from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
-from shoal.optim.outer.inner import Inner
+from shoal.optim.outer.agreement import sources
+from shoal.optim.outer.in_flight import FragmentState, PendingExchange, RoundInfo, Sent
 from shoal.optim.outer.inner_step import accumulates, initialises, step_unless_overflow
+from shoal.optim.outer.options import check_arguments
 from shoal.optim.outer.outer_groups import apply_mean, contribution_of
-from shoal.optim.outer.rule import AveragesEvenly, KeepsFast, RoundContext, State, assign, kind_of
-from shoal.optim.outer.state import OuterState
-from shoal.optim.outer.weights import Processes
-from shoal.optim.parameters import AveragedParameters
-from shoal.optim.schedule.round_length import RoundLength
-from shoal.optim.schedule.schedules import Apply, Every, Schedule, Send, Streaming
+from shoal.optim.outer.rule import (
+    AveragesEvenly,
+    KeepsFast,
+    RoundContext,
+    State,
+    assign,
+)
+from shoal.optim.outer.saved_state import SavedState
+from shoal.optim.schedule.auto_lag import AutoLag
+from shoal.optim.schedule.schedules import Apply, Send
 
 if TYPE_CHECKING:
     from typing import Self
 
-
 logger = logging.getLogger(__name__)
 
-SAME = 1e-6
-"""Distance of two sketches, in parts of their largest number, up to which they differ by rounding
-alone.
-"""
+ROUNDS_PER_EXCHANGE = 2
+"""Rounds that an exchange may take while its bytes move (lag "auto"); then training waits."""
 
 
-def sources(states: Mapping[str, Sequence[float]], *, first: bool = False) -> list[str]:
-    """Return the peers whose slow weights all others should take the mean of; none if all hold the
-    same.
-
-    Of those that hold the same, the largest part is right: one of it stands for it. Among several
-    parts of that size none is nearer to the truth. After a round that failed for everyone each peer
-    has gone on alone, and the mean of their slow weights is what that round would have given
-    (exactly so under a linear rule). ``first``: nothing was averaged yet, so there is nothing in
-    common; then the first part is right, since a mean of independent initial weights is worse than
-    any.
-    """
-    parts: list[list[str]] = []
-    for peer in sorted(states):
-        for part in parts:
-            one, other = states[peer], states[part[0]]
-            if math.dist(one, other) <= SAME * max(map(abs, (*one, *other))):
-                part.append(peer)
-                break
-        else:
-            parts.append([peer])
-    if len(parts) < 2:
-        return []
-    most = max(map(len, parts))
-    largest = [part[0] for part in parts if len(part) == most]
-    return largest[:1] if first else largest
-
-
-LASTS = 2  # rounds that an exchange may take while its bytes move (lag "auto")
-
-Fragments = int | Sequence[Fragment]
-"""A number of fragments, or the modules or parameters of each."""
-
-
-class Options(TypedDict, total=False):
-    """Arguments that every method takes; see ``OuterOptimizer``."""
-
-    codec: Codec
-    run: str
-    slow_device: torch.device | str | Path
-    on_round: Callable[[RoundInfo], None] | None
-    weight: float | Weight
-    length: RoundLength | None
-    buffers: Literal["ignore", "average"]
-    model: nn.Module | None
-    exclude: Exclude
-    ranks: Processes | None
-
-
-class OuterOptimizer(OuterState):
+class OuterOptimizer(SavedState):
     """Outer optimizer around ``inner``, to be used in its place in the training loop.
 
-    The parameters that require a gradient when it is made are averaged (with LoRA the adapters). A
-    frozen one is neither kept nor sent; one that is frozen later stays in, because all peers must
-    send the same tensors.
+        opt = NoLoCo(inner, exchange, every=50)      # a subclass, with rule and schedule
+        ...; opt.step(); ...; opt.finish()
+
+    The parameters that require a gradient when it is made are averaged (with LoRA the adapters).
 
     Args:
         inner: an optimizer, or several of different parameters (``Combined``); their state is
@@ -167,108 +116,66 @@ class OuterOptimizer(OuterState):
 
         TypeError names the one that is wrong.
         """
-        constructors = [vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind)]
-        arguments = {
-            name
-            for constructor in constructors
-            for name in inspect.signature(constructor).parameters
-        }
-        for name in options.keys() - arguments:
-            near = difflib.get_close_matches(name, arguments, 1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"help({cls.__name__}) lists them"
-            raise TypeError(f"{cls.__name__} has no argument {name!r}: {hint}")
-        given = dict(zip(("inner", "exchange"), args, strict=False)) | options
-        inner, exchange = given.get("inner", ()), given.get("exchange", Alone())
-        several = (
-            [inner]
-            if isinstance(inner, torch.optim.Optimizer) or not isinstance(inner, Sequence)
-            else inner
-        )
-        if wrong := [one for one in several if not isinstance(one, torch.optim.Optimizer)]:
-            raise TypeError(
-                "inner must be an optimizer of torch, or a list of them, got "
-                f"{type(wrong[0]).__name__}"
-            )
-        if not isinstance(exchange, Exchange):
-            remedy = (
-                "hand in its exchange()"
-                if hasattr(exchange, "exchange")
-                else "such as session.exchange() or shoal.Alone()"
-            )
-            raise TypeError(
-                f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}"
-            )
+        check_arguments(cls, args, options)
         return super().__new__(cls)
-
-    @property
-    def parameters(self) -> AveragedParameters:
-        """The averaged parameters, in the order of ``slow``: that of the model, if there is one."""
-        return self._params
 
     _step_supports_amp_scaling = True
     """``GradScaler`` calls ``step`` after an overflow too, and leaves it to ``step`` to unscale the
     gradients.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError once the optimizer is made: the slow weights of the new parameters would
-        be missing.
-        """
-        if hasattr(self, "slow"):
-            raise ValueError(
-                "add parameter groups to the inner optimizer before wrapping it: later ones would "
-                "never be averaged"
-            )
-        super().add_param_group(param_group)
-
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one inner step, then do what the schedule asks for (it may wait for a partner,
-        within the exchange's limits).
+        """Take one inner step, then do what the schedule asks for.
 
-        ValueError if a parameter that was frozen when this was made requires a gradient now, or the
-        inner optimizer has more than it had; RuntimeError within ``averaged``. No step is taken
-        then. A step by which torch.distributed.checkpoint makes the inner optimizer's state counts
-        as none. Called by ``GradScaler.step`` it leaves the inner step out if a gradient is not
-        finite, and does the outer part all the same: peers count the same steps.
+        It may wait for a partner, within the exchange's limits. A step by which
+        torch.distributed.checkpoint makes the inner optimizer's state counts as none. Called by
+        ``GradScaler.step`` it leaves the inner step out if a gradient is not finite, and does the
+        outer part all the same: peers count the same steps.
+
+        Raises:
+            ValueError: a parameter that was frozen when this was made requires a gradient now, or
+                the inner optimizer has more than it had; no step is taken.
+            RuntimeError: within ``averaged``; no step is taken.
         """
-        scale, overflow = (
-            vars(self).get("grad_scale"),
-            vars(self).get("found_inf"),
-        )  # only while GradScaler calls
         try:
             self._check_not_averaged("step")
             self._watch.check_parameters(self.round)
             if closure is None and initialises(self):
-                changed = self._watch.weights_changed()
-                self.inner.step()
-                self._watch.stepped()
-                if not changed:  # else the first real step says so, unless a state is loaded before
-                    self._watch.note_weights()
+                self._make_inner_state()
                 return None
             self._check_weights()
-            loss: float | None = None
-            if overflow is None:
-                loss = self.inner.step(closure) if closure is not None else self.inner.step()
-            elif closure is None:
-                step_unless_overflow(self.inner, scale, overflow)
-            else:
-                raise RuntimeError(
-                    "GradScaler takes no closure: compute the gradients before, and call "
-                    "scaler.step(optimizer) alone"
-                )
-            if accumulates(self.inner):
-                return loss
-            self._outer_part()
+            loss = self._inner_step(closure)
+            if not accumulates(self.inner):
+                self._outer_part()
             return loss
         except BaseException:
             self._watch.forget_weights()  # the inner step may have been taken in part
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)  # GradScaler would leave them to the next step
             raise
+
+    def _inner_step(self, closure: Callable[[], float] | None) -> float | None:
+        overflow = vars(self).get("found_inf")  # there only while GradScaler calls
+        if overflow is None:
+            return self.inner.step(closure) if closure is not None else self.inner.step()
+        if closure is not None:
+            raise RuntimeError(
+                "GradScaler takes no closure: compute the gradients before, and call "
+                "scaler.step(optimizer) alone"
+            )
+        step_unless_overflow(self.inner, vars(self).get("grad_scale"), overflow)
+        return None
+
+    def _make_inner_state(self) -> None:
+        changed = self._watch.weights_changed()
+        self.inner.step()
+        self._watch.stepped()
+        if not changed:  # else the first real step says so, unless a state is loaded before
+            self._watch.note_weights()
 
     @uncompiled
     def _outer_part(self) -> None:
@@ -278,10 +185,9 @@ class OuterOptimizer(OuterState):
     def after_inner(self) -> Iterator[Handle]:
         """Do the outer part of ``step``.
 
-        Yields each exchange whose outcome is needed next; iterate to the end.
-
-        For callers that cannot block, such as a simulator with one thread for all peers: it lets
-        the exchange end, then goes on.
+        Yields each exchange whose outcome is needed next; iterate to the end. For callers that
+        cannot block, such as a simulator with one thread for all peers: it lets the exchange end,
+        then goes on.
         """
         self._check_not_averaged("step")
         self._watch.loaded_count = True
@@ -293,45 +199,361 @@ class OuterOptimizer(OuterState):
             yield from self._act(self.schedule.at(position))
         self._watch.note_weights()
 
+    def _act(self, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
+        """Do what the schedule asks for at the present position."""
+        if self._auto is not None:
+            for pending in self._in_flight:
+                pending.poll(self.position)
+        for action in actions:
+            if isinstance(action, Send):
+                yield from self._act_on_send(action.fragment, actions)
+            else:
+                yield from self._act_on_apply(action)
+        if self._auto is not None:
+            yield from self._apply_arrived(self._auto)
+
+    def _act_on_send(self, fragment: int, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
+        """Send a fragment, once its last exchange is over: it is in one at a time."""
+        state = self._fragment(fragment)
+        for pending in state.in_flight:
+            if self._lasts(pending):
+                self.round += 1  # left out, but the next number is the next fragment's
+                return
+        for pending in list(state.in_flight):
+            if not pending.finished and pending.handle is not None:
+                yield pending.handle
+            if self._auto is not None and not self._has_arrived(pending):
+                pending.arrived = self.position - pending.position
+            pending.wait(state.codec)
+            if self._auto is not None:
+                self._apply(pending)
+        applies_own = not state.in_flight and Apply(fragment) in actions
+        self._send(fragment, at_once=applies_own or Apply(fragment, 0) in actions)
+
+    def _act_on_apply(self, action: Apply) -> Iterator[Handle]:
+        """Apply the mean that is due; nothing if it was applied before, or was not sent."""
+        state = self._fragment(action.fragment)
+        due: PendingExchange | None = None
+        if action.after is not None:
+            due = state.sent_at_position(self.position - action.after)
+        elif state.in_flight:
+            due = state.in_flight[0]
+        if due is not None:
+            if not due.finished and due.handle is not None:
+                yield due.handle
+            self._apply(due)
+        elif state.in_flight and state.in_flight[-1].position == self.position:
+            self._apply_nothing(state.in_flight[-1])
+
+    def _apply_arrived(self, auto: AutoLag) -> Iterator[Handle]:
+        """Apply the means that are there, with a lag that follows their arrivals.
+
+        An exchange is asked for only once it has taken as long as the quickest of the last ones:
+        in a peer of several ranks asking has a price.
+        """
+        for pending in self._in_flight:
+            if self.position - pending.position < auto.least:
+                continue
+            if self._has_arrived(pending) and not self._is_deferred(pending):
+                if pending.handle is not None:
+                    yield pending.handle
+                self._apply(pending)
+
+    def _has_arrived(self, pending: PendingExchange) -> bool:
+        """Return True if the exchange is over, in all ranks: rank 0 decides."""
+        pending.arrived = self._weights.agreed(pending.arrived)
+        return pending.arrived is not None
+
+    def _lasts(self, pending: PendingExchange) -> bool:
+        """Return True if training goes on although the fragment is due, for a slow link's mean.
+
+        Rank 0 decides.
+        """
+        if self._auto is None:
+            return False
+        if self.position - pending.position >= ROUNDS_PER_EXCHANGE * self._auto.every:
+            return False
+        if self._has_arrived(pending):
+            return False
+        return self._weights.agreed(pending.handle is not None and pending.handle.leave_out())
+
+    def _is_deferred(self, pending: PendingExchange) -> bool:
+        """Return True if the members' slow weights differ, so that the mean is applied later.
+
+        All then begin a second exchange (``_equalise``), in the same order of rounds: just before
+        the fragment is sent again.
+        """
+        if not (self.anchored and self.exchange.compares):
+            return False
+        mean = pending.result()
+        return mean is not None and bool(sources(mean.states))
+
+    def _fragment(self, number: int) -> FragmentState:
+        if number >= self.fragments:
+            raise ValueError(
+                f"the schedule sends fragment {number}, but there are only {self.fragments}: "
+                "hand in fragments="
+            )
+        return self._fragments[number]
+
+    @torch.no_grad()
+    def _send(self, number: int, *, at_once: bool) -> None:
+        """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
+        fragment = self._fragment(number)
+        part = fragment.part
+        weight = self._weigh(fragment)
+        tail = self._buffers.now() if number == 0 else []
+        if self.slow[0].device.type == "cpu":
+            tail = to_host(tail, waits=self._weights.waits(part, tail))
+        self._weights.read(part)
+        if not at_once:
+            tail = [tensor.clone() for tensor in tail]
+        listens = fragment.listens
+        fragment.listens = False
+        decided = self._weights.agreed((self.round, weight, listens, self.lag))
+        self.round, weight, listens, lag = decided
+
+        key = RoundKey(self.run, self.round, number)
+        own_weight = 1.0 if listens or not weight else weight
+        context = self._context(key, weight=own_weight, total=own_weight)
+        rules = self.outer.rules(part)
+        slow, fast, state = self._tensors_of(part)
+        contribution = contribution_of(rules, slow, fast, state, context)
+        if not at_once:  # otherwise nothing that it is made of changes before its mean is applied
+            contribution = self._detached(contribution)
+        first_rule = rules[0][0]
+        even = first_rule.even(len(contribution)) if isinstance(first_rule, AveragesEvenly) else 0
+        compared = self.anchored and self.exchange.compares
+        shown = self._weights.sketch(part) if compared else ()
+        pending = PendingExchange(
+            weights=self._weights,
+            part=part,
+            context=context,
+            sent=Sent(contribution, tail, 0.0 if listens else weight, even, shown),
+            rules=rules,
+            step=self.steps,
+            position=self.position,
+            lag=lag,
+            absent=weight == 0,
+        )
+        if weight and isinstance(fragment.codec, Mod4Codec):
+            moved = self._weights.whole(part, differences(fast, slow))
+            fragment.codec.expect(f"{self.run}:{self.round}:{number}", moved)
+        self._start(pending)
+        if not at_once and isinstance(self.rule, KeepsFast):
+            pending.fast = [tensor.clone() for tensor in fast]
+        fragment.in_flight.append(pending)
+        fragment.sent_at = (self.steps, self.tokens)
+        self.round += 1
+
+    def _start(self, pending: PendingExchange) -> None:
+        """Begin the exchange of what was sent."""
+        key = pending.context.key
+        sent = pending.sent
+        if pending.absent:
+            pending.handle = NoPartner()
+            self.exchange.absent(key)
+            return
+        codec = self._fragments[key.fragment].codec
+        if sent.tail:
+            codec = BufferTailCodec(codec, len(sent.tail))
+        whole = sent.contribution
+        if not isinstance(whole, OnDemand):
+            whole = OnDemand(whole)
+        tensors = whole.rounded(torch.float32).joined(sent.tail)
+        pending.handle = self.exchange.start(
+            Contribution(key, tensors, sent.weight, codec, sent.even, sent.state)
+        )
+
+    def _weigh(self, fragment: FragmentState) -> float:
+        """Return the weight of a fragment's contribution."""
+        steps, tokens = fragment.sent_at
+        weight = self.weight
+        if callable(weight):
+            weight = weight(self.tokens - tokens, self.steps - steps)
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"the weight of a contribution must be finite and not negative, got {weight}"
+            )
+        return float(weight)
+
+    def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors, as copies those that share memory with staging or slow weights.
+
+        These will change.
+        """
+        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
+        found: list[Tensor] = []
+        for tensor in tensors:
+            changes = tensor.untyped_storage().data_ptr() in ours
+            found.append(tensor.clone() if changes else tensor)
+        return found
+
+    @torch.no_grad()
+    def _apply(self, pending: PendingExchange) -> None:
+        """Wait for the mean of an exchange, and apply the rule; without one to the own alone."""
+        number = pending.fragment
+        fragment = self._fragments[number]
+        key = pending.context.key
+        sent = pending.sent
+        pending.wait(fragment.codec)
+        mean = pending.mean
+        lag = self.steps - pending.step
+        if lag > 0:
+            self._weights.read(fragment.part)
+        if mean is not None and mean.states:
+            self._equalise(key, mean)
+        slow, fast, state = self._tensors_of(fragment.part)
+        tensors: Sequence[Tensor] = sent.contribution
+        if mean is not None:
+            device = self.slow[0].device
+            there = to_device(mean.tensors[: len(sent.contribution)], device)
+            tensors = [tensor.to(self.slow[0]) for tensor in there]
+        context = self._context(
+            key, lag=lag, sent=sent.contribution, fast=pending.fast, **_shares(pending)
+        )
+        apply_mean(pending.rules, slow, fast, tensors, state, context)
+        self._weights.restart(fragment.part)
+        if mean is not None and number == 0:
+            self._assign_buffers(mean.tensors[len(sent.contribution) :])
+        # Removed last: had anything above raised, a second call would still find the exchange.
+        fragment.in_flight.remove(pending)
+        late = False
+        if self._auto is not None and pending.arrived is not None:
+            late = pending.arrived > pending.lag
+            if mean is not None and len(mean.members) > 1:
+                self._auto.observe(pending.arrived)
+        self.applied[number] = key.round
+        self.outer.step()
+        self._report(key, () if mean is None else mean.members, lag, late)
+
+    def _apply_nothing(self, pending: PendingExchange) -> None:
+        """Let the rule restart the fast weights: in the first round there is no mean yet."""
+        slow, fast, state = self._tensors_of(pending.part)
+        with torch.no_grad():
+            context = self._context(pending.context.key, members=0)
+            apply_mean(pending.rules, slow, fast, [], state, context)
+        self._weights.restart(pending.part)
+
+    def _assign_buffers(self, tensors: Sequence[Tensor]) -> None:
+        buffers = self._buffers.now()
+        accelerator = accelerator_of(buffers)
+        assign(buffers, tensors if accelerator is None else to_device(tensors, accelerator))
+
+    def _equalise(self, key: RoundKey, mean: Mean) -> None:
+        """Equalise a fragment's slow weights and shared state among those that take the mean.
+
+        The fast weights move with the slow ones, so that progress since the last send is kept. What
+        a peer of a smaller part learnt while it was apart is lost. If this exchange has no partner
+        either, nothing changes, and the next round tries again.
+        """
+        part = self.positions(key.fragment)
+        right = sources(mean.states, first=self.applied[key.fragment] < 0)
+        if not right:
+            return
+        mine: list[Tensor] = []
+        for tensors in (self.slow, *self.shared.values()):
+            mine += [tensors[index].float() for index in part]
+        weight = float(self.exchange.peer in right)
+        contribution = Contribution(key, mine, weight, members=tuple(mean.states))
+        outcome = self.exchange.start(contribution).result()
+        if outcome is None:
+            return
+        logger.info(
+            "round %d, fragment %d: the slow weights of %s differed; all have those of %s now.",
+            key.round, key.fragment, ", ".join(sorted(mean.states)), ", ".join(right),
+        )  # fmt: skip
+        count = len(part)
+        for index, slow in zip(part, outcome.tensors[:count], strict=True):
+            self.move(index, slow)
+        for number, tensors in enumerate(self.shared.values(), start=1):
+            row = outcome.tensors[number * count : (number + 1) * count]
+            for index, tensor in zip(part, row, strict=True):
+                tensors[index].copy_(tensor)
+
+    def _tensors_of(self, part: Sequence[int]) -> tuple[list[Tensor], list[Tensor], State]:
+        """Return slow weights, staged fast weights and the rule's state of a fragment."""
+        slow = [self.slow[index] for index in part]
+        fast = [self._weights.fast[index] for index in part]
+        state = {}
+        for name, tensors in self.rule_state.items():
+            state[name] = [tensors[index] for index in part]
+        return slow, fast, state
+
+    def _context(self, key: RoundKey, **facts: Any) -> RoundContext:
+        part = self.positions(key.fragment)
+
+        def owners(places: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
+            return self._weights.of_owners([part[place] for place in places] or part, scalars)
+
+        return RoundContext(key, sizes=self._weights.sizes(part), owners=owners, **facts)
+
+    def _report(
+        self, key: RoundKey, members: tuple[str, ...], lag: int, late: bool = False
+    ) -> None:
+        if self.on_round is not None:
+            self.on_round(RoundInfo(key, members, self.steps, lag, late))
+
+    def _begin_anew(self) -> None:
+        """Begin the exchanges that were in flight when the state was saved.
+
+        With lags of their own not all peers have the same ones in flight. A job starts again with
+        all of them, from the same step, so what one has applied already is announced as its
+        absence: the others would wait for it.
+        """
+        begun: dict[int, PendingExchange] = {}
+        for pending in self._in_flight:
+            if pending.handle is None:
+                begun[pending.context.key.round] = pending
+        over: dict[int, int] = {}
+        if self._resumed and self._auto is not None:
+            for number, round in enumerate(self.applied):
+                if round >= 0 and not self._fragments[number].in_flight:
+                    over[round] = number
+        for round in sorted({*begun, *over}):
+            if round in begun:
+                pending = begun[round]
+                old = pending.context
+                key = RoundKey(self.run, round, old.key.fragment)
+                pending.context = self._context(key, weight=old.weight, total=old.total)
+                self._start(pending)
+            else:
+                self.exchange.absent(RoundKey(self.run, round, over[round]))
+        self._resumed = False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
     def count(self, tokens: int) -> None:
-        """Count the tokens (or samples) of the coming step, for weights and round lengths that
-        depend on them.
+        """Count the tokens (or samples) of the coming step.
+
+        Weights and round lengths may depend on them.
         """
-        self.tokens += int(
-            tokens
-        )  # a sum over a mask is a tensor, which would be added to in place
+        self.tokens += int(tokens)  # a sum over a mask is a tensor, which would be added to
 
     def listen(self) -> None:
-        """Take part in the next round (of every fragment) with weight 0: for a late joiner that has
-        hardly trained yet.
+        """Take part in the next round (of every fragment) with weight 0.
 
-        The mean is then that of the others, and they go on as if this peer were absent. The
-        exchange must accept weights of 0; ``Distributed`` does not.
+        For a late joiner that has hardly trained yet: the mean is then that of the others, and they
+        go on as if this peer were absent. The exchange must accept weights of 0; ``Distributed``
+        does not.
         """
-        self._listening = set(range(len(self._parts)))
+        for fragment in self._fragments:
+            fragment.listens = True
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the slow weights into the model within the block; afterwards the fast ones are
-        restored bit by bit.
+        """Put the slow weights into the model within the block.
 
-        Steps, ``finish`` and ``adopt`` within it raise RuntimeError: what they did to the model
-        would be lost.
+        Afterwards the fast ones are restored bit by bit. Steps, ``finish`` and ``adopt`` within it
+        raise RuntimeError: what they did to the model would be lost.
         """
-        outside = self._averaged
-        if not outside:
+        if not self._weights.shows_slow:
             self._check_weights()
         noted = self._watch.noted
         try:
             with self._weights.showing_slow():
-                self._averaged = True
-                try:
-                    yield
-                finally:
-                    self._averaged = outside
+                yield
         finally:
             if noted:
                 self._watch.note_weights()
@@ -342,14 +564,15 @@ class OuterOptimizer(OuterState):
 
         Call it once after the last step.
 
-        ``average``: then send the steps since each fragment's last round in one more, and take the
-        plain mean of the slow weights (and the averaged buffers) over the group, as float32, also
-        into the model. All peers must do it, after as many steps.
+        Args:
+            average: then send the steps since each fragment's last round in one more, and take the
+                plain mean of the slow weights (and the averaged buffers) over the group, as
+                float32, also into the model. All peers must do it, after as many steps.
         """
         self.settle(rest=average)
         if not average:
             return
-        key = RoundKey(self.run, self.round, len(self._parts))
+        key = RoundKey(self.run, self.round, self.fragments)
         self.round += 1
         members = self.average_over(self.exchange, tries=1, first_round=key.round)
         if not members:
@@ -359,17 +582,24 @@ class OuterOptimizer(OuterState):
 
     @torch.no_grad()
     def settle(self, *, rest: bool = True) -> None:
-        """Apply the exchanges in flight, and send the ``rest``, the steps since each fragment's
-        last round, in one more.
+        """Apply the exchanges in flight.
+
+        ``rest``: also send the steps since each fragment's last round, in one more.
         """
         self._check_not_averaged("finish")
         self._check_weights()
         self._apply_in_flight()
-        for fragment, (steps, _) in enumerate(list(self._sent_at)):
+        for number, fragment in enumerate(self._fragments):
+            steps, _ = fragment.sent_at
             if rest and steps < self.steps:
-                self._send(fragment, at_once=True)
+                self._send(number, at_once=True)
         self._apply_in_flight()
         self._watch.note_weights()
+
+    def _apply_in_flight(self) -> None:
+        self._begin_anew()
+        for pending in self._in_flight:
+            self._apply(pending)
 
     @torch.no_grad()
     def average_over(
@@ -381,11 +611,10 @@ class OuterOptimizer(OuterState):
         enough: Callable[[tuple[str, ...]], bool] = bool,
         accept: Callable[[], bool] | None = None,
     ) -> tuple[str, ...]:
-        """Take the plain mean of the slow weights (and the averaged buffers) over ``exchange``, as
-        float32, into the model too.
+        """Take the plain mean of slow weights and averaged buffers over ``exchange``, as float32.
 
-        Call `settle` before. The members of one mean bring it to the next try, so that all have
-        equal shares in the end.
+        The model takes it too. Call `settle` before. The members of one mean bring it to the next
+        try, so that all have equal shares in the end.
 
         Args:
             tries: exchanges at most; another one follows unless ``enough(members)`` of the mean so
@@ -397,366 +626,57 @@ class OuterOptimizer(OuterState):
         Returns the members of the last mean that was taken and accepted; none if there was none.
         """
         self._check_not_averaged("average_over")
-        before = [] if accept is None else [t.clone() for t in (*self.slow, *self._buffers.now())]
+        before: list[Tensor] = []
+        if accept is not None:
+            before = [tensor.clone() for tensor in (*self.slow, *self._buffers.now())]
         members: tuple[str, ...] = ()
         for number in range(tries):
-            round = first_round + number * len(self._parts)
-            everything = [*(t.float() for t in self.slow), *self._buffers.now()]
-            key = RoundKey(self.run, round, len(self._parts))
+            everything = [*(tensor.float() for tensor in self.slow), *self._buffers.now()]
+            key = RoundKey(self.run, first_round + number * self.fragments, self.fragments)
             mean = exchange.start(Contribution(key, OnDemand(everything))).result()
             if mean is not None:
                 members = mean.members
-                assign([*self.slow, *self._buffers.now()], mean.tensors)
-                self._start_from_slow()
-                self._watch.note_weights()
+                self._restart_everything(mean.tensors)
             if self._weights.agreed(enough(members)):
                 break
         if members and accept is not None and not self._weights.agreed(accept()):
-            assign([*self.slow, *self._buffers.now()], before)
-            self._start_from_slow()
-            self._watch.note_weights()
+            self._restart_everything(before)
             members = ()
         return members
 
+    def _restart_everything(self, tensors: Sequence[Tensor]) -> None:
+        """Take other slow weights and buffers, and let training go on from them."""
+        assign([*self.slow, *self._buffers.now()], tensors)
+        self._start_from_slow()
+        self._watch.note_weights()
+
     def quiet(self, most: int) -> int:
-        """Return the positions up to the next at which anything is sent, applied or asked for, from
-        1 to ``most``.
+        """Return the positions up to the next at which anything is sent, applied or asked for.
 
-        For simulations, which may take the steps up to there at once.
+        From 1 to ``most``: for simulations, which may take the steps up to there at once.
         """
         if self._auto is not None:
-            least = self._auto.least
-            remaining = (
-                1 if p.arrived is None else p.position + least - self.position
-                for p in self._in_flight
-            )
-            most = min([most, *(max(positions, 1) for positions in remaining)])
-        return next(
-            (number for number in range(1, most) if self.schedule.at(self.position + number)), most
-        )
+            for pending in self._in_flight:
+                remaining = 1
+                if pending.arrived is not None:
+                    remaining = pending.position + self._auto.least - self.position
+                most = min(most, max(remaining, 1))
+        for number in range(1, most):
+            if self.schedule.at(self.position + number):
+                return number
+        return most
 
-    def _act(self, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
-        """Do what the schedule asks for at the present position; yield each exchange before its
-        outcome is needed.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError once the optimizer is made.
+
+        The slow weights of the new parameters would be missing.
         """
-        if self._auto is not None:
-            self._in_flight.poll(self.position)
-        for action in actions:
-            if isinstance(action, Send):
-                if any(self._lasts(pending) for pending in self._in_flight.of(action.fragment)):
-                    self.round += 1  # left out, but the next number is the next fragment's
-                    continue
-                for pending in self._in_flight.of(action.fragment):
-                    if not pending.finished and pending.handle is not None:
-                        yield pending.handle
-                    if self._auto is not None and not self._there(pending):
-                        pending.arrived = self.position - pending.position
-                    pending.wait(
-                        self._codecs[action.fragment]
-                    )  # a fragment is in one exchange at a time
-                    if self._auto is not None:
-                        self._apply(pending)
-                oldest = (
-                    not self._in_flight.of(action.fragment) and Apply(action.fragment) in actions
-                )
-                self._send(action.fragment, at_once=oldest or Apply(action.fragment, 0) in actions)
-            else:
-                due = self._in_flight.due(
-                    action.fragment, None if action.after is None else self.position - action.after
-                )
-                if due is not None and not due.finished and due.handle is not None:
-                    yield due.handle
-                self._due(action.fragment, due)
-        for pending in self._in_flight if self._auto is not None else ():
-            if self._asked(pending) and self._there(pending) and not self._deferred(pending):
-                if pending.handle is not None:
-                    yield pending.handle
-                self._apply(pending)
-
-    def _asked(self, pending: PendingExchange) -> bool:
-        """Return True if the exchange was sent at least as long ago as the quickest of the last
-        ones took: asking has a price.
-        """
-        return self._auto is not None and self.position - pending.position >= self._auto.least
-
-    def _there(self, pending: PendingExchange) -> bool:
-        """Return True if the exchange is over, in all ranks: rank 0 decides."""
-        pending.arrived = self._weights.agreed(pending.arrived)
-        return pending.arrived is not None
-
-    def _lasts(self, pending: PendingExchange) -> bool:
-        """Return True if training goes on although the fragment is due: over a slow link the mean
-        comes later. Rank 0 decides.
-        """
-        if (
-            self._auto is None
-            or self.position - pending.position >= LASTS * self._auto.every
-            or self._there(pending)
-        ):
-            return False
-        return self._weights.agreed(pending.handle is not None and pending.handle.leave_out())
-
-    def _deferred(self, pending: PendingExchange) -> bool:
-        """Return True if the members' slow weights differ, so that all begin a second exchange when
-        this one is applied.
-
-        They do so just before the fragment is sent again: an exchange between processes needs the
-        same order of rounds in all.
-        """
-        if not (self.anchored and self.exchange.compares):
-            return False
-        mean = pending.result()
-        return mean is not None and bool(sources(mean.states))
-
-    def _of(self, fragment: int) -> tuple[list[Tensor], list[Tensor], State]:
-        part = self._parts[fragment]
-        state = {
-            name: [tensors[index] for index in part] for name, tensors in self.rule_state.items()
-        }
-        return (
-            [self.slow[index] for index in part],
-            [self._weights.fast[index] for index in part],
-            state,
-        )
-
-    def _context(self, key: RoundKey, **facts: Any) -> RoundContext:
-        part = self._parts[key.fragment]
-
-        def owners(places: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:
-            return self._weights.of_owners([part[place] for place in places] or part, scalars)
-
-        return RoundContext(key, sizes=self._weights.sizes(part), owners=owners, **facts)
-
-    def _weigh(self, fragment: int) -> float:
-        steps, tokens = self._sent_at[fragment]
-        weight = (
-            self.weight(self.tokens - tokens, self.steps - steps)
-            if callable(self.weight)
-            else self.weight
-        )
-        if not 0 <= weight < math.inf:
+        if hasattr(self, "slow"):
             raise ValueError(
-                f"the weight of a contribution must be finite and not negative, got {weight}"
+                "add parameter groups to the inner optimizer before wrapping it: later ones would "
+                "never be averaged"
             )
-        return float(weight)
-
-    @torch.no_grad()
-    def _send(self, fragment: int, *, at_once: bool) -> None:
-        """Send a fragment. ``at_once``: its outcome is applied before the next inner step."""
-        if fragment >= len(self._parts):
-            raise ValueError(
-                f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: "
-                "hand in fragments="
-            )
-        weight = self._weigh(fragment)
-        tail = self._buffers.now() if fragment == 0 else []
-        if self.slow[0].device.type == "cpu":
-            tail = to_host(tail, waits=self._weights.waits(self._parts[fragment], tail))
-        self._weights.read(self._parts[fragment])
-        tail = tail if at_once else [tensor.clone() for tensor in tail]
-        slow, fast, state = self._of(fragment)
-        listening = fragment in self._listening
-        self._listening.discard(fragment)
-        self.round, weight, listening, lag = self._weights.agreed(
-            (self.round, weight, listening, self.lag)
-        )
-        own_weight = 1.0 if listening or not weight else weight
-        context = self._context(
-            RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight
-        )
-        rules = self.outer.rules(self._parts[fragment])
-        contribution = contribution_of(rules, slow, fast, state, context)
-        if (
-            not at_once
-        ):  # otherwise nothing that it is made of changes before its outcome is applied
-            contribution = self._detached(contribution)
-        even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
-        shown = self.sketch_of(fragment) if self.anchored and self.exchange.compares else ()
-        sent = Sent(contribution, tail, 0.0 if listening else weight, even, shown)
-        pending = PendingExchange(
-            self._weights,
-            self._parts[fragment],
-            context,
-            sent,
-            rules,
-            self.steps,
-            self.position,
-            lag,
-            absent=weight == 0,
-        )
-        if weight and isinstance(codec := self._codecs[fragment], Mod4Codec):
-            moved = self._weights.whole(self._parts[fragment], differences(fast, slow))
-            codec.expect(f"{self.run}:{self.round}:{fragment}", moved)
-        self._start(pending)
-        if not at_once and isinstance(self.rule, KeepsFast):
-            pending.fast = [tensor.clone() for tensor in fast]
-        self._in_flight.add(pending)
-        self._sent_at[fragment] = (self.steps, self.tokens)
-        self.round += 1
-
-    def _begin_anew(self) -> None:
-        """Begin the exchanges that were in flight when the state was saved.
-
-        With lags of their own not all peers have the same ones in flight. A job starts again with
-        all of them, from the same step, so what one has applied already is announced as its
-        absence: the others would wait for it.
-        """
-        begun = {
-            pending.context.key.round: pending
-            for pending in self._in_flight
-            if pending.handle is None
-        }
-        over = {
-            round: part
-            for part, round in enumerate(self.applied)
-            if round >= 0 and not self._in_flight.of(part)
-        }
-        for round in sorted({*begun, *over} if self._resumed and self._auto is not None else begun):
-            if round in begun:
-                context = begun[round].context
-                key = RoundKey(self.run, round, context.key.fragment)
-                begun[round].context = self._context(
-                    key, weight=context.weight, total=context.total
-                )
-                self._start(begun[round])
-            else:
-                self.exchange.absent(RoundKey(self.run, round, over[round]))
-        self._resumed = False
-
-    def _start(self, pending: PendingExchange) -> None:
-        """Begin the exchange of what was sent."""
-        key, sent = pending.context.key, pending.sent
-        if pending.absent:
-            pending.handle = NoPartner()
-            self.exchange.absent(key)
-            return
-        codec = self._codecs[key.fragment]
-        codec = BufferTailCodec(codec, len(sent.tail)) if sent.tail else codec
-        whole = (
-            sent.contribution
-            if isinstance(sent.contribution, OnDemand)
-            else OnDemand(sent.contribution)
-        )
-        tensors = whole.rounded(torch.float32).joined(sent.tail)
-        pending.handle = self.exchange.start(
-            Contribution(key, tensors, sent.weight, codec, sent.even, sent.state)
-        )
-
-    def _due(self, fragment: int, due: PendingExchange | None) -> None:
-        exchanges = self._in_flight.of(fragment)
-        if due is not None:
-            self._apply(due)
-        elif (
-            exchanges and exchanges[-1].position == self.position
-        ):  # first round of a delayed schedule: there is no mean yet
-            slow, fast, state = self._of(fragment)
-            with torch.no_grad():
-                context = self._context(exchanges[-1].context.key, members=0)
-                apply_mean(exchanges[-1].rules, slow, fast, [], state, context)
-            self._weights.restart(self._parts[fragment])
-
-    def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors, those that share memory with staging or slow weights as copies, for
-        these will change.
-        """
-        ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
-        return [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in tensors]
-
-    @torch.no_grad()
-    def _apply(self, pending: PendingExchange) -> None:
-        fragment = pending.fragment
-        pending.wait(self._codecs[fragment])
-        lag, mean, part = self.steps - pending.step, pending.mean, self._parts[fragment]
-        if lag > 0:
-            self._weights.read(part)
-        if mean is not None and mean.states:
-            self._equalise(pending.context.key, mean)
-        slow, fast, state = self._of(fragment)
-        count, weight = len(pending.sent.contribution), pending.context.weight
-        total, members = weight, 1
-        if mean is not None:
-            total, members = (
-                mean.weight,
-                len(mean.members) if mean.counted is None else mean.counted,
-            )
-            weight = min(weight, mean.limit)
-            if (
-                not pending.sent.weight and not pending.absent and members < len(mean.members)
-            ):  # if all weights are 0, all count
-                weight = 0.0
-        facts = {"weight": weight, "total": total, "members": members, "lag": lag}
-        context = self._context(
-            pending.context.key, sent=pending.sent.contribution, fast=pending.fast, **facts
-        )
-        tensors: Sequence[Tensor] = pending.sent.contribution
-        if mean is not None:
-            tensors = [
-                t.to(self.slow[0]) for t in to_device(mean.tensors[:count], self.slow[0].device)
-            ]
-        apply_mean(pending.rules, slow, fast, tensors, state, context)
-        self._weights.restart(part)
-        if mean is not None and fragment == 0:
-            buffers, tail = self._buffers.now(), mean.tensors[count:]
-            accelerator = accelerator_of(buffers)
-            assign(buffers, tail if accelerator is None else to_device(tail, accelerator))
-        # Removed last: had anything above raised, a second call would still find the exchange.
-        self._in_flight.remove(pending)
-        if (
-            self._auto is not None
-            and pending.arrived is not None
-            and mean is not None
-            and len(mean.members) > 1
-        ):
-            self._auto.observe(pending.arrived)
-        self.applied[fragment] = context.key.round
-        self.outer.step()
-        late = (
-            self._auto is not None and pending.arrived is not None and pending.arrived > pending.lag
-        )
-        self._report(context.key, () if mean is None else mean.members, lag, late)
-
-    def _equalise(self, key: RoundKey, mean: Mean) -> None:
-        """Equalise the slow weights and the shared state of the fragment ``key.fragment`` among
-        those that take the mean.
-
-        The fast weights move with the slow ones, so that progress since the last send is kept. What
-        a peer of a smaller part learnt while it was apart is lost. If this exchange has no partner
-        either, nothing changes, and the next round tries again.
-        """
-        part = self._parts[key.fragment]
-        right = sources(mean.states, first=self.applied[key.fragment] < 0)
-        if not right:
-            return
-        held = [self.slow, *self.shared.values()]
-        mine = [tensors[index].float() for tensors in held for index in part]
-        outcome = self.exchange.start(
-            Contribution(key, mine, float(self.exchange.peer in right), members=tuple(mean.states))
-        ).result()
-        if outcome is None:
-            return
-        logger.info(
-            "round %d, fragment %d: the slow weights of %s differed; all have those of %s now.",
-            key.round, key.fragment, ", ".join(sorted(mean.states)), ", ".join(right),
-        )  # fmt: skip
-        rows = [
-            outcome.tensors[start : start + len(part)] for start in range(0, len(mine), len(part))
-        ]
-        for index, slow in zip(part, rows[0], strict=True):
-            self.move(index, slow)
-        for tensors, row in zip(self.shared.values(), rows[1:], strict=True):
-            for index, tensor in zip(part, row, strict=True):
-                tensors[index].copy_(tensor)
-
-    def _report(
-        self, key: RoundKey, members: tuple[str, ...], lag: int, late: bool = False
-    ) -> None:
-        if self.on_round is not None:
-            self.on_round(RoundInfo(key, members, self.steps, lag, late))
-
-    def _apply_in_flight(self) -> None:
-        self._begin_anew()
-        for pending in self._in_flight:
-            self._apply(pending)
+        super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Raise TypeError: a copy would share the exchange, and so this peer's place in the run."""
@@ -767,94 +687,15 @@ class OuterOptimizer(OuterState):
         )
 
 
-def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
-    """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20
-    and not 50"), or None.
-
-    Compares rule, present outer rate and momentum of each parameter, schedule but for the lag (each
-    peer may have its own), codec, weight, length of a round, number of buffers, and fragments.
-    Tensors are not read, so ``other`` may be on the device "meta".
-    """
-    for index in (
-        range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ()
-    ):
-        present, expected = mine.outer.values(index), other.outer.values(index)
-        for name in present.keys() & expected.keys():
-            if present[name] != expected[name]:
-                return f"{name} is {present[name]} and not {expected[name]}"
-    for one, two in ((mine.rule, other.rule), (_sending(mine.schedule), _sending(other.schedule))):
-        if type(one) is not type(two):
-            return f"it is {kind_of(one)} and not {kind_of(two)}"
-        for item in fields(one):  # type: ignore[arg-type]
-            difference = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
-            if (
-                difference is not None
-                and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys()
-            ):
-                return difference
-    pairs = {
-        "the codec": (mine.codec.name, other.codec.name),
-        "the weight": (_shown(mine.weight), _shown(other.weight)),
-        "the round": (_length(mine), _length(other)),
-        "the number of averaged buffers": (len(mine._buffers), len(other._buffers)),
-        "the number of fragments": (mine.fragments, other.fragments),
-    }
-    differing = (
-        difference
-        for what, (one, two) in pairs.items()
-        if (difference := _differ(what, one, two)) is not None
-    )
-    shapes = [[parameter.shape for parameter in opt.parameters] for opt in (mine, other)]
-    cut = (
-        None
-        if mine._parts == other._parts and shapes[0] == shapes[1]
-        else "its fragments hold other parameters"
-    )
-    return next(differing, cut)
-
-
-def _sending(schedule: Schedule) -> Schedule:
-    streams = isinstance(schedule, (Every, Streaming))
-    return Streaming(schedule.every, getattr(schedule, "fragments", 1)) if streams else schedule
-
-
-def _differ(what: str, one: object, two: object) -> str | None:
-    return None if one == two else f"{what} is {one} and not {two}"
-
-
-def _shown(weight: Any) -> str:
-    return getattr(weight, "__name__", str(weight))
-
-
-def _length(opt: OuterOptimizer) -> str:
-    """Return the kind of the length, and its number if it is one; a function of seconds gives all
-    peers the same.
-    """
-    public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
-    return " ".join(
-        [kind_of(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))]
-    )
-
-
-def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> AveragedParameters:
-    """Return the parameters that an optimizer with these options averages, in its order."""
-    model = options.get("model")
-    return trained(inner, exchange, excluded(options.get("exclude", ()), inner, model), model)
-
-
-def cut(
-    fragments: Fragments, inner: Inner, exchange: Exchange, options: Options
-) -> Sequence[Fragment] | None:
-    """Return the parameters of each fragment, None for one: as the exchange has them, if it states
-    that number of them.
-    """
-    if not isinstance(fragments, int):
-        parameters = averaged_parameters(inner, exchange, options)
-        return [[parameters[at] for at in part] for part in positions(fragments, parameters)]
-    if fragments == 1:
-        return None
-    if len(exchange.fragments) == fragments:
-        return exchange.fragments
-    model, parameters = options.get("model"), averaged_parameters(inner, exchange, options)
-    fragments = possible(fragments, model, parameters)
-    return even(parameters, fragments) if model is None else strided(model, fragments, parameters)
+def _shares(pending: PendingExchange) -> dict[str, Any]:
+    """Return for the rule how much the own contribution counts, and how many are in the mean."""
+    mean = pending.mean
+    own = pending.context.weight
+    if mean is None:
+        return {"weight": own, "total": own, "members": 1}
+    members = len(mean.members) if mean.counted is None else mean.counted
+    weight = min(own, mean.limit)
+    out_of_mean = not pending.sent.weight and not pending.absent
+    if out_of_mean and members < len(mean.members):  # if all weights are 0, all count
+        weight = 0.0
+    return {"weight": weight, "total": mean.weight, "members": members}

@@ -81,6 +81,8 @@ class ModelWeights:
         """By position: what the model's weight lost when it was copied there; where there is
         nothing, that weight was the slow one.
         """
+        self.shows_slow = False
+        """True within ``showing_slow``."""
 
     @property
     def everything(self) -> range:
@@ -151,13 +153,16 @@ class ModelWeights:
 
         Afterwards the model's own are restored bit by bit.
         """
+        outside = self.shows_slow
         with torch.no_grad():
             parts = [local(param).detach() for param in self.params]
             kept = [own.copy_(part) for own, part in zip(alike(parts), parts, strict=True)]
         self.write(self.everything, self.slow)
+        self.shows_slow = True
         try:
             yield
         finally:
+            self.shows_slow = outside
             with torch.no_grad():
                 for param, own in zip(self.params, kept, strict=True):
                     local(param).copy_(own)

@@ -25,7 +25,7 @@ from shoal.optim.codecs.base import Shape
 from shoal.optim.outer.checks import check_given, check_record, groups_of
 from shoal.optim.outer.in_flight import Record
 from shoal.optim.outer.rule import State
-from shoal.optim.outer.state import OuterState
+from shoal.optim.outer.saved_state import SavedState
 from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost, RankWeights, cut_like
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ DEALT = ("sent", "fast", "start")
 """Tensors of an exchange in flight that are distributed as the parameters are."""
 
 
-def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+def whole_slow(opt: SavedState, into: Sequence[Tensor] | None = None) -> list[Tensor]:
     """Return copies of the slow weights on rank 0, taken one tensor at a time; [] on the others.
 
     ``into``: contiguous tensors on the CPU, of ``opt.shapes`` and the dtype of ``opt.slow``, that
@@ -62,14 +62,14 @@ def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Te
     return []
 
 
-def whole_slow_of(opt: OuterState, fragment: int) -> list[Tensor]:
+def whole_slow_of(opt: SavedState, fragment: int) -> list[Tensor]:
     """Return the slow weights of a fragment on rank 0, not copied where they are its own; [] on the
     others.
     """
     return list(opt._weights.whole(opt.positions(fragment), opt.slow_of(fragment)))
 
 
-def whole_shared(opt: OuterState) -> State:
+def whole_shared(opt: SavedState) -> State:
     """Return copies of the ``shared`` state on rank 0; {} on the others."""
     weights = opt._weights
     shared = {
@@ -83,7 +83,7 @@ def whole_shared(opt: OuterState) -> State:
 
 
 def adopt(
-    opt: OuterState,
+    opt: SavedState,
     slow: Sequence[Tensor] = (),
     *,
     round: int = 0,
@@ -121,7 +121,7 @@ def adopt(
     )
 
 
-def whole_state(opt: OuterState) -> dict[str, Any]:
+def whole_state(opt: SavedState) -> dict[str, Any]:
     """Return the ``state_dict`` that one process would have, on rank 0, in tensors of its own; {}
     on the others.
     """
@@ -142,7 +142,7 @@ def whole_state(opt: OuterState) -> dict[str, Any]:
     return state if weights.first else {}
 
 
-def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
+def load_whole(opt: SavedState, state: Mapping[str, Any] | None = None) -> None:
     """Load the ``state_dict`` of one process, or a ``whole_state``, that rank 0 gives (the model's
     weights are up to the caller).
 
@@ -178,7 +178,7 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
     opt.load_state_dict(plan)
 
 
-def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
+def _checked(opt: SavedState, state: dict[str, Any]) -> dict[str, Any]:
     """Return the whole state to load. ValueError unless it fits."""
     state = opt.whole_form(state)
     groups_of(state, len(opt.outer.param_groups))
@@ -202,7 +202,7 @@ def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _given_in_flight(
-    opt: OuterState, weights: RankWeights, records: Sequence[Record]
+    opt: SavedState, weights: RankWeights, records: Sequence[Record]
 ) -> list[Record]:
     """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays
     with rank 0.
@@ -233,7 +233,7 @@ def _given_in_flight(
     return parts
 
 
-def _outlines(opt: OuterState, shapes: Sequence[Shape]) -> list[Tensor]:
+def _outlines(opt: SavedState, shapes: Sequence[Shape]) -> list[Tensor]:
     return [torch.empty(shape, dtype=opt.slow[0].dtype, device="meta") for shape in shapes]
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Options, OuterOptimizer
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Options
 from shoal.optim.outer.rule import (
     START,
     RoundContext,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shoal.optim.exchange.base import Exchange, OnDemand, differences
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Options, OuterOptimizer
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Options
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, zeros
 from shoal.optim.rules.stability import warn_if_unstable
 from shoal.optim.schedule.schedules import Every

@@ -17,7 +17,8 @@ from shoal.optim.codecs.base import FLOAT32, check_sends_weights
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods import OVERLAPPED
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Fragments, Options, cut
 from shoal.optim.outer.rule import Rule
 from shoal.optim.schedule.schedules import Every, Lag, Schedule, Streaming
 

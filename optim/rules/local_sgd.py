@@ -17,7 +17,7 @@ from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.contribution_weight import equal
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options
+from shoal.optim.outer.options import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, Rule, State, assign, move_on
 from shoal.optim.rules.gossip import GossipOptimizer
 from shoal.optim.rules.noloco import NoLoCoRule

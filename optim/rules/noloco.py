@@ -19,7 +19,7 @@ from shoal.optim.exchange.base import Exchange, OnDemand
 from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.contribution_weight import equal
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options
+from shoal.optim.outer.options import Fragments, Options
 from shoal.optim.outer.rule import RoundContext, State, check_rate_and_momentum, move_on, zeros
 from shoal.optim.rules.gossip import GossipOptimizer
 from shoal.optim.rules.stability import warn_if_unstable

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.inner import Inner
-from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
+from shoal.optim.outer.optimizer import OuterOptimizer
+from shoal.optim.outer.options import Fragments, Options, cut
 from shoal.optim.rules.diloco import DiLoCoRule
 from shoal.optim.rules.stability import warn_if_unstable
 from shoal.optim.schedule.schedules import Lag, Streaming

@@ -23,7 +23,7 @@ from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
-from shoal.optim.outer.optimizer import LASTS
+from shoal.optim.outer.optimizer import ROUNDS_PER_EXCHANGE
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import ExchangeHandle
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -254,7 +254,7 @@ class SimPeer:
             return False
         mine, handle = self.in_flight[fragment]
         since = sum(which == fragment and when >= mine.begun for which, when in self.left_out)
-        return since < LASTS - 1 and handle.leave_out()
+        return since < ROUNDS_PER_EXCHANGE - 1 and handle.leave_out()
 
     async def _round(self, fragment: int) -> None:
         swarm, loop, part = (

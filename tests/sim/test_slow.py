@@ -80,5 +80,5 @@ def test_without_budgets_it_costs_more(seeds, monkeypatch, kind):
     if kind == "overlapped":  # training waits for no fragment whose bytes have come for a second
         most = min(most, kept(kind, "pieces", SEEDS[kind][:1]))
         assert most >= 0.8
-        monkeypatch.setattr(peers, "LASTS", 1)
+        monkeypatch.setattr(peers, "ROUNDS_PER_EXCHANGE", 1)
     assert kept(kind, "pieces", SEEDS[kind][:1]) < most

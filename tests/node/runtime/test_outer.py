@@ -302,5 +302,5 @@ def test_what_shows_only_with_the_model_is_said_in_one_sentence():
 
 
 def test_there_are_never_more_fragments_than_layers():
-    assert len(made(OuterSettings(method="decoupled"))._parts) == 3
-    assert len(made(OuterSettings(method="streaming", fragments=2))._parts) == 2
+    assert made(OuterSettings(method="decoupled")).fragments == 3
+    assert made(OuterSettings(method="streaming", fragments=2)).fragments == 2

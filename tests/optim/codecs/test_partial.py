@@ -217,8 +217,9 @@ def test_each_fragment_has_flags_of_its_own():
         codec=codec_named("e3m0+hidden+ef"),
         fragments=fragments,
     )
-    assert [one.codec.whole for one in streaming._codecs] == [(False, True), (True, True, True)]
-    assert streaming._codecs[0] is not streaming._codecs[1]
+    whole = [streaming.codec_of(fragment).codec.whole for fragment in range(2)]
+    assert whole == [(False, True), (True, True, True)]
+    assert streaming.codec_of(0) is not streaming.codec_of(1)
 
 
 def test_without_a_model_nobody_knows_which_are_embeddings():

@@ -176,7 +176,7 @@ def test_fragments_leave_out_excluded_parameters():
         plain=list(net.head.parameters()),
         lag=2,
     )
-    marked = {plain._parts[fragment][position] for fragment, position in plain.rule.plain}
+    marked = {plain.positions(fragment)[position] for fragment, position in plain.rule.plain}
     assert [plain.parameters[index].shape for index in sorted(marked)] == [(2, 3), (2,)]
 
 
@@ -447,7 +447,8 @@ def test_the_defaults_need_no_model_and_cut_evenly(method):
     if method is StreamingDiLoCo:
         assert max(own) - min(own) <= 16
         again = StreamingDiLoCo(torch.optim.SGD(Net().parameters(), lr=0.1), Alone(), lag=1)
-        assert again._parts == opt._parts
+        fragments = range(opt.fragments)
+        assert [*map(again.positions, fragments)] == [*map(opt.positions, fragments)]
 
 
 def test_different_cuts_get_one_sentence():

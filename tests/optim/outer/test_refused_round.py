@@ -3,7 +3,6 @@ that a peer finds by itself.
 """
 
 import copy
-from itertools import chain
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from shoal.optim import (
 )
 from shoal.optim.exchange.base import Exchange, Handle, NoPartner
 from shoal.optim.exchange.simulation import Faults
-from shoal.optim.outer.optimizer import LASTS
+from shoal.optim.outer.optimizer import ROUNDS_PER_EXCHANGE
 
 CODECS = ["topk2+ef", "e3m0+ef", "sign+ef", "int8+ef", "auto:2+ef"]
 EVERY, SHAPES = 2, [(3, 5), (40,)]
@@ -88,10 +87,10 @@ class Drifting:
 
     def finish(self):
         self.opt.finish()
-        parts = zip(self.opt._codecs, self.opt._parts, strict=True)
-        residual = chain.from_iterable(
-            codec.error or [torch.zeros(SHAPES[i]) for i in part] for codec, part in parts
-        )
+        residual = []
+        for fragment in range(self.opt.fragments):
+            part = self.opt.positions(fragment)
+            residual += self.opt.codec_of(fragment).error or [torch.zeros(SHAPES[i]) for i in part]
         for weight, error, learnt in zip(self.weights, residual, self.learnt, strict=True):
             torch.testing.assert_close(error.double() - weight.double(), learnt, rtol=0, atol=1e-4)
 
@@ -171,7 +170,7 @@ def test_with_a_fading_memory_a_refused_round_only_fades_it():
 def test_cancelling_an_exchange_in_flight_gives_back_its_contribution():
     world = Drifting(DiLoCoRule(), Streaming(EVERY, 2, 1), codec_named("e3m0+ef"), ["yes"] * 9, 3)
     world.train(2)
-    codec = world.opt._codecs[1]
+    codec = world.opt.codec_of(1)
     assert isinstance(codec, ErrorFeedback)
     assert codec.pending
     world.opt.adopt([tensor.clone() for tensor in world.opt.slow], round=5)
@@ -289,7 +288,7 @@ def reference(plan):
                     if (
                         arrived is None
                         and plan[number % len(plan)][2]
-                        and step - at < LASTS * ROUND
+                        and step - at < ROUNDS_PER_EXCHANGE * ROUND
                     ):
                         round += 1
                         continue
@@ -332,7 +331,8 @@ def test_arrivals_are_applied_once_after_interruption(plan, at):
     assert exchange.most == 1
     assert [(info.key.round, info.lag, info.late) for info in infos] == applied
     assert all(
-        info.lag <= ROUND * (LASTS if plan[info.key.round % len(plan)][2] else 1) for info in infos
+        info.lag <= ROUND * (ROUNDS_PER_EXCHANGE if plan[info.key.round % len(plan)][2] else 1)
+        for info in infos
     )
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted), rtol=0, atol=1e-5)
 

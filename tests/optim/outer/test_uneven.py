@@ -36,7 +36,7 @@ from shoal.optim import (
     weighted_mean,
 )
 from shoal.optim.exchange.base import Exchange, Handle, counted_weights
-from shoal.optim.outer.optimizer import sources
+from shoal.optim.outer.agreement import sources
 
 SPEEDS = {
     "anna": 1,

@@ -266,8 +266,8 @@ def test_residual_is_kept_per_fragment(lab):
         codec=codec,
         fragments=[weights[:1], weights[1:]],
     )
-    assert opt._codecs[0] is codec
-    assert opt._codecs[1] is not codec
+    assert opt.codec_of(0) is codec
+    assert opt.codec_of(1) is not codec
 
 
 PACE, TIMES, LR, BETA = 4, 12, 0.9, 0.95

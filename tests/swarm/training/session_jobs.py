@@ -115,7 +115,7 @@ def optimize():
         HELD["slow"][info.key.round] = numbers(whole_slow(HELD["opt"]))
 
     HELD["opt"] = opt = session.optimizer(sgd(HELD["model"]), on_round=on_round)
-    return [opt.round, sorted(opt._listening)]
+    return [opt.round, opt.listens]
 
 
 def train(data, count):
