@@ -219,7 +219,9 @@ def test_an_object_that_cannot_be_looked_into_is_named_once(caplog):
     assert len(caplog.records) == 1
 
 
-def test_an_object_that_fails_to_move_and_one_that_cannot_be_copied_are_one_sentence():
+def test_unmovable_batch_is_one_sentence():
+    """An object that fails to move and one that cannot be copied are one sentence."""
+
     class Stuck:
         def to(self, device):
             raise ValueError("no")

@@ -202,9 +202,8 @@ def assert_own(code, err, path, words, inside):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_node_says_in_which_function_of_the_task_it_failed_and_shows_its_traceback(
-    task, fault, tmp_path, capsys, monkeypatch
-):
+def test_failing_task_function_is_named(task, fault, tmp_path, capsys, monkeypatch):
+    """A node says in which function of the task it failed and shows its traceback."""
     monkeypatch.setattr(NodeRun, "run", lambda run: live(run.settings))
     code, err = said(
         ["up", "--task", f"{task}:{fault}", "--folder", tmp_path / "run"], capsys, monkeypatch
@@ -225,7 +224,8 @@ def test_an_error_of_shoals_own_is_still_called_a_bug(task, tmp_path, capsys, mo
     assert "this is a bug in shoal" in err
 
 
-def test_an_error_of_shoals_own_after_the_users_step_is_still_called_a_bug(task):
+def test_own_error_after_a_users_step_is_a_bug(task):
+    """An error of shoal's own after the user's step is still called a bug."""
     made = Trainer(
         load_task(f"{task}:Good"),
         OuterSettings(every=1),
@@ -251,9 +251,8 @@ OF_DEVICES = [
 
 @pytest.mark.parametrize(("text", "variable"), OF_DEVICES)
 @pytest.mark.parametrize("users", [False, True])
-def test_what_a_device_reports_is_nobodys_bug_wherever_it_comes_up(
-    task, text, variable, users, capsys, monkeypatch
-):
+def test_device_error_is_nobodys_bug(task, text, variable, users, capsys, monkeypatch):
+    """What a device reports is nobody's bug wherever it comes up."""
     task.write_text(TASK.replace("raise SystemExit(7)", f"raise RuntimeError({text!r})"))
 
     def run(node):
@@ -298,7 +297,8 @@ OF_MEMORY = [
 @pytest.mark.parametrize(
     "run", [lambda node: torch.empty(2**60), *(raising(RuntimeError(text)) for text in OF_MEMORY)]
 )
-def test_memory_that_runs_out_is_no_bug_and_no_failure_of_a_device(run, capsys, monkeypatch):
+def test_running_out_of_memory_is_no_bug(run, capsys, monkeypatch):
+    """Memory that runs out is no bug and no failure of a device."""
     monkeypatch.setattr(NodeRun, "run", run)
     code, err = said(["up"], capsys, monkeypatch)
     assert (code, err.count("\n")) == (ExitCode.BAD_INPUT, 1)

@@ -143,7 +143,8 @@ def test_paths_of_settings_are_whole(tmp_path, move):
     )
 
 
-def test_the_folder_of_a_policy_is_whole_and_a_name_stays_one(tmp_path, move):
+def test_policy_folder_is_whole(tmp_path, move):
+    """The folder of a policy is whole and a name stays one."""
     (tmp_path / "before" / "smol").mkdir(parents=True, exist_ok=True)
     given = [
         RLSettings(policy=spec).policy
@@ -263,7 +264,8 @@ def test_no_command_encodes_json_by_itself():
             assert not own, f"{file}: write dumps of shoal.node.console"
 
 
-def test_a_demo_whose_evaluations_are_not_known_still_has_a_report():
+def test_demo_reports_without_evaluations():
+    """A demo whose evaluations are not known still has a report."""
     one = dict.fromkeys(
         (
             "exchanges",
@@ -367,7 +369,8 @@ def test_every_kind_of_writing_goes_on(tmp_path, kind, unbuffered, which):
         assert ended.stderr.count(b"WARNING shoal.x: warning") == 3
 
 
-def test_messages_for_a_full_disk_are_dropped_and_results_are_not():
+def test_full_disk_drops_messages_not_results():
+    """Messages for a full disk are dropped and results are not."""
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     script = (

@@ -86,7 +86,7 @@ def weights(made):
     return [p.detach().clone() for p in made.model[1].parameters()]
 
 
-def test_a_run_with_8_bit_state_and_quantised_weights_resumes_bit_by_bit(tmp_path):
+def test_quantised_run_resumes_bit_equal(tmp_path):
     """Fault: it trained to its end, every save failed, and no checkpoint was there."""
     straight = trainer(Quantised())
     straight.run()
@@ -107,7 +107,8 @@ def test_a_run_with_8_bit_state_and_quantised_weights_resumes_bit_by_bit(tmp_pat
     assert all(map(torch.equal, weights(again), weights(straight)))
 
 
-def test_the_copy_that_is_written_while_training_goes_on_is_of_plain_tensors():
+def test_copy_for_writing_holds_plain_tensors():
+    """The copy that is written while training goes on is of plain tensors."""
     tensor = Coded.of(torch.tensor([1.0, -2.0]))
     packed = Snapshots().take(pack({"state": tensor}))
     tensor.codes.zero_()
@@ -117,7 +118,8 @@ def test_the_copy_that_is_written_while_training_goes_on_is_of_plain_tensors():
     ]
 
 
-def test_a_class_that_does_not_say_what_it_consists_of_ends_the_run_at_its_first_step(tmp_path):
+def test_undescribed_class_ends_the_run_at_once(tmp_path):
+    """A class that does not say what it consists of ends the run at its first step."""
     task = Quantised()
     task.inner_optimizer = lambda params: type("Odd", (Momentum,), {"kind": Opaque})(params)
     made = trainer(task)
@@ -144,7 +146,7 @@ def test_a_class_that_does_not_say_what_it_consists_of_ends_the_run_at_its_first
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_buffer_without_plain_values_ends_the_run_at_its_first_step(tmp_path, buffer, said):
+def test_buffer_without_values_ends_the_run_at_once(tmp_path, buffer, said):
     """Fault: a nested tensor was "a bug in shoal"."""
 
     class Odd(Small):
@@ -256,7 +258,7 @@ def test_what_a_layer_shows_and_does_not_load_is_restored(tmp_path):
     )
 
 
-def test_a_model_that_changes_its_form_in_the_first_step_ends_there(tmp_path):
+def test_changing_model_form_ends_the_run(tmp_path):
     """Fault: such a checkpoint was "of another model" when it was to be resumed."""
 
     class Packs(Small):
@@ -288,7 +290,9 @@ def test_a_model_that_changes_its_form_in_the_first_step_ends_there(tmp_path):
     )
 
 
-def test_a_class_that_cannot_be_made_again_ends_the_run_at_its_first_step(tmp_path):
+def test_class_without_rebuild_ends_the_run_at_once(tmp_path):
+    """A class that cannot be made again ends the run at its first step."""
+
     class Once(Coded):
         @classmethod
         def __tensor_unflatten__(cls, inner, context, size=None, stride=None):

@@ -72,7 +72,8 @@ def test_it_is_the_weighted_mean_in_the_models_own_types(tmp_path_factory, weigh
     assert len(list(folder.iterdir())) == len(weights) + 1
 
 
-def test_equal_weights_by_default_and_what_counts_nothing_may_be_nan(tmp_path):
+def test_equal_weights_by_default(tmp_path):
+    """Equal weights by default and what counts nothing may be NaN."""
     one, two = files(tmp_path, {"a": torch.tensor([1.0, 3.0])}, {"a": torch.tensor([2.0, 5.0])})
     merge([one, two], tmp_path / "mean")
     assert load_file(tmp_path / "mean")["a"].tolist() == [1.5, 4.0]
@@ -149,7 +150,8 @@ def test_what_cannot_be_read_is_said(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_existing_file_stays_unless_forced_even_if_it_is_an_input(tmp_path):
+def test_existing_output_stays_unless_forced(tmp_path):
+    """An existing file stays unless forced even if it is an input."""
     one, two = files(tmp_path, {"a": torch.tensor([1.0])}, {"a": torch.tensor([2.0])})
     with pytest.raises(MergeError, match="exists: choose another name, or pass --force"):
         merge([one, two], one)
@@ -159,7 +161,8 @@ def test_an_existing_file_stays_unless_forced_even_if_it_is_an_input(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step):
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch, step):
+    """A failure while writing leaves the old file and no other."""
     one, two = files(tmp_path, BASE, BASE)
     out = tmp_path / "out"
     out.write_text("old")
@@ -214,7 +217,8 @@ def trained(folder, index, steps=5):
     return trainer
 
 
-def test_nodes_checkpoints_give_the_model_or_its_slow_weights_under_its_own_names(tmp_path):
+def test_checkpoints_merge_as_model_or_slow_weights(tmp_path):
+    """Nodes checkpoints give the model or its slow weights under its own names."""
     one, two = (trained(tmp_path / str(index), index) for index in range(2))
     paths = [tmp_path / "0", tmp_path / "1" / "step-00000005"]
     merge(paths, tmp_path / "fast", weights=[3, 1])

@@ -33,7 +33,8 @@ def header(card):
     return yaml.safe_load(front), body
 
 
-def test_it_says_how_the_weights_came_to_be_and_leaves_the_licence_to_the_user():
+def test_card_states_the_origin_and_no_licence():
+    """It says how the weights came to be and leaves the licence to the user."""
     card = model_card(ABOUT, HOW, "shoal.json")
     front, body = header(card)
     assert front == {

@@ -148,9 +148,7 @@ def test_the_same_step_is_replaced(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_files_and_folder_are_on_the_disk_before_they_have_their_name_and_the_name_before_older_ones_go(  # noqa: E501
-    tmp_path, monkeypatch
-):
+def test_rename_follows_fsync(tmp_path, monkeypatch):
     """A machine that loses its power has all of a checkpoint that has its name, and the older one
     until then.
     """
@@ -193,7 +191,8 @@ def test_a_save_leaves_anothers_unfinished_one_alone(tmp_path):
     assert other.exists()
 
 
-def test_a_folder_is_for_one_node_at_a_time_and_what_a_killed_one_left_goes(tmp_path):
+def test_folder_belongs_to_one_node(tmp_path):
+    """A folder is for one node at a time and what a killed one left goes."""
     (tmp_path / ".saving-dead").mkdir()
     with lock(tmp_path):
         assert not list(tmp_path.glob(".saving-*"))
@@ -318,7 +317,8 @@ def test_a_generator_goes_on_with_the_same_numbers(tmp_path):
     outline(tmp_path)
 
 
-def test_a_state_too_large_to_be_read_again_is_not_written(tmp_path, monkeypatch):
+def test_unreadably_large_state_is_not_written(tmp_path, monkeypatch):
+    """A state too large to be read again is not written."""
     monkeypatch.setattr(checkpoint, "MAX_STATE_BYTES", 2000)
     save(tmp_path, 1, {"x": "a" * 1000})
     with pytest.raises(ValueError, match="could not be read again"):
@@ -433,7 +433,7 @@ def test_without_a_budget_nothing_goes(tmp_path):
     assert steps(tmp_path) == [1]
 
 
-def test_a_budget_that_cannot_hold_two_checkpoints_ends_the_run_after_its_first_step(tmp_path):
+def test_budget_below_two_checkpoints_ends_the_run(tmp_path):
     """Else its end is never saved: a run of 400 steps said so at the last of them."""
     least = 2 * (400_000 + SPARE)
     with pytest.raises(
@@ -443,7 +443,8 @@ def test_a_budget_that_cannot_hold_two_checkpoints_ends_the_run_after_its_first_
     budgeted(tmp_path, least).turn(1)
 
 
-def test_a_run_over_its_budget_says_so_once_and_goes_on(tmp_path):
+def test_exceeded_budget_is_said_once(tmp_path):
+    """A run over its budget says so once and goes on."""
     said = []
     saver = budgeted(tmp_path, 2 * (400_000 + SPARE), said)
     saver.due = True

@@ -83,7 +83,8 @@ def check(folder):
     return step
 
 
-def test_what_is_written_is_the_state_of_one_step_whatever_training_does_meanwhile(tmp_path):
+def test_written_state_is_of_one_step(tmp_path):
+    """What is written is the state of one step whatever training does meanwhile."""
     disk, run = held_up(tmp_path)
     for _ in range(5):
         run.train()
@@ -92,7 +93,8 @@ def test_what_is_written_is_the_state_of_one_step_whatever_training_does_meanwhi
     assert check(tmp_path) == 1
 
 
-def test_a_save_that_comes_due_while_one_is_written_is_put_off_and_saves_the_newest_state(tmp_path):
+def test_save_during_a_write_is_put_off(tmp_path):
+    """A save that comes due while one is written is put off and saves the newest state."""
     disk, run = held_up(tmp_path)
     for _ in range(4):
         run.train(due=True)
@@ -108,7 +110,8 @@ def test_a_save_that_comes_due_while_one_is_written_is_put_off_and_saves_the_new
     assert run.said == []
 
 
-def test_the_last_save_waits_for_the_one_before_and_for_itself(tmp_path):
+def test_last_save_waits_for_the_one_before(tmp_path):
+    """The last save waits for the one before and for itself."""
     disk, run = held_up(tmp_path)
     run.step = 9
     for weight in run.weights:
@@ -121,7 +124,8 @@ def test_the_last_save_waits_for_the_one_before_and_for_itself(tmp_path):
     assert check(tmp_path) == 9
 
 
-def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path):
+def test_hanging_disk_does_not_block_the_end(tmp_path):
+    """A disk that hangs does not hold up the end for ever."""
     disk = Disk()
     run = Training(tmp_path, at=disk)
     run.train()
@@ -140,7 +144,8 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end_for_ever(tmp_path):
     run.written()
 
 
-def test_without_memory_for_a_copy_training_stands_still_until_the_tensors_are_written(tmp_path):
+def test_without_copy_memory_training_stands_still(tmp_path):
+    """Without memory for a copy training stands still until the tensors are written."""
     order, synced = [], threading.Event()
 
     def at(point):
@@ -160,9 +165,8 @@ def test_without_memory_for_a_copy_training_stands_still_until_the_tensors_are_w
     assert check(tmp_path) == 1
 
 
-def test_a_hanging_disk_holds_up_a_save_without_a_copy_for_a_while_and_what_is_mixed_is_dropped(
-    tmp_path, monkeypatch
-):
+def test_mixed_state_of_a_hanging_disk_is_dropped(tmp_path, monkeypatch):
+    """A hanging disk holds up a save without a copy for a while and what is mixed is dropped."""
     monkeypatch.setattr("shoal.node.checkpoint.writer.PATIENCE_S", 0.0)
     disk, run = held_up(tmp_path, copies=lambda nbytes: False)  # returns, though the disk hangs
     run.train()
@@ -173,7 +177,8 @@ def test_a_hanging_disk_holds_up_a_save_without_a_copy_for_a_while_and_what_is_m
     assert "the disk is too slow or hangs" in run.said[0]
 
 
-def test_no_copy_is_made_for_the_last_save_and_memory_that_is_short_is_given_back(tmp_path):
+def test_last_save_makes_no_copy(tmp_path):
+    """No copy is made for the last save and memory that is short is given back."""
     wanted, room = [], [True]
     run = Training(tmp_path, copies=lambda nbytes: wanted.append(nbytes) or room[0])
     run.train(due=True)
@@ -231,9 +236,8 @@ def holding(folder, count):
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(
-    tmp_path, monkeypatch, copies
-):
+def test_full_disk_gives_up_older_checkpoints(tmp_path, monkeypatch, copies):
+    """On a disk that is full older checkpoints give way but not the newest."""
     run = Training(tmp_path, copies=lambda nbytes: copies)
     monkeypatch.setattr(checkpoint, "write_tensors", holding(tmp_path, 2))
     for _ in range(4):
@@ -252,9 +256,8 @@ def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(
     ("copies", "number", "kept"),
     [(True, ENOSPC, [3, 2]), (False, ENOSPC, [2, 1]), (True, EFBIG, [2, 1])],
 )
-def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once_more(
-    tmp_path, monkeypatch, copies, number, kept
-):
+def test_changed_weights_are_not_written_again(tmp_path, monkeypatch, copies, number, kept):
+    """Weights that training has changed or no room helps are not written once more."""
     full = []
 
     def sync(path):
@@ -274,7 +277,7 @@ def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once
     assert check(tmp_path) == kept[0]
 
 
-def test_a_disk_without_room_for_two_checkpoints_is_said_at_the_first_step(tmp_path, monkeypatch):
+def test_too_small_disk_is_said_at_the_first_step(tmp_path, monkeypatch):
     """Fault: it was said when the first checkpoint was written, hours later."""
     run, free = Training(tmp_path), 2 * (58 + SPARE)
     (tmp_path / "older").write_bytes(bytes(1000))  # older checkpoints give way
@@ -339,7 +342,7 @@ class Odd:
         ({"extra": torch.zeros(2, device="meta")}, "run.extra keeps a Tensor without values"),
     ],
 )
-def test_a_state_that_can_never_be_saved_is_an_error_at_the_first_step(tmp_path, state, sentence):
+def test_unsavable_state_is_an_error_at_the_first_step(tmp_path, state, sentence):
     """Fault: hours of training, exit code 0, and a sentence that --resume goes on, without any
     checkpoint.
     """
@@ -370,9 +373,7 @@ def test_a_state_that_holds_itself_is_said_too(tmp_path):
         OSError(5, "Input/output"),
     ],
 )
-def test_the_last_save_that_fails_is_known_to_the_caller_whatever_the_writing_thread_met(
-    tmp_path, monkeypatch, fails
-):
+def test_failed_last_save_reaches_the_caller(tmp_path, monkeypatch, fails):
     """Fault: the thread ends with an error that nobody catches, and the save counts as done."""
 
     def fail(*_args, **_kwargs):
@@ -388,7 +389,9 @@ def test_the_last_save_that_fails_is_known_to_the_caller_whatever_the_writing_th
     assert steps(tmp_path) == []
 
 
-def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path, monkeypatch):
+def test_missing_copy_memory_is_told(tmp_path, monkeypatch):
+    """No memory for the copy is told and other errors are not hidden."""
+
     def fail(text):
         def empty(*_args, **_kwargs):
             raise RuntimeError(text)
@@ -407,9 +410,8 @@ def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path
         run.train(due=True)
 
 
-def test_a_state_for_which_the_device_has_no_memory_costs_its_checkpoint_only(
-    tmp_path, monkeypatch
-):
+def test_device_out_of_memory_costs_one_checkpoint(tmp_path, monkeypatch):
+    """A state for which the device has no memory costs its checkpoint only."""
     run = Training(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -425,7 +427,8 @@ def test_a_state_for_which_the_device_has_no_memory_costs_its_checkpoint_only(
     assert steps(tmp_path) == [3]
 
 
-def test_a_device_that_fails_while_the_last_state_is_written_is_named(tmp_path, monkeypatch):
+def test_device_failure_in_the_last_save_is_named(tmp_path, monkeypatch):
+    """A device that fails while the last state is written is named."""
     run = Training(tmp_path)
     run.train()
 
@@ -440,7 +443,8 @@ def test_a_device_that_fails_while_the_last_state_is_written_is_named(tmp_path, 
     )
 
 
-def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_given_back():
+def test_copies_reuse_memory():
+    """Copies use the same memory again and what is not needed any more is given back."""
     snapshots = Snapshots()
     state = {"a": torch.ones(4), "b": [torch.ones(4), torch.ones(2, 2).t()], "n": torch.tensor(1)}
     first = snapshots.take(pack(state))
@@ -471,7 +475,8 @@ def test_a_gpus_tensors_are_copied_to_pinned_memory():
 
 
 @pytest.mark.gpu(standin=True)
-def test_pinned_memory_is_counted_as_torch_takes_it_and_given_back():
+def test_pinned_memory_is_counted_and_returned():
+    """Pinned memory is counted as torch takes it and given back."""
     standin = sys.modules["standin"]
     gc.collect()
     give_pinned_back()  # what torch has kept of earlier tests
@@ -517,7 +522,7 @@ for order in sys.argv[2:]:
 
 
 @pytest.mark.ci
-def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+def test_kill_9_leaves_a_whole_checkpoint(tmp_path):
     """Processes that are killed in their writing threads; each point, and the first, a middle and
     the last block.
     """

@@ -60,7 +60,8 @@ def test_options_are_in_groups_of_which_none_is_long(name):
     assert sorted(listed) == sorted([*declared, "--help"]), "each option is shown once"
 
 
-def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
+def test_commands_are_in_the_order_of_use():
+    """Commands are in the order of use with their whole sentence."""
     shown = help_of()
     names = re.findall(r"^  (\w+)  +[A-Z]", shown, re.M)
     used = [
@@ -103,7 +104,8 @@ def test_the_examples_can_be_typed():
     assert found >= 20
 
 
-def test_the_options_of_a_new_swarm_are_in_the_order_in_which_one_needs_them():
+def test_options_are_in_the_order_of_need():
+    """The options of a new swarm are in the order in which one needs them."""
     shown = help_of("up")
     order = [
         "--steps",

@@ -197,9 +197,8 @@ def test_an_adapter_is_all_that_travels(made):
     assert torch.isfinite(task.loss(model, batch))
 
 
-def test_the_command_to_go_on_with_can_be_copied_whatever_the_folder_is_called(
-    tmp_path, monkeypatch
-):
+def test_next_command_can_be_copied(tmp_path, monkeypatch):
+    """The command to go on with can be copied whatever the folder is called."""
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(cli, ["init", "my task"], standalone_mode=False).output
     assert "try it: cd 'my task', then shoal demo " in shown

@@ -168,9 +168,8 @@ def slow(world):
     return FLOAT32.decode(world.snapshot.content[: FLOAT32.nbytes(header.shapes)], header.shapes)
 
 
-def test_the_file_has_the_names_of_the_model_in_whatever_order_the_optimizer_has_them(
-    world, task, tmp_path
-):
+def test_pulled_names_are_the_models(world, task, tmp_path):
+    """The file has the names of the model in whatever order the optimizer has them."""
     report = pull(LINK, tmp_path / "out", hooks=task)
     state = load_file(tmp_path / "out" / "model.safetensors")
     model = fresh(task).model
@@ -197,9 +196,8 @@ def test_the_file_has_the_names_of_the_model_in_whatever_order_the_optimizer_has
     )
 
 
-def test_without_the_task_parameters_are_numbered_and_shapes_are_those_of_the_manifest(
-    world, tmp_path, monkeypatch
-):
+def test_without_a_task_parameters_are_numbered(world, tmp_path, monkeypatch):
+    """Without the task parameters are numbered and shapes are those of the manifest."""
     report = pull(LINK, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(state[f"parameter.{i}"], tensor) for i, tensor in enumerate(slow(world)))
@@ -233,7 +231,8 @@ def test_the_card_has_what_manifest_and_members_say(world, task, tmp_path):
     assert f"* Parameters: {report['values']:,}\n" in card
 
 
-def test_a_held_out_loss_is_computed_with_the_weights_that_came(world, task, tmp_path):
+def test_held_out_loss_is_of_the_pulled_weights(world, task, tmp_path):
+    """A held out loss is computed with the weights that came."""
     report = pull(LINK, tmp_path, hooks=task, evaluate=True)
     assert report["held_out_loss"] == pytest.approx(float(slow(world)[1].sum()))  # 0.bias
     assert f"held-out loss {report['held_out_loss']:.4f}, on the task's own data" in module.summary(
@@ -254,7 +253,8 @@ def test_a_held_out_loss_is_computed_with_the_weights_that_came(world, task, tmp
         ("hf:c/d:test", {"data": "hf:a/b"}, "hf:c/d:test"),
     ],
 )
-def test_the_data_of_a_held_out_loss_is_named_without_a_path(given, swarms, shown):
+def test_held_out_data_is_named_without_a_path(given, swarms, shown):
+    """The data of a held out loss is named without a path."""
     made = manifest("1" * 64).model_copy(update={"task_options": swarms})
     assert module._held_out_on(made, given) == shown
 
@@ -272,7 +272,8 @@ def test_what_broke_off_goes_on_where_it_was(world, task, tmp_path):
     assert not (tmp_path / ".pull").exists()
 
 
-def test_what_nobody_holds_any_more_is_given_up_for_something_newer(world, task, tmp_path):
+def test_vanished_snapshot_gives_way_to_a_newer(world, task, tmp_path):
+    """What nobody holds any more is given up for something newer."""
     world.most = 1
     with pytest.raises(NetworkError):
         pull(LINK, tmp_path, hooks=task)
@@ -282,14 +283,16 @@ def test_what_nobody_holds_any_more_is_given_up_for_something_newer(world, task,
     assert pull(LINK, tmp_path, hooks=task)["round"] == 9
 
 
-def test_only_the_weights_are_taken_and_not_what_the_rule_shares(world, task, tmp_path):
+def test_only_weights_are_pulled(world, task, tmp_path):
+    """Only the weights are taken and not what the rule shares."""
     pull(LINK, tmp_path, hooks=task)
     need = FLOAT32.nbytes(world.snapshot.header.shapes)
     assert world.snapshot.header.nbytes == 2 * need
     assert world.given == list(range(-(-need // CHUNK)))
 
 
-def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
+def test_partial_file_is_checked_by_digests(world, tmp_path):
+    """A partial file is believed only as far as its digests."""
     header, digests = world.snapshot.header, world.snapshot.digests
     kept = ResumableDownload(tmp_path / "p", header, digests, header.nbytes)
     assert kept.have == set()
@@ -358,9 +361,9 @@ def test_weights_that_are_not_finite_are_not_written(monkeypatch, world, task, t
 
 
 @pytest.mark.parametrize("extra", [{"seen": 3}, None, torch.ones(2)])
-def test_a_module_with_state_beside_tensors_is_written_and_loads_as_the_card_says(
-    tmp_path, monkeypatch, extra
-):
+def test_non_tensor_state_is_written_and_loads(tmp_path, monkeypatch, extra):
+    """A module with state beside tensors is written and loads as the card says."""
+
     class Counting(torch.nn.Linear):
         def get_extra_state(self):
             return extra
@@ -434,7 +437,8 @@ def draw(model, begun, count, temperature=1.0, top_k=None, seed=0):
     )
 
 
-def test_a_token_follows_from_the_last_ones_that_the_context_holds():
+def test_next_token_follows_from_the_context():
+    """A token follows from the last ones that the context holds."""
     model = Counts(context=3)
     assert draw(model, [10, 97], 5) == [98, 99, 100, 101, 102]
     assert model.seen == [[10, 97], [10, 97, 98], [97, 98, 99], [98, 99, 100], [99, 100, 101]]
@@ -463,7 +467,8 @@ def test_a_prompt_begins_a_document_and_does_not_end_one(tmp_path):
     assert Bytes().decode([97, 255, 98]) == "a\ufffdb"
 
 
-def test_the_same_seed_gives_the_same_texts_and_the_report_names_it(tmp_path):
+def test_same_seed_samples_the_same_text(tmp_path):
+    """The same seed gives the same texts and the report names it."""
     folder = written(tmp_path / "w")
     one = sample(folder, prompt="ab", tokens=20, samples=2)
     assert (one["name"], one["round"], one["tokens"]) == ("n", 7, 20)
@@ -548,7 +553,8 @@ def test_what_the_folder_says_is_compared_before_memory_is_taken(tmp_path, chang
         load_pulled(written(tmp_path / "w", **changes))
 
 
-def test_a_folder_without_weights_or_with_damaged_ones_is_one_sentence(tmp_path):
+def test_damaged_folder_is_one_sentence(tmp_path):
+    """A folder without weights or with damaged ones is one sentence."""
     with pytest.raises(
         SampleError, match=r"There are no weights of `shoal pull` in .*: name the folder"
     ):
@@ -573,7 +579,7 @@ def test_weights_that_are_not_finite_are_said(tmp_path):
         sample(written(tmp_path / "w", model))
 
 
-def test_the_mean_of_all_members_is_checked_on_held_out_data_and_written(world, task, tmp_path):
+def test_mean_of_all_members_is_checked_and_written(world, task, tmp_path):
     """Here all members serve the same snapshot, so the mean is that, to the last bit."""
     said = []
     report = pull(LINK, tmp_path / "out", hooks=task, average=True, say=said.append)

@@ -30,7 +30,8 @@ def taken(weights, loss=None, rounds=(7, 9, 8)):
     return average([(peer, ()) for peer in NAMES], MEMBERS, fetch, loss)
 
 
-def test_the_mean_is_of_all_with_equal_shares_and_of_the_newest_round():
+def test_mean_is_of_equal_shares_of_the_newest_round():
+    """The mean is of all with equal shares and of the newest round."""
     made = taken([1.0, 2.0, 6.0])
     assert torch.equal(made.tensors[0], torch.full((2, 3), 3.0))
     assert made.tensors[0].dtype == torch.float32
@@ -40,7 +41,8 @@ def test_the_mean_is_of_all_with_equal_shares_and_of_the_newest_round():
     assert list(lines(made.report(), None)) == ["mean of 3 members: anna, bert, carl"]
 
 
-def test_a_member_that_is_gone_or_not_finite_is_left_out_and_named():
+def test_unusable_member_is_left_out_and_named():
+    """A member that is gone or not finite is left out and named."""
     made = taken([1.0, None, math.nan])
     assert torch.equal(made.tensors[0], torch.full((2, 3), 1.0))
     assert list(lines(made.report(), None)) == [
@@ -51,7 +53,8 @@ def test_a_member_that_is_gone_or_not_finite_is_left_out_and_named():
 
 
 @pytest.mark.parametrize(("third", "there"), [(2.19, True), (2.21, False), (math.nan, False)])
-def test_a_held_out_loss_far_above_the_median_leaves_a_member_out(third, there):
+def test_outlying_loss_leaves_a_member_out(third, there):
+    """A held out loss far above the median leaves a member out."""
     losses = {1.0: 2.0, 2.0: 1.9, 6.0: third}
     made = taken([1.0, 2.0, 6.0], lambda tensors: losses[float(tensors[0][0, 0])])
     assert float(made.tensors[0][0, 0]) == (3.0 if there else 1.5)
@@ -62,7 +65,8 @@ def test_a_held_out_loss_far_above_the_median_leaves_a_member_out(third, there):
     assert (left in said) is not there
 
 
-def test_without_weights_that_can_be_used_the_first_reason_is_the_error():
+def test_without_usable_weights_the_first_reason_is_the_error():
+    """Without weights that can be used the first reason is the error."""
     with pytest.raises(NetworkError, match=r"^peer …x is gone\.$"):
         taken([None, None, None])
     with pytest.raises(ShoalError, match=r"^No member has weights that are finite"):

@@ -41,7 +41,8 @@ def public(
     )
 
 
-def test_a_link_goes_by_way_of_the_seed_and_of_members_as_far_as_they_are_addresses():
+def test_link_goes_through_seed_and_members():
+    """A link goes by way of the seed and of members as far as they are addresses."""
     member = f"/ip4/203.0.113.1/tcp/7/p2p/{PEER}"
     link = Link.parse(public(addresses=(SEED, "/etc/passwd", member))["link"])
     assert (link.swarm, link.bootstrap) == ("a" * 52, (SEED, member))
@@ -49,7 +50,8 @@ def test_a_link_goes_by_way_of_the_seed_and_of_members_as_far_as_they_are_addres
     assert Link.parse(public(addresses=many)["link"]).bootstrap == many[:16]
 
 
-def test_a_name_or_the_beginning_of_an_id_means_one_swarm():
+def test_name_or_id_prefix_means_one_swarm():
+    """A name or the beginning of an id means one swarm."""
     ours, theirs, other = (
         public(),
         public("b" * 51 + "a", "theirs"),
@@ -138,7 +140,8 @@ HUGE = {"layers": 64, "width": 16_384}
         ("task.py:Mine", HUGE, 135_000_000),
     ],
 )
-def test_the_size_of_a_swarm_is_computed_where_it_can_be(task, options, shown):
+def test_swarm_size_is_computed_where_possible(task, options, shown):
+    """The size of a swarm is computed where it can be."""
     found = PublicSwarm(
         "a" * 52, Title("ours", task, "noloco"), 3, 135_000_000, 1, 0, "cpu", (SEED,), options
     )
@@ -227,7 +230,9 @@ def test_a_damaged_file_is_one_sentence(tmp_path, content):
         current_link(tmp_path / "other")
 
 
-def test_an_old_link_is_filled_up_with_known_addresses_of_its_swarm_alone(tmp_path):
+def test_old_link_gets_known_addresses_of_its_swarm(tmp_path):
+    """An old link is filled up with known addresses of its swarm alone."""
+
     def known(folder, swarm, *numbers):
         folder.mkdir(parents=True)
         peers = {address(number).rpartition("/p2p/")[2]: [address(number)] for number in numbers}

@@ -167,7 +167,8 @@ def test_a_settings_file_may_begin_with_a_byte_order_mark(tmp_path):
     assert load(path).outer.every == 7
 
 
-def test_a_node_that_joins_hears_that_the_swarm_fixes_a_setting():
+def test_joiner_cannot_set_what_the_swarm_fixes():
+    """A node that joins hears that the swarm fixes a setting."""
     with pytest.raises(ConfigError) as error:
         load(None, {"train.lr": 1e-3}, joins=True)
     assert str(error.value) == (
@@ -200,7 +201,7 @@ def homeless(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_without_a_home_no_key_goes_to_a_folder_named_tilde(homeless, monkeypatch):
+def test_missing_home_makes_no_tilde_folder(homeless, monkeypatch):
     """Fault: the private key was written to ./~/.config/shoal."""
     with pytest.raises(HomeError) as caught:
         _ = load().node.identity_path
@@ -225,7 +226,8 @@ def test_a_path_in_an_unknown_home_is_refused(homeless, key):
     )
 
 
-def test_a_file_whose_name_begins_with_a_tilde_is_that_file(homeless):
+def test_tilde_file_name_is_that_file(homeless):
+    """A file whose name begins with a tilde is that file."""
     (homeless / "~notes.txt").touch()
     assert expanded("~notes.txt") == "~notes.txt"
 
@@ -310,7 +312,9 @@ def test_a_device_that_there_is_not_is_one_sentence(machine, kind, count, text, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
+def test_too_old_driver_is_named(machine, monkeypatch):
+    """A driver that is too old for the build is named."""
+
     def init():
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040). Please "
@@ -383,7 +387,8 @@ def test_an_address_that_is_none_is_named(key):
         ("a=1 # no comment", "1 # no comment"),
     ],
 )
-def test_an_assignment_is_read_as_toml_would_or_as_plain_text(text, value):
+def test_assignment_is_toml_or_plain_text(text, value):
+    """An assignment is read as toml would or as plain text."""
     key, got = assignment(text)
     assert (key, got, type(got)) == (text.partition("=")[0], value, type(value))
 

@@ -49,7 +49,8 @@ def test_what_is_no_name_is_one_sentence(data, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_is_never_a_folder_that_happens_to_be_here(tmp_path, monkeypatch):
+def test_hub_name_is_never_a_local_folder(tmp_path, monkeypatch):
+    """A name is never a folder that happens to be here."""
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -92,7 +93,8 @@ class Stateful(Rows):
 
 
 @pytest.mark.parametrize("kind", [Rows, Stateful])
-def test_from_any_place_on_the_same_follows_with_and_without_a_state(monkeypatch, kind):
+def test_stream_continues_alike_from_any_place(monkeypatch, kind):
+    """From any place on the same follows with and without a state."""
     monkeypatch.setattr(hub, "ANCHOR_EVERY", 7)
     monkeypatch.setattr(
         HubDataset, "_open", lambda self: kind([{"text": f"row {i}"} for i in range(60)])
@@ -137,7 +139,8 @@ def folder(tmp_path_factory):
     return root
 
 
-def test_a_folder_is_read_by_the_package_and_continued_by_its_own_state(folder, monkeypatch):
+def test_folder_continues_by_its_own_state(folder, monkeypatch):
+    """A folder is read by the package and continued by its own state."""
     monkeypatch.setattr(hub, "ANCHOR_EVERY", 100)
     source, shard = open_stream(f"hf:{folder}", "body", Skipped()), Shard(0, 3, 5)
     whole = list(source.documents(shard, 1))

@@ -62,9 +62,8 @@ DOCUMENTS = st.lists(st.binary(max_size=60), min_size=1, max_size=12)
     st.integers(0, 25),
     st.data(),
 )
-def test_a_resumed_reader_gives_the_same_batches_from_any_place_on(
-    contents, of, context, batch, shuffle, taken, data
-):
+def test_reader_resumes_with_the_same_batches(contents, of, context, batch, shuffle, taken, data):
+    """A resumed reader gives the same batches from any place on."""
     source, shard = (
         listed(*contents, b"enough for a window"),
         Shard(data.draw(st.integers(0, of - 1)), of, 3),
@@ -92,7 +91,8 @@ def test_a_resumed_reader_gives_the_same_batches_from_any_place_on(
 
 @settings(deadline=None, max_examples=30)
 @given(DOCUMENTS, st.integers(1, 6), st.sampled_from([1, 30, 10_000]))
-def test_an_epoch_has_each_next_token_once_but_for_the_last_few(contents, context, shuffle):
+def test_epoch_has_each_token_once(contents, context, shuffle):
+    """An epoch has each next token once but for the last few."""
     source = listed(*contents, b"enough for a window")
     total = sum(len(document.content) + 1 for document in source.known)
     count = (total - 1) // context
@@ -107,7 +107,8 @@ def test_an_epoch_has_each_next_token_once_but_for_the_last_few(contents, contex
     assert all(torch.equal(inputs[:, 1:], targets[:, :-1]) for inputs, targets in epoch)
 
 
-def test_batches_are_whole_numbers_and_differ_by_shard_seed_and_epoch():
+def test_batches_differ_by_shard_seed_and_epoch():
+    """Batches are whole numbers and differ by shard seed and epoch."""
     source = listed(*(f"document number {i}, of some length".encode() for i in range(40)))
     inputs, targets = next(reader(source))
     assert inputs.shape == targets.shape == (3, 4)
@@ -154,7 +155,8 @@ def test_little_text_is_gathered_over_epochs():
     assert next(reader(listed(b"few", b"words"), Shard(1, 2, 3), context=16))[0].shape == (3, 16)
 
 
-def test_a_place_in_other_data_or_of_another_shard_is_refused_and_changes_nothing():
+def test_foreign_place_is_refused_and_changes_nothing():
+    """A place in other data or of another shard is refused and changes nothing."""
     source = listed(b"some text that is long enough", b"and another one")
     made, other = reader(source), reader(source)
     list(islice(made, 3))
@@ -195,7 +197,8 @@ SEED, EPOCH, OF = st.integers(0, 2**32), st.integers(0, 10_000), st.integers(1, 
 
 @settings(deadline=None, max_examples=40)
 @given(NAMES, SEED, EPOCH, OF)
-def test_the_shards_of_an_epoch_have_each_known_document_once_and_as_many(names, seed, epoch, of):
+def test_shards_divide_an_epoch_evenly(names, seed, epoch, of):
+    """The shards of an epoch have each known document once and as many."""
     shards = [dealt(names, Shard(index, of, seed), epoch) for index in range(of)]
     assert sorted(i for shard in shards for i in shard) == list(range(len(names)))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
@@ -220,7 +223,8 @@ def test_the_same_again_and_wherever_the_documents_stand(names, seed, epoch, of)
 
 @settings(deadline=None, max_examples=40)
 @given(SEED, EPOCH)
-def test_epochs_and_seeds_differ_in_order_and_in_whom_they_deal_to(seed, epoch):
+def test_epochs_and_seeds_differ_in_order(seed, epoch):
+    """Epochs and seeds differ in order and in whom they deal to."""
     names = [f"document {i}" for i in range(60)]  # 60! orders: two are the same by chance never
     here, there = Shard(0, 4, seed), Shard(0, 4, seed + 1)
     assert dealt(names, here, epoch) != dealt(names, here, epoch + 1)
@@ -247,7 +251,8 @@ def test_a_stream_is_dealt_evenly_enough():
     assert max(counts) - min(counts) < 200
 
 
-def test_one_document_in_ten_is_held_out_by_its_text_alone():
+def test_one_document_in_ten_is_held_out():
+    """One document in ten is held out by its text alone."""
     held = sum(held_out(f"text {i}".encode()) for i in range(5000))
     assert abs(held - 5000 / HELD_OUT_ONE_IN) < 100
     assert held_out(b"the same") == held_out(b"the same")
@@ -281,7 +286,8 @@ def test_records_are_documents_with_the_text_of_their_field(tmp_path, name):
     ] == [f"{name}:1", f"{name}:2"]
 
 
-def test_packed_text_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path):
+def test_packed_text_is_cut_at_line_ends(tmp_path):
+    """Packed text is cut at ends of lines and nothing is lost."""
     content = "".join(f"line {i} of a text\n" for i in range(3000)) + "and no end of line"
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content.encode()))
     found = texts(stream(tmp_path / "a.txt.gz"))

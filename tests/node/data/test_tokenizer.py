@@ -41,7 +41,8 @@ def test_folder_and_file_are_the_same_and_text_comes_back(tmp_path):
     assert len(ids) < len(TEXT) / 2
 
 
-def test_without_a_token_for_ends_it_is_an_end_of_line(tmp_path):
+def test_missing_end_token_is_a_line_end(tmp_path):
+    """Without a token for ends it is an end of line."""
     made = load_tokenizer(str(train(tmp_path, special=())))
     *_, end = made.encode(b"text")
     assert made._inner.decode(end.tolist()) == "\n"
@@ -55,7 +56,8 @@ def test_long_documents_are_cut_in_pieces(tmp_path, monkeypatch):
     assert made._inner.decode(torch.cat(pieces[:-1]).tolist()) == TEXT
 
 
-def test_the_digest_is_of_vocabulary_and_cutting_not_of_the_file(tmp_path):
+def test_digest_is_of_vocabulary_and_cutting(tmp_path):
+    """The digest is of vocabulary and cutting not of the file."""
     file = train(tmp_path / "a")
     body = json.loads(file.read_text())
     (tmp_path / "same.json").write_text(json.dumps(dict(reversed(body.items())), indent=4))
@@ -121,7 +123,8 @@ def test_a_damaged_or_huge_file_is_one_sentence(tmp_path, monkeypatch):
         load_tokenizer(str(file))
 
 
-def test_the_hub_is_asked_for_what_is_not_here_and_not_for_too_much(tmp_path, monkeypatch):
+def test_hub_is_asked_for_missing_files_only(tmp_path, monkeypatch):
+    """The hub is asked for what is not here and not for too much."""
     hub = pytest.importorskip(
         "huggingface_hub", reason="huggingface_hub is not installed: pip install 'shoal[data]'"
     )

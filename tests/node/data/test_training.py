@@ -57,7 +57,9 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("saved_at", [0, 1, 5, STEPS])
-def test_a_run_on_a_stream_resumes_from_any_step_with_the_same_bits(tmp_path, stream, saved_at):
+def test_run_on_a_stream_resumes_bit_equal(tmp_path, stream, saved_at):
+    """A run on a stream resumes from any step with the same bits."""
+
     def made():
         return trainer(TextTask(data=stream, shuffle=80, **TINY))
 
@@ -74,7 +76,7 @@ def test_a_run_on_a_stream_resumes_from_any_step_with_the_same_bits(tmp_path, st
     assert same(next(again._batches), next(whole._batches))
 
 
-def test_a_batch_that_was_drawn_and_not_trained_is_drawn_again(tmp_path, stream, monkeypatch):
+def test_untrained_batch_is_drawn_again(tmp_path, stream, monkeypatch):
     """Memory ran out in the step: the state that is saved then is of the step before."""
     whole, one, again = (trainer(TextTask(data=stream, shuffle=80, **TINY)) for _ in range(3))
     whole.run()
@@ -89,7 +91,8 @@ def test_a_batch_that_was_drawn_and_not_trained_is_drawn_again(tmp_path, stream,
     assert same(weights(again), weights(whole))
 
 
-def test_a_checkpoint_of_other_data_is_refused_and_nothing_is_changed(tmp_path, stream):
+def test_checkpoint_of_other_data_is_refused(tmp_path, stream):
+    """A checkpoint of other data is refused and nothing is changed."""
     old = trainer(TextTask(data=stream, **TINY))
     for _ in range(3):
         old.step()
@@ -102,7 +105,8 @@ def test_a_checkpoint_of_other_data_is_refused_and_nothing_is_changed(tmp_path, 
     assert new.opt.steps == 0
 
 
-def test_held_out_documents_of_a_stream_are_the_same_everywhere_and_never_trained_on(stream):
+def test_held_out_documents_are_never_trained_on(stream):
+    """Held out documents of a stream are the same everywhere and never trained on."""
     task = TextTask(data=stream, **TINY)
     held = task.held_out()
     assert 3 < len(held) < 30
@@ -120,7 +124,8 @@ def test_held_out_documents_of_a_stream_are_the_same_everywhere_and_never_traine
     assert task.evaluate(model) == TextTask(data=stream, **TINY).evaluate(model)
 
 
-def test_records_can_be_drawn_from_at_random_and_plain_text_in_epochs(tmp_path, stream):
+def test_records_and_text_draw_at_random_and_in_epochs(tmp_path, stream):
+    """Records can be drawn from at random and plain text in epochs."""
     in_memory = TextTask(data=stream, order="random", **TINY)
     assert in_memory.stream is None
     assert next(in_memory.batches(Shard(0, 2, 1)))[0].shape == (2, 8)
@@ -153,7 +158,8 @@ def test_a_stream_without_text_is_one_sentence(tmp_path):
     assert task.extra_results(0.0)["skipped"] >= 20
 
 
-def test_a_tokenizer_sets_the_vocabulary_and_its_digest_is_agreed_on(tmp_path, stream):
+def test_tokenizer_sets_the_agreed_vocabulary(tmp_path, stream):
+    """A tokenizer sets the vocabulary and its digest is agreed on."""
     path = str(train(tmp_path).parent)
     task = TextTask(data=stream, tokenizer=path, **TINY)
     model = task.model()
@@ -226,7 +232,8 @@ def test_a_manifest_holds_a_name_but_never_a_path():
     assert manifest({"data": "cifar10"}, hooks="a.py:Mine").task_options == {"data": "cifar10"}
 
 
-def test_a_joiner_has_its_own_data_and_its_own_copy_of_the_tokenizer():
+def test_joiner_has_its_own_data_and_tokenizer():
+    """A joiner has its own data and its own copy of the tokenizer."""
     theirs = manifest({"data": "hf:owner/name", "tokenizer": "./tok", "width": 32}, agreed=DIGEST)
     assert joined(theirs) == {"data": "hf:owner/name", "tokenizer": "tok", "width": 32, **DIGEST}
     own = {"data": "mine.jsonl", "tokenizer": "./copy"}
@@ -281,7 +288,8 @@ def test_flags_and_options_become_settings():
     assert not load(None, overrides({"node.data": None, "task.options": ()})).task.model_fields_set
 
 
-def test_nodes_of_one_machine_are_given_what_the_manifest_does_not_tell():
+def test_local_nodes_get_what_the_manifest_omits():
+    """Nodes of one machine are given what the manifest does not tell."""
     assert flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == [
         "--data",
         "a.jsonl",
@@ -298,7 +306,8 @@ def test_nodes_of_one_machine_are_given_what_the_manifest_does_not_tell():
 
 
 @pytest.mark.parametrize("data", ["/etc", "./x", "a,b", "hf: /etc", "here"])
-def test_nor_is_a_task_of_ones_own_given_a_strangers_path(data, tmp_path, monkeypatch):
+def test_own_task_is_given_no_foreign_path(data, tmp_path, monkeypatch):
+    """Nor is a task of one's own given a stranger's path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").write_text("mine")
     for options in ({"data": data}, {"data": "cifar10", "width": 3}):

@@ -77,7 +77,8 @@ def log_of(nodes, name="a"):
     return (nodes.folder / f"{name}.log").read_text()
 
 
-def test_a_fork_is_in_the_state_in_which_its_command_would_have_been(nodes):
+def test_fork_starts_as_its_command_would(nodes):
+    """A fork is in the state in which its command would have been."""
     command = program(nodes, ABOUT)
     started = nodes.start(["up", "--json"], "a", program=command)
     line = read_line(started, WAIT_S)
@@ -137,7 +138,8 @@ def test_its_exit_code_and_its_last_words_arrive(nodes, text, code, logged):
     assert log_of(nodes).strip().endswith(logged)
 
 
-def test_while_it_runs_it_has_no_exit_code_and_can_be_ended(nodes):
+def test_running_fork_can_be_ended(nodes):
+    """While it runs it has no exit code and can be ended."""
     forever = program(
         nodes, "import threading; print('here', flush=True); threading.Event().wait()"
     )
@@ -164,7 +166,8 @@ def test_forks_draw_random_numbers_of_their_own(nodes):
     assert len(lines[0]) == 2
 
 
-def test_a_server_that_was_killed_took_its_nodes_with_it_and_starts_no_more(nodes):
+def test_killed_server_takes_its_nodes_along(nodes):
+    """A server that was killed took its nodes with it and starts no more."""
     started = nodes.start([], "a", program=program(nodes, WAITING))
     assert read_line(started, WAIT_S) == "here"
     os.kill(nodes._server.pid, signal.SIGKILL)
@@ -197,7 +200,8 @@ def test_no_fork_outlives_a_demo_that_is_killed(tmp_path, number):
 
 
 @pytest.mark.slow(reason="imports torch and all that trains in a process of its own")
-def test_what_is_imported_before_the_forks_starts_no_thread_and_looks_for_no_device():
+def test_preimport_starts_no_thread_or_device():
+    """What is imported before the forks starts no thread and looks for no device."""
     look = (
         "import os, sys; from shoal.node.demo import fork_server; fork_server.import_all(); import "
         "torch\n"

@@ -60,7 +60,8 @@ def test_steps_that_take_minutes_are_progress_without_end(demo):
     assert demo.now > LONG_S
 
 
-def test_nodes_that_hang_are_found_out_and_named_with_what_they_did(demo):
+def test_hanging_nodes_are_named(demo):
+    """Nodes that hang are found out and named with what they did."""
     demo.write(0, "start")
     demo.after(1)
     demo.beat(0, alive=False, seconds=60.0)
@@ -135,7 +136,8 @@ def test_a_round_shows_the_exchanges_that_were_begun_in_it():
     assert [_sent(event) for event in _ended(events, 16, 8)] == [10, 12]
 
 
-def test_a_round_is_done_when_the_last_of_its_fragments_was_exchanged():
+def test_round_ends_with_its_last_fragment():
+    """A round is done when the last of its fragments was exchanged."""
     order = [
         (2, 0),
         (8, 3),
@@ -163,14 +165,17 @@ def test_a_round_is_done_when_the_last_of_its_fragments_was_exchanged():
     assert [_done([exchange(sent, 0)], 8) for sent in (7, 8, 17)] == [0, 1, 2]
 
 
-def test_a_node_whose_rounds_are_not_steps_shows_its_last_exchange():
+def test_stepless_node_shows_its_last_exchange():
+    """A node whose rounds are not steps shows its last exchange."""
     events = [exchange(3, 0, 2.0), exchange(7, 0, 1.5)]
     assert [_sent(event) for event in _ended(events, 20, 5)] == [7]
     assert _ended([], 5, 5) == []
     assert _loss([]) is None
 
 
-def test_all_train_once_the_last_node_has_done_its_first_step():
+def test_all_train_after_the_last_first_step():
+    """All train once the last node has done its first step."""
+
     def began(at):
         return {"event": "begun", "time": at, "phases": []}
 
@@ -215,9 +220,8 @@ def test_each_event_is_parsed_once_and_half_a_line_waits(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_a_file_in_the_present_folder_hides_nothing_unless_it_does_so_here_too(
-    tmp_path, monkeypatch, wanted
-):
+def test_local_file_hides_nothing(tmp_path, monkeypatch, wanted):
+    """A file in the present folder hides nothing unless it does so here too."""
     (tmp_path / "queue.py").write_text("raise SystemError('hidden')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [os.getcwd() if wanted else "/", *sys.path])
@@ -231,7 +235,8 @@ def test_a_file_in_the_present_folder_hides_nothing_unless_it_does_so_here_too(
     assert ("hidden" in ended.stderr) == wanted
 
 
-def test_rounded_matrices_have_fifteen_values_a_row_within_the_block_and_the_old_ones_after():
+def test_rounded_matrices_have_fifteen_values():
+    """Rounded matrices have fifteen values a row within the block and the old ones after."""
     module = torch.nn.Linear(64, 3)
     before = copy.deepcopy(module.state_dict())
     with cheating.rounded(module):
@@ -242,7 +247,8 @@ def test_rounded_matrices_have_fifteen_values_a_row_within_the_block_and_the_old
 
 
 @pytest.mark.ci
-def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_own(monkeypatch):
+def test_cheat_rounds_its_writing_only(monkeypatch):
+    """A cheat writes with rounded weights and evaluates and checks with its own."""
     seen = []
 
     def generate(policy, prompts, count, *, temperature, max_tokens, seed, choose=None):
@@ -304,7 +310,8 @@ NODES = [
 ]
 
 
-def test_a_ban_counts_from_the_first_completions_until_the_last_honest_node_knows_it():
+def test_ban_counts_until_all_honest_nodes_know():
+    """A ban counts from the first completions until the last honest node knows it."""
     found = bans(
         NODES,
         [
@@ -321,7 +328,8 @@ def test_a_ban_counts_from_the_first_completions_until_the_last_honest_node_know
     assert found["honest_cumulative_reward"] == pytest.approx(6.0)
 
 
-def test_a_cheat_that_one_honest_node_did_not_ban_and_bans_after_the_first_end_do_not_count():
+def test_incomplete_and_late_bans_do_not_count():
+    """A cheat that one honest node did not ban and bans after the first end do not count."""
     found = bans(
         NODES,
         [

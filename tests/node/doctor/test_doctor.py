@@ -158,7 +158,8 @@ def test_nothing_is_wrong_with_a_healthy_swarm(healthy):
     assert "refused the connection" in found[f"peer {NOBODY}"].said
 
 
-def test_what_muon_and_adamw_train_is_counted_and_on_request_named(with_muon):
+def test_muon_and_adamw_parameters_are_counted(with_muon):
+    """What muon and AdamW train is counted and on request named."""
     found, _ = examined(with_muon.link())
     assert (
         "as in the swarm; Muon trains 3,072 parameters (4 matrices), AdamW 9,312 parameters (9 "
@@ -174,7 +175,8 @@ def test_what_muon_and_adamw_train_is_counted_and_on_request_named(with_muon):
     assert named["adamw"].said.startswith("bytes.weight (4,096), positions.weight (")
 
 
-def test_a_plan_measures_the_way_to_a_member_and_joins_nothing(healthy):
+def test_plan_measures_without_joining(healthy):
+    """A plan measures the way to a member and joins nothing."""
     before = set(healthy.directory.members())
     found = measured_line(Link.parse(healthy.link(NOBODY)))
     assert found.round_trip > 0
@@ -183,7 +185,8 @@ def test_a_plan_measures_the_way_to_a_member_and_joins_nothing(healthy):
     assert set(healthy.directory.members()) == before
 
 
-def test_in_a_swarm_of_own_loops_there_is_no_task_to_compare():
+def test_own_loops_have_no_task_to_compare():
+    """In a swarm of own loops there is no task to compare."""
     with pytest.raises(Skip, match=r"own: swarm\.join compares the model"):
         checks.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
 
@@ -200,7 +203,8 @@ def dealt(peer, *reached):
     )
 
 
-def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
+def test_member_missing_from_its_bucket_is_named(healthy):
+    """A member that never shows up in its bucket is named."""
     here = healthy.host.addresses()[0]
     found = checks.bucket(dealt(healthy, here), None)
     assert found == "1 member looked for, and found in the bucket of this epoch"
@@ -216,7 +220,8 @@ def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
         checks.bucket(dealt(healthy), None)
 
 
-def test_of_members_in_view_it_says_by_which_way_they_are_reached_and_what_that_moves():
+def test_reach_of_members_in_view_is_reported():
+    """Of members in view it says by which way they are reached and what that moves."""
     met = [
         ("punched", 1e6),
         ("direct", 9e6),
@@ -236,7 +241,8 @@ def test_of_members_in_view_it_says_by_which_way_they_are_reached_and_what_that_
     )
 
 
-def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
+def test_bucketed_swarm_figures_are_estimates():
+    """Of a swarm of buckets it says that size and speed are estimated."""
     known = {
         "state": "training",
         "loss": 2.0,
@@ -426,7 +432,8 @@ def says(text, error=None):
     return run
 
 
-def test_all_checks_run_though_one_fails_and_those_that_need_it_are_skipped():
+def test_checks_run_on_after_a_failure():
+    """All checks run though one fails and those that need it are skipped."""
     checks = [
         Check("a", ExitCode.UNFIT_MACHINE, says("fine")),
         Check("b", ExitCode.NO_DAEMON, says("broken: mend it.", NetworkError)),
@@ -473,9 +480,8 @@ def test_a_check_that_hangs_is_given_up():
     assert code == ExitCode.UNREACHED
 
 
-def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_no_other(
-    monkeypatch, tmp_path
-):
+def test_invitation_is_shown_with_its_key_only(monkeypatch, tmp_path):
+    """An invitation for one peer is shown with the key of that peer and with no other."""
     mine, creator, visits = Identity.load_or_create(tmp_path / "mine.key"), Identity.ephemeral(), []
     monkeypatch.setattr(checks, "checks", lambda visit: visits.append(visit) or [])
     for options in ({"peer": mine.peer_id}, {}):

@@ -89,9 +89,7 @@ def prepared(accelerator, model, session):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_loop_that_loads_the_accelerators_checkpoint_goes_on_bit_by_bit(
-    tmp_path, accelerator, lag
-):
+def test_accelerate_checkpoint_resumes_bit_equal(tmp_path, accelerator, lag):
     """Where there is a lag, the checkpoint after step 6 holds what is in flight of round 2."""
 
     def end(model, opt, session):
@@ -120,7 +118,7 @@ def test_a_loop_that_loads_the_accelerators_checkpoint_goes_on_bit_by_bit(
     assert torch.equal(others_again, others)
 
 
-def test_the_best_model_of_a_loop_that_stops_early_is_what_its_script_keeps(tmp_path, accelerator):
+def test_early_stop_keeps_the_best_model(tmp_path, accelerator):
     """The last mean is taken before the best weights are loaded: neither do these come into it, nor
     it into these.
     """

@@ -84,9 +84,7 @@ def loader(name):
     ],
     ids=["steps", "epochs", "early"],
 )
-def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(
-    tmp_path, limits, patience, last
-):
+def test_session_finishes_before_the_last_save(tmp_path, limits, patience, last):
     """Were it finished at the end, the last checkpoint would lack the mean, and the best weights be
     overwritten.
     """
@@ -286,7 +284,8 @@ class OneCycle(Regression):
 
 
 @pytest.mark.parametrize("steps", [3, 10**7], ids=["over", "under way"])
-def test_the_schedule_of_a_late_trainer_begins_where_the_swarm_is(tmp_path, steps):
+def test_late_trainer_follows_the_swarms_schedule(tmp_path, steps):
+    """The schedule of a late trainer begins where the swarm is."""
     module = OneCycle(steps)
 
     def train(session):

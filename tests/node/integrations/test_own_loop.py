@@ -125,7 +125,8 @@ def test_what_cannot_be_used_is_said(tmp_path):
         shoal.Run(tmp_path, *parts(), metrics="nowhere:x")
 
 
-def test_a_value_that_cannot_be_kept_is_an_error_at_the_first_step(tmp_path):
+def test_unsavable_value_is_an_error_at_the_first_step(tmp_path):
+    """A value that cannot be kept is an error at the first step."""
     model, inner = parts()
     run = shoal.Run(tmp_path, model, inner)
     run.extra["sampler"] = object()
@@ -175,7 +176,7 @@ def test_an_optimizer_whose_state_cannot_be_made_again_ends_the_run_too(tmp_path
         train(run, model, inner, 4)
 
 
-def test_a_last_checkpoint_that_fails_is_an_error_after_all_else_is_done(tmp_path):
+def test_failed_last_checkpoint_is_raised_at_the_end(tmp_path):
     """Fault: a line in a log and exit code 0."""
     model, inner = parts()
     run = shoal.Run(tmp_path, model, inner, checkpoint_every=0)
@@ -185,7 +186,8 @@ def test_a_last_checkpoint_that_fails_is_an_error_after_all_else_is_done(tmp_pat
     assert run._begun()[1].round == 1  # it was finished
 
 
-def test_who_joins_takes_over_what_a_run_restored_after_its_session_began(tmp_path):
+def test_joiner_takes_over_restored_weights(tmp_path):
+    """Who joins takes over what a run restored after its session began."""
     model, inner = parts()
     run = shoal.Run(tmp_path, model, inner, checkpoint_every=0)
     train(run, model, inner, 4)

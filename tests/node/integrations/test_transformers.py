@@ -104,7 +104,8 @@ def watched(session):
     return callback
 
 
-def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_first(tmp_path):
+def test_only_adapters_are_exchanged(tmp_path):
+    """Only the adapters are exchanged and who joins begins with those of the first."""
     models = [tiny(1), tiny(2)]  # before there are threads, which share torch's random numbers
     begin = adapters(models[0])
     assert sum(p.numel() for p in begin) < sum(p.numel() for p in models[0].parameters()) / 10
@@ -192,9 +193,7 @@ BEST = SAVING | {
     [([3, 2, 1], 5, True, 9), ([3, 2, 1], 1, True, 6), ([3, 2, 1], 1, False, 6)],
     ids=["all steps", "early", "early, order reversed"],
 )
-def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(
-    tmp_path, scores, patience, swarm_last, last
-):
+def test_session_finishes_before_the_last_save(tmp_path, scores, patience, swarm_last, last):
     """Were it finished at the trainer's end, the mean would be written over the best weights, and
     have them in it.
     """
@@ -271,7 +270,8 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
         assert torch.equal(flat(model.parameters()), weights)
 
 
-def test_an_outer_state_of_other_weights_is_left_alone_and_a_damaged_one_is_said(tmp_path, caplog):
+def test_foreign_outer_state_is_left_alone(tmp_path, caplog):
+    """An outer state of other weights is left alone and a damaged one is said."""
     from shoal.node.integrations import transformers as ours
 
     class State:
@@ -294,7 +294,7 @@ def test_an_outer_state_of_other_weights_is_left_alone_and_a_damaged_one_is_said
 
 
 @pytest.mark.parametrize("evaluate", ["fast", "slow"])
-def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_path, evaluate):
+def test_evaluated_weights_are_chosen(tmp_path, evaluate):
     """Each of several evaluation sets, of whose beginning the trainer says nothing, gets the slow
     weights.
     """
@@ -339,7 +339,7 @@ def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_
     assert seen == [True] * 2 + [evaluate == "slow"] * 2 + [True] * 2
 
 
-def test_a_trainer_that_begins_again_with_smaller_batches_keeps_its_optimizer(tmp_path):
+def test_smaller_batches_keep_the_optimizer(tmp_path):
     """Its error of memory was hidden behind "A session has one optimizer"."""
     import transformers
 
@@ -426,7 +426,7 @@ def test_a_trainers_optimizer_that_remembers_earlier_weights_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("steps", [3, 10**7], ids=["over", "under way"])
-def test_the_schedule_of_a_late_trainer_begins_where_the_swarm_is(tmp_path, steps):
+def test_late_trainer_follows_the_swarms_schedule(tmp_path, steps):
     """A half wave of this cosine is over at the end, so it rises again beyond it."""
     import transformers
 

@@ -304,7 +304,8 @@ def test_the_histogram_counts_every_wait_once(waits):
         }
 
 
-def test_a_taken_port_is_one_sentence_and_a_closed_one_is_free(endpoint):
+def test_taken_port_is_one_sentence(endpoint):
+    """A taken port is one sentence and a closed one is free."""
     with pytest.raises(
         MetricsError,
         match=r"^Cannot serve metrics on 127\.0\.0\.1:\d+: the port is taken .* --metrics",
@@ -356,7 +357,7 @@ def test_names_of_this_machine_are_answered(endpoint, host):
 @pytest.mark.parametrize(
     "host", ["evil.example:9464", "[evil", "203.0.113.9", "localhost.evil.example", "[::2]:1", "]"]
 )
-def test_the_name_of_a_web_site_that_points_here_is_refused(endpoint, host):
+def test_foreign_host_name_is_refused(endpoint, host):
     """Any name was answered, so that a page elsewhere could read the metrics by pointing its own
     name to this machine.
     """
@@ -377,7 +378,7 @@ def test_an_endpoint_for_other_machines_is_answered_under_any_name():
         shared.close()
 
 
-def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
+def test_slow_caller_is_hung_up_on(monkeypatch):
     """Each byte began the wait anew, without end."""
     monkeypatch.setattr("shoal.node.metrics.prometheus.CALL_S", 0.5)
     endpoint = Endpoint(Address("127.0.0.1", 0))

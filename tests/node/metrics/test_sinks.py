@@ -45,7 +45,8 @@ class Fake:
             raise RuntimeError("the server\nis gone")
 
 
-def test_a_sink_gets_every_event_plain_and_the_live_ones_besides(tmp_path):
+def test_sink_gets_every_event(tmp_path):
+    """A sink gets every event plain and the live ones besides."""
     fake, said = Fake(), []
     with closing(Sinks([fake], said.append)) as sinks:
         sinks.begin(ABOUT)
@@ -62,7 +63,8 @@ def test_a_sink_gets_every_event_plain_and_the_live_ones_besides(tmp_path):
     assert json.loads(line)["event"] == "evaluation"
 
 
-def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path):
+def test_failing_sink_is_reported_once(tmp_path):
+    """A sink that fails is told of once and the others go on."""
     bad, good, said = Fake("round"), Fake(), []
     sinks = Sinks([bad, good], said.append)
     metrics = Metrics(tmp_path / "metrics.jsonl", said.append, sinks)
@@ -80,7 +82,8 @@ def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [("close",), ("round", "close")])
-def test_a_sink_that_does_not_end_well_is_one_line_more(failing):
+def test_sink_with_a_bad_end_is_one_line(failing):
+    """A sink that does not end well is one line more."""
     said = []
     with closing(Sinks([Fake(*failing)], said.append)) as sinks:
         sinks.event("round", 0.0, {})

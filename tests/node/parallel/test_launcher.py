@@ -83,7 +83,8 @@ def starts(said):
         ),
     ],
 )
-def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch, how, code, sentence):
+def test_user_error_is_shown_once_without_retry(launch, how, code, sentence):
+    """What the user can mend is shown once and never tried again."""
     process = launch(how, 3)
     _, said = process.communicate(timeout=120)
     assert process.returncode == code
@@ -103,7 +104,8 @@ def test_a_run_that_ended_alone_is_not_started_again(launch):
 
 
 @pytest.mark.ci
-def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch):
+def test_killed_rank_restarts_all(launch):
+    """A rank that is killed restarts all of whom only rank 0 is heard."""
     process = launch("killed-once", 1)
     out, said = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "only rank 0 is heard\n"), said
@@ -132,7 +134,8 @@ def test_a_bug_keeps_its_traceback_and_its_exit_code(launch):
 
 
 @pytest.mark.ci
-def test_a_signal_goes_to_rank_0_alone_and_its_exit_code_comes_through(launch):
+def test_signal_goes_to_rank_0_alone(launch):
+    """A signal goes to rank 0 alone and its exit code comes through."""
     process = launch("signal", 3)
     assert process.stdout.readline() == "ready\n"
     said = ""
@@ -224,13 +227,14 @@ def test_a_process_of_torchrun_knows_its_place():
         ({"WORLD_SIZE": "1000000"}, "must be on one machine, at most"),
     ],
 )
-def test_an_environment_that_no_launcher_of_one_machine_makes_is_refused(wrong, sentence):
+def test_foreign_launcher_environment_is_refused(wrong, sentence):
+    """An environment that no launcher of one machine makes is refused."""
     with pytest.raises(ConfigError, match=sentence):
         job_of(TORCHRUN | wrong)
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu"])
-def test_a_rank_takes_the_kind_of_device_that_was_asked_for(monkeypatch, device):
+def test_rank_takes_the_requested_device_kind(monkeypatch, device):
     """Fault: with --device cuda on a machine with Intel GPUs the ranks took those without a
     word.
     """
@@ -281,7 +285,8 @@ def taken(tmp_path_factory):
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_two_ranks_take_the_steps_of_one_process_and_load_its_weights(taken, how, parts):
+def test_two_ranks_equal_one_process(taken, how, parts):
+    """Two ranks take the steps of one process and load its weights."""
     one, two = taken[f"one-{parts}"], taken[f"{how}-{parts}"]
     assert one.keys() == two.keys()
     exact = how == "ddp" and parts == 1  # more parts are added up in another order
@@ -297,7 +302,7 @@ def test_two_ranks_take_the_steps_of_one_process_and_load_its_weights(taken, how
 
 @pytest.mark.thinned(1)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_layer_that_some_batches_leave_out_takes_the_steps_of_one_process(taken, parts):
+def test_skipped_layer_equals_one_process(taken, parts):
     """Fault: a branch that was unused in every third step ended the ranks in an abort of gloo,
     after three restarts.
     """
@@ -319,7 +324,8 @@ context = 16
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
-def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, rank, number):
+def test_lonely_rank_names_the_missing_ones(tmp_path, rank, number):
+    """A rank without the others names them and ends at a signal."""
     (tmp_path / "swarm.toml").write_text(CONFIG)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -353,7 +359,8 @@ def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, ran
 
 
 @pytest.mark.parametrize(("rank", "heard"), [(0, True), (1, False)])
-def test_the_wait_for_a_rank_has_a_limit_and_one_rank_says_which_it_was(monkeypatch, rank, heard):
+def test_wait_for_a_rank_is_limited(monkeypatch, rank, heard):
+    """The wait for a rank has a limit and one rank says which it was."""
     monkeypatch.setattr(ranks, "MEET_S", 0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.PrefixStore("shoal/0", store).set(

@@ -49,7 +49,8 @@ def of(method, *, line=LINE, **changed):
     return [row for row in found(line, **changed) if row.outer.method == method]
 
 
-def test_every_method_is_there_with_the_codecs_that_it_may_have_and_pairs_also_blocking():
+def test_table_has_every_method_and_codec():
+    """Every method is there with the codecs that it may have and pairs also blocking."""
     shown = {(row.outer.method, row.outer.codec, row.blocks) for row in found()}
     assert {method for method, _, _ in shown} == set(METHODS) - {"none"}
     plain = {"float32", "bfloat16", "int8"}
@@ -76,7 +77,8 @@ def test_the_settings_to_copy_are_those_that_were_weighed(every, tmp_path):
         assert every in (None, row.work.every)
 
 
-def test_good_rows_come_first_by_bytes_and_then_the_others_by_how_much_they_compute():
+def test_good_rows_come_first_by_bytes():
+    """Good rows come first by bytes and then the others by how much they compute."""
     shown = found()
     good = [row for row in shown if row.forecast.utilisation >= GOOD]
     rest = shown[len(good) :]
@@ -112,7 +114,9 @@ def test_bytes_of_a_round(settings, nbytes):
     assert work_of(OuterSettings(**settings), params=1000, peers=2, step_s=1.0).nbytes == nbytes
 
 
-def test_what_is_applied_a_round_late_is_what_the_methods_make_so():
+def test_late_application_follows_the_method():
+    """What is applied a round late is what the methods make so."""
+
     def late(name):
         return isinstance(
             METHODS[name]
@@ -198,7 +202,8 @@ def test_a_thinner_link_gets_fewer_bytes():
     assert "lag 0, which waits for each exchange" in said
 
 
-def test_where_int8_is_too_much_pairs_read_each_other_by_their_own_weights():
+def test_pairs_fall_back_to_mod4():
+    """Where int8 is too much pairs read each other by their own weights."""
     thin = Line(5e6, 0.05)
     chosen, _ = advise(found(thin), thin)
     assert (chosen.outer.method, chosen.outer.codec, chosen.work.every) == ("noloco", "mod4", 50)
@@ -216,7 +221,8 @@ def test_where_nothing_is_enough_a_longer_round_is():
     assert "in place of computing" in said
 
 
-def test_a_link_that_would_be_filled_gets_fewer_bytes_or_longer_rounds():
+def test_full_link_gets_fewer_bytes_or_longer_rounds():
+    """A link that would be filled gets fewer bytes or longer rounds."""
     full = Line(1.013 * 270e6 / 25 / 0.88, 0.1)  # noloco in bfloat16 would take 88 % of it
     chosen, said = advise(found(full), full)
     assert (chosen.outer.method, chosen.outer.codec, chosen.work.every) == ("noloco", "int8", 50)
@@ -278,7 +284,8 @@ def test_json_is_one_object_with_a_row_for_each_choice():
     assert report["advice"].endswith(".")
 
 
-def test_people_get_a_table_the_settings_and_one_line_of_advice(tmp_path):
+def test_people_get_a_table_and_advice(tmp_path):
+    """People get a table the settings and one line of advice."""
     done = invoke(
         "--params", "10e6", "--mbit", "100", "--rtt", "0.1", "--step", "0.1", "--peers", "2"
     )
@@ -366,7 +373,8 @@ def visited(monkeypatch, **peer):
     return made
 
 
-def test_a_measured_link_has_the_slower_direction_and_nothing_is_left_running(monkeypatch):
+def test_slower_direction_is_the_measured_link(monkeypatch):
+    """A measured link has the slower direction and nothing is left running."""
     peer = visited(monkeypatch, speeds=[Throughput(2e6, 1e6, True)])
     assert measured_line(Link.parse(LINK)) == Measured(pytest.approx(0.1), 1e6)
     assert (peer.asked, peer.closed) == ([MAX_BYTES], 1)

@@ -46,7 +46,8 @@ def no_end(module, given, made):
     made[0][..., END].fill_(-1e9)
 
 
-def test_completions_are_those_of_the_cpu_and_the_host_waits_once_for_eight_tokens():
+def test_gpu_completions_equal_the_cpus():
+    """Completions are those of the CPU and the host waits once for eight tokens."""
     env, found, waits = load_env("strings", {"families": "last", "letters": 3}), [], []
     for device in (CPU, CUDA):
         policy = Tiny(env.made, seed=1, width=16, warm=Warm(steps=5, batch=16))

@@ -76,9 +76,8 @@ def sliding(folder):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_alone(
-    policy, folder, monkeypatch, plain
-):
+def test_ended_row_makes_room(policy, folder, monkeypatch, plain):
+    """A row that ends makes room and each completion is that of its prompt alone."""
     made = policy if plain else sliding(folder)
     monkeypatch.setattr(made, "_rows", 4)
     monkeypatch.setattr(
@@ -114,7 +113,7 @@ def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_al
     assert (sum(sizes) == sum(lengths)) is plain
 
 
-def test_completions_are_the_same_where_one_rarely_looks_who_has_ended(policy, monkeypatch):
+def test_rare_looks_change_no_completion(policy, monkeypatch):
     """As on a GPU, which the host would wait for: rows go on past their end, and past the most
     tokens, until it looks.
     """
@@ -175,7 +174,8 @@ def test_gradients_do_not_depend_on_how_many_go_at_once(policy, monkeypatch):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
 
 
-def test_the_end_is_kept_and_a_strangers_special_token_is_text(policy):
+def test_foreign_special_token_is_text(policy):
+    """The end is kept and a strangers special token is text."""
     assert policy.encode("ab", True) == [*policy.encode("ab", False), 0]
     assert 0 not in policy.encode("<end>", False)
     assert policy._completion([1, 2, 0, 5], [-1.0] * 4).tokens == (1, 2, 0)

@@ -49,7 +49,7 @@ def test_rounding_alone_is_never_taken_for_older_weights():
     assert [concluded(seed, stale=0.0) for seed in range(50)] == [None] * 50
 
 
-def test_evidence_of_a_fresh_server_is_forgotten_once_it_is_concluded():
+def test_concluded_evidence_of_freshness_is_forgotten():
     """Else a server that falls behind later would have to outweigh all that went before."""
     check = OlderWeights()
     for _, answer in zip(range(200), answers(0, stale=0.0, noise=0.001), strict=False):

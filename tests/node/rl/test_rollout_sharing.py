@@ -75,7 +75,7 @@ def group(index, *texts, peer=OTHER.peer_id, seed=3, **changes):
     )
 
 
-def test_each_rollout_that_came_is_used_waits_or_is_counted_by_its_cause(sharing):
+def test_each_rollout_is_used_waiting_or_counted(sharing):
     """The fault: what the network refused as stale was reported as none."""
     batches = sharing.task.batches(Shard(0, 1, 0))
     deliver = sharing.gossip.deliver

@@ -244,7 +244,8 @@ def test_greedy_answers_are_those_of_the_policy_itself(policy):
     ]
 
 
-def test_the_adapter_that_the_server_draws_with_is_the_trained_one(policy, server):
+def test_server_draws_with_the_trained_adapter(policy, server):
+    """The adapter that the server draws with is the trained one."""
     changed(policy)
     policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
     policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
@@ -327,7 +328,8 @@ def test_a_prefix_cache_of_older_weights_is_noticed(policy, server):
         draw(policy)
 
 
-def test_a_prefix_cache_that_heeds_the_salt_never_answers_by_older_weights(policy, server):
+def test_salted_cache_never_serves_older_weights(policy, server):
+    """A prefix cache that heeds the salt never answers by older weights."""
     server.cache = ("cache_salt",)
     for _ in range(3):
         changed(policy, by=SMALL)
@@ -336,7 +338,8 @@ def test_a_prefix_cache_that_heeds_the_salt_never_answers_by_older_weights(polic
     assert len({id(model) for model in server.cached.values()}) == 3
 
 
-def test_a_server_that_rounds_is_not_taken_for_an_older_one(policy, server):
+def test_rounding_server_is_not_called_older(policy, server):
+    """A server that rounds is not taken for an older one."""
     server.model.noise = 0.1
     for _ in range(12):
         changed(policy, by=SMALL)
@@ -494,7 +497,9 @@ def test_each_update_reaches_the_server_before_the_next_completions(folder, serv
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_claims_are_drawn_by_the_node_and_a_copy_asks_nobody(policy, server):
+def test_node_draws_claims_itself(policy, server):
+    """Claims are drawn by the node and a copy asks nobody."""
+
     def choose(logits):
         return logits.argmax(-1)
 
@@ -520,7 +525,8 @@ def test_what_is_no_address_of_a_server_is_refused(folder, url):
         load_policy(f"hf:{folder}@{url}", STRINGS, 0)
 
 
-def test_the_server_is_no_part_of_a_policys_folder_or_name(tmp_path, monkeypatch):
+def test_server_is_no_part_of_the_policy_name(tmp_path, monkeypatch):
+    """The server is no part of a policy's folder or name."""
     monkeypatch.chdir(tmp_path)
     Path("smol").mkdir()
     given = ["hf:smol@http://127.0.0.1:8000", "hf:owner/name@https://host/v1"]

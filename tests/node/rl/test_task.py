@@ -110,7 +110,9 @@ def test_two_nodes_learn_by_themselves_and_from_each_other():
     assert 0 < first.cumulative < 40
 
 
-def test_it_is_a_task_of_the_trainer_and_a_resumed_run_goes_on_alike(tiny):
+def test_resumed_rl_run_goes_on_alike(tiny):
+    """It is a task of the trainer and a resumed run goes on alike."""
+
     def trainer():
         policy = Tiny(ENV.made, seed=1, width=16, warm=Warm(steps=2, batch=4))
         task = RLTask(ENV, lambda: policy, RLSettings(held_out=20, local=2, external=0), seed=1)
@@ -164,7 +166,8 @@ def test_another_swarm_or_peer_has_other_questions():
     assert not set(here) & set(asked_by(PEERS[1], swarm="one")[0])
 
 
-def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny):
+def test_sharing_and_learning_can_be_separate(tiny):
+    """Who only shares does not learn and who only learns does not share."""
     (sharer, learner), everyone = tasks(policy=tiny, local=1, only="share")
     learner.settings = RLSettings(held_out=20, local=0, external=4, only="learn")
     theirs, mine = sharer.batches(SHARD), learner.batches(SHARD)
@@ -180,7 +183,7 @@ def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny)
     )
 
 
-def test_a_group_that_no_message_holds_is_learnt_from_and_not_shared(tiny, monkeypatch, caplog):
+def test_oversized_group_is_learnt_and_not_shared(tiny, monkeypatch, caplog):
     """The fault: a completion of more than 32 KiB of text ended the node."""
     (task, _), everyone = tasks(policy=tiny, local=1)
     long = Completion("x" * (32 * 1024 + 1), (1,), (-0.5,), "stop")
@@ -275,7 +278,8 @@ def fresh(step, most):
 
 
 @pytest.mark.parametrize("most", [0, 3, 8])
-def test_a_group_is_left_out_when_its_senders_policy_is_too_many_versions_newer(tiny, most):
+def test_group_of_a_much_newer_policy_is_left_out(tiny, most):
+    """A group is left out when its sender's policy is too many versions newer."""
     versions, newest = range(20), 19
     for version in versions:
         pool = foreign(tiny, behind=most)
@@ -287,7 +291,8 @@ def test_a_group_is_left_out_when_its_senders_policy_is_too_many_versions_newer(
         assert pool.rejected["off_policy"] == (version < fresh(newest + 1, most))
 
 
-def test_a_group_ages_while_it_waits_and_only_by_its_own_senders_versions(tiny):
+def test_waiting_group_ages_by_its_senders_versions(tiny):
+    """A group ages while it waits and only by its own sender's versions."""
     pool = foreign(tiny)
     waiting = [record([right(index), "zz"], index=index, policy_version=5) for index in range(2)]
     assert len(pool.take(waiting, 1, 0)) == 1
@@ -303,7 +308,8 @@ def test_a_group_ages_while_it_waits_and_only_by_its_own_senders_versions(tiny):
     assert pool.rejected["off_policy"] == 1
 
 
-def test_a_sender_that_began_anew_is_not_left_out_for_its_low_versions(tiny):
+def test_restarted_sender_is_not_left_out(tiny):
+    """A sender that began anew is not left out for its low versions."""
     pool = foreign(tiny)
     before = record([right(0), "zz"], index=0, policy_version=300)
     after = record([right(1), "zz"], index=1, policy_version=0).model_copy(
@@ -314,7 +320,7 @@ def test_a_sender_that_began_anew_is_not_left_out_for_its_low_versions(tiny):
     assert pool.rejected["off_policy"] == 1
 
 
-def test_groups_of_a_policy_that_never_changes_do_not_grow_old(tiny):
+def test_constant_policy_does_not_grow_old(tiny):
     """A quick sharer's groups were thrown away as off-policy though one policy had written all."""
     (sharer,), everyone = tasks(1, policy=tiny, local=1, only="share")
     frozen = RLTask(ENV, lambda: tiny, sharer.settings, seed=1, frozen=True)
@@ -492,7 +498,8 @@ def test_without_a_claim_that_is_due_all_is_as_before(policy, claims):
         assert len(claims.asked) == 1  # after the first that is not due nobody is asked again
 
 
-def test_what_is_claimed_is_shared_and_learnt_from_in_its_place(policy):
+def test_claimed_group_is_shared_and_learnt_from(policy):
+    """What is claimed is shared and learnt from in its place."""
     claims = Claims(False)
     task, other, _ = claiming_task(policy, claims)
     groups, _ = task._write(0)
@@ -517,7 +524,8 @@ def test_what_is_claimed_is_shared_and_learnt_from_in_its_place(policy):
     ]
 
 
-def test_a_planted_group_is_shared_like_any_other_but_not_learnt_from_nor_rewarded(policy):
+def test_planted_group_is_shared_but_not_learnt(policy):
+    """A planted group is shared like any other but not learnt from nor rewarded."""
     claims = Claims(True, False)
     task, other, _ = claiming_task(policy, claims)
     groups, reward = task._write(0)
@@ -532,7 +540,8 @@ def test_a_planted_group_is_shared_like_any_other_but_not_learnt_from_nor_reward
     assert reward == sum(given) / len(given)
 
 
-def test_a_round_of_planted_groups_alone_learns_nothing_and_goes_on(policy):
+def test_round_of_planted_groups_learns_nothing(policy):
+    """A round of planted groups alone learns nothing and goes on."""
     task, other, rounds = claiming_task(policy, Claims(True), local=1)
     batches = task.batches(SHARD)
     assert next(batches) is None

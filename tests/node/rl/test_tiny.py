@@ -121,7 +121,8 @@ def test_making_one_leaves_the_global_random_numbers_alone():
     assert all(parameter.grad is None for parameter in copy.deepcopy(first).module.parameters())
 
 
-def test_tokens_are_drawn_with_their_probabilities_and_none_that_cannot_come():
+def test_tokens_are_drawn_by_their_probabilities():
+    """Tokens are drawn with their probabilities and none that cannot come."""
     logits = torch.tensor(
         [-torch.inf, 0.0, math.log(3.0), -torch.inf, math.log(4.0), -torch.inf]
     )  # 1/8, 3/8, 4/8

@@ -70,7 +70,8 @@ def node(tmp_path, monkeypatch):
     node.metrics.close()
 
 
-def test_a_long_evaluation_is_reported_every_few_seconds_and_is_alive_while_it_computes(node):
+def test_long_evaluation_reports_and_is_alive(node):
+    """A long evaluation is reported every few seconds and is alive while it computes."""
     with node.activity.doing("training"), node.activity.doing("evaluating"):
         node.pass_time(BEAT_S, used=1.0)
         node.pass_time(BEAT_S, used=0.0)
@@ -97,7 +98,8 @@ def test_how_far_a_download_is_is_shown_while_it_lasts(node):
     ]
 
 
-def test_what_a_node_did_up_to_its_first_step_is_written_once(node):
+def test_startup_is_written_once(node):
+    """What a node did up to its first step is written once."""
     with node.activity.doing("joining the swarm"):
         pass
     for _ in range(2):
@@ -131,7 +133,8 @@ def test_steps_and_bytes_are_progress_without_the_processor(node, progress, aliv
     assert [event["alive"] for event in node.events()] == [alive]
 
 
-def test_a_wait_with_a_deadline_of_its_own_counts_as_alive_and_only_that(node):
+def test_wait_with_a_deadline_counts_as_alive(node):
+    """A wait with a deadline of its own counts as alive and only that."""
     with node.activity.doing("saving", bounded=True):
         node.pass_time(BEAT_S)
         with node.activity.doing("evaluating"):
@@ -151,7 +154,8 @@ def test_each_change_is_announced(node):
     assert told == ["training", "evaluating", "training", "starting"]
 
 
-def test_processor_time_is_that_of_the_thread_that_asked_for_the_clock():
+def test_processor_time_is_the_asking_threads():
+    """Processor time is that of the thread that asked for the clock."""
     if not hasattr(time, "pthread_getcpuclockid"):
         pytest.skip("this system has no clock of a thread's processor time")
     clock, ended = processor_time(), threading.Event()
@@ -187,7 +191,8 @@ class Part:
         self.closed += 1
 
 
-def test_verification_and_metrics_are_closed_if_the_task_has_no_batches(tmp_path, monkeypatch):
+def test_empty_task_closes_verification_and_metrics(tmp_path, monkeypatch):
+    """Verification and metrics are closed if the task has no batches."""
     (tmp_path / "task.py").write_text(TASK)
     verification, files = Part(), []
     monkeypatch.setattr(training_node, "start_verification", lambda *args: verification)
@@ -266,7 +271,8 @@ def logged_by(membership, stopped=False):
     return logged
 
 
-def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
+def test_lonely_node_waits_once_and_shows_its_link():
+    """Who is alone waits once and tells by which link it is found."""
     alone = Alone()
     first, second = logged_by(alone)
     assert "link and 2 addresses of known peers for 20 s" in first
@@ -280,9 +286,11 @@ def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
 
 
 @pytest.mark.slow(reason="real nodes that return")
-def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_old_port(
+def test_manifest_holder_comes_in_unanswered(
     tmp_path,
 ):
+    """Only who has the manifest comes in while nobody answers and both meet on the old port."""
+
     def settings(name):
         return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
 
@@ -315,7 +323,8 @@ def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_o
 TEACHER = f"{Path(__file__).parents[3] / 'examples' / 'custom_model.py'}:Teacher"
 
 
-def test_the_run_that_is_over_gives_back_gradients_and_optimizer_state_and_keeps_its_weights():
+def test_ended_run_frees_gradients_and_optimizer():
+    """The run that is over gives back gradients and optimizer state and keeps its weights."""
     settings = load(None, {"task.hooks": TEACHER, "train.steps": 3, "outer.every": 2})
     task = make_task(settings)
     trainer = Trainer(task, settings.outer, settings.train, own=settings.train)
@@ -397,7 +406,8 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(number):
         assert process.wait(60) == 130  # by the signal: the child's own end is 0
 
 
-def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
+def test_hang_up_asks_once():
+    """A hang up asks once however often it comes and spares who ignores it."""
     with child("orderly") as process:
         process.send_signal(signal.SIGHUP)
         assert process.stdout.readline() == "asked\n"

@@ -149,7 +149,8 @@ def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
 
 
 @pytest.mark.ci
-def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch):
+def test_only_the_invited_are_met(club, monkeypatch):
+    """Who is invited is met by all and who is not by nobody."""
     anna, bert = club.join(club.invited(), "anna"), club.join(club.invited(), "bert")
     creator = club.first
     for member in (creator, anna):
@@ -218,7 +219,8 @@ def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch
     assert fetch_manifest(spy.host, club.link())[1].invite_only
 
 
-def test_a_visitor_sees_the_members_and_may_fetch_by_an_invitation_only(club):
+def test_visitor_needs_an_invitation_to_fetch(club):
+    """A visitor sees the members and may fetch by an invitation only."""
     creator = club.first
     StateServer(creator.host, creator.swarm, MODEL, SHAPES)
     wanted = StateRequest(swarm=creator.swarm, model=MODEL)
@@ -236,7 +238,8 @@ def test_a_visitor_sees_the_members_and_may_fetch_by_an_invitation_only(club):
         )
 
 
-def test_the_second_who_comes_by_a_link_for_one_is_told_who_uses_it(club):
+def test_used_single_invitation_names_its_user(club):
+    """The second who comes by a link for one is told who uses it."""
     link = club.invited()
     anna = club.join(link, "anna")
     anna.directory.announce(**ABOUT)
@@ -325,7 +328,8 @@ def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path, mo
         create(key, club.first.sealed, network(club.settings("x")))
 
 
-def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
+def test_denied_peer_is_met_nowhere(club):
+    """Who is denied is met nowhere and who is not allowed neither."""
     anna, bert = Identity.ephemeral(), Identity.ephemeral()
     first = club.join(club.invited(), "anna", anna, **{"peers.deny": [bert.peer_id]})
     second = club.join(club.invited(), "bert", bert, **{"peers.allow": [club.identity.peer_id]})
@@ -353,7 +357,7 @@ def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):
 
 
 @pytest.mark.ci
-def test_a_change_by_the_creators_key_is_taken_by_all_and_by_who_comes_later(club, tmp_path):
+def test_creators_change_reaches_late_joiners(club, tmp_path):
     """As `shoal change` does it, by a visitor without an invitation, and told by `shoal status`."""
     key = tmp_path / "creator.key"
     club.identity.write_to(key)

@@ -103,7 +103,7 @@ def test_a_new_swarm_goes_on_with_what_was_changed():
     assert before.manifest_then is manifest
 
 
-def test_a_changed_rate_of_a_tasks_own_optimizer_stays_the_tasks():
+def test_own_optimizer_keeps_its_rate():
     """Fault: train.lr beside the task's own optimizer is refused in a new swarm's settings."""
     sealed, manifest = swarm(**{"train.optimizer": "task", "train.lr": None})
     _, signed = change(sealed, ChangePart(round=0, lr=0.25))

@@ -86,7 +86,8 @@ def test_unwritable_file_is_one_sentence(tmp_path):
     assert Path("/dev/full").is_char_device()  # without a line, and yet not removed: root may
 
 
-def test_an_empty_file_is_removed_and_a_link_or_device_is_not(tmp_path):
+def test_only_an_empty_plain_file_is_removed(tmp_path):
+    """An empty file is removed and a link or device is not."""
     file, link = tmp_path / "metrics.jsonl", tmp_path / "link"
     Metrics(file).close()
     assert not file.exists()
@@ -97,7 +98,8 @@ def test_an_empty_file_is_removed_and_a_link_or_device_is_not(tmp_path):
     assert file.exists()
 
 
-def test_a_full_disk_is_told_once_and_lines_go_on_when_there_is_space_again(tmp_path, monkeypatch):
+def test_full_disk_is_reported_once(tmp_path, monkeypatch):
+    """A full disk is told once and lines go on when there is space again."""
     messages, path = [], tmp_path / "metrics.jsonl"
     metrics = Metrics(path, messages.append)
     metrics.write("before")
@@ -180,7 +182,8 @@ def test_live_display_does_not_obey_a_name(total):
     assert "\x1b[2J" not in shown
 
 
-def test_the_live_display_shows_the_total_and_the_whole_round_on_a_usual_terminal():
+def test_live_display_fits_a_usual_terminal():
+    """The live display shows the total and the whole round on a usual terminal."""
     stream = io.StringIO()
     display = LiveDisplay(Console(file=stream, force_terminal=True, width=80))
     display.start(2000)
@@ -241,7 +244,8 @@ def test_a_link_is_in_one_line_whatever_the_width(begun):
     assert f"the swarm is up: {link}\n" in stream.getvalue()
 
 
-def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
+def test_end_report_says_how_to_go_on():
+    """The end of a run says what came of it and how to go on."""
     counts = {"steps": 50, "rounds": 5, "tried": 20, "exchanges": 16}
     made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, **counts, loss_first=4.0, loss_last=2.5)
     done, where = summary(made, Path("runs/a"), 2.25)
@@ -277,7 +281,7 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
         ((3, 5), "--resume goes on from step 5, the newest that is saved"),
     ],
 )
-def test_an_end_that_was_not_saved_is_no_place_to_go_on_from(tmp_path, there, way):
+def test_unsaved_end_is_no_resume_point(tmp_path, there, way):
     """Fault: "checkpoints are in ...; --resume goes on from there" after a save that failed."""
     for step in there:
         (tmp_path / f"step-{step:08d}").mkdir()

@@ -55,7 +55,8 @@ def top(names: list[str]) -> set[str]:
 
 
 @pytest.mark.ci
-def test_a_node_loads_no_compiler_and_of_hivemind_only_the_dht() -> None:
+def test_node_loads_no_compiler_and_only_the_dht() -> None:
+    """A node loads no compiler and of hivemind only the dht."""
     done = subprocess.run(
         [sys.executable, "-c", STEPS],
         capture_output=True,
@@ -105,7 +106,8 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-def test_a_node_that_joins_can_start_its_network_before_torch_is_imported() -> None:
+def test_network_can_start_before_torch() -> None:
+    """A node that joins can start its network before torch is imported."""
     done = subprocess.run(
         [sys.executable, "-c", BEGIN],
         capture_output=True,

@@ -48,7 +48,8 @@ def members(*shards):
 
 
 @pytest.mark.parametrize(("method", "written"), [("noloco", 2), ("streaming", 2), ("diloco", None)])
-def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(method, written):
+def test_manifest_states_the_models_fragments(method, written):
+    """A manifest has the fragments that the model is cut into."""
     settings = load(None, {"outer.method": method})
     assert (
         open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
@@ -78,7 +79,8 @@ MUON = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.0}
         ({"task.hooks": "rl"}, {}),
     ],
 )
-def test_a_new_manifest_has_muon_for_the_built_in_task_and_writes_its_rates_down(given, written):
+def test_new_manifest_has_muon_and_its_rates(given, written):
+    """A new manifest has muon for the built in task and writes its rates down."""
     settings = for_new_swarm(load(None, given))
     made = open_manifest(new_manifest(settings, ME, "0" * 64)).train
     assert made.model_dump(exclude_defaults=True) == written
@@ -92,12 +94,14 @@ def test_a_new_manifest_has_muon_for_the_built_in_task_and_writes_its_rates_down
 @pytest.mark.parametrize(
     ("given", "trained"), [({}, "muon"), ({"train.optimizer": "task"}, "task")]
 )
-def test_a_demo_hands_on_the_optimizer_that_was_given_and_no_other(tmp_path, given, trained):
+def test_demo_hands_on_the_given_optimizer(tmp_path, given, trained):
+    """A demo hands on the optimizer that was given and no other."""
     (tmp_path / "swarm.toml").write_text(settings_toml(load(None, given)))
     assert for_new_swarm(load(tmp_path / "swarm.toml")).train.optimizer == trained
 
 
-def test_without_muon_in_torch_the_built_in_task_has_its_own_optimizer(monkeypatch):
+def test_without_muon_the_task_keeps_its_optimizer(monkeypatch):
+    """Without muon in torch the built in task has its own optimizer."""
     monkeypatch.delattr("torch.optim.Muon")
     assert for_new_swarm(load()) == load()
 
@@ -114,7 +118,8 @@ def test_without_muon_in_torch_the_built_in_task_has_its_own_optimizer(monkeypat
         ({"outer.method": "sparseloco", "outer.codec": "topk2-senders+ef:0.95"}, {}),
     ],
 )
-def test_a_public_swarm_has_its_defences_unless_the_user_chose_others(given, guarded):
+def test_public_swarm_has_defences_by_default(given, guarded):
+    """A public swarm has its defences unless the user chose others."""
     before = load(None, given | {"swarm.public": True, "swarm.name": "whales"})
     outer = open_manifest(new_manifest(for_new_swarm(before), ME, "0" * 64)).outer
     chosen = {name: getattr(outer, name) for name in ("robust", "check_loss")}
@@ -161,7 +166,8 @@ OWN_TRAINING = {
 }
 
 
-def test_how_a_node_computes_is_its_own_and_in_no_manifest():
+def test_compute_settings_stay_out_of_the_manifest():
+    """How a node computes is its own and in no manifest."""
     assert set(OWN_TRAINING) == set(OwnTraining.model_fields)
     agreed = {
         "optimizer": "adamw",
@@ -211,7 +217,8 @@ def test_the_flags_of_a_table_make_the_same_table_again():
         ("task.options.layers", 2, "no task.options.layers"),
     ],
 )
-def test_what_the_manifest_fixes_is_refused_and_named_unless_it_is_the_same(key, wanted, had):
+def test_fixed_settings_are_refused_unless_equal(key, wanted, had):
+    """What the manifest fixes is refused and named unless it is the same."""
     theirs = manifest(**{"outer.every": 7, "task.options": {"width": 32}, "swarm.name": "whales"})
     with pytest.raises(ConfigError) as caught:
         swarm_settings(load(None, {key: wanted, "train.steps": 3}), theirs)
@@ -260,7 +267,8 @@ def test_another_task_than_the_swarms_is_named(mine, theirs, sentence):
         swarm_settings(load(None, {"task.hooks": mine}), manifest(**{"task.hooks": theirs}))
 
 
-def test_a_swarm_of_own_loops_has_no_task_that_a_node_could_run():
+def test_swarm_of_own_loops_has_no_task():
+    """A swarm of own loops has no task that a node could run."""
     theirs = manifest().model_copy(update={"task": "own-loop"})
     with pytest.raises(HookError, match=r"join it with swarm\.join\(link, state=model\)"):
         swarm_settings(load(None, {}), theirs)
@@ -273,7 +281,8 @@ def test_the_same_task_may_lie_elsewhere():
     assert settings.task.hooks == "b/task.py:Mine"
 
 
-def test_a_newcomer_looks_who_holds_which_shard_after_it_has_taken_over_the_weights(monkeypatch):
+def test_newcomer_picks_its_shard_after_the_weights(monkeypatch):
+    """A newcomer looks who holds which shard after it has taken over the weights."""
     view = {}  # of the directory, which another newcomer enters while this one downloads
 
     def download(*_, **__):
@@ -313,7 +322,8 @@ def test_a_newcomer_looks_who_holds_which_shard_after_it_has_taken_over_the_weig
     assert dealt == [(3, Shard(3, 4, 5))]
 
 
-def test_the_least_used_shard_is_taken_unless_one_is_asked_for():
+def test_least_used_shard_is_the_default():
+    """The least used shard is taken unless one is asked for."""
     settings, swarm = load(None, {}), manifest()
     assert choose_shard(settings, swarm, members(0, 1, 3), ME.peer_id) == Shard(2, 4, 5)
     assert choose_shard(settings, swarm, members(0, 0, 1, 2, 2, 3, 3), ME.peer_id) == Shard(1, 4, 5)
@@ -324,7 +334,8 @@ def test_the_least_used_shard_is_taken_unless_one_is_asked_for():
     assert choose_shard(asked, swarm, members(0, 1, 3), ME.peer_id) == Shard(1, 2, 5)
 
 
-def test_with_nobody_else_peers_choose_differently_but_each_always_the_same():
+def test_lone_peers_choose_shards_by_identity():
+    """With nobody else peers choose differently but each always the same."""
     settings, swarm = load(None, {}), manifest()
     peers = [Identity.ephemeral().peer_id for _ in range(40)]
     chosen = [choose_shard(settings, swarm, {}, peer).index for peer in peers]
@@ -332,7 +343,8 @@ def test_with_nobody_else_peers_choose_differently_but_each_always_the_same():
     assert chosen == [choose_shard(settings, swarm, {}, peer).index for peer in peers]
 
 
-def test_a_nodes_own_lag_is_in_no_manifest_and_replaces_the_swarms():
+def test_own_lag_replaces_the_swarms():
+    """A node's own lag is in no manifest and replaces the swarms."""
     swarms = {"outer.lag": "auto", "outer.fragments": 3}
     theirs = manifest(**swarms, **{"node.lag": 7})
     assert theirs.outer == manifest(**swarms).outer
@@ -357,7 +369,8 @@ def test_a_nodes_own_lag_is_in_no_manifest_and_replaces_the_swarms():
         ({"outer.method": "diloco"}, "the method 'diloco' has no lag: leave it out"),
     ],
 )
-def test_an_own_lag_that_does_not_fit_the_swarm_is_one_sentence(swarm, words):
+def test_misfit_own_lag_is_one_sentence(swarm, words):
+    """An own lag that does not fit the swarm is one sentence."""
     settings = swarm_settings(load(None, {"node.lag": 7}), manifest(**swarm))
     with pytest.raises(
         ConfigError, match=rf"^The setting node\.lag=7 cannot be used in this swarm: {words}.*\.$"
@@ -381,7 +394,8 @@ def test_a_swarm_that_verifies_has_no_buckets():
 
 
 @pytest.mark.parametrize("hooks", ["my task.py:Mine", "aufgäbe.py:Mine", "task.py:Größe"])
-def test_a_task_whose_name_no_manifest_can_hold_is_one_sentence(hooks):
+def test_unstorable_task_name_is_one_sentence(hooks):
+    """A task whose name no manifest can hold is one sentence."""
     with pytest.raises(
         ConfigError,
         match=r"^The task '.*' cannot be a swarm's: give its file a name of ASCII letters",
@@ -390,9 +404,8 @@ def test_a_task_whose_name_no_manifest_can_hold_is_one_sentence(hooks):
 
 
 @pytest.mark.parametrize(("theirs", "expected"), [("0", Shard(1, 2, 5)), ("z", Shard(0, 2, 5))])
-def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_the_same_moment(
-    theirs, expected
-):
+def test_simultaneous_joiners_settle_their_shards(theirs, expected):
+    """Before its first step a node settles its shard with those that came at the same moment."""
     other, view, said, connected = f"{theirs}ther", {}, [], []
     node = TrainingNode.__new__(TrainingNode)
     node.display, node._seen = SimpleNamespace(message=said.append), set()
@@ -446,7 +459,8 @@ def test_the_size_is_that_of_the_model_that_is_made(size):
     )
 
 
-def test_through_the_door_come_settings_and_a_task_and_no_model(monkeypatch):
+def test_task_setup_passes_no_model(monkeypatch):
+    """Through the door come settings and a task and no model."""
     monkeypatch.setattr(GPT, "__init__", None)  # a model of any size would end this test
     monkeypatch.setattr(door, "check_size", lambda *arguments, **options: None)
     settings, task = enter(load(None, {"node.data": "mine"}), door_manifest(TINY, "0" * 64))
@@ -459,7 +473,8 @@ def test_a_model_with_another_digest_than_the_manifests_is_refused():
         enter(load(), door_manifest(TINY, "1" * 64))
 
 
-def test_a_strangers_model_is_refused_where_ones_own_is_only_warned_of(monkeypatch):
+def test_foreign_model_is_refused_and_own_one_warned_of(monkeypatch):
+    """A stranger's model is refused where one's own is only warned of."""
     monkeypatch.setattr(resources, "free_memory", lambda: (1.0 * GB, 8.0 * GB))
     monkeypatch.setattr(resources, "held", lambda: 100_000_000)
     with pytest.raises(
@@ -488,7 +503,8 @@ def test_batches_and_blocks_of_a_manifest_count_too(options, needs, monkeypatch)
         enter(load(), door_manifest({**TINY, **options}))
 
 
-def test_on_a_gpu_the_model_leaves_main_memory_before_the_rest_is_made(monkeypatch):
+def test_model_leaves_main_memory_first_on_a_gpu(monkeypatch):
+    """On a GPU the model leaves main memory before the rest is made."""
     monkeypatch.setattr(resources, "free_memory", lambda: (4e12, 4e12))
     monkeypatch.setattr(resources, "held", lambda: 0)
     params = [torch.empty(250_000_000, device="meta")]
@@ -518,7 +534,8 @@ def rl(env):
     )
 
 
-def test_a_checkpoint_of_ones_own_code_goes_on_with_the_code_that_is_named():
+def test_checkpoint_resumes_with_the_named_code():
+    """A checkpoint of one's own code goes on with the code that is named."""
     theirs = rl("somewhere/add_env.py:Add")
     with pytest.raises(
         HookError,
@@ -546,7 +563,8 @@ def test_a_checkpoint_of_ones_own_code_goes_on_with_the_code_that_is_named():
 
 
 @pytest.mark.parametrize("policy", ["tiny:copy:60", "hf:/models/mine"])
-def test_a_policy_has_its_own_name_here_and_its_sampling_is_the_swarms(policy):
+def test_policy_name_is_local_and_sampling_the_swarms(policy):
+    """A policy has its own name here and its sampling is the swarms."""
     terms = Terms(policy="tiny", base="0" * 64, group=4, temperature=1.0, max_tokens=8)
     settings = load(None, {"task.hooks": "rl", "verify.audit_rate": 1.0})
     theirs = open_manifest(new_manifest(settings, ME, "0" * 64, terms))

@@ -46,7 +46,8 @@ def rate(made):
     return made.opt.param_groups[0]["lr"]
 
 
-def test_a_late_node_begins_where_the_swarm_is_and_says_so():
+def test_late_node_begins_where_the_swarm_is():
+    """A late node begins where the swarm is and says so."""
     made, on_time = trainer(settings(**COSINE)), trainer(settings(**COSINE))
     line = follow_schedule(made, settings(**COSINE), manifest(), 4, [], {})
     assert line == (
@@ -72,7 +73,8 @@ def test_a_late_node_begins_where_the_swarm_is_and_says_so():
         (COSINE, manifest(steps=0)),  # a swarm without an end has no place in a schedule
     ],
 )
-def test_where_there_is_nothing_to_follow_it_begins_at_its_own_first_step(given, swarm):
+def test_without_a_swarm_it_begins_at_step_zero(given, swarm):
+    """Where there is nothing to follow it begins at its own first step."""
     made = trainer(settings(**given))
     before = rate(made)
     assert follow_schedule(made, settings(**given), swarm, 4, [], {}) is None
@@ -80,7 +82,7 @@ def test_where_there_is_nothing_to_follow_it_begins_at_its_own_first_step(given,
 
 
 @pytest.mark.parametrize("round", [8, 9, 10**6, 2**53, 2**63])
-def test_a_swarm_that_lies_about_its_round_can_put_it_at_the_end_at_most(round):
+def test_lying_round_reaches_the_end_at_most(round):
     """Fault: a round of 9e15, as a hostile peer answers, is stepped through, or leads beyond the
     end of OneCycle.
     """
@@ -113,7 +115,8 @@ def test_it_never_goes_back():
         (10, None, 10),  # it creates the swarm
     ],
 )
-def test_the_length_is_the_swarms_where_a_node_takes_part_for_less(own, swarm, length):
+def test_schedule_length_is_the_swarms(own, swarm, length):
+    """The length is the swarms where a node takes part for less."""
     given = settings(own)
     assert schedule_steps(given, None if swarm is None else TrainSettings(steps=swarm)) == length
 
@@ -139,7 +142,8 @@ def test_a_short_visit_has_the_rates_that_the_others_have():
         ("seconds:auto", [member(10.0), member(10.0)], 30),
     ],
 )
-def test_rounds_of_tokens_and_seconds_are_steps_by_what_most_members_say(round, members, step):
+def test_uneven_rounds_are_steps_by_majority(round, members, step):
+    """Rounds of tokens and seconds are steps by what most members say."""
     given = settings(**COSINE, **{"outer.round": round})
     made = trainer(given)
     assert f"begins at step {step} of 40" in follow_schedule(
@@ -148,7 +152,8 @@ def test_rounds_of_tokens_and_seconds_are_steps_by_what_most_members_say(round, 
 
 
 @pytest.mark.parametrize("round", ["tokens:100", "seconds:2.0", "seconds:auto"])
-def test_where_no_member_says_how_fast_it_is_that_is_said(round):
+def test_unknown_speed_is_said(round):
+    """Where no member says how fast it is that is said."""
     given = settings(**COSINE, **{"outer.round": round})
     made = trainer(given)
     line = follow_schedule(made, given, manifest(round=round), 3, [member()], {})
@@ -158,7 +163,8 @@ def test_where_no_member_says_how_fast_it_is_that_is_said(round):
     assert made.schedule.done == 0
 
 
-def test_a_resumed_node_keeps_the_place_that_it_had_and_not_its_own_steps():
+def test_resumed_node_keeps_its_place():
+    """A resumed node keeps the place that it had and not its own steps."""
     given = settings(**COSINE)
     made = trainer(given)
     follow_schedule(made, given, manifest(), 4, [], {})
@@ -175,7 +181,9 @@ def test_a_resumed_node_keeps_the_place_that_it_had_and_not_its_own_steps():
         lambda opt, steps: torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=steps),
     ],
 )
-def test_a_tasks_own_scheduler_follows_too_and_does_not_end_the_run_at_its_end(make):
+def test_own_scheduler_follows_and_ends_nothing(make):
+    """A task's own scheduler follows too and does not end the run at its end."""
+
     class Own(Small):
         def lr_scheduler(self, optimizer, steps):
             return make(optimizer, steps)

@@ -80,7 +80,8 @@ def made(settings):
     )
 
 
-def test_the_settings_know_every_method_and_every_knob_is_some_methods():
+def test_settings_know_every_method_and_knob():
+    """The settings know every method and every knob is some methods."""
     assert typing.get_args(OuterSettings.model_fields["method"].annotation) == tuple(METHODS)
     assert all(methods_with(knob) for knob in KNOBS)
     # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, the
@@ -98,7 +99,8 @@ def test_the_help_names_every_method(command):
     assert [name for name in METHODS if name not in words] == []
 
 
-def test_the_table_in_the_docs_has_every_method_with_whom_it_meets():
+def test_docs_table_has_every_method():
+    """The table in the docs has every method with whom it meets."""
     who = {"a partner": "pair", "everyone": "everyone", "no peer": "nobody"}
     rows = re.findall(
         rf"^\| `([a-z0-9-]+)` \| ({'|'.join(who)}) \|", PAGE.read_text(encoding="utf-8"), re.M
@@ -129,7 +131,8 @@ def test_settings_not_given_are_the_methods_own(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_knobs_come_through_the_manifest_to_the_rule_and_the_schedule(name):
+def test_knobs_reach_rule_and_schedule(name):
+    """Knobs come through the manifest to the rule and the schedule."""
     knobs = {knob: VALUES[knob] for knob in KNOBS if knob in method_named(name).knobs}
     settings = OuterSettings.model_validate({"method": name, **knobs})
     assert OuterSettings.model_validate_json(settings.resolved().model_dump_json()).knobs() == knobs
@@ -251,7 +254,8 @@ def test_every_method_goes_on_from_a_checkpoint(name, saved_at, tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_evaluation_is_with_the_slow_weights_where_the_method_says_so(name):
+def test_evaluation_may_use_the_slow_weights(name):
+    """Evaluation is with the slow weights where the method says so."""
     torch.manual_seed(0)
     trainer = Trainer(Layers(), OuterSettings(method=name, every=EVERY), TrainSettings(seed=1))
     trainer.connect(Alone(), "run", Shard(0, 2, 1))
@@ -296,7 +300,8 @@ def test_what_does_not_go_together_is_said_in_one_sentence(settings, words):
     assert str(caught.value).endswith(".")
 
 
-def test_what_shows_only_with_the_model_is_said_in_one_sentence():
+def test_model_dependent_errors_are_one_sentence():
+    """What shows only with the model is said in one sentence."""
     with pytest.raises(OuterError, match=r"^The outer settings cannot be used for 'noloco': .*\.$"):
         made(OuterSettings().model_copy(update={"lag": -1}))
 

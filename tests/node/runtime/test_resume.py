@@ -78,7 +78,8 @@ def same(first, second):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_weights_come_over_to_every_method_and_all_else_begins(tmp_path, identity, method):
+def test_weights_resume_with_every_method(tmp_path, identity, method):
+    """The weights come over to every method and all else begins."""
     old, new, fresh = (
         trained("diloco", steps=10),
         trainer(method, shard=(1, 8)),
@@ -114,9 +115,7 @@ def test_the_weights_come_over_to_every_method_and_all_else_begins(tmp_path, ide
 @pytest.mark.parametrize(
     "damage", [lambda one: one.update(exp_avg=torch.zeros(3)), lambda one: one.pop("exp_avg_sq")]
 )
-def test_a_state_that_no_inner_step_can_use_is_one_sentence_with_its_file(
-    tmp_path, identity, damage
-):
+def test_unusable_inner_state_names_its_file(tmp_path, identity, damage):
     """Fault: torch loads it, and the node ended at its first step as by a fault of its own."""
     old = trained()
     inner = old.opt.inner.state
@@ -197,7 +196,8 @@ def saved(identity, **overrides):
     return SavedRun("runs/a", swarm_id(sealed), sealed, open_manifest(sealed), {})
 
 
-def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
+def test_foreign_settings_are_refused_with_a_remedy(identity):
+    """Other settings than the swarms are refused with the way out."""
     old = saved(identity, **{"outer.method": "diloco", "outer.every": 7})
     for given in (
         {},
@@ -215,7 +215,8 @@ def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
     )
 
 
-def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity):
+def test_new_swarm_takes_the_checkpoints_task(identity):
+    """A new swarm has the checkpoint's task unless it is told another."""
     old = saved(identity, **{"task.options": {"width": 32}})
     assert continued(load(None, {"outer.method": "diloco"}), old.manifest).task.options == {
         "width": 32
@@ -228,7 +229,8 @@ def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity
     assert (made.task.hooks, made.task.options, made.rl.env) == ("rl", {}, "sapo9")
 
 
-def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_another(identity):
+def test_new_swarm_takes_the_checkpoints_optimizer(identity):
+    """A new swarm has the checkpoint's inner optimizer unless it is told another."""
     ours, adamw = (
         saved(identity, **{"train.optimizer": "muon", "train.lr": 0.03, "train.seed": 5}),
         saved(identity),
@@ -257,9 +259,8 @@ def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_anoth
         (NoLoCo, 7, 6, 1.0, True),
     ],
 )
-def test_the_swarms_weights_are_taken_if_they_are_newer_or_the_own_have_drifted(
-    method, round, applied, away, newer
-):
+def test_newer_swarm_weights_are_taken(method, round, applied, away, newer):
+    """The swarm's weights are taken if they are newer or the own have drifted."""
     lag = {"lag": 0} if method is NoLoCo else {}  # one fragment
     opt = method(
         torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1), Alone(), every=5, **lag

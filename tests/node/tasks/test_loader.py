@@ -49,7 +49,8 @@ def test_text_is_built_in():
     assert task.layers == 1
 
 
-def test_file_is_loaded_with_what_lies_beside_it_behind_all_that_is_installed(duck, monkeypatch):
+def test_task_file_is_loaded_behind_installed_modules(duck, monkeypatch):
+    """File is loaded with what lies beside it behind all that is installed."""
     monkeypatch.setattr(sys, "path", before := list(sys.path))
     before = list(before)
     task = load_task(f"{duck}:Duck", {"size": 5})
@@ -184,7 +185,8 @@ def imports(monkeypatch):
             del sys.modules[name]
 
 
-def test_a_task_imports_modules_and_packages_beside_it_at_once_and_later(tmp_path, imports):
+def test_task_imports_its_neighbours(tmp_path, imports):
+    """A task imports modules and packages beside it at once and later."""
     spec = several(
         tmp_path, shoal_beside_one="A = 1", **{"shoal_beside_pack/__init__": "B = 2"}, shoal_beside_late="C = 3",  # noqa: E501
         task="import shoal_beside_one, shoal_beside_pack" + BODY
@@ -220,13 +222,15 @@ def test_files_beside_a_task_hide_no_module_of_anybody(tmp_path, imports):
         ("import json as j", "imports 'json', and would not get the one beside it"),
     ],
 )
-def test_an_import_that_fails_or_would_mislead_gets_the_right_hint(tmp_path, imports, text, words):
+def test_failed_import_gets_the_right_hint(tmp_path, imports, text, words):
+    """An import that fails or would mislead gets the right hint."""
     spec = several(tmp_path, shoal_beside_one="A = 1", numpy="", json="", task=text + BODY)
     with pytest.raises(HookError, match=words):
         load_task(spec)
 
 
-def test_an_error_in_a_module_beside_the_task_is_the_users(tmp_path, imports):
+def test_error_beside_the_task_is_the_users(tmp_path, imports):
+    """An error in a module beside the task is the users."""
     spec = several(tmp_path, shoal_beside_bad="def f(): 1 / 0", task="import shoal_beside_bad" + BODY.replace(  # noqa: E501
         "def model(self): ...", "def model(self): shoal_beside_bad.f()"))  # fmt: skip
     with pytest.raises(

@@ -68,7 +68,8 @@ def test_model_size_and_causality(library):
     assert not torch.allclose(before[:, 40:], after[:, 40:])
 
 
-def test_evaluation_is_fixed_bounded_and_leaves_the_model_in_its_mode(library):
+def test_evaluation_is_fixed_and_bounded(library):
+    """Evaluation is fixed bounded and leaves the model in its mode."""
     torch.manual_seed(0)
     model = library.model()
     first = library.evaluate(model)
@@ -110,7 +111,8 @@ def test_rate_warms_up_and_ends_at_a_tenth():
     assert rates[-1] == pytest.approx(0.1)
 
 
-def test_one_file_is_cut_into_pieces_that_make_up_the_file(tmp_path):
+def test_one_file_is_cut_into_all_its_pieces(tmp_path):
+    """One file is cut into pieces that make up the file."""
     content = bytes(i % 251 + 1 for i in range(200_000))
     (tmp_path / "one.txt").write_bytes(content)
     documents = read_documents(str(tmp_path / "one.txt"), 2**20)
@@ -203,7 +205,8 @@ def test_bad_options_are_named(options):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_a_text_of_wide_characters_is_named_with_what_to_do(tmp_path, encoding):
+def test_wide_characters_are_named_with_a_remedy(tmp_path, encoding):
+    """A text of wide characters is named with what to do."""
     path = tmp_path / "wide.txt"
     path.write_text("Some text in another encoding.", encoding=encoding)
     with pytest.raises(DataError) as error:

@@ -116,9 +116,8 @@ def test_it_goes_on_on_another_kind_of_device(tmp_path, way, same_adam):
 @pytest.mark.parametrize(
     ("task", "precision"), [(Small, "bfloat16"), (Small, "float16"), (Overflows, "float16")]
 )
-def test_in_mixed_precision_it_resumes_with_the_scale_of_the_loss_and_stays_near_the_cpu(
-    tmp_path, task, precision
-):
+def test_mixed_precision_resumes_near_the_cpu(tmp_path, task, precision):
+    """In mixed precision it resumes with the scale of the loss and stays near the CPU."""
     whole, half, again = (
         trainer(task(), SETTINGS, method="noloco", device=CUDA, precision=precision)
         for _ in range(3)

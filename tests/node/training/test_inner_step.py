@@ -100,7 +100,8 @@ def test_float16_is_the_plain_loop_with_gradscaler(name, task):
     assert same(found, plain(scaled(device), device, task()))
 
 
-def test_a_step_that_is_left_out_still_counts_for_the_swarm(recwarn):
+def test_skipped_step_counts_for_the_swarm(recwarn):
+    """A step that is left out still counts for the swarm."""
     float16(CPU)
     rounds = []
     made = trainer(
@@ -223,7 +224,8 @@ def test_a_schedule_without_an_end_is_refused():
 Pair = namedtuple("Pair", "first second")
 
 
-def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
+def test_nested_batch_is_cut_by_rows():
+    """A nested batch is cut by rows and all else repeated."""
     table, mask, rows = torch.arange(12).reshape(4, 3), torch.ones(3, 3), torch.arange(4)
     parts = batch_parts.cut_batch(
         {"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2

@@ -159,7 +159,9 @@ def test_batches_from_a_step_are_those_after_it(kind, workers):
     assert_same(first(loader(KINDS[kind], workers, step=7), 5), first(loader(KINDS[kind]))[7:])
 
 
-def test_several_workers_draw_numbered_batches_and_none_draws_those_before_a_step():
+def test_workers_draw_numbered_batches():
+    """Several workers draw numbered batches and none draws those before a step."""
+
     class Who(Dataset):
         def __getitem__(self, number):
             assert number >= 1000
@@ -170,7 +172,8 @@ def test_several_workers_draw_numbered_batches_and_none_draws_those_before_a_ste
     assert len({int(batch[0][1]) for batch in found}) == 3
 
 
-def test_one_worker_draws_from_an_iterator_and_none_where_the_task_has_its_own():
+def test_iterator_or_own_loader_limits_workers():
+    """One worker draws from an iterator and none where the task has its own."""
     assert loader(generated, 3).workers == 1
     assert loader(KINDS["loader with workers"], 3).workers == 0
     assert loader(KINDS["loader"], 3).workers == 1
@@ -183,7 +186,8 @@ def test_one_worker_draws_from_an_iterator_and_none_where_the_task_has_its_own()
 @pytest.mark.parametrize("saving", [0, 1])
 @pytest.mark.parametrize("loading", [0, 1])
 @pytest.mark.parametrize("at", [0, 1, 4, 6])
-def test_position_is_that_of_the_last_batch_and_has_no_trace_of_workers(kind, saving, loading, at):
+def test_position_is_the_last_batch_trained(kind, saving, loading, at):
+    """Position is that of the last batch and has no trace of workers."""
     made = loader(KINDS[kind], saving)
     list(islice(made, at))
     state = made.state_dict()
@@ -203,7 +207,9 @@ def test_a_position_is_none_where_there_is_none():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_global_random_numbers_are_left_to_the_model_and_those_of_workers_are_fixed(workers):
+def test_workers_leave_global_randomness_alone(workers):
+    """Global random numbers are left to the model and those of workers are fixed."""
+
     def drawing():
         while True:
             yield torch.rand(1), np.random.rand(1), np.array([random.random()])
@@ -217,7 +223,7 @@ def test_global_random_numbers_are_left_to_the_model_and_those_of_workers_are_fi
         assert_same(first(loader(drawing, workers)), first(loader(drawing, workers)))
 
 
-def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch):
+def test_pinned_batch_is_contiguous(monkeypatch):
     """A pinned view with gaps would be copied to a GPU by way of memory that is not pinned, and
     waited for.
     """
@@ -236,7 +242,8 @@ def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_of_the_built_in_task_reach_the_device_without_a_wait(workers, tmp_path):
+def test_text_batches_reach_the_device_unwaited(workers, tmp_path):
+    """Batches of the built in task reach the device without a wait."""
     (tmp_path / "text.txt").write_text("the quick brown fish swims over the lazy shoal " * 2000)
     task = TextTask(data=str(tmp_path), context=16, batch=4)
     loader = Loader(
@@ -281,7 +288,8 @@ def failing(where):
 
 
 @pytest.mark.parametrize("where", ["next", "state"])
-def test_an_error_in_a_worker_is_the_users_own_in_the_same_sentence(where):
+def test_worker_error_reads_as_the_users_own(where):
+    """An error in a worker is the user's own in the same sentence."""
     said = []
     for workers in (0, 1):
         task = failing(where)
@@ -324,9 +332,8 @@ def learning(kind, workers, state=None):
 @pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (0, 2)])
-def test_a_run_with_workers_resumes_bit_by_bit_with_any_number_of_them(
-    tmp_path, kind, before, after
-):
+def test_worker_run_resumes_bit_equal(tmp_path, kind, before, after):
+    """A run with workers resumes bit by bit with any number of them."""
     whole = learning(kind, 0)
     whole.run()
     begun = learning(kind, before)
@@ -364,7 +371,8 @@ def test_workers_are_forked_on_linux_alone(monkeypatch, system):
 
 @pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named():
+def test_workers_end_with_the_loader():
+    """Worker's end when the loader is closed and one that is killed is named."""
     before = children()
     made = loader(generated, 1)
     next(made)
@@ -405,7 +413,8 @@ time.sleep(1000)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(os, "pidfd_open"), reason="pidfd_open")
-def test_a_worker_ends_with_a_node_that_is_killed_even_in_the_middle_of_a_batch():
+def test_workers_end_with_a_killed_node():
+    """A worker ends with a node that is killed even in the middle of a batch."""
     with subprocess.Popen([sys.executable, "-c", NODE], stdout=subprocess.PIPE) as node:
         worker = os.pidfd_open(int(node.stdout.readline()))
         node.kill()
@@ -484,7 +493,9 @@ def test_what_a_worker_cannot_send_ends_the_wait_for_it(kind):
     assert "\n" not in str(caught.value)
 
 
-def test_an_error_in_a_worker_of_the_tasks_own_loader_is_named():
+def test_own_loaders_worker_error_is_named():
+    """An error in a worker of the task's own loader is named."""
+
     class Fails(Few):
         def __getitem__(self, number):
             raise ValueError("no such file")

@@ -50,7 +50,8 @@ def weights(weight, bias):
     return [torch.tensor([[float(weight)]]), torch.tensor([float(bias)])]
 
 
-def test_the_losses_of_the_own_weights_of_the_mean_and_of_the_others():
+def test_trial_losses_are_of_own_mean_and_others():
+    """The losses of the own weights of the mean and of the others."""
     model = Line().model()
     assert trial(model, around(model))(0, weights(1, 1), weights(3, -1)) == (4.0, 4.0, 4.0)
     assert trial(model, around(model))(0, weights(1, 0), weights(-3, 0)) == (1.0, 1.0, 9.0)
@@ -68,7 +69,8 @@ def test_slow_weights_and_pseudo_gradients_stand_for_their_difference():
     assert trial(model, around(model))(0, own, theirs) == (4.0, 9.0, 16.0)
 
 
-def test_a_fragment_is_tried_with_the_slow_weights_of_the_others():
+def test_fragment_is_tried_with_slow_weights():
+    """A fragment is tried with the slow weights of the others."""
     model = Line().model()
     opt = around(model, fragments=[[model.weight], [model.bias]])
     opt.slow[1].fill_(2.0)
@@ -90,7 +92,7 @@ class Lines(nn.Module):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_losses_are_those_of_the_right_weights_whatever_the_optimizers_groups(named):
+def test_trial_losses_do_not_depend_on_groups(named):
     """With positions in the order of the groups, and the copy's parameters in the model's, the loss
     was another model's.
     """
@@ -106,7 +108,8 @@ def test_losses_are_those_of_the_right_weights_whatever_the_optimizers_groups(na
     assert trial(model, opt)(0, own, theirs) == (loss, 4 * loss, 9 * loss)
 
 
-def test_trials_that_take_too_long_become_rarer_until_one_does_not(monkeypatch):
+def test_slow_trials_become_rarer(monkeypatch):
+    """Trials that take too long become rarer until one does not."""
     said, model = [], Line().model()
     found = trial(model, around(model), said.append)
     usual = factories.TOO_LONG_S
@@ -196,7 +199,8 @@ def test_frozen_parameters_are_not_copied():
         (True, False, 2, False, 1),
     ],
 )
-def test_a_node_tries_if_the_swarm_asks_for_it_and_it_can(asked, draws, ranks, tries, said):
+def test_trial_needs_a_request_and_the_means(asked, draws, ranks, tries, said):
+    """A node tries if the swarm asks for it and it can."""
     model, lines, screen = Line().model(), [], DistanceScreen()
     task = Line()
     task.draws_with_model = draws
@@ -233,7 +237,7 @@ class Choosy(Line):
         return super().loss(model, batch)
 
 
-def test_weights_at_which_the_task_raises_are_the_partners_fault_and_its_own_are_not():
+def test_raising_weights_are_the_partners_fault():
     """Mutants: a partner makes this node report an error of its own; an error of its own is put
     down to the partner.
     """

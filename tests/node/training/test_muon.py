@@ -48,7 +48,8 @@ MUON = TrainSettings(
 @pytest.mark.parametrize(
     ("task", "names"), [(Deep, ["0.weight", "2.weight"]), (Chosen, ["2.weight"])]
 )
-def test_muon_trains_the_matrices_that_the_task_names_and_adamw_the_rest(task, names):
+def test_muon_trains_the_named_matrices(task, names):
+    """Muon trains the matrices that the task names and AdamW the rest."""
     schedulers = []
 
     def optimizers(model):
@@ -106,7 +107,8 @@ def test_muon_resumes_bit_by_bit(tmp_path, own):
 
 
 @pytest.mark.slow(reason="compiles a model")
-def test_a_compiled_model_takes_the_same_steps_and_its_matrices_are_muons():
+def test_compiled_model_takes_the_same_steps():
+    """A compiled model takes the same steps and its matrices are muons."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("needs a C++ compiler")
     made = trainer(Deep(), MUON, compile=True)

@@ -71,7 +71,8 @@ class Busy(Wide):
 PARAMETERS = list(Wide().model().parameters())
 
 
-def test_a_model_that_does_not_fit_is_refused_with_the_sum(monkeypatch):
+def test_too_large_model_is_refused_with_the_sum(monkeypatch):
+    """A model that does not fit is refused with the sum."""
     monkeypatch.setattr(memory, "held", lambda: 100_000_000)
     outer = 4_000_000 * 2
     training = 4_000_000 * (1 + 2 + 1) + outer
@@ -95,7 +96,8 @@ def test_the_estimate_is_what_the_optimizers_really_take():
     assert sum(tensor.nbytes for tensor in outer) == 4_000_000 * 2
 
 
-def test_without_a_bound_the_user_is_warned_before_the_optimizers_are_made(monkeypatch):
+def test_unbounded_memory_warns_before_optimizers(monkeypatch):
+    """Without a bound the user is warned before the optimizers are made."""
     monkeypatch.setattr(memory, "held", lambda: 100_000_000)
     need = 4_000_000 * (1 + 2 + 2 + 1) + sum(shares(0.0))
     logged, made = [], []
@@ -171,7 +173,8 @@ def test_what_a_process_holds_is_found():
     assert 10_000_000 < most_held() < 1 << 40
 
 
-def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
+def test_unfit_state_folder_is_one_sentence(tmp_path):
+    """A folder that cannot hold the outer state is one sentence."""
     (tmp_path / "file").write_text("")
     with pytest.raises(
         OuterError,
@@ -246,7 +249,8 @@ def planned(model=None, inner=torch.optim.AdamW, **options):
         ),
     ],
 )
-def test_what_training_takes_of_a_device_is_planned_by_what_it_is_for(card, options, parts):
+def test_device_memory_is_planned_by_purpose(card, options, parts):
+    """What training takes of a device is planned by what it is for."""
     found = {name: nbytes / 10**6 for name, nbytes in planned(**options)._parts().items() if nbytes}
     assert found == parts
 
@@ -281,7 +285,8 @@ def test_a_device_without_room_is_refused_with_what_would_fit(card):
         (1 / 1.21, 0, "a larger model or batch than the plan"),
     ],
 )
-def test_after_the_first_step_what_is_held_is_compared_with_the_plan(card, held, libraries, said):
+def test_memory_is_compared_with_the_plan(card, held, libraries, said):
+    """After the first step what is held is compared with the plan."""
     plan = planned()
     taken = round(12_000_000 * held) + libraries
     card.allocated, card.peak = 1_000_000 + taken, 41_000_000 + libraries
@@ -297,7 +302,8 @@ def test_after_the_first_step_what_is_held_is_compared_with_the_plan(card, held,
     assert (": " in found, said is None or said in found) == (said is not None, True)
 
 
-def test_memory_that_the_second_step_will_not_have_is_told_after_the_first(card):
+def test_second_steps_shortage_is_foretold(card):
+    """Memory that the second step will not have is told after the first."""
     plan = planned()
     card.allocated, card.peak = 13_000_000, 1_000_000 + 99_000_000 - 8_000_000
     assert "accumulate" not in plan.compared()
@@ -313,7 +319,8 @@ def test_memory_that_the_second_step_will_not_have_is_told_after_the_first(card)
 @pytest.mark.parametrize(
     ("method", "optimizer"), [("noloco", "adamw"), ("diloco", "adamw"), ("eager", "muon")]
 )
-def test_the_plan_is_what_a_node_really_holds_after_its_first_step(slow_there, method, optimizer):
+def test_plan_equals_memory_after_a_step(slow_there, method, optimizer):
+    """The plan is what a node really holds after its first step."""
     gc.collect()  # trainers of other tests
     train = TrainSettings(steps=1, optimizer=optimizer)
     trainer = Trainer(
@@ -395,13 +402,15 @@ class Starved(Small):
         ),
     ],
 )
-def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
+def test_out_of_memory_says_what_would_fit(own, words):
+    """Memory that runs out is one sentence with what would fit."""
     with pytest.raises(TrainingError, match=words) as caught:
         run(Starved(), **own)
     assert "\n" not in str(caught.value)
 
 
-def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
+def test_out_of_memory_in_the_loss_names_the_place():
+    """Memory that runs out in the user's loss names the place and what would fit."""
     with pytest.raises(
         UserCodeError,
         match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set "
@@ -411,7 +420,8 @@ def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_f
     assert caught.value.trace
 
 
-def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeypatch):
+def test_out_of_memory_in_the_optimizer_blames_no_batch(monkeypatch):
+    """Memory that runs out in the optimizer is no matter of the batch."""
     made = trainer()
 
     def starve(*args, **kwargs):
@@ -425,7 +435,8 @@ def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeyp
         made.run()
 
 
-def test_memory_that_runs_out_does_not_ask_for_files_that_there_are(tmp_path):
+def test_out_of_memory_does_not_suggest_files_in_use(tmp_path):
+    """Memory that runs out does not ask for files that there are."""
     with pytest.raises(TrainingError, match="make the model or its batches smaller") as caught:
         trainer(Starved(), offload=tmp_path).run()
     assert "--offload" not in str(caught.value)
@@ -523,7 +534,8 @@ class Layered(Small):
 
 
 @pytest.mark.parametrize("own", [{}, {"accumulate": 2, "precision": "bfloat16"}])
-def test_the_steps_are_the_same_bit_by_bit_with_dropout_too(own):
+def test_recomputed_steps_are_bit_equal(own):
+    """The steps are the same bit by bit with dropout too."""
     plain, again = (
         trainer(Layered(), method="noloco", **own),
         trainer(Layered(), method="noloco", recompute=True, **own),

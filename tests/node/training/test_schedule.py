@@ -120,9 +120,7 @@ def saved(tmp_path, made):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_run_resumed_with_more_steps_has_the_rates_of_one_that_had_them_from_the_start(
-    tmp_path, name
-):
+def test_more_steps_have_the_rates_of_a_longer_run(tmp_path, name):
     """Fault: the old length comes back with the checkpoint: the cosine rises again, OneCycle ends
     with an error.
     """
@@ -151,7 +149,7 @@ def test_the_same_schedule_goes_on_as_it_was(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_going_forward_is_as_many_steps_and_stays_at_the_end(name):
+def test_going_forward_stays_at_the_end(name):
     """Fault: OneCycle raises beyond its end, a cosine rises again; a late node does more steps than
     are left of a schedule.
     """
@@ -221,7 +219,8 @@ def test_a_changed_rate_is_the_schedules_times_a_factor(name):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_changed_length_has_the_rates_of_one_that_was_so_from_the_start(name):
+def test_changed_length_has_the_rates_from_the_start(name):
+    """A changed length has the rates of one that was so from the start."""
     made, whole = trainer(MADE[name], FIRST), trainer(MADE[name], LENGTH)
     followed(made, FIRST)
     followed(whole, FIRST)

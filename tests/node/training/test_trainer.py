@@ -87,7 +87,8 @@ def assert_same_bits(one, other):
 
 
 @pytest.mark.parametrize("saved_at", range(STEPS + 1))
-def test_a_run_resumed_from_any_step_ends_with_the_same_bits(tmp_path, saved_at):
+def test_run_resumes_bit_equal_from_any_step(tmp_path, saved_at):
+    """A run resumed from any step ends with the same bits."""
     whole = trainer(Draws())
     for _ in range(saved_at):
         whole.step()
@@ -168,7 +169,8 @@ def test_none_averages_with_nobody_even_where_somebody_is():
     )
 
 
-def test_it_stops_after_the_step_in_which_it_is_told_to_and_reports_the_time():
+def test_stops_after_the_step_and_reports_time():
+    """It stops after the step in which it is told to and reports the time."""
     made = trainer(steps=0)
     seconds = made.run(stop=lambda: made.opt.steps == 5)
     assert made.opt.steps == 5
@@ -188,7 +190,9 @@ def test_an_exchange_begins_when_the_gradients_are_gone():
     assert held == [None] * len(made.params) * (STEPS // 4)
 
 
-def test_the_loss_of_a_round_is_the_mean_over_its_steps():
+def test_round_loss_is_the_mean_of_its_steps():
+    """The loss of a round is the mean over its steps."""
+
     class Counting(Noisy):
         def batches(self, shard):
             yield from (torch.full((), float(step)) for step in range(100))
@@ -295,7 +299,7 @@ class Extra(Noisy):
 @pytest.mark.parametrize(
     "kept", [{"seen": 3, "sum": torch.ones(2)}, OrderedDict(a=[1.5]), None, torch.ones(3), "text"]
 )
-def test_a_module_that_keeps_more_than_tensors_is_saved_and_resumed(tmp_path, kept):
+def test_extra_module_state_is_resumed(tmp_path, kept):
     """Fault: the shape of a dict is asked for; `--resume` ends with "bug in shoal"."""
     whole = trainer(Extra())
     whole.model[3].kept = kept
@@ -311,13 +315,15 @@ def test_a_module_that_keeps_more_than_tensors_is_saved_and_resumed(tmp_path, ke
     assert all(torch.equal(a, b) for a, b in zip(whole.params, again.params, strict=True))
 
 
-def test_a_checkpoint_without_what_a_module_keeps_now_is_of_another_model():
+def test_missing_module_state_means_another_model():
+    """A checkpoint without what a module keeps now is of another model."""
     state = trainer(Noisy()).state()
     with pytest.raises(TrainingError, match=r"its '3\._extra_state' differs"):
         trainer(Extra()).resume(state)
 
 
-def test_a_checkpoint_of_another_shard_or_model_is_refused_and_changes_nothing():
+def test_foreign_checkpoint_is_refused():
+    """A checkpoint of another shard or model is refused and changes nothing."""
     state = trainer().state()
     other = trainer(index=1)
     before = [tensor.clone() for tensor in bits(other)]
@@ -378,7 +384,8 @@ def test_a_product_that_cannot_be_counted_ends_no_training(monkeypatch):
     assert throughput.report(1.0).mfu is None
 
 
-def test_flops_are_counted_once_in_the_first_step_and_scale_with_tokens():
+def test_flops_are_counted_in_the_first_step():
+    """Flops are counted once in the first step and scale with tokens."""
     once, recomputed, parts = (
         trained(peak=1e9, **own) for own in ({}, {"recompute": True}, {"accumulate": 2})
     )
@@ -486,7 +493,7 @@ class Decayed(Small):
         return torch.optim.SGD([{"params": vectors}, {"params": matrices}], lr=0.05)
 
 
-def test_a_node_averages_in_the_models_order_whatever_the_groups_of_its_task():
+def test_node_averages_in_the_models_order():
     """A public swarm tries partners' weights by position: with those of the groups nothing was ever
     exchanged.
     """

@@ -68,7 +68,8 @@ def made(
         ({"weights": "tokens", "method": "none"}, equal),
     ],
 )
-def test_peers_are_weighted_by_tokens_where_they_learn_from_unequally_much(settings, weight):
+def test_peers_are_weighted_by_tokens(settings, weight):
+    """Peers are weighted by tokens where they learn from unequally much."""
     assert made(**settings).opt.weight is weight
     assert made(**OuterSettings(**settings).resolved().model_dump()).opt.weight is weight
 
@@ -173,7 +174,8 @@ def test_a_run_of_tokens_resumes_bit_by_bit(tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_the_reported_speed_counts_neither_waiting_nor_what_is_done_between_steps(monkeypatch):
+def test_speed_leaves_out_waiting(monkeypatch):
+    """The reported speed counts neither waiting nor what is done between steps."""
     now = [0.0]
     monkeypatch.setattr(
         trainer_module, "time", types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])

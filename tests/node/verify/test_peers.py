@@ -195,7 +195,8 @@ def test_who_misses_its_votes_is_shown_with_the_reason(identities, look):
     assert away[-8:] in line
 
 
-def test_a_log_that_is_none_does_not_count_and_none_at_all_is_said(identities, story, look):
+def test_invalid_log_does_not_count(identities, story, look):
+    """A log that is none does not count and none at all is said."""
     first, second, *_ = identities
     found = look({first: b"junk", second: log_of(identities, story)})
     assert (found["asked"], found["agree"]) == (1, 1)
@@ -272,7 +273,10 @@ def table(round, **absences):
     return Table(round, standings, {})
 
 
-def test_a_node_that_is_not_drawn_for_want_of_votes_says_so_once_with_what_to_do_and_when_it_is_over():  # noqa: E501
+def test_undrawn_node_says_so_once():
+    """A node that is not drawn for want of votes says so once with what to do and when it is
+    over.
+    """
     before, first, still, after = said(
         table(1, me=ABSENT - 1), table(2, me=ABSENT), table(3, me=ABSENT + 1), table(4, me=0)
     )
@@ -285,7 +289,8 @@ def test_a_node_that_is_not_drawn_for_want_of_votes_says_so_once_with_what_to_do
     assert sentence.endswith("run less on this machine")
 
 
-def test_the_absence_of_others_and_of_a_node_without_a_standing_is_not_said():
+def test_unrelated_absence_is_not_said():
+    """The absence of others and of a node without a standing is not said."""
     assert said(table(1, other=2 * ABSENT), Table(2, {}, {})) == [[], []]
 
 

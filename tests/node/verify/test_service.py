@@ -80,9 +80,8 @@ def five(node, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("planted", [0.0, 0.3])
-def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(
-    five, node, planted, tmp_path
-):
+def test_guilty_alone_are_banned(five, node, planted, tmp_path):
+    """The guilty are banned and nobody else and a newcomer learns that."""
     board = Board()
     nodes = five(board, planted=planted)
     run(board, nodes, 14)
@@ -149,7 +148,8 @@ def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(
     assert all(stored.snapshot is not None for stored in kept)
 
 
-def test_training_waits_for_nothing_not_even_while_a_claim_is_checked(node):
+def test_training_never_waits_for_a_check(node):
+    """Training waits for nothing not even while a claim is checked."""
     board = Board()
     nodes = [node(board, name, seed=seed) for seed, name in enumerate((*HONEST, "dan"))]
     ann, found = nodes[0], []
@@ -187,7 +187,8 @@ def test_nothing_is_written_for_a_claim_that_is_not_due(node):
     assert ann.claimer.seconds == 0
 
 
-def test_a_claim_that_was_written_too_late_is_lost_and_counted(node):
+def test_late_claim_is_lost_and_counted(node):
+    """A claim that was written too late is lost and counted."""
     board = Board()
     nodes = [node(board, name, seed=seed) for seed, name in enumerate(HONEST)]
     run(board, nodes, 6)
@@ -225,9 +226,7 @@ def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
     assert ann.said == ["measured 128 honest claims of its own, to check others by"]
 
 
-def test_rounds_too_short_for_the_weights_behind_a_claim_are_told_with_the_length_that_is_not(
-    node, monkeypatch
-):
+def test_too_short_rounds_name_the_right_length(node, monkeypatch):
     """The fault: rounds of 60 s give a body 3 s to arrive, and an honest peer with a large adapter
     was banned for its link.
     """
@@ -255,7 +254,7 @@ def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration)
         Node(Board(), "ann", tmp_path, other)
 
 
-def test_a_calibration_of_what_is_measured_no_more_ends_the_start(tmp_path, calibration):
+def test_outdated_calibration_ends_the_start(tmp_path, calibration):
     """Every check would be an abstention, which costs reputation without a word."""
     found = load_calibration(calibration)
     for pair, honest in found.pairs.items():
@@ -292,7 +291,8 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
     assert board.there == {}
 
 
-def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_path):
+def test_restarted_node_hands_out_its_claims(node, tmp_path):
+    """A node that was restarted still hands out what it claimed."""
     board = Board()
     run(
         board,
@@ -353,7 +353,8 @@ def test_terms_are_the_creators_settings(tmp_path):
     assert make_terms(settings_of(tmp_path, audit_rate=0.0), task) is None
 
 
-def test_an_adapter_too_large_to_be_claimed_is_refused_before_training(tmp_path):
+def test_oversized_adapter_is_refused_at_once(tmp_path):
+    """An adapter too large to be claimed is refused before training."""
     task = task_of()
     task.policy.module.register_parameter("large", torch.nn.Parameter(torch.empty(2**24)))
     with pytest.raises(VerifyError, match="claims need 1 to 67,108,864"):
@@ -366,7 +367,8 @@ def test_a_task_without_completions_has_nothing_to_claim(tmp_path):
     assert str(refused.value) == "This task writes no completions to claim: pass --task rl with it."
 
 
-def test_another_policy_is_refused_in_a_sentence_and_a_habit_is_none(tmp_path):
+def test_another_policy_is_refused(tmp_path):
+    """Another policy is refused in a sentence and a habit is none."""
     terms = make_terms(settings_of(tmp_path), task_of())
     check_terms(terms, with_policy(settings_of(tmp_path), "tiny:first"), task_of())
     with pytest.raises(ConfigError) as refused:
@@ -397,7 +399,8 @@ def with_policy(settings: Settings, policy: str) -> Settings:
 
 
 @pytest.mark.slow(reason="trains and checks for some twenty rounds of five nodes")
-def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_path, monkeypatch):
+def test_slight_cheat_is_banned_by_its_total(tmp_path, monkeypatch):
+    """Who cheats less than one claim shows is banned by all its claims."""
     calibration = calibrate(tmp_path / "tiny.calibration", 150)
     monkeypatch.setattr(
         Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones")

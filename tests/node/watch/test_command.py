@@ -57,7 +57,8 @@ def said(*arguments):
     return str(ended.exception)
 
 
-def test_a_recording_is_printed_as_it_is_and_without_a_network(recording):
+def test_recording_is_printed_as_it_is(recording):
+    """A recording is printed as it is and without a network."""
     code, lines, errors = run("--replay", str(recording), "--speed", "0")
     assert (code, errors) == (0, [])
     assert lines[:-1] == recording.read_text().splitlines()
@@ -78,7 +79,8 @@ def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("flags", [(), ("--no-link",)], ids=["link", "no-link"])
-def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
+def test_live_page_needs_no_torch_or_hivemind(flags):
+    """The page of a live swarm has its link without torch or hivemind."""
     for package in ("aiohttp", "segno"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     command = [sys.executable, "-c", ALONE, f"{NOBODY}&invite=secret", "--web", "0", *flags]
@@ -96,7 +98,8 @@ def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
     assert json.loads(rest.splitlines()[-1]) == []
 
 
-def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_nor_hivemind():
+def test_empty_swarm_is_told_as_an_event():
+    """A swarm that nobody is in is told as an event and needs neither torch nor hivemind."""
     command = [sys.executable, "-c", ALONE, NOBODY, "--json"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

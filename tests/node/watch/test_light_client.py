@@ -103,9 +103,8 @@ def watching(link):
 
 
 @pytest.mark.ci
-def test_a_node_is_watched_through_the_daemon_which_is_started_again_when_it_dies(
-    node, monkeypatch
-):
+def test_dead_daemon_is_started_again(node, monkeypatch):
+    """A node is watched through the daemon which is started again when it dies."""
     daemons, launch = [], daemon.Daemon.launch.__func__
 
     async def launched(cls, *arguments, **options):
@@ -163,7 +162,9 @@ def test_a_peer_that_answers_as_a_bootstrap_node_is_seen_as_one(node, authors):
             assert next_of("bootstrap").peer == seed.peer_id
 
 
-def test_a_daemon_that_does_not_start_ends_the_watch_with_its_sentence(monkeypatch, authors):
+def test_failed_daemon_start_ends_the_watch(monkeypatch, authors):
+    """A daemon that does not start ends the watch with its sentence."""
+
     async def launch(*_, **__):
         raise StartupError("the network daemon is missing.")
 
@@ -176,7 +177,7 @@ def test_a_daemon_that_does_not_start_ends_the_watch_with_its_sentence(monkeypat
         next_of("watching")
 
 
-def test_the_daemon_never_ends_for_want_of_a_connection_that_stays_open(monkeypatch, authors):
+def test_silent_connections_do_not_end_the_daemon(monkeypatch, authors):
     """By default it does so after half a minute, and a watcher keeps none open to it."""
     asked = {}
 
@@ -200,7 +201,8 @@ def test_the_daemon_never_ends_for_want_of_a_connection_that_stays_open(monkeypa
     )
 
 
-def test_a_host_that_failed_under_other_names_is_not_dialled_and_no_news(authors):
+def test_known_dead_host_is_not_dialled(authors):
+    """A host that failed under other names is not dialled and no news."""
     anna = authors[0].peer
     link, events = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{anna}",)), []
     client = LightClient(link, events.append)

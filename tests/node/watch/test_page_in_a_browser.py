@@ -193,7 +193,9 @@ CONTRAST = """(() => {
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_has_contrast_and_nothing_moves_where_less_motion_is_asked_for(recording, dark):
+def test_text_has_contrast_and_motion_is_optional(recording, dark):
+    """Text has contrast and nothing moves where less motion is asked for."""
+
     async def work(tab):
         assert await tab.value(CONTRAST) >= 4.5
         assert await tab.value("document.getAnimations().length") == 0

@@ -121,7 +121,8 @@ def test_other_files_are_one_sentence(tmp_path, file):
         list(recorded(file))
 
 
-def test_a_slow_reader_costs_the_oldest_events_but_not_those_of_a_replay(events, file):
+def test_slow_reader_loses_the_oldest_events(events, file):
+    """A slow reader costs the oldest events but not those of a replay."""
     inbox = queue.Queue(3)
     send = event_sink(inbox, None, drop=True)
     for event in events:
@@ -189,7 +190,8 @@ def test_a_rising_line_is_drawn_from_corner_to_corner():
     assert lines[-1].split() == ["0", "9"]
 
 
-def test_the_mean_is_drawn_on_top_in_a_style_of_its_own(view):
+def test_mean_is_drawn_on_top(view):
+    """The mean is drawn on top in a style of its own."""
     drawn = plot(
         [[(0, 0), (9, 9)], [(0, 9), (9, 0)]], LABEL + 1 + 10, 6, [(0, 4), (9, 4)], axis="round"
     )
@@ -245,7 +247,8 @@ def test_the_picture_of_exchanges_is_symmetric(view):
 
 
 @pytest.mark.parametrize("size", [(120, 40), (80, 24)])
-def test_the_charts_fit_at_first_sight_and_after_each_change_of_size(screen_events, size):
+def test_charts_fit_after_each_resize(screen_events, size):
+    """The charts fit at first sight and after each change of size."""
     tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
     inbox = queue.Queue()
     for event in screen_events:
@@ -273,7 +276,8 @@ def test_the_charts_fit_at_first_sight_and_after_each_change_of_size(screen_even
     asyncio.run(drive())
 
 
-def test_a_frame_that_is_due_while_the_screen_is_taken_down_draws_nothing(screen_events):
+def test_late_frame_draws_nothing(screen_events):
+    """A frame that is due while the screen is taken down draws nothing."""
     tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
     inbox = queue.Queue()
     app = tui.WatchApp(inbox, Source(), live=False)

@@ -53,7 +53,8 @@ def test_a_member_of_the_given_link_is_no_bootstrap_node(authors):
     assert shown(view, given).bootstrap == (at(anna.peer, 1), at(bert.peer, 2), at(anna.peer, 9))
 
 
-def test_it_stays_the_same_for_a_while_once_somebody_was_heard(authors):
+def test_shown_link_stays_for_a_while(authors):
+    """It stays the same for a while once somebody was heard."""
     now = [0.0]
     made = ShownLink(Link(SWARM, (GONE,)), lambda: now[0])
     view = SwarmView()
@@ -68,7 +69,8 @@ def test_it_stays_the_same_for_a_while_once_somebody_was_heard(authors):
     assert authors[1].peer in made.picture(view)["text"]
 
 
-def test_the_code_is_of_a_link_with_few_addresses_and_each_module_is_drawn_once():
+def test_code_has_few_addresses():
+    """The code is of a link with few addresses and each module is drawn once."""
     given = Link(SWARM, tuple(at(Identity.ephemeral().peer_id, number) for number in range(1, 17)))
     found = ShownLink(given).picture(SwarmView())
     matrix = segno.make_qr(

@@ -84,7 +84,8 @@ def test_peers_and_totals(authors):
     assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
 
 
-def test_of_a_swarm_of_buckets_size_and_speed_are_estimated_by_those_heard_of(authors):
+def test_bucketed_swarm_size_is_estimated(authors):
+    """Of a swarm of buckets size and speed are estimated by those heard of."""
     anna, bert, carl = authors
     view = view_of(
         anna.heard(anna.round(3, [bert]), peers=1100, tokens_per_s=10.0),
@@ -103,7 +104,7 @@ def test_of_a_swarm_of_buckets_size_and_speed_are_estimated_by_those_heard_of(au
     assert view.totals()["peers"] == 3
 
 
-def test_one_that_states_a_size_in_a_swarm_without_buckets_makes_it_no_larger(authors):
+def test_stated_size_without_buckets_is_ignored(authors):
     """Nobody else states one: with 2^53 peers the watcher waited for years before it called one
     silent.
     """
@@ -131,7 +132,8 @@ def test_rounds_beyond_100000_are_themselves():
     assert (drawn["x"][0], drawn["x"][-1]) == (123_450.0, 123_457.0)
 
 
-def test_who_was_heard_of_is_counted_where_that_is_more_than_was_estimated(authors):
+def test_larger_heard_count_wins(authors):
+    """Who was heard of is counted where that is more than was estimated."""
     view = view_of(*(author.heard(author.round(3), peers=2) for author in authors))
     assert (view.totals()["size"], view.totals()["sampled"]) == (3, False)
     assert "3 of 3 peers" in headline(view)
@@ -165,7 +167,8 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
     assert view.name(bert.tail) == "bert"
 
 
-def test_a_node_that_goes_back_to_a_checkpoint_goes_on_from_there(authors):
+def test_restored_node_goes_on_from_there(authors):
+    """A node that goes back to a checkpoint goes on from there."""
     anna, *_ = authors
     view = view_of(
         anna.heard(*map(anna.round, range(5))), anna.heard(anna.round(2, loss=9.0), at=NOW + 1)
@@ -306,7 +309,7 @@ def test_a_curve_is_bounded_and_in_order(points):
     assert [x for x, _ in curve.points] == sorted(x for x, _ in curve.points)
 
 
-def test_a_point_at_the_same_place_takes_the_place_of_the_one_before():
+def test_point_replaces_one_at_the_same_place():
     """A node that resumed reports its last round again."""
     curve = Curve()
     for x, y in ((1, 5.0), (2, 4.0), (2, 3.0)):
@@ -314,7 +317,8 @@ def test_a_point_at_the_same_place_takes_the_place_of_the_one_before():
     assert curve.points == [(1, 5.0), (2, 3.0)]
 
 
-def test_a_late_joiner_is_drawn_beside_those_that_are_in_its_round(authors):
+def test_late_joiner_is_drawn_in_its_round(authors):
+    """A late joiner is drawn beside those that are in its round."""
     anna, bert, _ = authors
     view = view_of(
         anna.heard(*(anna.round(n) for n in (40, 41))),
@@ -326,7 +330,8 @@ def test_a_late_joiner_is_drawn_beside_those_that_are_in_its_round(authors):
     ]
 
 
-def test_a_smoothed_curve_is_the_exponential_mean_over_a_32nd_of_it():
+def test_smoothing_is_an_exponential_mean():
+    """A smoothed curve is the exponential mean over a 32nd of it."""
     curve = Curve()
     for x in range(64):
         curve.add(x, float(x % 2))
@@ -337,7 +342,8 @@ def test_a_smoothed_curve_is_the_exponential_mean_over_a_32nd_of_it():
     assert short.smooth() == short.points  # nothing to smooth over
 
 
-def test_a_long_curve_keeps_its_beginning_and_comes_up_to_the_end():
+def test_long_curve_keeps_its_beginning():
+    """A long curve keeps its beginning and comes up to the end."""
     curve = Curve()
     for x in range(10 * MAX_POINTS):
         curve.add(x, 0.0)
@@ -364,7 +370,8 @@ def test_the_snapshot_is_json(authors):
     ]
 
 
-def test_a_chart_has_the_mean_and_band_of_all_on_one_grid_and_gaps_where_a_peer_was_away():
+def test_chart_has_mean_band_and_gaps():
+    """A chart has the mean and band of all on one grid and gaps where a peer was away."""
     shown = chart([[(0, 2.0), (1, 2.0), (2, 4.0)], [(0, 4.0), (2, 6.0)], []], 10, 1)
     assert shown == {
         "x": [0, 1, 2],
@@ -381,7 +388,8 @@ def test_a_chart_has_the_mean_and_band_of_all_on_one_grid_and_gaps_where_a_peer_
     assert chart([], 10, 1)["x"] == []
 
 
-def test_loss_is_drawn_over_wall_time_and_rates_once_a_second(authors):
+def test_loss_is_drawn_over_wall_time(authors):
+    """Loss is drawn over wall time and rates once a second."""
     anna, *_ = authors
     view = view_of(*(anna.heard(anna.round(n), at=NOW + n / 2, sent=1000 * n) for n in range(8)))
     assert view.peers[anna.peer].loss_over_time.points == [(n / 2, 4.0 / (n + 1)) for n in range(8)]
@@ -393,7 +401,8 @@ def projected(*values):
     return tuple(map(float, values)) + (0.0,) * (PROJECTED - len(values))
 
 
-def test_the_consensus_distance_is_drawn_when_all_have_told_of_an_exchange_or_it_is_old(authors):
+def test_consensus_is_drawn_once_complete_or_old(authors):
+    """The consensus distance is drawn when all have told of an exchange or it is old."""
     anna, bert, _ = authors
     view = view_of(anna.heard(projection=(1, 2.0, projected(1))), bert.heard())
     assert view.consensus.points == []
@@ -501,7 +510,8 @@ def test_an_exchange_counts_once_both_sides_signed_it(authors):
     )
 
 
-def test_what_a_watcher_hears_twice_or_of_an_earlier_moment_adds_nothing(authors):
+def test_repeated_news_adds_nothing(authors):
+    """What a watcher hears twice or of an earlier moment adds nothing."""
     anna, bert, _ = authors
     now = [signed(anna, bert, 3, 3.0, 300.0), signed(bert, anna, 3, 3.0, 300.0)]
     before = [
@@ -546,7 +556,8 @@ def pair_of(one, other):
     return [*here(one, other), signed(one, other, 4, 4.0, 400.0), signed(other, one, 4, 4.0, 400.0)]
 
 
-def test_the_page_shows_what_is_confirmed_and_of_how_many_ranges(authors):
+def test_page_shows_what_is_confirmed(authors):
+    """The page shows what is confirmed and of how many ranges."""
     anna, bert, carl = authors
     events = [signed(signer, carl, rollouts=2, reward=1.5, votes=1) for signer in (anna, bert)]
     shown = page_data(view_of(*here(anna, bert, carl), *events), ended=False)

@@ -64,7 +64,8 @@ def test_its_files_are_served_and_ask_nobody_else():
     with_page(work)
 
 
-def test_a_link_is_on_the_page_if_it_is_to_be_and_an_invitation_never(authors):
+def test_page_may_have_a_link_never_an_invitation(authors):
+    """A link is on the page if it is to be and an invitation never."""
     address = f"/ip4/198.51.100.7/tcp/4001/p2p/{authors[0].peer}"
     given = Link(SWARM, (address,), "secret")
 
@@ -141,7 +142,8 @@ def test_a_further_viewer_takes_the_place_of_the_oldest(monkeypatch):
     with_page(work)
 
 
-def test_the_most_crowded_address_of_the_most_crowded_range_gives_way():
+def test_crowded_address_gives_way():
+    """The most crowded address of the most crowded range gives way."""
     page = web.Page(queue.Queue(), Source(), live=False)
     hosts = ["10.1.0.1", "10.2.0.1", "10.2.0.2", "10.2.0.1", "10.1.0.1", "10.2.0.3", "10.3.0.1"]
     page._pages = dict(enumerate(hosts))
@@ -192,7 +194,8 @@ def test_the_picture_of_a_large_swarm_is_bounded(authors):
     assert shown["charts"]["loss"]["x"][-1] == 499
 
 
-def test_a_shared_page_is_read_under_any_name_and_has_no_addresses(authors):
+def test_shared_page_has_no_addresses(authors):
+    """A shared page is read under any name and has no addresses."""
     events = [
         Unreachable(
             time=NOW,
@@ -212,9 +215,8 @@ def test_a_shared_page_is_read_under_any_name_and_has_no_addresses(authors):
     with_page(work, events, shared=True)
 
 
-def test_the_picture_at_a_time_of_a_recording_is_that_of_its_events_so_far(
-    authors, tmp_path, monkeypatch
-):
+def test_replay_shows_the_events_so_far(authors, tmp_path, monkeypatch):
+    """The picture at a time of a recording is that of its events so far."""
     monkeypatch.setattr(source_module, "KEPT_EACH", 3)
     anna, bert, _ = authors
     recorder = Recorder(tmp_path / "swarm.jsonl")

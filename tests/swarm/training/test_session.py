@@ -29,7 +29,7 @@ from tests.support.waiting import until
     ("given", "written"),
     [({}, 2), ({"fragments": 9}, 2), ({"lag": 0}, 1), ({"method": "diloco"}, None)],
 )
-def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(given, written):
+def test_manifest_states_the_models_fragments(given, written):
     net = model(0)
     sealed = new_swarm(
         Identity.ephemeral(),

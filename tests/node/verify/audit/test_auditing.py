@@ -178,7 +178,8 @@ def test_what_nobody_has_makes_the_claim_invalid(has, what):
     assert world.told[0][2] == (MATERIAL if has else None)
 
 
-def test_peers_that_let_one_wait_take_a_bounded_time_and_the_author_has_all_of_its_own():
+def test_slow_peers_cannot_delay_an_audit():
+    """Peers that let one wait take a bounded time and the author has all of its own."""
     world = World({"dan": (CLAIM.fingerprint,)}, slow=1.5)
     assert world.auditor.check(CLAIM).vote == "invalid"
     assert [peer for peer, body in world.asked if body == MATERIAL] == ["ann", "bob", "cat"]
@@ -212,7 +213,8 @@ def test_an_error_of_its_own_in_a_check_is_counted():
     assert report["verification"]["first"] == "ZeroDivisionError: planted"
 
 
-def test_a_budget_that_is_spent_leaves_the_seat_empty_and_nobody_is_asked():
+def test_spent_budget_leaves_the_seat_empty():
+    """A budget that is spent leaves the seat empty and nobody is asked."""
     world = World({"ann": ALL}, seconds=6.0)
     world.budget.spend(7.0)
     assert world.auditor.check(CLAIM) is None
@@ -222,7 +224,8 @@ def test_a_budget_that_is_spent_leaves_the_seat_empty_and_nobody_is_asked():
     assert world.auditor.check(CLAIM).vote == "valid"
 
 
-def test_what_is_spent_comes_back_within_a_minute_and_no_more_is_saved():
+def test_budget_returns_within_a_minute():
+    """What is spent comes back within a minute and no more is saved."""
     clock = Clock()
     budget = Budget(6.0, clock)
     assert budget.is_open
@@ -341,7 +344,8 @@ def test_records_bodies_and_logs_go_from_one_to_the_other(two):
     assert (ann.name(bob.me), ann.name("nobody")) == ("bob", "nobody")
 
 
-def test_whoever_is_banned_is_left_out_and_can_still_be_asked(two):
+def test_banned_peer_is_left_out_but_can_be_asked(two):
+    """Whoever is banned is left out and can still be asked."""
     ann, bob = two
     ann.open(lambda *record: None, lambda since: b"", lambda peer: False)
     bob.open(lambda *record: None, lambda since: b"", lambda peer: peer == ann.me)
@@ -350,7 +354,8 @@ def test_whoever_is_banned_is_left_out_and_can_still_be_asked(two):
     assert bob.get(ann.me, ann.put(b"evidence"), 100, 10.0) == b"evidence"
 
 
-def test_before_it_is_open_and_after_it_is_closed_nothing_is_counted_or_handed_out(two):
+def test_audit_counts_only_while_open(two):
+    """Before it is open and after it is closed nothing is counted or handed out."""
     ann, bob = two
     assert ann.counts == {}
     ann.close()  # of a node that fails before it opens

@@ -73,9 +73,7 @@ def test_these_weights_are_always_found(worlds, kind, cheat):
 @pytest.mark.parametrize(
     ("cheat", "least"), [(rounded(8), 4), (adapter(0.01), 4)], ids=["int8", "adapter of 1 %"]
 )
-def test_these_weights_are_found_in_some_claims_and_write_the_right_text_in_the_others(
-    world, cheat, least
-):
+def test_slight_changes_are_found_in_some_claims(world, cheat, least):
     """60 tokens are few: of 12 claims two thirds of int8 and of an adapter are found, as measured
     on 30. So it takes a few.
     """
@@ -89,7 +87,8 @@ def test_these_weights_are_found_in_some_claims_and_write_the_right_text_in_the_
 
 
 @pytest.mark.parametrize("kind", ["fresh", "peaked"])
-def test_text_of_a_tuned_copy_or_without_noise_or_with_another_seed_is_always_found(worlds, kind):
+def test_foreign_text_is_always_found(worlds, kind):
+    """Text of a tuned copy or without noise or with another seed is always found."""
     world = worlds[kind]
     copied = tuned(world, 20, 0.3)
     for index in range(5):
@@ -103,7 +102,7 @@ def test_text_of_a_tuned_copy_or_without_noise_or_with_another_seed_is_always_fo
 
 
 @pytest.mark.parametrize("lie", ["temperature", "int4"])
-def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding_might(peaked, lie):
+def test_lies_pass_only_within_rounding(peaked, lie):
     """A peaked policy writes the same at .9 as at 1, and in int4, more often than not: then there
     is nothing to be found.
     """
@@ -123,9 +122,7 @@ def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["fresh", "peaked"])
-def test_an_answer_put_in_where_it_costs_least_is_found_by_the_one_token_that_it_costs(
-    worlds, kind
-):
+def test_one_planted_token_is_found(worlds, kind):
     """The sum of margins may be small, and the mean over the claim smaller: the largest one is
     not.
     """

@@ -95,7 +95,8 @@ def test_a_claim_is_honest_under_autocast_of_the_node(world):
         assert finding.statistics["error of values (ulp)"] < 0.5
 
 
-def test_a_policy_that_computes_in_bfloat16_says_so_or_does_not_claim(world):
+def test_bfloat16_policy_says_so_or_claims_nothing(world):
+    """A policy that computes in bfloat16 says so or does not claim."""
     coarse = CoarseTiny(Strings(), seed=8, warm=Warm(steps=0))
     coarse.module.load_state_dict(world.policy.module.state_dict())
     proven = world.proven(0, coarse)
@@ -109,7 +110,8 @@ def test_a_policy_that_computes_in_bfloat16_says_so_or_does_not_claim(world):
         world.proven(0, coarse, allowed=("float32",))
 
 
-def test_what_was_written_with_a_cache_is_what_a_prefill_gives(world):
+def test_cached_text_equals_a_prefill(world):
+    """What was written with a cache is what a prefill gives."""
     proven = world.proven()
     rows = [one.tokens for one in proven.completions]
     states, margins = read(
@@ -152,7 +154,8 @@ def test_a_swarm_may_allow_float32_alone(world):
     )
 
 
-def test_a_planted_claim_another_prompt_and_one_with_a_prefix_are_refused(world):
+def test_planted_and_foreign_prompts_are_refused(world):
+    """A planted claim another prompt and one with a prefix are refused."""
     checker = world.checker()
     for index in range(8):
         prompt = world.env.made.question(99, index).prompt
@@ -162,7 +165,8 @@ def test_a_planted_claim_another_prompt_and_one_with_a_prefix_are_refused(world)
             assert "activations" in finding.reason
 
 
-def test_cheap_text_that_the_right_policy_has_read_is_refused_by_how_it_was_drawn(world):
+def test_cheap_text_fails_the_draw(world):
+    """Cheap text that the right policy has read is refused by how it was drawn."""
     cheap, checker = Tiny(Strings(), seed=2, warm=Warm(steps=40, batch=32)), world.checker()
     for index in range(8):
         proven = world.proven(index, cheap)
@@ -331,7 +335,8 @@ def _with_size(world, proven, claim):
     return claim.model_copy(update={"fingerprint": digest(material)}), material
 
 
-def test_what_cannot_be_told_here_is_an_error_and_no_finding(world):
+def test_undecidable_claim_is_an_error(world):
+    """What cannot be told here is an error and no finding."""
     proven = world.proven()
     claim, checker = world.claim(proven), world.checker()
     with pytest.raises(NotCheckable, match="is not here"):
@@ -342,7 +347,8 @@ def test_what_cannot_be_told_here_is_an_error_and_no_finding(world):
         bare.check(world.claim(coarse), coarse.material, world.snapshot)
 
 
-def test_snapshots_are_kept_for_later_claims_and_a_refused_one_spoils_nothing(world):
+def test_snapshots_survive_a_refused_one(world):
+    """Snapshots are kept for later claims and a refused one spoils nothing."""
     checker, proven = world.checker(), world.proven()
     claim = world.claim(proven)
     assert not checker.knows(claim.model)

@@ -55,7 +55,8 @@ def test_there_and_back_again(rows):
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=5), st.lists(TOKENS, min_size=1, max_size=5))
-def test_outputs_are_told_apart_also_where_only_the_completions_end_differently(left, right):
+def test_outputs_differ_by_their_ends(left, right):
+    """Outputs are told apart also where only the completions end differently."""
     assert (output_hash(left) == output_hash(right)) == (left == right)
     joined = [[token for row in left for token in row]]
     assert (output_hash(joined) == output_hash(left)) == (len(left) == 1)
@@ -163,7 +164,8 @@ def write(claimer, world, index=0, policy=None):
     return claimer.write(policy or world.policy, SEED, index)
 
 
-def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_right(claimer, world):
+def test_slot_is_filled_once_and_found_right(claimer, world):
+    """A slot is filled once with what the policy wrote and others find it right."""
     claimer.offer([Slot(7, 1, False)])
     found = write(claimer, world)
     assert not found.planted
@@ -182,7 +184,8 @@ def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_rig
     assert world.checker().check(written.claim, written.material, written.snapshot).accepted
 
 
-def test_a_policy_that_computes_in_a_dtype_that_others_refuse_is_named_before_it_claims(world):
+def test_refused_dtype_is_named_before_a_claim(world):
+    """A policy that computes in a dtype that others refuse is named before it claims."""
     claimer = Claimer(
         world.env,
         world.agreed,
@@ -200,7 +203,8 @@ def test_a_policy_that_computes_in_a_dtype_that_others_refuse_is_named_before_it
     assert claimer.take() == []
 
 
-def test_nothing_is_due_before_it_was_offered_nor_once_it_is_offered_no_more(claimer, world):
+def test_offers_are_due_while_they_stand(claimer, world):
+    """Nothing is due before it was offered nor once it is offered no more."""
     assert write(claimer, world) is None
     claimer.offer([Slot(7, 1, False)])
     claimer.offer([])
@@ -218,7 +222,8 @@ def test_a_slot_of_another_round_is_too_late(claimer, world, round):
     assert [written.slot for written in claimer.take()] == [Slot(8, 0, False)]
 
 
-def test_several_slots_are_filled_in_order_and_those_that_wait_are_bounded(claimer, world, round):
+def test_slots_fill_in_order_within_bounds(claimer, world, round):
+    """Several slots are filled in order and those that wait are bounded."""
     slots = [Slot(7, number, False) for number in range(3)]
     claimer.offer(slots)
     assert all(write(claimer, world, index) for index in range(3))
@@ -271,7 +276,8 @@ def test_a_planted_group_never_answers_the_same_question(world, round):
     assert claimer.take() == []
 
 
-def test_while_a_group_is_written_the_other_thread_waits_for_nothing(claimer, world):
+def test_other_thread_waits_for_no_writing(claimer, world):
+    """While a group is written the other thread waits for nothing."""
     claimer.offer([Slot(7, 0, False)])
     came = []
 

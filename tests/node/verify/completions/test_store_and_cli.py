@@ -227,7 +227,7 @@ def statistics(world, checker, policy=None):
     return [each.statistics["activations_statistic"] for each in found]
 
 
-def test_noise_that_rounding_hides_from_float32_shows_in_the_provers_dtype(world):
+def test_hidden_noise_shows_in_the_provers_dtype(world):
     """A check in float32, or one that computes in the prover's dtype with weights that it has not
     rounded, sees no difference.
     """
@@ -237,7 +237,8 @@ def test_noise_that_rounding_hides_from_float32_shows_in_the_provers_dtype(world
     assert fmean(statistics(world, across, changed)) < max(statistics(world, across))
 
 
-def test_claims_of_two_dtypes_are_checked_in_turn_and_do_not_round_each_others_weights(world):
+def test_two_dtypes_are_checked_without_rounding(world):
+    """Claims of two dtypes are checked in turn and do not round each other's weights."""
     checker = world.checker(own=BOTH)
     snapshots = [world.snapshot, None, None, None]
     for number, (dtype, held) in enumerate(zip((*BOTH, *BOTH), snapshots, strict=True)):
@@ -259,7 +260,9 @@ def test_a_claim_says_by_what_it_was_computed(world):
     )
 
 
-def test_a_calibration_serves_in_the_provers_dtype_or_else_in_float32(world, tmp_path):
+def test_calibration_serves_its_dtype_or_float32(world, tmp_path):
+    """A calibration serves in the prover's dtype or else in float32."""
+
     def kept(*pairs):
         path = tmp_path / "calibration"
         chosen = {
@@ -285,7 +288,8 @@ def test_a_node_measures_each_dtype_with_itself_alone(world):
 
 
 @pytest.mark.ci
-def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_checks_it_so(tmp_path):
+def test_bfloat16_node_claims_and_is_checked_in_it(tmp_path):
+    """A node whose policy computes in bfloat16 claims in it and another checks it so."""
     board, found, agreed = Board(), [], None
     for name in ("ann", "bob"):
         task = task_of()
