@@ -162,7 +162,8 @@ def test_an_editable_install_finds_the_checkout(built):
 
 @pytest.mark.ci
 @needs_setuptools
-def test_a_users_own_modules_of_the_same_names_do_no_harm(site, tmp_path):
+def test_same_named_user_modules_do_no_harm(site, tmp_path):
+    """A user's own modules of the same names do no harm."""
     for name in TOPS:
         (tmp_path / f"{name}.py").write_text("MINE = True\n")
     (tmp_path / "train.py").write_text(USERS_PROGRAM)

@@ -477,7 +477,7 @@ def words(file):
 
 
 @pytest.mark.parametrize("name", sorted({*METHODS, *LOSSES} - {"none", "local"}))
-def test_a_method_and_a_loss_are_named_where_they_are_defined(name):
+def test_method_and_loss_are_named_once(name):
     """What depends on one follows from its row or its function. ("local" and "none" are other words
     too.)
     """

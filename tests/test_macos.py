@@ -39,7 +39,8 @@ def never(monkeypatch):
     return lambda owner, name: monkeypatch.setattr(owner, name, called)
 
 
-def test_nothing_asks_the_kernel_to_end_a_process_with_its_parent(never, monkeypatch):
+def test_no_process_is_tied_to_its_parent(never, monkeypatch):
+    """Nothing asks the kernel to end a process with its parent."""
     never(ctypes, "CDLL")
     daemon_guard._die_with_parent()
     monkeypatch.setattr("signal.signal", lambda *_: None)

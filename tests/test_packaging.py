@@ -149,7 +149,8 @@ def test_the_workflow_runs_ci_on_every_python():
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
 
 
-def test_hooks_before_a_commit_are_those_of_make_lint_and_fetch_nothing():
+def test_commit_hooks_equal_make_lint():
+    """Hooks before a commit are those of make lint and fetch nothing."""
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert repo["repo"] == "local"
     assert {hook["language"] for hook in repo["hooks"]} == {"system"}
@@ -167,7 +168,8 @@ def test_reports_of_bugs_ask_for_what_the_doctor_says():
     assert "shoal doctor --json" in (ROOT / ".github/pull_request_template.md").read_text()
 
 
-def test_coverage_has_a_floor_and_measures_the_whole_product_with_its_processes():
+def test_coverage_has_a_floor_over_all_processes():
+    """Coverage has a floor and measures the whole product with its processes."""
     recipe = re.search(r"^coverage: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
     assert all(word in recipe for word in ("--cov=shoal", "--cov-fail-under="))
     settings = PROJECT["tool"]["coverage"]["run"]

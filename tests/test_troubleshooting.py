@@ -37,7 +37,8 @@ def test_every_exit_code_has_a_section_in_order():
     ]
 
 
-def test_every_check_of_the_doctor_is_in_the_table_with_its_code():
+def test_every_doctor_check_is_documented():
+    """Every check of the doctor is in the table with its code."""
     checks = here.checks(Visit(Link(SWARM, (NOBODY,))))
     rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \| (?:(\d+) )?\|$", PAGE, re.M)
     table = {name: code for names, code in rows for name in re.findall(r"`([^`]+)`", names)}

@@ -93,7 +93,8 @@ def test_what_takes_longer_is_late_and_no_fault(change, said):
     assert cities.faults(row) == []
 
 
-def test_to_whom_it_happened_may_stand_still_be_gone_meanwhile_and_be_blamed_but_comes_back():
+def test_struck_peer_stands_still_and_comes_back():
+    """To whom it happened may stand still be gone meanwhile and be blamed but comes back."""
     row = good(["anna"])
     row["stood_s"]["anna"], row["computing"]["anna"], row["unheard_s"]["anna"] = 150.0, 0.3, 150.0
     row["status"].append(
@@ -113,7 +114,8 @@ def test_to_whom_it_happened_may_stand_still_be_gone_meanwhile_and_be_blamed_but
     assert cities.faults(row) == ["anna is None in status after"]
 
 
-def test_the_table_says_how_it_was_for_the_others_and_when_the_struck_came_back():
+def test_table_shows_the_others_and_the_return():
+    """The table says how it was for the others and when the struck came back."""
     row = good(["bert"], "cut") | {
         "down_s": 93.6,
         "exchanges": {"anna": [3, 4], "bert": [1, 4], "carl": [4, 4], "dora": [2, 5]},
@@ -188,9 +190,8 @@ def test_pairs_that_were_measured_are_not_measured_again(tmp_path, monkeypatch):
         ([[], [RELAYED]], "relayed"),
     ],
 )
-def test_a_pair_is_direct_when_both_sides_have_a_connection_without_a_relay(
-    monkeypatch, ways, outcome
-):
+def test_direct_pair_has_no_relay(monkeypatch, ways, outcome):
+    """A pair is direct when both sides have a connection without a relay."""
     monkeypatch.setattr(reach, "AFTER_S", 0.0)
     ends = [mp.Pipe() for _ in range(2)]
     for exchanges in range(1, 6):

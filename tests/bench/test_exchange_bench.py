@@ -8,7 +8,8 @@ import pytest
 
 
 @pytest.mark.slow(reason="20 s: a process for each end of each measurement")
-def test_json_has_a_row_per_size_and_nothing_is_left_behind(program):
+def test_json_has_a_row_per_size(program):
+    """JSON has a row per size and nothing is left behind."""
     done = program(
         "exchange.py", "--mb", "1", "--against", "tcp", "--repeats", "1", "--json", timeout=120
     )

@@ -166,7 +166,8 @@ def seeded():
 
 
 @pytest.mark.parametrize("cv", [0.1, 0.5, 1.0])
-def test_mean_and_variance_of_the_slower_of_two_are_the_closed_forms(cv):
+def test_slower_of_two_matches_the_closed_form(cv):
+    """Mean and variance of the slower of two are the closed forms."""
     sigma = sigma_of(cv)
     slower = (
         torch.randn(400_000, 2, generator=seeded(), dtype=torch.float64)

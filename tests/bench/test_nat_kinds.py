@@ -32,7 +32,8 @@ def net():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("protocol", PROBES)
-def test_a_router_of_each_kind_maps_and_filters_as_it_should(net, kind, protocol):
+def test_each_kind_of_router_maps_and_filters(net, kind, protocol):
+    """A router of each kind maps and filters as it should."""
     assert PROBES[protocol](net, f"home-{KINDS.index(kind)}") == EXPECTED[kind]
 
 
@@ -65,7 +66,8 @@ def asked(net, place, port=FIRST):
 @pytest.mark.slow(
     reason="it holds packets in real time, and a loaded machine sends too late to fill the buffer"
 )
-def test_an_uplink_has_a_delay_a_rate_a_buffer_and_loss():
+def test_uplink_has_delay_rate_buffer_and_loss():
+    """An uplink has a delay a rate a buffer and loss."""
     slow, lossy = Uplink(delay=0.05, up=2_500, up_buffer=1.3), Uplink(loss=0.5)
     net = made(["port", "port"], uplinks=[slow, lossy])
     try:
@@ -96,7 +98,8 @@ def test_an_uplink_has_a_delay_a_rate_a_buffer_and_loss():
         net.close()
 
 
-def test_a_neighbour_is_met_inside_and_a_machine_takes_another_address_along():
+def test_neighbour_meets_inside_and_machine_moves():
+    """A neighbour is met inside and a machine takes another address along."""
     net = made(["port", "port"])
     try:
         beside = net.neighbour("router-0")

@@ -99,7 +99,8 @@ def test_json_rows(tmp_path, program):
 
 
 @pytest.mark.slow(reason="eight daemons for a minute")
-def test_a_few_peers_list_each_other_and_a_stranger_finds_newcomers(called, monkeypatch, tmp_path):
+def test_few_peers_list_each_other(called, monkeypatch, tmp_path):
+    """A few peers list each other and a stranger finds newcomers."""
     monkeypatch.setenv(
         INSIDE, "1"
     )  # no namespace: other programs' loopback traffic does not matter here
@@ -307,7 +308,8 @@ def test_an_inner_step_waits_no_more_than_plain_pytorch(tmp_path):
 
 
 @pytest.mark.gpu(standin=True)
-def test_a_wait_in_a_step_would_be_counted_with_its_line(tmp_path, monkeypatch):
+def test_wait_in_a_step_is_counted_with_its_line(tmp_path, monkeypatch):
+    """A wait in a step would be counted with its line."""
     monkeypatch.setattr(
         trainer._MeanLoss, "add", lambda self, loss: setattr(self, "_sum", float(loss))
     )

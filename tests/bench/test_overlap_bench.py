@@ -104,7 +104,8 @@ def test_the_figures_of_all_delays_in_one_list():
     ]
 
 
-def test_the_record_has_a_table_of_figures_and_one_of_predictions():
+def test_record_has_figures_and_predictions():
+    """The record has a table of figures and one of predictions."""
     plan = {
         "nodes": 2,
         "mbit": 100.0,

@@ -221,7 +221,9 @@ def test_every_method_is_tuned_by_five_runs(best, rates, method):
     assert {(spec.peers, spec.steps, spec.seed) for spec in tried} == {(4, 500, 0)}
 
 
-def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
+def test_overlapped_gossip_takes_the_blocking_rate():
+    """Overlapped gossip takes the setting and the long rate of blocking."""
+
     class Runner:
         def __init__(self):
             self.results = {}
@@ -261,7 +263,8 @@ def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
     ]
 
 
-def test_overlapped_is_compared_seed_by_seed_with_blocking_and_with_its_own_data_parallel():
+def test_overlapped_is_compared_seed_by_seed():
+    """Overlapped is compared seed by seed with blocking and with its own data parallel."""
     run = {
         "codec": "float32",
         "peers": 4,

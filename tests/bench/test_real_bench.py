@@ -167,7 +167,8 @@ def test_a_node_is_killed_and_one_joins_and_leaves_late(tmp_path, monkeypatch):
     assert nodes.looks == 7
 
 
-def test_a_batch_of_data_parallel_training_is_those_of_all_nodes(fresh):
+def test_data_parallel_batch_is_all_nodes_batches(fresh):
+    """A batch of data parallel training is those of all nodes."""
     each = [next(iter(fresh().batches(Shard(index, 3, 5)))) for index in range(3)]
     assert not torch.equal(each[0], each[1])
     parallel = next(iter(fresh(parts=3).batches(Shard(0, 1, 5))))
@@ -188,7 +189,8 @@ def test_its_gradient_is_the_mean_of_theirs(fresh):
     torch.testing.assert_close(parallel, torch.stack(each).mean(0))
 
 
-def test_no_node_trains_on_what_is_held_out_and_all_have_both_texts(fresh):
+def test_no_node_trains_on_held_out_text(fresh):
+    """No node trains on what is held out and all have both texts."""
     task = fresh()
     held, parts = task._text(None, 1), [task._text(index, 4) for index in range(4)]
     assert len(held) + sum(map(len, parts)) == 2 * (100_000 // tasks.BLOCK)

@@ -59,9 +59,8 @@ def test_the_small_transformer_is_measured_too(program):
         assert 0 <= row["final"] < 0.5
 
 
-def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(
-    called, tmp_path, monkeypatch
-):
+def test_language_model_is_measured_row_by_row(called, tmp_path, monkeypatch):
+    """A language model is measured row by row and its runs are kept."""
     pytest.importorskip("transformers")
     monkeypatch.setattr("bench._language.ASKED", (20, 5))
     monkeypatch.setattr("bench._language.QUESTIONS", 100)

@@ -41,7 +41,8 @@ def test_factors_of_the_outer_rate_and_momentum(schedule, first, middle, last):
 RATES = [1.0] * 400 + [0.5] * 400 + [0.1] * 200
 
 
-def test_a_round_is_as_long_as_the_square_of_a_over_the_rate_and_never_shorter_than_the_least():
+def test_round_length_follows_the_rate():
+    """A round is as long as the square of a over the rate and never shorter than the least."""
     ends = bench.quadratic(RATES, 20, 7.0)
     assert ends == (*range(49, 441 + 1, 49), 441 + 196, 637 + 196, 1000)  # 49, 196 and 4900 steps
     assert bench.quadratic(RATES, 60, 7.0)[:7] == tuple(range(60, 421, 60))
@@ -63,7 +64,8 @@ def test_rounds_of_equal_lengths_do_what_the_product_does(fragments, lag):
     assert [uneven.at(step) for step in range(1, 37)] == [even.at(step) for step in range(1, 37)]
 
 
-def test_fragments_lie_evenly_apart_in_each_round_and_are_applied_as_late_in_all():
+def test_fragments_are_evenly_spaced_and_late():
+    """Fragments lie evenly apart in each round and are applied as late in all."""
     uneven = bench.Uneven(8, (8, 24), 2, 3)
     found = {step: actions for step in range(1, 30) if (actions := uneven.at(step))}
     assert found == {
@@ -173,7 +175,8 @@ def page(tmp_path_factory):
 
 
 @pytest.mark.ci
-def test_the_undefended_run_is_ruined_and_the_defended_one_is_not(page, capsys):
+def test_only_the_undefended_run_is_ruined(page, capsys):
+    """The undefended run is ruined and the defended one is not."""
     lines = (page.parent / "runs").read_text().splitlines()
     assert adversaries.main([*TINY, "--resume", str(page.parent / "runs"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -236,7 +239,8 @@ def run(tmp_path):
     return read(tmp_path / "run.jsonl")
 
 
-def test_the_run_has_the_meetings_the_curves_and_who_was_gone(run):
+def test_run_has_meetings_curves_and_absences(run):
+    """The run has the meetings the curves and who was gone."""
     assert (run.names, run.seconds) == (["<bert>", "anna"], 39.0)
     assert run.gone == [[(10.0, 30.0)], []]
     assert run.meetings == {(0, 1): [*map(float, range(11)), *map(float, range(30, 40))]}
@@ -256,7 +260,8 @@ def test_it_is_well_formed_and_says_in_words_what_happens(run):
 
 
 @pytest.mark.parametrize("drawn", [DRAWN])
-def test_the_one_in_the_docs_is_small_and_asks_for_nothing(drawn):
+def test_docs_figure_is_small_and_self_contained(drawn):
+    """The one in the docs is small and asks for nothing."""
     text = drawn.read_text(encoding="utf-8")
     assert len(text.encode()) < LIMIT
     assert "prefers-color-scheme: dark" in text
@@ -266,7 +271,8 @@ def test_the_one_in_the_docs_is_small_and_asks_for_nothing(drawn):
     assert "url(" not in text
 
 
-def test_the_report_has_a_row_for_each_step_and_the_end_of_what_it_said():
+def test_report_has_a_row_for_each_step():
+    """The report has a row for each step and the end of what it said."""
     long = "print('\\n'.join(map(str, range(100)))); raise SystemExit(3)"
     steps = [
         gpu_check.run(

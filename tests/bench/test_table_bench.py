@@ -27,12 +27,14 @@ from tests.bench.table_runs import a_run, ddp, row_of
         (500, 5.0),
     ],
 )
-def test_the_loss_between_two_points_is_linear_in_the_logarithm_of_the_steps(step, loss):
+def test_loss_is_linear_in_log_steps(step, loss):
+    """The loss between two points is linear in the logarithm of the steps."""
     found = links.loss_at([(10, 8.0), (40, 6.0), (80, 5.0)], step)
     assert found is None if loss is None else found == pytest.approx(loss)
 
 
-def test_points_of_the_curve_are_ends_of_rounds_before_the_last():
+def test_curve_points_are_ends_of_rounds():
+    """Points of the curve are ends of rounds before the last."""
     assert links.marks(100, 50) == [50]
     every = links.marks(1000, 1)
     assert every == sorted(set(every))
@@ -41,12 +43,14 @@ def test_points_of_the_curve_are_ends_of_rounds_before_the_last():
     assert all(step % 10 == 0 for step in links.marks(1000, 10))
 
 
-def test_peers_lose_the_steps_that_they_wait_and_one_alone_those_that_others_make():
+def test_waiting_peers_lose_steps():
+    """Peers lose the steps that they wait and one alone those that others make."""
     assert links.steps_in_time(1000, 8, 0.6) == pytest.approx(600)
     assert links.steps_in_time(1000, 1, 1.0) == 250
 
 
-def test_distances_are_taken_seed_by_seed_on_the_same_model_and_steps():
+def test_distances_are_taken_seed_by_seed():
+    """Distances are taken seed by seed on the same model and steps."""
     found = results.rows(
         [
             ddp("adamw", 2.0),
@@ -69,7 +73,8 @@ def test_distances_are_taken_seed_by_seed_on_the_same_model_and_steps():
 @pytest.mark.parametrize(
     ("peers", "every", "ratio"), [(4, 50, 400), (8, 50, 400), (4, 200, 1600), (8, 10, 80)]
 )
-def test_bytes_are_compared_with_data_parallel_training_of_as_many_peers(peers, every, ratio):
+def test_bytes_are_compared_at_equal_peers(peers, every, ratio):
+    """Bytes are compared with data parallel training of as many peers."""
     found = results.rows([ddp("adamw", 2.0), a_run(peers=peers, every=every)])
     assert row_of(found, "diloco")["bytes_ratio"] == pytest.approx(ratio)
     assert row_of(found, "ddp")["bytes_ratio"] == 1
@@ -81,7 +86,8 @@ def test_one_peer_alone_sends_nothing_and_has_no_ratio():
     assert all(value == pytest.approx(0.998, abs=1e-3) for value in row["utilisation"].values())
 
 
-def test_equal_time_is_that_of_the_steps_which_the_link_leaves():
+def test_equal_time_is_what_the_link_leaves():
+    """Equal time is that of the steps which the link leaves."""
     found = results.rows([ddp("adamw", 2.0), a_run()])
     slow, fast = row_of(found, "ddp"), row_of(found, "diloco")
     # 40 MB each way 1.5 times in a ring of four, 1.3 % of headers, for a step of 0.1 s; and six
@@ -98,7 +104,8 @@ def test_equal_time_is_that_of_the_steps_which_the_link_leaves():
     assert fast["utilisation"]["20/200"] > 10 * slow["utilisation"]["20/200"]
 
 
-def test_torchft_waits_for_the_link_alone_and_ours_for_its_handling_too():
+def test_torchft_waits_for_the_link_alone():
+    """Torchft waits for the link alone and ours for its handling too."""
     found = results.rows([a_run("torchft", codec="float32"), a_run("diloco", codec="float32")])
     theirs, ours = (row_of(found, name)["utilisation"]["1000/0"] for name in ("torchft", "diloco"))
     sent = (
@@ -107,7 +114,8 @@ def test_torchft_waits_for_the_link_alone_and_ours_for_its_handling_too():
     assert ours < theirs == pytest.approx(5 / (5 * 1.002 + 0.04 + sent / 125e6), rel=1e-3)
 
 
-def test_overlap_is_forecast_with_its_fragments_and_the_lag_that_fits():
+def test_overlap_forecast_has_its_best_lag():
+    """Overlap is forecast with its fragments and the lag that fits."""
     rows = results.rows(
         [a_run("noloco-overlap", codec="int8"), a_run("noloco", codec="int8"), a_run("co2")]
     )
@@ -117,7 +125,8 @@ def test_overlap_is_forecast_with_its_fragments_and_the_lag_that_fits():
     assert (waits["lag"]["100/50"], round_late["lag"]["100/50"]) == (0, 50)
 
 
-def test_of_several_settings_the_one_with_most_seeds_is_shown_and_then_the_best_by_validation():
+def test_best_seeded_setting_is_shown():
+    """Of several settings the one with most seeds is shown and then the best by validation."""
     wrong = a_run(loss=1.0, validation=9.0, lr=0.04)
     assert results.rows([wrong, a_run()])[0]["loss"] == 2.0
     assert (
@@ -133,7 +142,8 @@ def test_a_run_that_diverged_is_no_loss_and_breaks_nothing():
     assert "diverged" in results.markdown(alone)
 
 
-def test_the_curve_of_a_sample_ends_where_the_whole_loss_is():
+def test_sampled_curve_ends_at_the_whole_loss():
+    """The curve of a sample ends where the whole loss is."""
     assert train.corrected([(10, 5.0), (50, 3.0)], sample=2.0, loss=2.5, steps=100) == [
         (10, 5.5),
         (50, 3.5),
@@ -174,7 +184,8 @@ def made(file, run):
     return bench.Bench(bench.Runner(file, 1, math.inf, train.Spec, run), "t", "tiny", 2000, 1000)
 
 
-def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
+def test_every_row_has_five_tuning_runs(tmp_path):
+    """Every row is tuned by five runs and none is made twice."""
     file, run = tmp_path / "found" / "table.jsonl", Recorded()
     stage = methods.Stage(
         [methods.cell("diloco"), methods.cell("diloco", codec="auto:2+ef", peers=8, every=200)],
@@ -197,7 +208,8 @@ def test_every_row_is_tuned_by_five_runs_and_none_is_made_twice(tmp_path):
     assert again.specs == []
 
 
-def test_the_rate_is_halved_while_that_is_better_at_full_length(tmp_path):
+def test_rate_is_halved_while_better(tmp_path):
+    """The rate is halved while that is better at full length."""
     run = Recorded(best=lambda steps: 0.04 if steps == 1000 else 0.01)
     made(tmp_path / "table.jsonl", run).run(
         methods.Stage([methods.cell("diloco"), methods.cell("diloco", peers=8)], (0, 1))
@@ -434,7 +446,8 @@ def test_torchft_fragments_hold_each_parameter_once():
     assert torchft.dealt(model, 1) == [model]
 
 
-def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by():
+def test_overlapped_runs_are_as_late_as_the_link():
+    """Overlapped runs are as late as the link that the default is judged by."""
     what = links.work("noloco-overlap", "int8", 4, 50, 2.03)
     assert methods.lag("noloco-overlap", 50) == methods.lag("streaming", 200) == 16
     assert links.on((100, 50), what).lag == 12  # a pair's exchanges took longer when they were made
@@ -464,7 +477,8 @@ def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by()
     )
 
 
-def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, monkeypatch):
+def test_report_writes_tables_and_a_picture(tmp_path, monkeypatch):
+    """Report writes tables numbers and a picture of the long runs."""
     file, page, picture = tmp_path / "runs.jsonl", tmp_path / "page.md", tmp_path / "table.svg"
     runs = [
         ddp("adamw", 2.0),
@@ -545,7 +559,8 @@ def test_aims_are_judged_by_the_rows_that_they_are_about():
     assert judged(*base, *good, *wide)[5] is None  # not at equal tokens
 
 
-def test_an_aim_is_missed_by_the_bytes_or_the_utilisation_alone():
+def test_aim_can_be_missed_by_bytes_or_utilisation():
+    """An aim is missed by the bytes or the utilisation alone."""
     base = [ddp("adamw", 2.0), ddp("muon", 1.96)]
     whole = base[0]["bytes_per_token"]
     assert judged(*base, a_run(**DEFAULT, loss=2.0, bytes_per_token=whole / 196))[0] is False
@@ -580,7 +595,8 @@ def a_row(nbytes, over, **more):
     }
 
 
-def test_the_line_in_the_picture_joins_what_nothing_beats_in_both_bytes_and_loss():
+def test_line_joins_the_unbeaten():
+    """The line in the picture joins what nothing beats in both bytes and loss."""
     rows = [
         a_row(100, 0.0),
         a_row(10, 0.02),
@@ -592,7 +608,8 @@ def test_the_line_in_the_picture_joins_what_nothing_beats_in_both_bytes_and_loss
     assert figure.frontier(rows) == [rows[3], rows[2], rows[0]]
 
 
-def test_the_picture_is_of_four_peers_that_send_something_and_have_a_distance():
+def test_picture_is_of_four_communicating_peers():
+    """The picture is of four peers that send something and have a distance."""
     rows = [a_row(1, 0.1), a_row(1, 0.1, peers=8), a_row(0, 0.1, peers=1), a_row(1, None)]
     assert figure.points(rows) == rows[:1]
     assert set(figure.LOOKS) | {"snoo"} == set(methods.RECIPES)

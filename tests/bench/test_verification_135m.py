@@ -20,7 +20,8 @@ from shoal.verification.sequential import ALARM
 PLAN = bench.Plan(honest=256, across=64, cheats=64, variants=32)
 
 
-def test_every_claim_is_written_once_and_a_first_round_has_all_cheats():
+def test_first_round_has_all_cheats_once():
+    """Every claim is written once and a first round has all cheats."""
     units = PLAN.units()
     for way, first, many in (
         ("honest", bench.FRESH, 256),
@@ -36,7 +37,8 @@ def test_every_claim_is_written_once_and_a_first_round_has_all_cheats():
     assert begun == {"honest", *bench.CHEATS}
 
 
-def test_only_the_first_honest_claims_are_read_in_the_other_dtype():
+def test_other_dtype_reads_first_honest_claims():
+    """Only the first honest claims are read in the other dtype."""
     assert PLAN.sides("honest", "bf16", range(bench.FRESH + 32, bench.FRESH + 64)) == bench.SIDES
     assert PLAN.sides("honest", "bf16", range(bench.FRESH + 64, bench.FRESH + 96)) == ("bf16",)
     assert (
@@ -57,7 +59,8 @@ class Stub:
         return self.weights
 
 
-def test_a_stopped_run_goes_on_and_another_models_file_is_refused(tmp_path, monkeypatch):
+def test_stopped_run_goes_on_with_its_own_file(tmp_path, monkeypatch):
+    """A stopped run goes on and another models file is refused."""
     path, done = tmp_path / "kept.json.gz", []
 
     def unit(policy, way, prover, sides, claims):

@@ -10,7 +10,8 @@ PAYLOAD = 4 * FLOATS
 
 @pytest.mark.ci
 @pytest.mark.parametrize("round", [0, 1])  # in the second one the heap is used already
-def test_the_mean_of_40_mb_is_exact_and_needs_at_most_three_payloads(nursery, round):
+def test_mean_of_40_mb_is_exact(nursery, round):
+    """The mean of 40 mb is exact and needs at most three payloads."""
     pair = nursery.pair(wait=20.0)
     for number, peer in enumerate(pair):
         peer.tell("measure", number=number, floats=FLOATS, round=round)

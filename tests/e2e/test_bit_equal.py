@@ -189,9 +189,8 @@ def test_no_exchange_here_is_given_up_on_a_loaded_machine(hosts):
         "hidden",
     ],
 )
-def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
-    hosts, outer, caplog
-):
+def test_daemons_equal_the_simulation(hosts, outer, caplog):
+    """Every form and codec over daemons ends with the bits of the simulation."""
     caplog.set_level("DEBUG", "shoal.swarm.exchange")  # shown if a pair fails to exchange
     rounds = 5
     train = TrainSettings(steps=rounds * outer.every, seed=SEED)

@@ -14,7 +14,8 @@ PEERS, EPOCH_S, EPOCHS = 8, 30.0, 4
 
 
 @pytest.mark.slow(reason="five epochs of half a minute of real time")
-def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal, eventually):
+def test_bucketed_nodes_meet_in_every_epoch(shoal, eventually):
+    """Nodes of a swarm of buckets train and meet others in every epoch."""
     table = shoal.toml(
         swarm={"name": "dealt", "start_when": PEERS, "bucket": 4, "epoch_s": EPOCH_S},
         outer={"round": "seconds:2", "wait_s": 4.0},

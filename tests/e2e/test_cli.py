@@ -45,9 +45,8 @@ def swarm(shared, eventually):
         (["up", "--shard", "4/4"], "index from 0"),
     ],
 )
-def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_done(
-    shared, arguments, sentence
-):
+def test_wrong_input_is_one_sentence_and_harmless(shared, arguments, sentence):
+    """What is wrong with the input is said in one sentence and nothing is done."""
     (shared.home / "typo.toml").write_text("[outer]\nevry = 3\n")
     before = sorted(shared.home.iterdir())
     process = shared.start(*arguments)
@@ -99,9 +98,8 @@ def test_the_wrong_swarm_id_is_refused(shared, swarm):
 
 
 @pytest.mark.ci
-def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on(
-    shared, swarm, eventually
-):
+def test_joiner_with_other_shapes_is_told(shared, swarm, eventually):
+    """A joiner with other shapes is told the difference and the swarm goes on."""
     node, link = swarm
     other = joiner(shared, link, "other", task=hooks(shared, "theirs", width=6))
     assert "'weight' has shape [1, 6] here and [1, 4] there" in other.error()
@@ -131,7 +129,7 @@ def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
 # -- a swarm at work -------------------------------------------------------------------------------
 
 
-def test_a_node_that_takes_more_memory_than_ram_says_so_once(shoal):
+def test_exceeded_ram_is_said_once(shoal):
     """The estimate before training has no activations. These are 1.2 GB, in every step."""
     task, name = hooks(shoal).rsplit(":", 1)
     with open(task, encoding="utf-8") as file:
@@ -152,9 +150,8 @@ def test_a_node_that_takes_more_memory_than_ram_says_so_once(shoal):
     assert len(said) == 1, said
 
 
-def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(
-    shared, swarm, eventually
-):
+def test_late_joiner_takes_over_and_exchanges(shared, swarm, eventually):
+    """Status and a late joiner that takes over the weights and exchanges."""
     _, link = swarm
     at = len(shared.rounds("first"))
     late = joiner(shared, link, "late", "--steps", "60", "--json")
@@ -187,7 +184,8 @@ def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(
     assert shared.rounds("late")[0]["loss"] < shared.rounds("first")[0]["loss"]
 
 
-def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
+def test_ids_are_made_once_and_private(shoal):
+    """Ids are made once and shown and their file is private."""
     key = shoal.home / "config" / "shoal" / "identity.key"
     assert "no key" in shoal.start("id", "show").error().lower()
     made = shoal.start("id", "new", "--json").json()
@@ -204,7 +202,8 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
 # -- ends of every kind ----------------------------------------------------------------------------
 
 
-def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
+def test_ctrl_c_saves_and_the_node_resumes(shoal, eventually):
+    """Ctrl-C drains and saves and a resumed node goes on."""
     node = create(
         shoal, "n", "--json", program=("-m", "shoal")
     )  # no fork: Python, too, begins and ends as it does for a user
@@ -299,7 +298,8 @@ def test_after_kill_9_of_a_node_nothing_is_left(shoal, eventually):
 
 
 @pytest.mark.slow(reason="several real nodes, one after another")
-def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
+def test_key_and_folder_are_one_nodes(shoal, eventually):
+    """A key and a folder are one nodes until it is dead."""
     node = create(shoal, "first", "--set", "node.checkpoint_every_rounds=1")
     link = node.line()
     eventually(lambda: list((shoal.home / "first").glob("step-*")), 60, "a checkpoint")
@@ -330,7 +330,8 @@ def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
 
 
 @pytest.mark.ci
-def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, eventually):
+def test_killed_demo_leaves_no_process(shoal, eventually):
+    """After kill -9 of a demo its nodes and their daemons are gone."""
     demo = shoal.start(
         "demo", "--peers", "2", "--rounds", "1000", "--task", hooks(shoal), "--every", "5"
     )
@@ -344,7 +345,8 @@ def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, even
     eventually(lambda: not shoal.left(), 60, "the end of everything")
 
 
-def test_a_node_whose_evaluations_are_not_finite_trains_to_its_end_and_reports_json(shoal):
+def test_non_finite_evaluations_reach_the_report(shoal):
+    """A node whose evaluations are not finite trains to its end and reports json."""
     task = shoal.home / "blind.py"
     task.write_text(
         "import torch\nfrom shoal import Task\nclass Blind(Task):\n    def model(self): return "

@@ -106,9 +106,8 @@ class Compose:
 
 @pytest.mark.timeout(900)
 @pytest.mark.slow(reason="a bootstrap node, three nodes that train and a page")
-def test_the_swarm_of_docker_compose_up_trains_is_watched_and_goes_on_after_a_stop(
-    shoal, eventually
-):
+def test_compose_swarm_survives_a_stop(shoal, eventually):
+    """The swarm of docker compose up trains is watched and goes on after a stop."""
     compose = Compose(shoal, eventually)
     compose.up("seed", "first", "second", "third", "page")
     address = compose.running["page"].line().replace("0.0.0.0", "127.0.0.1")

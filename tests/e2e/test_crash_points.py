@@ -156,9 +156,8 @@ def run(peers, round):
         ),
     ],
 )
-def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(
-    nursery, eventually, count, point, number
-):
+def test_survivors_of_a_group_are_bit_equal(nursery, eventually, count, point, number):
+    """The survivors of a group have the same bits and go on."""
     *survivors, victim = peers = nursery.group(count, **GROUP)
     victim.ask("arm", "armed", point=point, number=int(number))
     run(peers, 0)
@@ -186,7 +185,8 @@ def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(
         ),
     ],
 )
-def test_without_its_leader_nobody_has_a_mean_and_all_go_on(nursery, number):
+def test_leaderless_group_goes_on(nursery, number):
+    """Without its leader nobody has a mean and all go on."""
     leader, *others = peers = nursery.group(3, **GROUP)
     leader.ask("arm", "armed", point="settle", number=int(number))
     run(peers, 0)
@@ -219,9 +219,8 @@ def sources_and_newcomer(nursery):
         ),
     ],
 )
-def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(
-    nursery, worker_module, number
-):
+def test_newcomer_survives_a_lost_source(nursery, worker_module, number):
+    """A newcomer has the whole state though one of its sources goes."""
     sources, newcomer, places = sources_and_newcomer(nursery)
     source = sources[0]
     source.ask("arm", "armed", point="snapshot-chunk", number=int(number))
@@ -243,7 +242,8 @@ def test_a_newcomer_has_the_whole_state_though_one_of_its_sources_goes(
         ),
     ],
 )
-def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, number):
+def test_sources_survive_a_lost_newcomer(nursery, number):
+    """The sources go on though the newcomer goes in the middle."""
     sources, newcomer, places = sources_and_newcomer(nursery)
     newcomer.ask("arm", "armed", point="write", number=int(number))
     newcomer.tell("fetch", sources=places, floats=FLOATS)
@@ -263,9 +263,7 @@ def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, numbe
         ),
     ],
 )
-def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(
-    nursery, outcomes, tmp_path, number
-):
+def test_crash_during_a_checkpoint(nursery, outcomes, tmp_path, number):
     """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its
     save when it is let go on.
     """

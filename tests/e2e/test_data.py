@@ -27,7 +27,8 @@ def tokenizer(path, size):
 
 
 @pytest.mark.slow(reason="real nodes train on records")
-def test_peers_agree_on_records_and_tokenizer_and_who_has_another_is_told(shoal):
+def test_peers_agree_on_records_and_tokenizer(shoal):
+    """Peers agree on records and tokenizer and who has another is told."""
     lines = (
         json.dumps({"body": f"the quick brown fox says that {i} and {i} are {i + i}"}) + "\n"
         for i in range(500)

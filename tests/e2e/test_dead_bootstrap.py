@@ -46,7 +46,8 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
 
 
 @pytest.mark.slow(reason="real nodes, of which one must be given up")
-def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, eventually):
+def test_newcomer_joins_without_the_creator(shoal, eventually):
+    """A newcomer joins by a members link when the creator is dead."""
     settings = shoal.toml(swarm={"start_when": 2}, outer={"every": 5, "wait_s": 3.0}, options=SMALL)
     creator = shoal.node("up", settings, "anna")
     old = creator.line()

@@ -69,7 +69,8 @@ def test_four_nodes_train_together_on_the_text_of_this_machine(shoal):
 
 
 @pytest.mark.slow(reason="sixteen real nodes share the processors: minutes on a busy machine")
-def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
+def test_sixteen_nodes_find_partners_and_end(shoal):
+    """Sixteen nodes start find partners and are gone in the end."""
     demo = shoal.start(
         "demo", "--peers", "16", "--rounds", "4", "--every", "10", "--no-compare", "--json"
     )
@@ -138,7 +139,7 @@ def slow_weights(kept, peers):
 
 
 @pytest.mark.slow(reason="three real nodes")
-def test_three_nodes_end_with_three_equal_models_the_mean_of_theirs(shoal):
+def test_three_nodes_end_with_equal_models(shoal):
     """Pairs leave one of three out in each round, and so three models."""
     report = shoal.start(
         "demo",
@@ -189,7 +190,8 @@ def test_three_nodes_end_with_three_equal_models_the_mean_of_theirs(shoal):
 
 
 @pytest.mark.slow(reason="two real nodes, twice")
-def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
+def test_other_method_ends_with_one_model(shoal):
+    """Another method in 8 bits and one model of it in the end."""
     demo = shoal.start(
         "demo",
         "--task",
@@ -248,7 +250,7 @@ def test_forty_rounds_together_are_better_than_alone(shoal):
 
 
 @pytest.mark.ci
-def test_an_error_in_every_trial_is_shown_as_what_it_is(shoal):
+def test_trial_error_is_shown_as_it_is(shoal):
     """The fault: "no partner", advice about the length of rounds, exit code 0, and "better
     together" of one node alone.
     """

@@ -87,9 +87,8 @@ def steps(shoal):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("fails", "at", "whole"), [("loss", 7, 6), ("evaluate", 3, 8)])
-def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_on_from(
-    shoal, fails, at, whole
-):
+def test_out_of_memory_between_steps_saves_the_last(shoal, fails, at, whole):
+    """Where memory runs out between two steps the last one is saved and gone on from."""
     node = up(shoal, "--steps", "20", "--set", "train.eval_every=4", fails=fails, at=at)
     assert node.wait() == ExitCode.BAD_INPUT, node.said()
     *_, last = node.said().splitlines()
@@ -102,7 +101,8 @@ def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_
     assert again["steps"] == 20
 
 
-def test_where_memory_runs_out_in_an_exchange_the_last_checkpoint_is_gone_on_from(shoal):
+def test_out_of_memory_in_an_exchange_resumes(shoal):
+    """Where memory runs out in an exchange the last checkpoint is gone on from."""
     every_round = ("--set", "node.checkpoint_every_rounds=1", "--set", "outer.method=diloco")
     node = up(shoal, "--steps", "40", *every_round, fails="exchange", at=4)
     assert node.wait() == ExitCode.BAD_INPUT, node.said()
@@ -123,9 +123,8 @@ def test_where_memory_runs_out_in_an_exchange_the_last_checkpoint_is_gone_on_fro
 
 @pytest.mark.gpu(standin=True)
 @pytest.mark.parametrize("breaks", [400, 450])
-def test_a_device_that_fails_for_good_ends_with_a_sentence_and_keeps_the_last_checkpoint(
-    shoal, breaks
-):
+def test_failed_device_keeps_the_last_checkpoint(shoal, breaks):
+    """A device that fails for good ends with a sentence and keeps the last checkpoint."""
     shoal.env["STANDIN_BREAKS"] = str(breaks)
     every_round = ("--device", "cuda", "--set", "node.checkpoint_every_rounds=1")
     node = up(shoal, "--steps", "200", *every_round, program=AS_PROGRAM)

@@ -46,9 +46,10 @@ def test_a_demo_trains_on_it(shoal):
 
 
 @pytest.mark.gpu
-def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_others_device(
+def test_gpu_and_cpu_peers_agree_and_swap_devices(
     shoal,
 ):
+    """A peer on a GPU holds what one on the CPU does and each goes on on the others device."""
     table = tables(shoal, steps=9)
     how = {"gpu": ("--device", "cuda", "--offload", "device"), "cpu": ("--device", "cpu")}
     one = shoal.node("up", table, "gpu", *how["gpu"], "--shard", "0/2")
@@ -70,9 +71,8 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
 
 
 @pytest.mark.gpu(devices=2)
-def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_another_layout(
-    shoal, eventually
-):
+def test_two_gpus_survive_a_rank_and_resume(shoal, eventually):
+    """Two gpus are one peer that survives the death of a rank and resumes in another layout."""
     outer = {"every": 3, "lag": 0}
     table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 0, "seed": SEED})
     both = ("--gpus", "2", "--device", "cuda")

@@ -126,9 +126,8 @@ def renumber(internet, shoal, seed):
 
 @pytest.mark.slow(reason="two nodes meet, part and meet again, which takes a minute")
 @pytest.mark.parametrize("breaks", [restart, renumber])
-def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(
-    internet, shoal, eventually, breaks
-):
+def test_node_recovers_from_a_lost_relay(internet, shoal, eventually, breaks):
+    """A node that lost its relay is met again whatever broke."""
     seed, address, settings = seeded(internet, shoal, "--relay")
     common = ("--listen", "/ip4/0.0.0.0/tcp/4001", "--relay", "only")
     link = shoal.node(
@@ -149,9 +148,8 @@ def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(
 @pytest.mark.slow(
     reason="three nodes have to be dialled by others, which they ask for after ten seconds"
 )
-def test_status_says_who_can_be_dialled_and_what_to_do_where_nobody_can(
-    internet, shoal, eventually
-):
+def test_status_says_who_can_be_dialled(internet, shoal, eventually):
+    """Status says who can be dialled and what to do where nobody can."""
     _, address, settings = seeded(internet, shoal)
     common = ("--listen", "/ip4/0.0.0.0/tcp/4001")
     link = shoal.node(
@@ -219,9 +217,10 @@ def opening(internet, router, tmp_path, protocol):
     "the start"
 )
 @pytest.mark.parametrize(("protocol", "relay"), [("upnp", "auto"), ("natpmp", "off")])
-def test_a_node_whose_router_opens_ports_is_dialled_by_one_that_nobody_can_dial(
+def test_open_router_is_dialled_by_a_private_node(
     internet, shoal, eventually, tmp_path, protocol, relay
 ):
+    """A node whose router opens ports is dialled by one that nobody can dial."""
     _, address, settings = seeded(internet, shoal, "--relay")
     with opening(internet, "router-0", tmp_path, protocol):
         how = ("--listen", "/ip4/0.0.0.0/tcp/0", "--relay")

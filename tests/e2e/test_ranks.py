@@ -58,7 +58,8 @@ def reference(shoal, outer, steps, peers, total=0, optimizer="muon"):
 
 
 @pytest.mark.ci
-def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
+def test_two_processes_equal_one_that_accumulates(shoal):
+    """A peer of two processes holds the bits of one that accumulates."""
     outer = {"every": 3, "wait_s": 60.0, "lag": 0, "codec": "float32"}
     table = shoal.toml(
         options=OPTIONS,
@@ -85,7 +86,8 @@ def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
 
 
 @pytest.mark.slow(reason="several real peers of two processes, one after another")
-def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(shoal, eventually):
+def test_ranks_end_in_order_with_one_sentence(shoal, eventually):
+    """The ranks end in good order and what the user can mend is one sentence."""
     table = shoal.toml(
         options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 0, "seed": SEED}
     )
@@ -131,7 +133,8 @@ def steps_begun(shoal, pid):
 @pytest.mark.slow(
     reason="three real peers of five processes, one of which is killed and comes back"
 )
-def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, eventually):
+def test_every_layout_survives_a_dead_rank(shoal, eventually):
+    """Peers of every layout hold the same through the death of a rank."""
     every, names = 12, ("single", "sharded", "copied")
     outer = {"method": "diloco", "every": every, "wait_s": 30.0}
     table = shoal.toml(
@@ -204,7 +207,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shoal
 
 
 @pytest.mark.slow(reason="a node by torchrun, beside another")
-def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
+def test_torchrun_starts_a_peer_of_two_processes(shoal):
+    """Torchrun starts a peer of two processes that joins by a link."""
     table = shoal.toml(
         options=OPTIONS,
         outer={"every": 3, "lag": 0},

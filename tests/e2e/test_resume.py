@@ -84,7 +84,8 @@ def killed(node):
     [["noloco", "--set", "outer.lag=0"], ["noloco", "--set", "outer.lag=auto"], ["diloco"]],
     ids=["blocking", "overlapped", "diloco"],
 )
-def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, eventually, outer):
+def test_returning_peer_takes_newer_weights(shoal, eventually, outer):
+    """A peer that returns takes the swarm's weights if they are newer."""
     first = up(shoal, "first", "--method", *outer)
     link = first.line()
     second = join(shoal, link, "second")
@@ -140,7 +141,8 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
-def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(shoal, eventually):
+def test_other_method_needs_to_be_stated(shoal, eventually):
+    """A checkpoint goes on in a swarm of another method only if that is said."""
     first = up(shoal, "first", "--method", "diloco", "--steps", 4 * EVERY, "--json").json()
     said = up(shoal, "first", "--method", "noloco", "--resume", "--steps", 8 * EVERY).error()
     assert "outer.method=diloco, and a swarm's settings are fixed" in said
@@ -173,7 +175,8 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
-def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventually):
+def test_unbegun_swarm_has_its_seeds_weights(shoal, eventually):
+    """A swarm that has not begun has the weights of its seed."""
     up(shoal, "first", "--steps", EVERY, "--json").json()
     waiting = up(shoal, "second", "--set", "swarm.start_when=3")
     said = join(shoal, waiting.line(), "third", "--resume-from", shoal.home / "first").error()
@@ -208,7 +211,7 @@ def test_a_late_node_begins_its_schedule_where_the_swarm_is(shoal, eventually):
     assert state["trainer"]["scheduler"]["last_epoch"] == step + begun
 
 
-def test_a_task_whose_optimizer_keeps_what_no_file_holds_ends_at_its_first_step(shoal):
+def test_unsavable_optimizer_ends_at_its_first_step(shoal):
     """Fault: it trains to the end, saves nothing, says that --resume goes on, and exits with 0."""
     arguments = own(shoal, "first")
     path = shoal.home / "0.02" / "fit.py"
@@ -236,7 +239,7 @@ def test_a_task_whose_optimizer_keeps_what_no_file_holds_ends_at_its_first_step(
     assert not list((shoal.home / "first").glob("step-*"))
 
 
-def test_where_nothing_can_be_saved_training_goes_on_and_the_end_says_so(shoal, eventually):
+def test_training_goes_on_without_saving(shoal, eventually):
     """A file in the place of the node's folder stands for a full disk: nothing can be made there,
     for root neither.
     """

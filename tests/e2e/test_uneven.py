@@ -45,7 +45,8 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
 
 
 @pytest.mark.slow(reason="rounds are seconds of real time")
-def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, eventually):
+def test_sleeper_goes_on_in_the_present_round(shoal, eventually):
+    """A node that slept goes on in the round that the swarm is in."""
     table = shoal.toml(
         swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0}
     )

@@ -16,7 +16,8 @@ from tests.support.watch_events import heard
 
 
 @pytest.mark.slow(reason="real nodes are watched until one is missed")
-def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, eventually):
+def test_watcher_survives_dead_nodes_and_garbage(shoal, eventually):
+    """A swarm is watched while nodes die and somebody gossips garbage."""
     first = create(shoal, "first", "--set", "swarm.start_when=2")
     link = first.line()
     joiner(shoal, link, "second")

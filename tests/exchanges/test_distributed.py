@@ -27,7 +27,7 @@ def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks, codec):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_pairs_that_read_each_other_by_their_own_weights_move_by_opposite_amounts(ranks, shards):
+def test_mod4_pairs_move_by_opposite_amounts(ranks, shards):
     """What one refuses counts on neither side, and shards are read shard by shard."""
     found = ranks(2 * shards).call(JOBS, "read_by_own_weights", shards=shards)
     for one, other in zip(found[:shards], found[shards:], strict=True):
@@ -74,7 +74,8 @@ def test_training_with_everybody_equals_the_simulation(ranks):
         ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
     ],
 )
-def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, reason):
+def test_misfit_is_no_mean_for_all(ranks, options, reason):
+    """What does not fit is no mean for all and one sentence."""
     found = ranks(3).call(JOBS, "one_round", **{"values": [[1.0]] * 3, **options})
     for rank in found:
         assert (rank["mean"], rank["next"]) == (None, ["0", "1", "2"])
@@ -83,14 +84,16 @@ def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, r
     assert any(re.search(reason, rank["logged"][0]) for rank in found)
 
 
-def test_what_its_codec_refuses_is_an_error_there_and_nobody_waits_for_it(ranks):
+def test_refused_by_the_codec_is_an_error_there(ranks):
+    """What its codec refuses is an error there and nobody waits for it."""
     values = [[float("nan")], [1.0], [3.0]]
     first, *others = ranks(3).call(JOBS, "one_round", values=values, codecs=["int8"] * 3)
     assert "NaN" in first["error"]
     assert [rank["mean"] for rank in others] == [[[2.0], ["1", "2"]]] * 2
 
 
-def test_a_contribution_that_is_no_number_leaves_out_its_rank_alone_with_one_sentence(ranks):
+def test_non_finite_rank_is_left_out_alone(ranks):
+    """A contribution that is no number leaves out its rank alone with one sentence."""
     first, *others = ranks(3).call(JOBS, "one_round", values=[[float("nan")], [1.0], [3.0]])
     assert [rank["mean"] for rank in others] == [[[2.0], ["1", "2"]]] * 2
     assert (first["mean"], first["next"]) == (None, ["0", "1", "2"])
@@ -101,9 +104,7 @@ def test_a_contribution_that_is_no_number_leaves_out_its_rank_alone_with_one_sen
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["DiLoCo", "StreamingDiLoCo", "CO2", "SparseLoCo"])
-def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_the_others(
-    ranks, method
-):
+def test_late_rank_takes_weights_and_momentum(ranks, method):
     """One rank stalls in round 2 until the others have given it up; its progress alone must not
     last.
     """
@@ -138,7 +139,8 @@ def test_a_peer_without_weight_is_not_waited_for(ranks):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("when", ["dies in transfer", "dies before its vote"])
-def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
+def test_dead_rank_costs_one_round(ranks, when):
+    """A rank that dies costs the round and the others go on."""
     *others, dead = ranks(3).call(
         JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when
     )
@@ -152,7 +154,8 @@ def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
         assert "restart the job, best under torchrun --max-restarts" in logged
 
 
-def test_a_rank_whose_bytes_do_not_move_costs_the_round_for_all(ranks):
+def test_stalled_rank_costs_one_round(ranks):
+    """A rank whose bytes do not move costs the round for all."""
     codecs = ["float16"] * 3
     found = ranks(3).call(
         JOBS,
@@ -174,7 +177,8 @@ def test_a_rank_that_has_left_is_not_waited_for(ranks):
     assert [rank["mean"] for rank in others] == [[[1.0], ["0", "1"]]] * 2
 
 
-def test_without_the_store_no_round_has_a_partner_and_one_warning_is_logged(ranks):
+def test_missing_store_warns_once(ranks):
+    """Without the store no round has a partner and one warning is logged."""
     for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, spoil="store"):
         assert (rank["mean"], rank["next"]) == (None, None)
         (sentence,) = rank["logged"]
@@ -184,7 +188,8 @@ def test_without_the_store_no_round_has_a_partner_and_one_warning_is_logged(rank
         )
 
 
-def test_a_key_that_comes_again_is_another_round_and_the_store_does_not_grow(ranks):
+def test_repeated_key_is_another_round(ranks):
+    """A key that comes again is another round and the store does not grow."""
     for rank in ranks(2).call(JOBS, "same_key_again"):
         assert rank["found"] == [number + 0.5 for number in range(203)]
         assert rank["old"] == 128

@@ -38,7 +38,8 @@ def each(world, script):
 
 
 @pytest.mark.thinned(3)
-def test_the_mean_is_exact_and_the_same_bits_on_all_sides(world):
+def test_mean_is_exact_and_bit_equal(world):
+    """The mean is exact and the same bits on all sides."""
     notes = world.play(each(world, lambda peer: [start(peer=peer), ["result", "x"]]))
     first = notes[0][0]
     assert whole(first)
@@ -88,7 +89,8 @@ def test_a_codec_that_averages_by_sender_does_so_everywhere(world):
     assert all(note == notes[0] for note in notes)
 
 
-def test_the_result_is_the_same_however_often_it_is_asked_for(world):
+def test_result_can_be_asked_for_again(world):
+    """The result is the same however often it is asked for."""
     notes = world.play(
         each(
             world,
@@ -106,7 +108,8 @@ def test_the_result_is_the_same_however_often_it_is_asked_for(world):
         assert done
 
 
-def test_what_happens_to_the_tensors_after_the_start_does_not_matter(world):
+def test_later_changes_of_tensors_do_not_matter(world):
+    """What happens to the tensors after the start does not matter."""
     notes = world.play(each(world, lambda peer: [start(peer=peer, spoil=True), ["result", "x"]]))
     assert all(whole(note) for (note,) in notes)
 
@@ -124,7 +127,8 @@ def test_two_fragments_in_flight_are_two_means(world):
         assert y["values"] == pytest.approx([10.0 * (world.size - 1) / 2, 1.0], rel=1e-6)
 
 
-def test_a_contribution_that_is_no_number_leaves_out_its_peer_alone_and_for_that_round_only(world):
+def test_non_finite_peer_is_left_out_that_round(world):
+    """A contribution that is no number leaves out its peer alone and for that round only."""
     last = world.size - 1
 
     def script(peer):
@@ -167,7 +171,7 @@ def test_a_late_peer_is_waited_for(world):
 
 
 @pytest.mark.thinned(3)
-def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
+def test_missing_peer_costs_the_wait_and_returns(world):
     """The last peer leaves out round 0.
 
     In rounds 1 and 2 it may be too late for peers that do not know of its return.
@@ -220,7 +224,7 @@ def test_after_a_deadline_the_exchange_is_over_for_all(world):
 
 
 @pytest.mark.thinned(3)
-def test_a_killed_peer_leaves_whole_means_or_none_and_the_others_go_on(world):
+def test_killed_peer_leaves_whole_means_or_none(world):
     """The last of three dies in round 1, with its contribution in flight.
 
     The others begin each later round together.

@@ -21,7 +21,8 @@ def expected(method, size, count=4, codec="float32"):
 
 
 @pytest.mark.parametrize("codec", ["float32", "mod4"])
-def test_pairs_that_find_their_lags_end_with_the_bits_of_the_simulation(ranks, codec):
+def test_automatic_lag_equals_the_simulation(ranks, codec):
+    """Pairs that find their lags end with the bits of the simulation."""
     found = ranks(4).call(JOBS, "overlapping", method="NoLoCo", size=2, codec=codec)
     wanted = expected("NoLoCo", 2, codec=codec)
     for rank, one in enumerate(found):
@@ -44,7 +45,8 @@ def test_groups_that_find_their_lags_equal_the_simulation(ranks):
 
 
 @pytest.mark.parametrize(("method", "size"), [("NoLoCo", 2), ("StreamingDiLoCo", 0)])
-def test_a_rank_that_is_ahead_goes_on_until_it_sends_a_fragment_again(ranks, method, size):
+def test_rank_ahead_waits_at_its_next_send(ranks, method, size):
+    """A rank that is ahead goes on until it sends a fragment again."""
     first, *others = ranks(2).call(JOBS, "ahead", method=method, size=size)
     assert first["sent"] == 4
     for one in (first, *others):
@@ -53,9 +55,8 @@ def test_a_rank_that_is_ahead_goes_on_until_it_sends_a_fragment_again(ranks, met
 
 
 @pytest.mark.parametrize(("method", "size"), [("NoLoCo", 2), ("StreamingDiLoCo", 0)])
-def test_a_job_starts_again_though_its_ranks_have_not_the_same_exchanges_in_flight(
-    ranks, method, size
-):
+def test_job_restarts_with_uneven_flights(ranks, method, size):
+    """A job starts again though its ranks have not the same exchanges in flight."""
     found = ranks(2).call(JOBS, "resumed", method=method, size=size, at=18)
     first, second = (set(one["under way"]) for one in found)
     assert first ^ second

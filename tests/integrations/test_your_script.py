@@ -88,7 +88,8 @@ def test_the_page_is_made_from_the_scripts():
 
 @pytest.mark.thinned(8)
 @pytest.mark.parametrize(("name", "more"), PLAIN)
-def test_two_peers_meet_and_learn_as_well_as_the_plain_script(tmp_path, name, more):
+def test_two_peers_learn_as_the_plain_script(tmp_path, name, more):
+    """Two peers meet and learn as well as the plain script."""
     for library in NEEDS.get(name, ()):
         pytest.importorskip(library)
     plain = Script(tmp_path / "plain", SCRIPTS / f"{name}.py")
@@ -101,7 +102,8 @@ def test_two_peers_meet_and_learn_as_well_as_the_plain_script(tmp_path, name, mo
 
 
 @pytest.mark.ci
-def test_a_loop_in_torchfts_form_meets_with_the_fragments_that_it_names(tmp_path):
+def test_torchft_loop_meets_by_its_fragments(tmp_path):
+    """A loop in torchfts form meets with the fragments that it names."""
     for loss, (met, rounds) in two_peers(tmp_path, "torchft_diloco"):
         assert loss < 0.6  # untrained 0.9 and more
         assert rounds == 2 * 6
@@ -109,7 +111,7 @@ def test_a_loop_in_torchfts_form_meets_with_the_fragments_that_it_names(tmp_path
 
 
 @pytest.mark.slow(reason="six processes, two after two")
-def test_nanogpt_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+def test_nanogpt_resumes_as_if_unstopped(tmp_path):
     """Bit for bit: weights, both optimizers' state and the place in the data; by what the script
     itself saves and loads.
     """

@@ -16,7 +16,7 @@ async def echo(stream):
     await stream.send(await stream.receive(100, 600), 5)
 
 
-def test_silent_streams_of_one_range_do_not_keep_a_stranger_of_another_out():
+def test_silent_streams_keep_no_stranger_out():
     """The fault: the first 64 strangers kept all others out, newcomers that ask for the manifest or
     for weights among them.
     """

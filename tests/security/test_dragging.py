@@ -131,7 +131,8 @@ def compare(steps, **hostile):
     return found
 
 
-def test_a_member_that_lies_about_its_round_moves_two_honest_nodes_by_two_rounds_at_most():
+def test_lying_member_drags_two_rounds_at_most():
+    """A member that lies about its round moves two honest nodes by two rounds at most."""
     found = compare(2000, without=None, hostile=HONEST_S)
     for name in ("anna", "bert"):
         row = found["hostile"][name]

@@ -93,7 +93,8 @@ def test_what_is_large_or_deep_costs_little(decoder):
         assert calls < 4 * len(data) + 50_000
 
 
-def test_a_tensor_of_a_checkpoint_has_a_text_for_a_name():
+def test_checkpoint_tensor_has_a_text_name():
+    """A tensor of a checkpoint has a text for a name."""
     tree = DIGESTED.open(checkpoint()[1])
     model = dict(dict(tree["state"]["dict"])["trainer"]["dict"])["model"]["dict"]
     model[0][0] = 7

@@ -106,9 +106,7 @@ def huge(tmp_path_factory):
     ("join", ("--ram", "1"), "and this node may have 0."),
     ("pull", ("--out", "out"), "and this node may have "),
 ])  # fmt: skip
-def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(
-    huge, home, verb, more, sentence
-):
+def test_impossible_model_is_refused_before_it_is_made(huge, home, verb, more, sentence):
     """The fault: layers and width of a manifest became tensors before anything was compared; 6 GB
     in 12 s.
     """

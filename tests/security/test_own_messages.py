@@ -307,7 +307,8 @@ def test_a_verdict_holds_whomever_a_swarm_draws():
         assert decode_record(verdict.encoded) == verdict
 
 
-def test_a_log_that_is_too_large_is_refused_with_the_reason():
+def test_oversized_log_is_refused():
+    """A log that is too large is refused with the reason."""
     table = Table(0, {f"{number:064}": Standing(score=1) for number in range(120_000)}, {})
     made = LogServer(
         SimpleNamespace(serve=lambda *given: None), SWARM, lambda since: encode_log(Log(table))
@@ -331,7 +332,8 @@ KINDS = [kind for kind in kinds() if issubclass(kind, Message) and kind.KIND not
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.KIND for kind in KINDS])
-def test_a_message_fits_its_limit_with_all_fields_as_long_as_they_may_be(kind):
+def test_longest_message_fits_its_limit(kind):
+    """A message fits its limit with all fields as long as they may be."""
     message = largest(kind)
     assert unpack(pack(message), kind) == message
 

@@ -61,7 +61,8 @@ def test_status_shows_whatever_records_say():
 
 
 @pytest.mark.parametrize("length", ["tokens:1", "seconds:auto", "seconds:3600"])
-def test_the_place_in_a_schedule_is_a_number_whatever_records_say(length):
+def test_place_in_a_schedule_is_a_number(length):
+    """The place in a schedule is a number whatever records say."""
     settings = OuterSettings(method="noloco", round=length)
     for chosen in (several(Member).values(), [largest(Member)]):
         assert 0 <= steps_of_rounds(settings, 2**53, chosen, {}) < 2**200

@@ -94,7 +94,7 @@ def compare(seconds, lag):
     return found
 
 
-def test_a_slow_partner_costs_a_tenth_of_the_steps_at_most():
+def test_slow_partner_costs_a_tenth_at_most():
     """Where training goes on meanwhile, as by default; without that each round waits for its
     partner, by design.
     """

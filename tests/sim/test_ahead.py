@@ -29,7 +29,7 @@ def rounds_after_waking(lines):
     return rounds
 
 
-def test_five_that_slept_wait_in_no_round_for_the_sixth_that_went_on(seeds):
+def test_sleepers_do_not_wait_for_one_ahead(seeds):
     """They waited for all of ``wait`` in two rounds.
 
     Besides, an all-reduce in which they fell asleep left a stream open.

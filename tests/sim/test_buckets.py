@@ -10,7 +10,8 @@ from shoal.swarm.membership.directory import PERIOD, TTL
 from tests.sim.bucket_swarm import BUCKET, EPOCH_S, FIRST
 
 
-def test_a_swarm_that_grows_is_split_and_one_that_shrinks_is_merged(make):
+def test_swarm_splits_as_it_grows_and_merges(make):
+    """A swarm that grows is split and one that shrinks is merged."""
     swarm = make()
     swarm.add(12, over=10.0)
     swarm.until(FIRST - 1.0)
@@ -30,7 +31,8 @@ def test_a_swarm_that_grows_is_split_and_one_that_shrinks_is_merged(make):
     assert {len(view) for view in swarm.views().values()} == {8}
 
 
-def test_all_are_dealt_anew_at_one_moment_and_see_each_other_before_and_after(make):
+def test_all_are_dealt_anew_at_one_moment(make):
+    """All are dealt anew at one moment and see each other before and after."""
     swarm = make()
     swarm.add(80, size=80)
     swarm.until(FIRST + EPOCH_S - 0.01)
@@ -55,7 +57,8 @@ def test_what_a_peer_reads_does_not_grow_with_the_swarm(make):
     assert costs[1] < 1.15 * costs[0]
 
 
-def test_a_late_joiner_sees_its_bucket_and_is_seen_within_seconds(make):
+def test_late_joiner_sees_its_bucket_in_seconds(make):
+    """A late joiner sees its bucket and is seen within seconds."""
     swarm = make()
     swarm.add(80, size=80)
     swarm.until(FIRST + 1.0)
@@ -77,7 +80,8 @@ def test_peers_that_begin_at_other_depths_agree_within_two_readings(make):
     assert all(len(view) >= 2 for view in swarm.views().values())
 
 
-def test_parts_that_were_separate_are_one_swarm_an_epoch_after_they_meet(make):
+def test_separate_parts_unite_in_an_epoch(make):
+    """Parts that were separate are one swarm an epoch after they meet."""
     swarm = make(2)
     swarm.add(10)
     apart = swarm.add(80, size=80, board=1)
@@ -92,7 +96,8 @@ def test_parts_that_were_separate_are_one_swarm_an_epoch_after_they_meet(make):
     assert max(map(len, buckets)) <= BUCKET
 
 
-def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
+def test_one_bucket_trains_as_without():
+    """A swarm within one bucket trains bit by bit as without."""
     options = {"peers": 6, "minutes": 0.7, "parameters": 64}
     plain, in_one = (
         run_sim(

@@ -40,7 +40,8 @@ def test_no_more_is_read_than_a_node_reads(full):
     assert all(40 <= len(directory.members()) < 100 for _, directory in swarm.all)
 
 
-def test_a_new_round_is_known_after_a_reading_and_the_dead_are_forgotten(full):
+def test_new_round_is_known_after_a_reading(full):
+    """A new round is known after a reading and the dead are forgotten."""
     swarm = full(3)
     swarm.run(2.0)
     (host, mine), (_, another), _ = swarm.all

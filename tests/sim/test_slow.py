@@ -65,7 +65,8 @@ def no_memory_of_who_was_late(patch):
 
 
 @pytest.mark.ci
-def test_a_group_that_waits_for_the_late_in_each_round_loses_more(seeds, monkeypatch):
+def test_waiting_each_round_loses_more(seeds, monkeypatch):
+    """A group that waits for the late in each round loses more."""
     without("group", 1)
     no_memory_of_who_was_late(monkeypatch)
     assert kept("group", "latency", (1,)) < KEPT

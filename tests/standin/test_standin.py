@@ -51,7 +51,8 @@ def test_pinned_memory_must_not_change_while_it_is_read(standin):
     assert x.eq(1).all()
 
 
-def test_a_stream_has_to_wait_for_what_it_reads_and_overwrites(standin):
+def test_stream_waits_for_what_it_touches(standin):
+    """A stream has to wait for what it reads and overwrites."""
     side, x = torch.cuda.Stream(), torch.ones(1000, device="cuda")
     x.add_(1)
     with (
@@ -78,7 +79,8 @@ def test_a_stream_has_to_wait_for_what_it_reads_and_overwrites(standin):
     assert pinned.eq(2).all()
 
 
-def test_memory_that_another_stream_uses_is_recorded_before_it_is_freed(standin):
+def test_shared_memory_is_recorded_before_freeing(standin):
+    """Memory that another stream uses is recorded before it is freed."""
     side = torch.cuda.Stream()
     for record in (True, False):
         x = torch.ones(1000, device="cuda")
@@ -130,7 +132,8 @@ def test_memory_is_counted(standin):
     assert torch.cuda.max_memory_allocated() - before >= 4_400_000
 
 
-def test_pinned_memory_is_rounded_up_and_kept_until_it_is_given_back(standin):
+def test_pinned_memory_is_rounded_up_and_kept(standin):
+    """Pinned memory is rounded up and kept until it is given back."""
     torch.accelerator.empty_host_cache()
     before = standin.pinned_bytes()
     pinned = torch.empty(1000, pin_memory=True)

@@ -38,11 +38,13 @@ def test_a_stall_is_the_longest_time_between_two_steps():
     assert figures.longest_gap(life(times=[1, 2, 5, 6]), 6.5) == 3
 
 
-def test_time_in_which_we_stopped_the_node_is_no_stall_but_what_it_needed_after_that_is():
+def test_paused_time_is_no_stall():
+    """Time in which we stopped the node is no stall but what it needed after that is."""
     assert figures.longest_gap(life(times=[1, 2, 8, 9], stopped=[(2.5, 6.5)]), 9) == exactly(2)
 
 
-def test_who_hangs_until_the_end_stalls_and_who_is_dead_does_not():
+def test_hanging_to_the_end_is_a_stall():
+    """Who hangs until the end stalls and who is dead does not."""
     assert figures.longest_gap(life(times=[1, 2]), 9) == 7
     assert figures.longest_gap(life(times=[1, 2], ended=3.0), 9) == 1
     assert figures.longest_gap(life(), 9) is None
@@ -125,7 +127,8 @@ plans = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(plans)
-def test_a_plan_follows_from_its_seed_and_leaves_half_of_the_nodes_alone(how):
+def test_plan_follows_its_seed_and_spares_half(how):
+    """A plan follows from its seed and leaves half of the nodes alone."""
     plan = draw_plan(**how)
     assert plan == draw_plan(**how)
     assert [hit.at_s for hit in plan] == sorted(hit.at_s for hit in plan)
@@ -138,7 +141,8 @@ def test_a_plan_follows_from_its_seed_and_leaves_half_of_the_nodes_alone(how):
         assert len(down) + 1 <= max(how["peers"] // 2, 1)
 
 
-def test_two_kills_a_minute_are_two_kills_a_minute_and_the_creators_turn_comes():
+def test_kill_rate_is_kept_and_includes_the_creator():
+    """Two kills a minute are two kills a minute and the creators turn comes."""
     for seed in range(50):
         plan = draw_plan(peers=8, seconds=300, kills_per_minute=2, stops_per_minute=0, seed=seed)
         assert [hit.kind for hit in plan] == ["kill"] * 10
@@ -359,7 +363,8 @@ def test_what_the_kernel_knows_of_this_process(monkeypatch):
     assert processes.marked("SHOAL_TEST=mark") == []
 
 
-def test_a_line_of_metrics_that_a_kill_cut_off_is_left_out(tmp_path):
+def test_cut_off_metrics_line_is_left_out(tmp_path):
+    """A line of metrics that a kill cut off is left out."""
     path = tmp_path / "metrics.jsonl"
     assert read_events(path) == []
     line = '{"event": "round", "partner": "b", "time": 5}'

@@ -48,7 +48,8 @@ def test_another_seed_is_another_result():
     )
 
 
-def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
+def test_calm_swarm_meets_and_stays_equal():
+    """Left in peace nobody is alone and a group stays equal."""
     report = small(overrides={"outer.every": 10, "outer.method": "diloco"}, uneven=0.0)
     assert report["alone"] == 0
     assert report["spread"] < 1e-6
@@ -133,7 +134,8 @@ def test_several_sizes_are_all_simulated_and_their_growth_told(monkeypatch):
 
 
 @pytest.mark.ci
-def test_costs_of_the_warm_up_do_not_count_and_the_run_is_the_same():
+def test_warm_up_costs_do_not_count():
+    """Costs of the warm up do not count and the run is the same."""
     first, whole, rest = small(minutes=0.15), small(), small(warm_up=0.15)
     assert rest["trace"] == whole["trace"]
     assert 0 < rest["exchanges"] == whole["exchanges"] - first["exchanges"]
@@ -148,7 +150,7 @@ def test_costs_of_the_warm_up_do_not_count_and_the_run_is_the_same():
 
 
 @pytest.mark.ci
-def test_out_of_step_a_peer_calls_one_other_and_not_the_swarm():
+def test_late_peer_calls_one_other():
     """Eight others, of whom nearly all are taken, took 21.7 messages a round; none at all left half
     of the peers alone.
     """
@@ -164,7 +166,8 @@ def test_without_buckets_there_is_no_mixing_to_measure():
     assert set(found["growth_from_bucket"].values()) == {None}
 
 
-def test_without_settings_buckets_hold_64_and_a_file_decides_for_itself(tmp_path):
+def test_buckets_hold_64_by_default(tmp_path):
+    """Without settings buckets hold 64 and a file decides for itself."""
     file = tmp_path / "swarm.toml"
     file.write_text("[swarm]\nbucket = 8\nepoch_s = 90.0\n")
     options = {"peers": 2, "minutes": 0.05}

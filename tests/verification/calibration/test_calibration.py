@@ -154,7 +154,8 @@ class TestThreshold:
     def test_the_spread_may_be_larger_than_it_seems(self, freedom, quantile):
         assert _spread_factor(freedom) == pytest.approx(math.sqrt(freedom / quantile), rel=2e-3)
 
-    def test_no_honest_claim_is_refused_where_the_sample_is_too_small(self):
+    def test_small_sample_refuses_no_honest_claim(self):
+        """No honest claim is refused where the sample is too small."""
         claims = honest_claims(200)
         calibration = Calibration()
         calibration.add(PAIR, claims)

@@ -52,11 +52,13 @@ def test_a_peer_that_misses_its_votes_is_not_drawn(absence, is_drawn):
 
 
 @pytest.mark.parametrize(("absent", "left"), [(2, 4), (3, 6), (6, 6)])
-def test_as_long_as_no_more_than_a_draw_needs_are_there_the_absent_are_drawn_too(absent, left):
+def test_absent_are_drawn_while_too_few_are_there(absent, left):
+    """As long as no more than a draw needs are there the absent are drawn too."""
     assert len(drawn({peer: standing(absence=ABSENT) for peer in PEERS[:absent]})) == left
 
 
-def test_of_those_who_are_there_only_the_proven_are_drawn_once_they_are_enough():
+def test_only_the_proven_are_drawn_once_enough():
+    """Of those who are there only the proven are drawn once they are enough."""
     proven = {peer: standing(valid=2) for peer in PEERS[:4]}
     assert drawn(proven) == set(PEERS[:4])
     # One of them is absent: three are no more than a draw needs, so all who are there are drawn.
@@ -116,7 +118,8 @@ def test_a_beacon_has_32_bytes():
 
 
 @given(st.lists(st.binary(min_size=32, max_size=32), max_size=6), st.randoms())
-def test_the_beacon_depends_on_run_round_and_every_salt_and_not_on_order_or_copies(salts, shuffler):
+def test_beacon_depends_on_run_round_and_salts(salts, shuffler):
+    """The beacon depends on run round and every salt and not on order or copies."""
     found = beacon("run", 7, salts)
     mixed = salts + salts
     shuffler.shuffle(mixed)
@@ -145,7 +148,8 @@ def test_links_belong_to_their_round_alone(start, length, data):
             chain.link(outside)
 
 
-def test_a_link_cannot_be_made_from_earlier_ones_and_giants_are_not_hashed():
+def test_link_is_not_derived_and_giants_are_not_hashed():
+    """A link cannot be made from earlier ones and giants are not hashed."""
     chain = Chain(digest("secret"), 0, 10)
     assert not belongs(chain.link(4), chain.anchor, 5)
     assert not belongs(chain.link(4), chain.anchor, 2**60)
@@ -153,7 +157,8 @@ def test_a_link_cannot_be_made_from_earlier_ones_and_giants_are_not_hashed():
         Chain(b"short", 0)
 
 
-def test_the_lottery_plants_its_share_and_depends_on_secret_and_beacon():
+def test_lottery_depends_on_secret_and_beacon():
+    """The lottery plants its share and depends on secret and beacon."""
     chain = Chain(digest("secret"), 0, 100)
     drawn = [
         [

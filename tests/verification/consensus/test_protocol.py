@@ -99,7 +99,8 @@ def test_a_case_from_claim_to_ruling():
     assert scene.consensus.counts == {"accepted": 9}
 
 
-def test_a_vote_is_revealed_only_when_nobody_can_commit_any_more():
+def test_vote_is_revealed_after_all_commitments():
+    """A vote is revealed only when nobody can commit any more."""
     scene = Scene()
     claim, seats = scene.drawn()
     start = scene.now
@@ -121,7 +122,7 @@ def test_a_vote_is_revealed_only_when_nobody_can_commit_any_more():
 
 @settings(deadline=None)
 @given(st.floats(0, 2), st.floats(0, 9.9))
-def test_with_clocks_within_the_skew_no_commitment_comes_after_a_reveal_was_seen(skew, at):
+def test_clock_skew_keeps_commitments_before_reveals(skew, at):
     """Whoever is ahead by ``skew`` reveals, at its earliest, when whoever is behind takes no
     commitments any more.
     """
@@ -159,7 +160,8 @@ def test_forged_and_replayed_records_are_refused():
     scene.refused(commitment, "replayed")
 
 
-def test_claims_of_other_runs_rounds_and_of_banned_peers_are_refused():
+def test_foreign_and_banned_claims_are_refused():
+    """Claims of other runs rounds and of banned peers are refused."""
     scene = Scene(banned=(PEERS[5],))
     foreign = Claim(**{**claim_of(PEERS[0], ROUND).model_dump(), "run": "another"})
     scene.refused(foreign, "foreign")
@@ -174,7 +176,8 @@ def test_claims_of_other_runs_rounds_and_of_banned_peers_are_refused():
     scene.refused(claim_of(PEERS[1], ROUND - 1), "late")
 
 
-def test_a_round_is_drawn_for_once_and_not_before_its_beacon_can_be_known():
+def test_round_is_drawn_once_after_its_beacon():
+    """A round is drawn for once and not before its beacon can be known."""
     scene = Scene()
     beacon = Electorate(ROUND, digest("beacon"), {})
     with pytest.raises(ValueError, match="too early"):
@@ -212,7 +215,8 @@ def test_a_reveal_that_does_not_fit_is_refused_and_marked():
     assert duty.marks == ("withheld", "absent", "absent")
 
 
-def test_a_second_commitment_is_kept_as_a_proof_and_floods_are_cut_off():
+def test_second_commitment_is_proof_and_floods_end():
+    """A second commitment is kept as a proof and floods are cut off."""
     scene = Scene()
     claim, seats = scene.drawn()
     commitment, reveal, other = parts(claim, seats[0], "twice")
@@ -324,7 +328,8 @@ def test_a_dispute_draws_seven_others_once():
 @pytest.mark.parametrize(
     ("rounds", "taken"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)]
 )
-def test_an_appeal_is_taken_until_the_last_round_of_its_window(rounds, taken):
+def test_appeal_is_taken_until_its_window_ends(rounds, taken):
+    """An appeal is taken until the last round of its window."""
     scene = Scene()
     claim, seats = scene.drawn()
     decided(scene, claim, seats, ("invalid", "invalid", "valid"))
@@ -430,7 +435,8 @@ def test_a_member_that_leaves_reveals_first():
     assert len(records) == 2
 
 
-def test_a_member_without_budget_leaves_its_seat_empty_and_states_that():
+def test_member_without_budget_leaves_its_seat_empty():
+    """A member without budget leaves its seat empty and states that."""
     scene = Scene()
     _, seats = scene.drawn()
     asked = []

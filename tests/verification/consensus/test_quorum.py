@@ -53,7 +53,8 @@ def test_what_most_state_counts_and_who_has_it_opens_it():
     assert agreement.sources() == ()
 
 
-def test_who_has_another_asks_those_who_state_it_and_takes_nothing_else():
+def test_differing_log_asks_only_its_holders():
+    """Who has another asks those who state it and takes nothing else."""
     agreement = stated([0, 1, 1, 1, 1, 1])
     assert agreement.electorate is None
     assert agreement.sources() == PEERS[1:6]
@@ -64,7 +65,8 @@ def test_who_has_another_asks_those_who_state_it_and_takes_nothing_else():
 
 
 @pytest.mark.parametrize("numbers", [[0, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]])
-def test_no_more_than_a_third_counts_for_nothing_but_one_asks_them(numbers):
+def test_a_third_or_less_counts_for_nothing(numbers):
+    """No more than a third counts for nothing but one asks them."""
     agreement = stated(numbers)
     assert agreement.root is None
     assert len(agreement.sources()) in (2, 3)
@@ -104,7 +106,8 @@ def test_the_table_of_a_minority_is_not_asked_for():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(0, 3))
-def test_what_counts_is_the_same_for_all_and_stated_by_more_than_a_third(numbers, own):
+def test_more_than_a_third_counts_for_all(numbers, own):
+    """What counts is the same for all and stated by more than a third."""
     agreement, other = stated(numbers, own=numbers[0]), ViewQuorum(7)
     for at in reversed(range(9)):
         other.take(view(PEERS[at], numbers[at]))
@@ -150,7 +153,8 @@ def test_who_entered_lately_and_is_not_banned_can_be_drawn():
     }
 
 
-def test_claims_of_strangers_are_drawn_for_by_lot_and_slots_used_twice_never():
+def test_strangers_claims_are_drawn_by_lot():
+    """Claims of strangers are drawn for by lot and slots used twice never."""
     rules = replace(RULES, life=8, claims=2, strangers=3)
     proven = Standing()
     proven.claims["valid"] = 2
@@ -171,7 +175,8 @@ def test_claims_of_strangers_are_drawn_for_by_lot_and_slots_used_twice_never():
     ] * 4 + [False] * 2
 
 
-def test_a_void_round_draws_nobody_and_its_root_is_its_own():
+def test_void_round_draws_nobody():
+    """A void round draws nobody and its root is its own."""
     assert void("run", 7).operators == {}
     assert first_draws(claim_of("a", 7), {7: void("run", 7)}, RULES) == ()
     assert (

@@ -274,7 +274,8 @@ def test_a_forged_log_changes_nothing():
     )
 
 
-def test_records_of_a_log_are_learnt_once_and_make_no_duties():
+def test_log_records_are_learnt_once():
+    """Records of a log are learnt once and make no duties."""
     found = swarm()
     one, other = found.peers[0].participant, found.peers[1].participant
     log = decode_log(encode(other.log(0)))

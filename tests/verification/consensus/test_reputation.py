@@ -97,7 +97,8 @@ def score_of_seat(behaviour):
     return table(story, 10).score(story.verifiers(claim)[0][2])
 
 
-def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
+def test_absence_costs_less_than_a_wrong_vote():
+    """Staying away costs less than a wrong vote and hiding a vote does not."""
     assert (
         score_of_seat("valid")
         > 0
@@ -124,7 +125,8 @@ def absence_after(*behaviours):
     return [table(story, round).standings[me] for round in (5, 6, 40)]
 
 
-def test_votes_that_do_not_come_take_the_seat_and_never_the_membership():
+def test_missing_votes_cost_the_seat_only():
+    """Votes that do not come take the seat and never the membership."""
     now, later, faded = absence_after(*("absent",) * 20)
     assert (now.score, now.until, now.votes["absent"]) == (0, None, 20)
     assert now.absence == MOST_ABSENCE
@@ -143,7 +145,8 @@ def test_votes_that_do_not_come_take_the_seat_and_never_the_membership():
         (("absent", "withheld"), 800),
     ],
 )
-def test_a_vote_takes_back_a_quarter_of_what_an_empty_seat_adds(behaviours, absence):
+def test_vote_repays_a_quarter_of_an_empty_seat(behaviours, absence):
+    """A vote takes back a quarter of what an empty seat adds."""
     assert absence_after(*behaviours)[0].absence == absence
 
 
@@ -187,7 +190,8 @@ def test_a_ban_ends_and_the_next_is_longer():
     assert table(story, 21, prices).standings[PEERS[0]].bans == 2
 
 
-def test_claims_of_a_ban_s_last_round_are_nothing_and_those_of_the_next_are_ruled_on():
+def test_claims_after_a_ban_are_ruled_on():
+    """Claims of a ban s last round are nothing and those of the next are ruled on."""
     story = Story(PEERS)
     prices = ScoreRules(ban=8)
     for round in (5, 6):
@@ -217,7 +221,8 @@ def test_scores_fade_to_nothing():
     assert scores[-1] == 0
 
 
-def test_a_dispute_gives_back_what_was_taken_and_its_loser_pays():
+def test_won_dispute_returns_what_was_taken():
+    """A dispute gives back what was taken and its loser pays."""
     for vote, change in (
         ("valid", PRICES.upheld + PRICES.won),
         ("invalid", PRICES.rejected + PRICES.lost),
@@ -235,7 +240,8 @@ def test_a_dispute_gives_back_what_was_taken_and_its_loser_pays():
         assert all((table(story, 10).score(p) > 0) == (p in good) for p in seats)
 
 
-def test_who_approves_a_planted_claim_pays_most_and_its_author_nothing():
+def test_approving_a_planted_claim_costs_most():
+    """Who approves a planted claim pays most and its author nothing."""
     story = Story(PEERS)
     slot = story.slots(PEERS[0], planted=True)[0]
     claim = story.claim(PEERS[0], slot=slot, behaviours=("invalid", "invalid", "valid"))
@@ -246,7 +252,8 @@ def test_who_approves_a_planted_claim_pays_most_and_its_author_nothing():
     assert found.standings[PEERS[0]].claims["planted"] == 1
 
 
-def test_an_author_who_planted_something_right_pays_and_those_who_approved_it_do_not():
+def test_author_of_a_right_plant_pays():
+    """An author who planted something right pays and those who approved it do not."""
     story = Story(PEERS)
     slot = story.slots(PEERS[0], planted=True)[0]
     claim = story.claim(PEERS[0], slot=slot)
@@ -264,7 +271,8 @@ def test_strangers_and_fresh_keys():
     assert SETTLED > 2
 
 
-def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
+def test_default_prices_reward_work():
+    """With the default prices laziness does not pay and work does."""
     caught = (
         0.05 * 0.99**2
     )  # the share of blind approvals that are of a planted claim which the vote rejects
@@ -273,7 +281,8 @@ def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
     assert 0.99 * PRICES.agreed + slips > 0
 
 
-def test_what_the_prices_must_keep_to_so_that_cheating_does_not_pay():
+def test_prices_keep_cheating_unprofitable():
+    """What the prices must keep to so that cheating does not pay."""
     assert PRICES.ceiling < -PRICES.rejected  # the best record does not pay for one lie
     assert (
         PRICES.withheld <= PRICES.against

@@ -40,7 +40,8 @@ def test_strict_majority_of_a_quorum(marks, decision):
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["valid", "invalid", "absent", "withheld", None]), max_size=9))
-def test_a_decision_needs_a_quorum_of_votes_and_a_tie_decides_nothing(marks):
+def test_decision_needs_a_quorum_and_no_tie(marks):
+    """A decision needs a quorum of votes and a tie decides nothing."""
     votes = {vote: marks.count(vote) for vote in ("valid", "invalid")}
     decision = decide(marks)
     if decision is not None:
@@ -152,7 +153,8 @@ def test_a_dispute_is_decided_by_seven_others():
     assert not {PEERS[0], *ruling.trials[0].verifiers} & set(ruling.trials[-1].verifiers)
 
 
-def test_an_undecided_dispute_changes_nothing_and_the_first_decided_one_is_final():
+def test_first_decided_dispute_is_final():
+    """An undecided dispute changes nothing and the first decided one is final."""
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
     outsiders = [p for p in PEERS if p not in story.verifiers(claim)[0]]
@@ -196,7 +198,8 @@ def test_a_plant_that_was_approved_goes_to_seven_others():
     assert ruled(story, claim).overturned
 
 
-def test_planting_is_no_excuse_for_other_slots_other_chains_or_a_slot_used_twice():
+def test_planting_excuses_only_its_own_slot():
+    """Planting is no excuse for other slots other chains or a slot used twice."""
     story = Story(PEERS)
     peer = PEERS[0]
     lie = story.claim(peer, slot=story.slots(peer, planted=False)[0], behaviours=("invalid",) * 3)
@@ -245,7 +248,8 @@ def test_the_salt_of_who_revealed_twice_makes_no_beacon():
 @pytest.mark.parametrize(
     ("rounds", "counts"), [(RULES.appeal_rounds, True), (RULES.appeal_rounds + 1, False)]
 )
-def test_appeals_count_to_the_last_round_of_their_window_and_no_longer(rounds, counts):
+def test_appeals_count_within_their_window(rounds, counts):
+    """Appeals count to the last round of their window and no longer."""
     story = Story(PEERS)
     claim = story.claim(PEERS[0], behaviours=("invalid", "invalid", "valid"))
     dispute = story.dispute(PEERS[0], claim, "valid" if counts else None, round=10 + rounds)
@@ -263,7 +267,8 @@ def test_appeals_count_to_the_last_round_of_their_window_and_no_longer(rounds, c
     st.lists(st.tuples(BEHAVIOUR, BEHAVIOUR, BEHAVIOUR), min_size=1, max_size=5),
     st.integers(0, 999),
 )
-def test_rulings_do_not_depend_on_the_order_of_records_or_on_copies(cases, seed):
+def test_rulings_ignore_order_and_copies(cases, seed):
+    """Rulings do not depend on the order of records or on copies."""
     story = Story(PEERS)
     claims = [story.claim(PEERS[n], behaviours=behaviours) for n, behaviours in enumerate(cases)]
     story.dispute(PEERS[0], claims[0], "valid")

@@ -52,7 +52,7 @@ def all_counts(swarm, reason):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_no_honest_peer_does(
+def test_liar_and_copier_are_found_in_thirty_claims(
     seed,
 ):
     """Seven peers, each of which claims once a round.
@@ -132,7 +132,7 @@ def test_who_never_votes_is_not_drawn_and_keeps_its_membership(cheats):
 
 
 @pytest.mark.ci
-def test_colluders_are_banned_and_the_dispute_of_whom_they_outvoted_is_won():
+def test_colluders_are_banned_and_the_outvoted_win():
     """Two of three verifiers collude now and then; the author disputes, and a larger draw overturns
     the ruling.
     """
@@ -174,7 +174,7 @@ def test_who_comes_after_the_beginning_was_forgotten_gets_the_base():
     assert banned(swarm) == {"liar-0"}
 
 
-def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_a_cheat():
+def test_restarted_planter_is_no_cheat():
     """The fault: what was planted, and the chain that shows it, were kept in memory alone; each
     lost plant is a ban.
     """
@@ -201,7 +201,7 @@ def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_
     assert table.standings["honest-5"].claims["valid"] > 0
 
 
-def test_who_was_away_with_its_evidence_does_not_dispute_that_it_was_missed(monkeypatch):
+def test_absentee_does_not_dispute_a_miss(monkeypatch):
     """A second draw would have the evidence, and those who rightly said that it was not served
     would pay for its author.
     """
@@ -240,7 +240,8 @@ def test_a_clock_that_is_a_second_off_does_no_harm(seconds):
 
 
 @pytest.mark.parametrize(("rounds", "reason"), [(2, "future"), (-2, "late")])
-def test_a_clock_that_is_two_rounds_off_is_ignored_and_harms_only_itself(rounds, reason):
+def test_wrong_clock_harms_only_itself(rounds, reason):
+    """A clock that is two rounds off is ignored and harms only itself."""
     clocks = {"honest-5": rounds * WORLD.round_s}
     swarm = ran(("liar",), honest=6, rounds=20, world=replace(WORLD, clocks=clocks))
     assert banned(swarm, but=("honest-5",)) == {"liar-0"}
@@ -249,7 +250,8 @@ def test_a_clock_that_is_two_rounds_off_is_ignored_and_harms_only_itself(rounds,
 
 
 @pytest.mark.ci
-def test_who_shows_its_votes_to_half_of_the_others_divides_nobody():
+def test_half_shown_votes_divide_nobody():
+    """Who shows its votes to half of the others divides nobody."""
     swarm = ran(("withholder",), honest=6, rounds=24)
     assert banned(swarm) <= {"withholder-0"}
     assert swarm.pulled > 0
@@ -268,7 +270,8 @@ def test_who_claims_different_things_to_different_peers_divides_nobody():
     assert banned(swarm) <= {"twofaced-0"}
 
 
-def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing():
+def test_claim_flood_costs_honest_claims_nothing():
+    """Ten thousand claims a minute are counted and cost honest claims nothing."""
     swarm = ran(("flooder",), honest=6, rounds=18)
     assert all_counts(swarm, "quota") > 6 * 14_000
     assert banned(swarm) == set()
@@ -286,7 +289,7 @@ def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing
 
 
 @pytest.mark.ci
-def test_fresh_keys_that_outnumber_the_honest_are_not_drawn_and_banned():
+def test_outnumbering_fresh_keys_are_not_drawn():
     """Nine sybils come together, lie, and would approve each other: who has shown nothing yet does
     not vote.
     """

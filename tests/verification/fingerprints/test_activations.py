@@ -167,7 +167,8 @@ def test_a_constant_polynomial_is_far_away():
     assert error > 10
 
 
-def test_a_proof_of_other_order_or_length_is_refused_or_far_away():
+def test_proof_of_other_order_or_length_is_far():
+    """A proof of other order or length is refused or far away."""
     states = normal(64, 64)
     proof = PROOF.make(states)
     assert PROOF.compare(proof[258:] + proof[:258], states).means()[0] > 0.9

@@ -134,7 +134,8 @@ def test_other_logits_other_seed_and_no_seed_show():
     assert measured(own_choice).means()[1] > 1
 
 
-def test_one_token_of_many_moves_the_largest_distance_and_hardly_the_others():
+def test_one_token_moves_the_largest_distance():
+    """One token of many moves the largest distance and hardly the others."""
     output = drawn(rows=320)
     other = output.tokens.clone()
     other[200] = (other[200] + 1) % output.logits.shape[1]
@@ -235,7 +236,8 @@ def test_each_point_is_found_again(pairs):
     assert torch.equal(evaluate(interpolate(xs, ys), xs), ys)
 
 
-def test_many_windows_at_once_are_the_same_as_one_by_one():
+def test_batched_windows_equal_single_ones():
+    """Many windows at once are the same as one by one."""
     generator = torch.Generator().manual_seed(0)
     xs = torch.stack([torch.randperm(PRIME, generator=generator)[:128] for _ in range(5)])
     ys = torch.randint(PRIME, (5, 128), generator=generator)

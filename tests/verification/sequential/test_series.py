@@ -67,7 +67,7 @@ def test_ties_count_as_further():
 
 @given(st.lists(st.integers(0, 4), min_size=22, max_size=22), st.integers(1, 21))
 @settings(deadline=None, max_examples=60)
-def test_p_values_of_exchangeable_claims_are_at_least_uniform_with_any_ties(values, rank):
+def test_p_values_are_uniform_with_ties(values, rank):
     """Of all 22 rotations of one multiset each is as likely; the last claim's p-value is <= rank /
     22 in at most that share.
     """
@@ -79,7 +79,7 @@ def test_p_values_of_exchangeable_claims_are_at_least_uniform_with_any_ties(valu
     assert sum(p <= rank / 22 + 1e-12 for p in least) <= rank
 
 
-def test_later_p_values_do_not_inherit_the_luck_of_the_calibration():
+def test_later_p_values_inherit_no_luck():
     """Against 20 fixed claims an honest peer would look guilty sooner or later, as these 20 are too
     near by chance. Of all capitals after 200 claims at most a twentieth may be 20, and 3 standard
     errors more.
@@ -106,7 +106,8 @@ def ever(known, draws, claims, source):
     return None
 
 
-def test_no_honest_peer_is_accused_and_one_that_cheats_a_little_is_found():
+def test_slight_cheat_is_found_and_nobody_else():
+    """No honest peer is accused and one that cheats a little is found."""
     source = random.Random(4)
     honest, cheat = (
         (lambda s: claim(1 + 0.1 * s.gauss(0, 1))),
@@ -142,7 +143,8 @@ def test_the_tolerance_is_at_least_the_grain():
         assert Series(known, 1).add(known.scores(shown), known.tolerances(shown)) == (p,)
 
 
-def test_odds_are_the_largest_capital_less_the_parts_of_series_and_feature():
+def test_odds_are_discounted_for_series_and_features():
+    """Odds are the largest capital less the parts of series and feature."""
     known = reference([(float(n), float(-n)) for n in range(20)], features=TWO)
     for number in (1, 2, 5):
         series = Series(known, number)
@@ -164,7 +166,8 @@ def test_the_parts_of_all_series_are_one_rate():
 
 @given(st.permutations(range(6)))
 @settings(deadline=None, max_examples=30)
-def test_the_last_p_value_does_not_depend_on_the_order_before(order):
+def test_last_p_value_ignores_the_order_before(order):
+    """The last p value does not depend on the order before."""
     known = reference([float(n) for n in range(20)])
     values = [3.0, 7.5, 30.0, 19.0, -2.0, 12.0]
     first = steps(Series(known, 1), known, [*values, 15.5])[-1]
@@ -237,7 +240,8 @@ def test_all_small_grows_by_the_best_bet():
     )
 
 
-def test_a_peer_that_begins_to_cheat_late_is_found_nearly_as_soon():
+def test_late_cheat_is_found_nearly_as_soon():
+    """A peer that begins to cheat late is found nearly as soon."""
     source = random.Random(2)
     honest = [1 - source.random() for _ in range(1000)]
     assert after([*honest, *[0.01] * 12]) > math.log(1e4)
