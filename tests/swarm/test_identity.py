@@ -35,7 +35,8 @@ def write(path, blob, mode=0o600):
     return path
 
 
-def test_file_is_libp2ps_record_and_peer_id_is_the_public_key(tmp_path):
+def test_key_file_is_libp2ps_format(tmp_path):
+    """File is libp2p's record and peer id is the public key."""
     path = write(tmp_path / "key", KEY_HEADER + SEED + PUBLIC)
     identity = Identity.load(path)
     assert identity.public_key == PUBLIC
@@ -229,7 +230,8 @@ def take(path):
 
 
 @pytest.mark.parametrize("kind", ["alone", "fork", "program"])
-def test_the_holder_is_named_and_its_death_frees_the_lock_though_its_children_live(tmp_path, kind):
+def test_lock_names_its_holder_and_frees_on_death(tmp_path, kind):
+    """The holder is named and its death frees the lock though its children live."""
     path = tmp_path / "lock"
     process, child = holder(path, kind)
     with pytest.raises(InUseError, match=f"^The key is in use by process {process.pid}: stop it.$"):
@@ -257,9 +259,8 @@ def test_a_fork_that_ends_leaves_the_lock_to_its_parent(tmp_path):
     take(path).release()
 
 
-def test_a_lock_taken_between_the_release_of_another_and_its_removal_is_on_the_file_that_all_see(
-    tmp_path, monkeypatch
-):
+def test_contested_lock_is_on_the_visible_file(tmp_path, monkeypatch):
+    """A lock taken between the release of another and its removal is on the file that all see."""
     path, real, calls = tmp_path / "lock", fcntl.flock, []
     first = take(path)
 

@@ -52,7 +52,8 @@ def test_each_kind_is_said_once_with_where_its_traceback_is():
     assert errors.news() == []
 
 
-def test_an_error_that_says_its_remedy_is_not_to_be_reported():
+def test_error_with_a_remedy_is_not_reported():
+    """An error that says its remedy is not to be reported."""
     errors = InternalErrors()
     caught(errors, "trial", "Your task failed in loss(): mend it.", ShoalError)
     assert errors.newest() == "(Your task failed in loss(): mend it); its traceback is in the log"
@@ -88,7 +89,7 @@ def failing_trial():
         (failing_trial, "trial", "TypeError: planted"),
     ],
 )
-def test_an_error_in_the_screen_is_this_nodes_and_blames_nobody(network, screen, place, first):
+def test_screen_error_blames_nobody(network, screen, place, first):
     """The fault: it became "no partner".
 
     Mutants: the partner is blamed for it; the partner waits; it is counted twice.
@@ -107,7 +108,8 @@ def test_an_error_in_the_screen_is_this_nodes_and_blames_nobody(network, screen,
     assert kind in ("refused", "broken")  # the end of the stream may overtake the reason
 
 
-def test_an_error_of_an_earlier_round_is_not_that_of_a_later_one(network):
+def test_earlier_error_is_not_a_later_rounds(network):
+    """An error of an earlier round is not that of a later one."""
     faulty, whole = Peer(network, screen=Failing()), Peer(network)
     for handle in (faulty.start(0), whole.start(0)):
         handle.result()

@@ -9,7 +9,8 @@ def test_every_reason_of_streams_and_rollouts_has_words():
     assert not {*OF_STREAMS, *OF_ROLLOUTS} - WORDS.keys()
 
 
-def test_the_most_frequent_comes_first_and_an_unknown_one_is_shown_as_it_is():
+def test_most_frequent_refusal_comes_first():
+    """The most frequent comes first and an unknown one is shown as it is."""
     counts = {"early": 1, "no_spread": 974, "strange": 2}
     assert listed(counts) == (
         "974 with equal rewards, which teach nothing (no_spread), 2 strange, "

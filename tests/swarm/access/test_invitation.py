@@ -44,7 +44,8 @@ def access_policy(**options):
     )
 
 
-def test_the_holder_of_a_link_is_admitted_and_shows_only_what_is_of_no_use_to_others():
+def test_link_holder_shows_only_what_is_useless_to_others():
+    """The holder of a link is admitted and shows only what is of no use to others."""
     text = issue(CREATOR, SWARM, lives=DAY, uses=2, now=NOW)
     shown = admission(text, ANNA, NOW + 5)
     found = entry(text, ANNA, shown=shown)
@@ -78,7 +79,8 @@ def test_each_wrong_invitation_is_named():
     assert "expired on 1970-01-13" in expiry(found, NOW + DAY + 100)
 
 
-def test_a_late_clock_is_no_reason_to_be_refused_but_a_moment_before_the_invitation_is():
+def test_late_clock_is_admitted_within_limits():
+    """A late clock is no reason to be refused but a moment before the invitation is."""
     text = issue(CREATOR, SWARM, lives=DAY, now=NOW)
     assert entry(text, ANNA, now=NOW - 1000).since == NOW
     sealed, seed = access._parts(text)
@@ -146,7 +148,8 @@ def test_the_creator_needs_nothing_and_others_an_invitation():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_the_first_come_are_in_whatever_the_order_in_which_they_are_seen(order):
+def test_first_come_are_in_whatever_the_order(order):
+    """The first come are in whatever the order in which they are seen."""
     text = issue(CREATOR, SWARM, lives=DAY, uses=2, now=NOW)
     invited = [(Identity.ephemeral(), NOW + i) for i in range(3)]
     at = access_policy(clock=lambda: NOW + 5)
@@ -160,7 +163,8 @@ def test_the_first_come_are_in_whatever_the_order_in_which_they_are_seen(order):
     )
 
 
-def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
+def test_place_is_free_after_leaving_or_silence():
+    """A place is free again when its holder leaves or is silent."""
     time = [NOW]
     at = access_policy(clock=lambda: time[0], ttl=30.0)
     first, second = admission(TEXT, ANNA, NOW), admission(TEXT, BERT, NOW + 1)
@@ -179,7 +183,8 @@ def test_a_place_is_free_again_when_its_holder_leaves_or_is_silent():
     assert not at.admits(BERT.peer_id)
 
 
-def test_an_invited_peer_is_out_when_its_invitation_expires_which_is_reported_before():
+def test_expired_invitation_is_reported_before():
+    """An invited peer is out when its invitation expires which is reported before."""
     time = [NOW]
     at = access_policy(me=ANNA.peer_id, ticket=admission(TEXT, ANNA, NOW), clock=lambda: time[0])
     at.record(

@@ -48,7 +48,7 @@ def test_a_part_counts_from_its_round_on():
     assert settings_at(None, TRAIN, 9) is TRAIN
 
 
-def test_an_addition_keeps_what_lies_ahead_and_folds_what_is_over():
+def test_addition_keeps_what_lies_ahead():
     """Mutants: an earlier change is lost; a record that grows with each change."""
     made = add(None, ChangePart(round=2, lr=0.25))
     made = add(made, ChangePart(round=9, steps=50), now=4)

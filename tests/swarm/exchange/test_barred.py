@@ -21,7 +21,8 @@ def refusals(caplog):
     ]
 
 
-def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, caplog):
+def test_banned_caller_is_refused_at_once(network, caplog):
+    """A banned caller is refused at once and not held nor looked up."""
     a, b = Peer(network, wait=20.0), Peer(network)
     a.banned.add(b.id)
     assert values([b.start()]) == [None]  # long before its minute is over
@@ -31,7 +32,8 @@ def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, 
     assert values([a.start(), b.start(1)]) == [None, None]
 
 
-def test_the_others_pair_as_if_the_banned_one_were_not_there(network):
+def test_pairs_ignore_the_banned_peer(network):
+    """The others pair as if the banned one were not there."""
     a, b, c, bad = peers = [Peer(network, wait=20.0) for _ in range(4)]
     good = [a, b, c]
     for peer in good:
@@ -47,7 +49,8 @@ def test_the_others_pair_as_if_the_banned_one_were_not_there(network):
         assert met[bad.id] is None
 
 
-def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, school, caplog):
+def test_left_over_peer_takes_no_banned_caller(network, school, caplog):
+    """Who is left over and listens does not take a banned caller."""
     a, b, bad = (Peer(network, wait=10.0) for _ in range(3))
     a.banned.add(bad.id)
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
@@ -67,7 +70,8 @@ def a_round(school, peers, wanted):
     return next(round for round in range(1000) if wanted(school.ranked(peers, round)))
 
 
-def test_a_group_is_made_without_the_banned_one_whoever_would_lead(school, caplog):
+def test_group_forms_without_the_banned_peer(school, caplog):
+    """A group is made without the banned one whoever would lead."""
     four = school.peers(4, wait=20.0)
     bad = four[-1]
     good = four[:-1]
@@ -86,7 +90,8 @@ def test_a_group_is_made_without_the_banned_one_whoever_would_lead(school, caplo
     assert all(peer.looked == 0 for peer in good)
 
 
-def test_who_is_banned_while_it_waits_for_its_group_is_sent_away(school):
+def test_ban_during_the_wait_sends_away(school):
+    """Who is banned while it waits for its group is sent away."""
     four = school.peers(4, wait=20.0)
     bad = four[-1]
     good = four[:-1]
@@ -102,7 +107,7 @@ def test_who_is_banned_while_it_waits_for_its_group_is_sent_away(school):
     assert waiting.result(0.0) is None
 
 
-def test_a_group_that_a_leader_formed_with_a_banned_one_is_refused(school):
+def test_group_with_a_banned_peer_is_refused(school):
     """The leader does not know of the ban, or does not care. The others meet without it."""
     four = school.peers(4, wait=20.0)
     leader, *rest = school.ranked(four)

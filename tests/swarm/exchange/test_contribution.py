@@ -27,7 +27,8 @@ def made(seed):
 
 
 @pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16], ids=lambda codec: codec.name)
-def test_a_borrowed_payload_has_the_bytes_and_the_digest_of_an_encoded_one(codec):
+def test_borrowed_payload_equals_an_encoded_one(codec):
+    """A borrowed payload has the bytes and the digest of an encoded one."""
     slow, fast = made(0), made(1)
     encoded = codec.encode([s - f for s, f in zip(slow, fast, strict=True)])
     payload = BorrowedPayload(differences(slow, fast), codec)
@@ -85,7 +86,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_a_group_everybody_gets_the_mean_of_those_who_count(school, case):
+def test_group_mean_is_of_those_who_count(school, case):
+    """In a group everybody gets the mean of those who count."""
     weights, values, mean = CASES[case]
     peers = school.peers(len(weights))
     handles = [
@@ -101,7 +103,8 @@ def test_in_a_group_everybody_gets_the_mean_of_those_who_count(school, case):
 
 
 @pytest.mark.parametrize("case", ["one of two", "all of two"])
-def test_with_a_partner_both_get_the_mean_of_those_who_count(school, network, case):
+def test_pair_mean_is_of_those_who_count(school, network, case):
+    """With a partner both get the mean of those who count."""
     weights, values, mean = CASES[case]
     exchanges = paired(network, len(weights), ExchangeTimeouts(20.0))
     tensors = [[torch.full((4,), value)] for value in values]

@@ -110,7 +110,8 @@ def test_paced_bulk_leaves_a_part_of_a_slow_link_unused():
     )
 
 
-def test_with_the_longest_lag_the_latest_exchange_is_waited_for_once():
+def test_longest_lag_waits_for_the_latest_once():
+    """With the longest lag the latest exchange is waited for once."""
     far = Line(12.5e6, 2.0)
     done = replace(PAIR, fragments=4, lag="auto")
     takes = exchange_s(done, far)
@@ -119,7 +120,8 @@ def test_with_the_longest_lag_the_latest_exchange_is_waited_for_once():
     assert cost.waiting_s(replace(done, lag=99), far) == pytest.approx(4 * (takes - 9.9))
 
 
-def test_pairs_in_fragments_take_less_of_a_link_than_a_group_does():
+def test_fragmented_pairs_take_less_than_a_group():
+    """Pairs in fragments take less of a link than a group does."""
     thin = Line(cost.WIRE * 4 * PARAMS / 10 / 0.8, 0.0)  # a round fills .8 of it
     assert cost.waiting_s(replace(PAIR, fragments=4, lag="auto"), thin) == pytest.approx(
         10 * (0.8 / cost.PAIRED - 1)
@@ -133,7 +135,8 @@ def test_who_sends_nothing_computes_all_the_time():
     )
 
 
-def test_waiting_is_all_of_an_exchange_without_a_lag_and_what_exceeds_it_with_one():
+def test_lag_hides_waiting_up_to_its_length():
+    """Waiting is all of an exchange without a lag and what exceeds it with one."""
     takes = exchange_s(PAIR, FAST)
     blocking, lagged, late = (forecast(replace(PAIR, lag=lag), FAST) for lag in (0, 20, 100))
     assert blocking.round_s - lagged.round_s == pytest.approx(2.0)
@@ -141,7 +144,8 @@ def test_waiting_is_all_of_an_exchange_without_a_lag_and_what_exceeds_it_with_on
     assert late.utilisation == pytest.approx(10 / late.round_s)
 
 
-def test_the_automatic_lag_has_a_margin_and_ends_at_a_round():
+def test_automatic_lag_has_a_margin():
+    """The automatic lag has a margin and ends at a round."""
     four = replace(PAIR, fragments=4, lag="auto")
     arrival = math.ceil(exchange_s(four, Line(12.5e6, 0.1)) / 0.1)
     assert arrival >= 16
@@ -152,7 +156,8 @@ def test_the_automatic_lag_has_a_margin_and_ends_at_a_round():
     assert expected_lag(replace(PAIR, lag=7), FAST) == 7
 
 
-def test_no_lag_makes_up_for_a_link_that_carries_too_little():
+def test_no_lag_makes_up_for_a_slow_link():
+    """No lag makes up for a link that carries too little."""
     thin = Line(2e6, 0.0)  # 40 MB take twice the ten seconds of a round
     found = forecast(replace(PAIR, fragments=4, lag="auto"), thin)
     assert found.round_s >= cost.WIRE * 20
@@ -167,7 +172,9 @@ AUTO, DELAYED = replace(PAIR, fragments=4, lag="auto"), replace(PAIR, lag=100)
 @pytest.mark.parametrize(
     ("task", "over"), [(PAIR, Line(12.5e6, 0.1)), (AUTO, Line(1e6, 0.4)), (DELAYED, Line(5e6, 0.0))]
 )
-def test_the_least_every_is_enough_and_leaves_room_and_one_less_does_not(task, over):
+def test_least_every_fits_and_one_less_does_not(task, over):
+    """The least every is enough and leaves room and one less does not."""
+
     def enough(every):
         found = forecast(
             replace(task, every=every, lag=every if task.lag == 100 else task.lag), over
@@ -185,7 +192,7 @@ def test_the_least_every_is_enough_and_leaves_room_and_one_less_does_not(task, o
 
 
 @pytest.mark.parametrize("arrival", [1, 7, 8, 15, 16, 40, 88, 89, 90, 100])
-def test_the_lag_that_is_expected_is_the_one_that_is_found(arrival, monkeypatch):
+def test_expected_lag_is_the_found_one(arrival, monkeypatch):
     """The formula is written twice: this module loads no torch, and the one that watches loads no
     module of the network.
     """

@@ -58,13 +58,15 @@ def rounds_at(*times):
         ((0.0, 30_000.0, 30_002.0), 10.0),  # one long pause is no measure
     ],
 )
-def test_long_rounds_wait_for_a_fifth_of_their_time_and_quick_ones_and_the_first_two_as_long_as_is_set(  # noqa: E501
-    rounds, patience
-):
+def test_waits_follow_the_length_of_rounds(rounds, patience):
+    """Long rounds wait for a fifth of their time and quick ones and the first two as long as
+    is set.
+    """
     assert rounds_at(*rounds).patience() == patience
 
 
-def test_a_newcomer_waits_for_a_source_that_exchanges_a_large_model():
+def test_newcomer_waits_for_a_large_exchange():
+    """A newcomer waits for a source that exchanges a large model."""
     assert making_s(SMALL) == pytest.approx(MAKE_S, rel=0.05)
     assert making_s(REAL) > TIMEOUTS.moving(REAL)
 

@@ -82,7 +82,8 @@ def test_a_pair_of_which_one_refuses_goes_apart(two, who):
     assert run(1.0, 3.0, round=1) == [102.0, 102.0]
 
 
-def test_each_side_of_a_pair_takes_what_its_own_defence_makes_of_it(two):
+def test_each_side_applies_its_own_defence(two):
+    """Each side of a pair takes what its own defence makes of it."""
     _, make = two
     gentle = Choosy()
     gentle.mean = lambda me, fragment, contributions, even=0: weighted_mean(contributions)
@@ -110,7 +111,8 @@ def test_one_that_refuses_everybody_puts_only_itself_out(school):
     assert school.values([peer.start(0, 2.0) for peer in peers]) == [None, 2.0, 2.0, 2.0, 2.0]
 
 
-def test_who_must_see_each_contribution_takes_no_part_in_an_all_reduce(school):
+def test_full_view_defence_skips_all_reduce(school):
+    """Who must see each contribution takes no part in an all reduce."""
     peers = school.ranked(school.peers(4, wait=2.0))
     careful = peers[-1]
     careful.exchange._screen = Choosy(gathers=True)
@@ -136,7 +138,8 @@ def grown(where=lambda peer: "range"):
     return known
 
 
-def test_a_newcomer_counts_half_as_much_until_three_of_its_contributions_counted():
+def test_newcomer_counts_half_for_three_rounds():
+    """A newcomer counts half as much until three of its contributions counted."""
     turn = itertools.count()
     known = grown(lambda peer: str(next(turn)))  # so that no other newcomer of its range is recent
     shares = [known.take("new", HALF) for _ in range(SHOWN + 2)]
@@ -150,7 +153,8 @@ def test_nobody_is_new_to_a_node_that_is_young_itself():
     assert known.take("another", HALF) == HALF // 2
 
 
-def test_a_peer_that_has_been_in_view_for_long_is_no_newcomer_though_it_was_never_met():
+def test_long_seen_peer_is_no_newcomer():
+    """A peer that has been in view for long is no newcomer though it was never met."""
     known = grown()
     known.see(["waiting"])
     for _ in range(PATIENCE):
@@ -186,7 +190,8 @@ def test_newcomers_of_another_range_are_not_crowded_out():
     assert known.take("bad again", HALF) == HALF // 2 // TAKEN
 
 
-def test_memory_is_bounded_and_who_is_in_view_is_not_forgotten():
+def test_memory_is_bounded_and_spares_those_in_view():
+    """Memory is bounded and who is in view is not forgotten."""
     known = grown()
     for number in range(KNOWN + 10):
         known.see([f"flood{number}"])
@@ -196,7 +201,8 @@ def test_memory_is_bounded_and_who_is_in_view_is_not_forgotten():
     assert known.take("old", HALF) == HALF
 
 
-def test_the_mean_of_a_pair_leans_to_this_node_where_the_partner_is_new():
+def test_mean_leans_to_this_node_against_newcomers():
+    """The mean of a pair leans to this node where the partner is new."""
     screen = DistanceScreen(robust="clipped-gossip", suspect=0)
     screen.newcomers = grown()
 
@@ -234,13 +240,15 @@ def taught(mean=0.01, alone=0.02):
     return check
 
 
-def test_the_first_partners_may_raise_the_loss_by_5_and_10_per_cent():
+def test_first_partners_may_raise_the_loss_a_little():
+    """The first partners may raise the loss by 5 and 10 per cent."""
     assert Check().verdict(2.0, 2.09, 2.19) is None
     assert "2.11" in Check().verdict(2.0, 2.11, 2.0)
     assert "2.21" in Check().verdict(2.0, 2.0, 2.21)
 
 
-def test_then_6_times_what_is_usual_with_the_mean_and_8_times_with_the_partner_alone():
+def test_later_bounds_are_multiples_of_the_usual():
+    """Then 6 times what is usual with the mean and 8 times with the partner alone."""
     assert taught().verdict(1.0, 1.059, 1.159) is None
     assert taught().verdict(1.0, 1.061, 1.0) is not None
     assert taught().verdict(1.0, 1.0, 1.161) is not None
@@ -263,7 +271,8 @@ def test_a_loss_below_0_is_judged_by_its_size():
     assert check.verdict(-3.0, 0.1, -2.5) is not None, "more than the odd one takes"
 
 
-def test_partners_that_change_nothing_leave_room_of_1_and_2_per_cent():
+def test_harmless_partners_leave_small_room():
+    """Partners that change nothing leave room of 1 and 2 per cent."""
     check = taught(0.0, 0.0)
     assert check.verdict(1.0, 1.009, 1.019) is None
     assert check.verdict(1.0, 1.011, 1.0) is not None
@@ -273,7 +282,8 @@ def test_who_is_better_is_never_refused():
     assert taught().verdict(5.0, 3.0, 1.0) is None
 
 
-def test_a_minority_cannot_widen_the_bounds_but_a_change_for_all_does():
+def test_minority_cannot_widen_the_bounds():
+    """A minority cannot widen the bounds but a change for all does."""
     check = taught()
     for _ in range(40):  # two honest ones, then a hostile one
         assert check.verdict(1.0, 1.01, 1.02) is None
@@ -285,7 +295,8 @@ def test_a_minority_cannot_widen_the_bounds_but_a_change_for_all_does():
         assert refused < 100
 
 
-def test_weights_that_are_no_longer_finite_are_refused_and_a_node_whose_own_are_broken_takes_any():
+def test_non_finite_weights_are_refused_unless_own_are_broken():
+    """Weights that are no longer finite are refused and a node whose own are broken takes any."""
     assert "finite" in Check().verdict(1.0, math.nan, 1.0)
     assert "finite" in Check().verdict(1.0, 1.0, math.inf)
     assert Check().verdict(math.nan, 9.0, 9.0) is None
@@ -297,7 +308,8 @@ def test_a_loss_that_cannot_be_computed_refuses_nobody():
     assert check.problem(KEY, [], []) is None
 
 
-def test_fragments_are_known_one_by_one_and_all_are_forgotten_with_other_weights():
+def test_fragments_are_known_separately():
+    """Fragments are known one by one and all are forgotten with other weights."""
     check = taught(0.001, 0.001)
     assert check.verdict(1.0, 1.04, 1.0) is not None
     assert check.verdict(1.0, 1.04, 1.0, fragment=1) is None
@@ -305,7 +317,8 @@ def test_fragments_are_known_one_by_one_and_all_are_forgotten_with_other_weights
     assert check.verdict(1.0, 1.04, 1.0) is None
 
 
-def test_the_screen_tries_what_is_near_enough_and_tells_which_setting_refused_it():
+def test_refusal_names_its_setting():
+    """The screen tries what is near enough and tells which setting refused it."""
     screen = DistanceScreen(suspect=3.0)
     screen.loss_check = check = Check()
     own = [torch.ones(4)]
@@ -329,7 +342,10 @@ def odd(mean=1.5, alone=2.0):
     return check
 
 
-def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_takes_what_is_like_the_others_until_it_is_fewer():  # noqa: E501
+def test_odd_one_takes_what_resembles_the_others():
+    """Who refused six of the last eight is the odd one and takes what is like the others
+    until it is fewer.
+    """
     check = odd()
     assert [check.verdict(1.0, 1.5, 2.0) for _ in range(3)] == [None] * 3
     for _ in range(3):  # better ones: five bad of the last eight
@@ -337,13 +353,14 @@ def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_takes_what_is_like
     assert check.verdict(1.0, 1.5, 2.0) is not None
 
 
-def test_the_odd_one_refuses_who_raises_its_loss_by_more_than_twice_what_the_last_eight_did():
+def test_odd_one_refuses_twice_the_recent_raise():
     """As a hostile partner, whom a node that takes everybody would take too."""
     assert odd(mean=1.3).verdict(1.0, 1.59, 90.0) is None
     assert odd(mean=1.3).verdict(1.0, 1.61, 1.61) is not None
 
 
-def test_the_odd_one_s_loss_is_at_most_doubled_in_sixteen_exchanges():
+def test_odd_ones_loss_doubles_at_most():
+    """The odd one s loss is at most doubled in sixteen exchanges."""
     check = odd(mean=3.0, alone=3.0)
     assert check.verdict(1.0, 2.01, 2.01) is not None
     assert check.verdict(1.0, 1.99, 1.99) is None
@@ -352,14 +369,16 @@ def test_the_odd_one_s_loss_is_at_most_doubled_in_sixteen_exchanges():
         assert check.verdict(1.99, 2.9, 9.0) is not None
 
 
-def test_the_odd_one_takes_who_does_not_raise_its_loss_in_the_mean():
+def test_odd_one_takes_harmless_means():
+    """The odd one takes who does not raise its loss in the mean."""
     assert odd(mean=1.0, alone=3.0).verdict(1.0, 1.009, 3.0) is None
     check = odd()
     check.forget()
     assert check.verdict(1.0, 1.5, 2.0) is not None
 
 
-def test_with_clipped_gossip_what_makes_the_loss_too_high_counts_nothing_and_the_exchange_does():
+def test_clipped_gossip_counts_high_loss_as_nothing():
+    """With clipped gossip what makes the loss too high counts nothing and the exchange does."""
     screen = DistanceScreen(robust="clipped-gossip", suspect=0)
     screen.loss_check = check = Check()
     own, theirs = [torch.ones(4)], [torch.ones(4) * 1.01]

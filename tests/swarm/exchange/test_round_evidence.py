@@ -35,7 +35,8 @@ def trained(members, fragments=1, until=10, met=()):
     return node
 
 
-def test_a_hundred_free_records_and_a_member_that_says_the_same_move_a_node_nowhere():
+def test_free_records_move_a_node_nowhere():
+    """A hundred free records and a member that says the same move a node nowhere."""
     members = {f"free{n}": Record(FAR) for n in range(100)} | {
         "liar": Record(FAR),
         "friend": Record(10),
@@ -48,7 +49,8 @@ def test_a_hundred_free_records_and_a_member_that_says_the_same_move_a_node_nowh
     assert node.furthest("friend", 14, 10.0) == 14  # whom it has met is believed
 
 
-def test_of_those_met_the_median_decides_and_another_model_does_not_count():
+def test_median_of_met_peers_decides():
+    """Of those met the median decides and another model does not count."""
     members = {
         "a": Record(12),
         "b": Record(20),
@@ -60,7 +62,7 @@ def test_of_those_met_the_median_decides_and_another_model_does_not_count():
     assert node.furthest("liar", FAR, 10.0) == 21
 
 
-def test_the_slower_half_counts_and_one_word_after_an_exchange_goes_a_little_beyond():
+def test_slower_half_counts_with_a_little_room():
     """Without that, of twelve peers of unlike speed more than half were alone."""
     members = {"a": Record(12), "b": Record(14), "c": Record(20), "d": Record(30)}
     node = trained({"a": Record(12), "d": Record(30)}, met=["a", "d"])
@@ -71,7 +73,7 @@ def test_the_slower_half_counts_and_one_word_after_an_exchange_goes_a_little_bey
     assert node.furthest("d", 31, 10.0) == 16
 
 
-def test_a_met_liar_moves_two_nodes_that_follow_each_other_by_one_round_each_and_never_again():
+def test_met_liar_moves_two_nodes_by_one_round():
     """With one round for each of its words it drove both before it, as far as it liked."""
     names, at = ("one", "two"), {"one": 10, "two": 10}
     records = {name: Record(10) for name in names} | {"liar": Record(FAR)}
@@ -90,7 +92,8 @@ def test_a_met_liar_moves_two_nodes_that_follow_each_other_by_one_round_each_and
     assert max(at.values()) == 12
 
 
-def test_two_met_liars_of_four_peers_move_a_node_by_two_rounds():
+def test_two_liars_of_four_move_by_two_rounds():
+    """Two met liars of four peers move a node by two rounds."""
     node = trained(
         {name: Record(10) for name in "ab"} | {name: Record(FAR) for name in "cd"}, met="abcd"
     )
@@ -107,7 +110,7 @@ def test_the_clock_is_a_limit_whoever_says_more():
     assert node.furthest("liar", FAR, 10.0) == 4 * QUICKER * 11
 
 
-def test_one_word_moves_a_node_that_has_nothing_else_by_a_few_rounds_until_it_has_exchanged():
+def test_single_word_moves_a_lone_node_a_little():
     """A node that had met only the liar, or nobody, went to `QUICKER` times its rounds."""
     liar = Record(0)
     for met in ([], ["liar"]):
@@ -122,7 +125,8 @@ def test_one_word_moves_a_node_that_has_nothing_else_by_a_few_rounds_until_it_ha
         assert at <= 60 + ALONE + 2 * len(met)
 
 
-def test_of_two_that_are_all_there_are_the_one_ahead_goes_back_at_once():
+def test_of_two_the_one_ahead_goes_back():
+    """Of two that are all there are the one ahead goes back at once."""
     node = trained({"friend": Record(50)})
     node.called("friend", 50)
     node.missed()
@@ -130,7 +134,7 @@ def test_of_two_that_are_all_there_are_the_one_ahead_goes_back_at_once():
 
 
 @pytest.mark.parametrize("distance", [1, ALONE])
-def test_who_is_a_little_ahead_goes_back_when_it_was_alone_for_longer(distance):
+def test_lonely_node_slightly_ahead_goes_back(distance):
     """Those behind may have no rounds left by which one word moves them, and never came up."""
     node = trained({"friend": Record(50), "dead": Record(50)})
     for alone in range(2 * ALONE):
@@ -140,7 +144,8 @@ def test_who_is_a_little_ahead_goes_back_when_it_was_alone_for_longer(distance):
     assert node.back(50) == 50 - distance
 
 
-def test_two_words_of_peers_never_met_move_a_newcomer_to_the_lower():
+def test_two_unmet_words_move_to_the_lower():
+    """Two words of peers never met move a newcomer to the lower."""
     node = trained({"a": Record(0), "b": Record(0), "liar": Record(FAR)})
     for peer, round in (("a", 500), ("liar", FAR)):
         node.heard(peer, round)
@@ -150,7 +155,7 @@ def test_two_words_of_peers_never_met_move_a_newcomer_to_the_lower():
     assert node.furthest("b", 501, 10.0) == 501
 
 
-def test_of_who_has_spoken_the_newer_of_word_and_record_counts():
+def test_newer_of_word_and_record_counts():
     """A newcomer hears one word a round: the others' are as old as its last calls, and it would
     stay as many rounds behind.
     """
@@ -164,12 +169,14 @@ def test_of_who_has_spoken_the_newer_of_word_and_record_counts():
     assert node.furthest("a", 70, 10.0) == 49
 
 
-def test_a_node_that_slept_may_go_as_far_as_its_clock():
+def test_sleeper_may_go_as_far_as_its_clock():
+    """A node that slept may go as far as its clock."""
     node = trained({"friend": Record(5000)}, met=["friend"])
     assert node.furthest("friend", 5000, 5000.0) == 5000
 
 
-def test_a_node_that_is_ahead_and_alone_goes_back_to_those_who_call_it():
+def test_lonely_node_ahead_goes_back_to_callers():
+    """A node that is ahead and alone goes back to those who call it."""
     node = trained({"friend": Record(50), "dead": Record(50)}, fragments=4)
     node.called("friend", 49)
     for _ in range(ALONE * 4):
@@ -192,7 +199,8 @@ def test_nobody_takes_a_node_back_to_before_their_last_exchange():
     assert node.back(50) == 40
 
 
-def test_strangers_do_not_take_a_node_back_that_exchanges_nor_one_that_met_callers_know():
+def test_strangers_do_not_move_a_node_that_exchanges():
+    """Strangers do not take a node back that exchanges nor one that met callers know."""
     node = trained({}, until=100)
     for n in range(20):
         node.called(f"free{n}", 0)

@@ -45,7 +45,8 @@ def test_other_errors_are_of_the_network_or_of_what_came():
     ] == ["damaged"] * 3
 
 
-def test_of_a_peer_only_the_first_failure_of_a_round_counts():
+def test_first_failure_of_a_round_counts():
+    """Of a peer only the first failure of a round counts."""
     stats = ExchangeStats()
     stats.failed(key(0), "a", "timeout")
     stats.failed(key(0), "a", NetworkError("and then"))
@@ -58,7 +59,8 @@ def test_of_a_peer_only_the_first_failure_of_a_round_counts():
     }  # fmt: skip
 
 
-def test_what_is_long_over_is_forgotten_and_the_report_is_bounded():
+def test_old_failures_are_forgotten_and_bounded():
+    """What is long over is forgotten and the report is bounded."""
     stats = ExchangeStats()
     for round in range(20):
         stats.failed(key(round), f"peer {round}", FAILURES[round % 6])
@@ -130,7 +132,8 @@ def test_being_turned_down_is_over_with_the_first_exchange():
 
 
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "damaged"), (99.0, "suspicious")])
-def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind):
+def test_damaged_and_suspicious_are_distinct(value, kind):
+    """What is not finite is damaged and what is far is suspicious."""
     mine = encode_contribution(SWARM, Contribution(key(0), [torch.ones(4)], 1.0, FLOAT32))
     problem, _ = ExchangeAttempt(mine, screen=DistanceScreen()).problem(
         "peer", FLOAT32.encode([torch.full((4,), value)])
@@ -152,7 +155,8 @@ def test_both_sides_of_an_exchange_count_it(network):
         assert report["exchange_s"] > 0
 
 
-def test_a_peer_that_is_gone_and_one_that_differs_are_told_apart(network):
+def test_gone_and_different_peers_are_distinct(network):
+    """A peer that is gone and one that differs are told apart."""
     a, b = Peer(network), Peer(network)
     handles = [a.start(0, shape=(4,)), b.start(0, shape=(5,))]
     assert [handle.result() for handle in handles] == [None, None]

@@ -51,7 +51,8 @@ def test_far_is_what_is_three_times_as_far_as_usual():
 
 
 @pytest.mark.parametrize("sends", ["weights", "displacement"])
-def test_before_anything_is_usual_the_own_norm_says_what_is_far(sends):
+def test_own_norm_is_the_first_bound(sends):
+    """Before anything is usual the own norm says what is far."""
     screen = DistanceScreen(sends=sends)
     assert problem(screen, 0, 0.99 * COLD[sends]) is None
     assert problem(screen, 1, 1.01 * COLD[sends]) is not None
@@ -91,7 +92,8 @@ def test_distances_that_grow_are_not_refused(growth, rounds):
 
 @settings(deadline=None)
 @given(st.floats(0.01, 0.02), st.floats(3.1, 50), st.integers(LEAST, 3 * LAST))
-def test_when_all_have_grown_for_good_the_bound_grows_by_half_in_five_rounds(before, times, rounds):
+def test_common_growth_widens_the_bound(before, times, rounds):
+    """When all have grown for good the bound grows by half in five rounds."""
     screen = DistanceScreen()
     for number in range(rounds):
         problem(screen, number, before)
@@ -120,9 +122,8 @@ def test_a_quarter_of_giants_does_not_widen_the_bound(seed, order):
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.floats(0.5, 3), st.floats(0, 8))
-def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(
-    seed, times, magnitude
-):
+def test_partner_moves_a_node_half_a_radius_at_most(seed, times, magnitude):
+    """After the first rounds a partner moves a node by half a radius at most."""
     screen, own = DistanceScreen(robust="clipped-gossip", suspect=0, times=times), tensors(seed)
     seen = []
     for number in range(FIRST):
@@ -145,9 +146,8 @@ def test_after_the_first_rounds_a_partner_moves_a_node_by_half_a_radius_at_most(
 
 @settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(2, 8), st.booleans())
-def test_without_attackers_and_with_a_large_radius_it_is_the_plain_mean_bit_by_bit(
-    seed, count, pairs
-):
+def test_large_radius_is_the_plain_mean(seed, count, pairs):
+    """Without attackers and with a large radius it is the plain mean bit by bit."""
     names = [f"p{number}" for number in range(2 if pairs else count)]
     made = {name: tensors(seed + number) for number, name in enumerate(names)}
     screen = DistanceScreen(robust="clipped-gossip" if pairs else "centered-clip", times=1e6)

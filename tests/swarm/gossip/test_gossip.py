@@ -130,7 +130,8 @@ def test_a_record_that_is_published_again_is_taken_once(four):
 
 
 @pytest.mark.ci
-def test_a_killed_daemon_is_subscribed_again_and_what_waited_is_sent(four):
+def test_killed_daemon_is_subscribed_again(four):
+    """A killed daemon is subscribed again and what waited is sent."""
     victim, other = four[2], four[1]
     (p2pd,) = psutil.Process(victim.host._supervisor.daemon._child.pid).children()
     os.kill(p2pd.pid, signal.SIGKILL)
@@ -146,7 +147,8 @@ def test_a_killed_daemon_is_subscribed_again_and_what_waited_is_sent(four):
             until(lambda node=node: (victim.identity.peer_id, mine) in node.got)
 
 
-def test_the_others_go_on_without_the_node_they_all_joined_by(four):
+def test_gossip_survives_its_first_node(four):
+    """The others go on without the node they all joined by."""
     first, *rest = four
     first.close()
     meet(rest)
@@ -202,7 +204,8 @@ def test_quota_counts_what_a_body_decompresses_to(start):
     assert second.rejected["quota"] == 1
 
 
-def test_a_body_that_is_not_the_announced_one_costs_one_record(two):
+def test_wrong_body_costs_one_record(two):
+    """A body that is not the announced one costs one record."""
     first, second = two
     body = make_body(first.large(), first.identity)
     data = make_announcement(SWARM, body, first.identity)

@@ -66,7 +66,8 @@ def test_a_clock_that_goes_back_refills_nothing():
     assert not quotas.take("a", 1, 0)
 
 
-def test_made_up_senders_do_not_push_out_those_who_are_here():
+def test_made_up_senders_displace_nobody_present():
+    """Made up senders do not push out those who are here."""
     clock = Clock()
     quotas = TokenBuckets(RateLimit(messages=60, nbytes=60, senders=3), clock)
     assert all(quotas.take(sender, 1, 0) for sender in "abc")
@@ -100,7 +101,8 @@ async def test_a_bounded_queue_is_filled_from_another_thread():
     assert [await box.get(), await box.get()] == ["b", "c"]
 
 
-def test_the_newest_entries_are_kept_and_a_copy_has_the_same_bound():
+def test_newest_entries_are_kept():
+    """The newest entries are kept and a copy has the same bound."""
     kept = Newest(2)
     for key in ("a", "b", "a", "c"):
         kept[key] = None
@@ -121,7 +123,8 @@ def test_a_body_store_is_bounded(network):
     assert not body_store._bodies
 
 
-def test_a_body_store_hands_out_whole_bodies_of_its_swarm_only(network):
+def test_body_store_hands_out_whole_own_bodies(network):
+    """A body store hands out whole bodies of its swarm only."""
     source, taker = network.host(), network.host()
     body_store, other = BodyStore(source, SWARM), BodyStore(taker, SWARM)
     stranger = BodyStore(network.host(), swarm_id(b"other"))
@@ -210,7 +213,8 @@ async def test_every_announcer_is_asked_until_one_has_it():
 
 
 @on_loop
-async def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypatch):
+async def test_unreachable_is_asked_again_and_refusal_not(monkeypatch):
+    """Who could not be reached is asked again and who refused is not."""
     monkeypatch.setattr(bodies_module, "PAUSES", (0.0, 0.0))
     busy = NetworkError("busy.")
     fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
@@ -223,7 +227,8 @@ async def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(mo
 
 
 @on_loop
-async def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
+async def test_publisher_has_a_share_of_waiting_fetchers():
+    """A publisher keeps no more than its share of fetchers waiting."""
     fetch = Fetch()
     for number in range(MAX_PER_PUBLISHER):
         fetch.fetching.want(PEERS[0], announcement(PEERS[0], number))
@@ -256,7 +261,8 @@ async def test_announcers_of_one_range_leave_a_source_to_others():
 
 
 @on_loop
-async def test_bodies_of_one_range_or_of_nobody_met_do_not_displace_anothers():
+async def test_bodies_of_one_range_displace_no_others():
+    """Bodies of one range or of nobody met do not displace anothers."""
     fetch = Fetch(met={PEERS[0]: "10.2.0.1"}, p0=b"body")
     fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
     for number in range(1, 2 * MAX_WAITING):
@@ -347,7 +353,8 @@ def test_records_that_wait_are_published_before_flush_returns(host, pool):
     assert pool.topic.flush(0.0)
 
 
-def test_what_cannot_be_published_is_given_up_and_not_waited_for(host, pool, monkeypatch):
+def test_unpublishable_record_is_given_up(host, pool, monkeypatch):
+    """What cannot be published is given up and not waited for."""
     monkeypatch.setattr(module, "AGAIN", (0.0,) * 5)
     host.failing = True
     publish(pool, 2)

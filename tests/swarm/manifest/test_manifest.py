@@ -145,7 +145,8 @@ def test_another_protocol_is_named():
         {"name": "a\nb"},
     ],
 )
-def test_values_out_of_bounds_are_refused_here_and_from_the_wire(change):
+def test_out_of_bounds_values_are_refused(change):
+    """Values out of bounds are refused here and from the wire."""
     with pytest.raises(ValidationError):
         manifest(**change)
     with pytest.raises(MessageError, match="malformed manifest"):
@@ -223,7 +224,8 @@ def test_buckets_are_in_the_manifest():
     assert open_manifest(seal(manifest(), ME)).bucket == 0
 
 
-def test_the_fragment_of_each_parameter_is_in_the_manifest_of_a_swarm_not_cut_by_layer():
+def test_uneven_cut_is_in_the_manifest():
+    """The fragment of each parameter is in the manifest of a swarm not cut by layer."""
     two = {"outer": OuterSettings(fragments=2, lag=0)}
     sealed = seal(manifest(fragment_of=(1, 0, 1), **two), ME)
     assert open_manifest(sealed).fragment_of == (1, 0, 1)
@@ -236,12 +238,13 @@ def test_the_fragment_of_each_parameter_is_in_the_manifest_of_a_swarm_not_cut_by
             manifest(fragment_of=wrong, **two)
 
 
-def test_no_bucket_is_larger_than_what_a_node_stores_of_a_key():
+def test_bucket_fits_a_nodes_storage():
+    """No bucket is larger than what a node stores of a key."""
     assert MAX_BUCKET == MAX_SUBKEYS
 
 
 @pytest.mark.parametrize("bucket", [1, MIN_BUCKET - 1, MAX_BUCKET + 1, 2**40])
-def test_a_bucket_that_no_swarm_can_have_is_refused_in_one_sentence(bucket):
+def test_impossible_bucket_is_refused(bucket):
     """It came in a manifest of somebody else's: a node stores no more records of one key, and pairs
     need a few to choose from.
     """

@@ -59,7 +59,8 @@ def test_positions_are_even_and_new_in_each_epoch_and_swarm():
     assert bits_in("s", 1, "p") == "101111110111001010000010110010110101100110001111"
 
 
-def test_a_record_is_believed_under_its_own_way_of_the_epoch_alone():
+def test_record_counts_on_its_own_path_only():
+    """A record is believed under its own way of the epoch alone."""
     own = bits_in(SWARM, 12, ME.peer_id)
     right = bucket_prefix(12, own[:5])
     assert open_record(record(right)).prefix == right == f"12/{own[:5]}"
@@ -162,7 +163,8 @@ def test_peers_that_disagree_by_one_agree_at_the_first_reading(above, below, bes
     assert found == {depth + 1 if below >= above else depth}
 
 
-def test_a_full_bucket_is_split_by_all_and_nobody_returns_into_it():
+def test_full_bucket_is_split_by_all():
+    """A full bucket is split by all and nobody returns into it."""
     names, position = peers_of(*["00"] * 8, *["01"] * 8)
     bits = "00".ljust(48, "0")
     assert agreed(1, bits, {0: [], 1: names[:14], 2: []}, position, 16) == 1  # fifteen
@@ -173,7 +175,8 @@ def test_a_full_bucket_is_split_by_all_and_nobody_returns_into_it():
     assert agreed(1, bits, {0: [], 1: names[3:15], 2: names[:3]}, position, 16) == 2
 
 
-def test_a_bucket_of_hardly_anybody_looks_one_level_up_and_a_newcomer_goes_where_the_others_are():
+def test_sparse_bucket_looks_one_level_up():
+    """A bucket of hardly anybody looks one level up and a newcomer goes where the others are."""
     names, position = peers_of(*["0110"] * 30)
     bits = "0110".ljust(48, "0")
     assert agreed(4, bits, {3: [], 4: names[:2], 5: []}, position, 64) == 3
@@ -256,7 +259,8 @@ def test_without_buckets_the_whole_trie_is_read_and_written():
     assert (index.depth, index.size(41), index.shows("peer1")) == (0, 41, True)
 
 
-def test_a_swarm_of_one_bucket_is_written_and_seen_as_without():
+def test_one_bucket_is_as_without():
+    """A swarm of one bucket is written and seen as without."""
     table = Table()
     table.keys = {"": {f"peer{number}": table.now for number in range(7)}}
     index = table.index("me")
@@ -293,7 +297,7 @@ def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
     assert not index.moved
 
 
-def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
+def test_deeper_other_half_is_not_in_view():
     """They do not see this peer any more; their records under the old key are only not yet
     expired.
     """
@@ -312,7 +316,8 @@ def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
     assert all(index.shows(peer) for peer in gone)
 
 
-def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
+def test_next_epoch_is_written_and_read_ahead():
+    """The next epoch is written and read ahead and begins at its moment."""
     table, index = sixty()
     old, new = bits_in(SWARM, EPOCH, "me")[:3], bits_in(SWARM, EPOCH + 1, "me")[:3]
     begins = (EPOCH + 1) * 60.0
@@ -339,7 +344,8 @@ def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
     assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
 
 
-def test_who_could_not_read_the_next_bucket_stays_in_its_own():
+def test_unread_next_bucket_keeps_the_present_one():
+    """Who could not read the next bucket stays in its own."""
     table, index = sixty()
     old, new = (bits_in(SWARM, epoch, "me")[:3] for epoch in (EPOCH, EPOCH + 1))
     table.now = (EPOCH + 1) * 60.0 + 5.0
@@ -353,7 +359,8 @@ def test_who_could_not_read_the_next_bucket_stays_in_its_own():
     assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
 
 
-def test_a_key_of_ones_own_that_cannot_be_read_is_an_error():
+def test_unreadable_own_key_is_an_error():
+    """A key of one's own that cannot be read is an error."""
     table, index = sixty(bucket=16)
     table.broken.add(bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:3]))
     with pytest.raises(NetworkError):
@@ -378,7 +385,8 @@ def test_the_estimate_is_smoothed_but_for_a_great_change():
 # -- visitors --------------------------------------------------------------------------------------
 
 
-def test_a_visitor_counts_the_members_of_eight_buckets_and_is_nearer_to_the_truth_than_by_one():
+def test_visitor_estimates_by_eight_buckets():
+    """A visitor counts the members of eight buckets and is nearer to the truth than by one."""
     table, peers = Table(), 1500
     table.fill(EPOCH, 5, peers)
     errors = {}
@@ -398,7 +406,8 @@ def test_a_visitor_counts_the_members_of_eight_buckets_and_is_nearer_to_the_trut
     )
 
 
-def test_a_visitor_sees_all_of_a_swarm_of_a_few_buckets_whatever_level_they_are_at():
+def test_visitor_sees_all_of_a_few_buckets():
+    """A visitor sees all of a swarm of a few buckets whatever level they are at."""
     table, peers = Table(), 60
     for number in range(peers):
         bits = bits_in(SWARM, EPOCH, f"peer{number}")
@@ -453,7 +462,8 @@ def test_a_record_is_found_at_any_depth(prefix):
     assert searched(stored(prefix))
 
 
-def test_a_record_of_another_epoch_or_under_another_key_does_not_count():
+def test_record_of_another_epoch_does_not_count():
+    """A record of another epoch or under another key does not count."""
     assert not searched({})
     other = TURN + 1
     assert not searched(stored(bucket_prefix(other, bits_in(SWARM, other, ME.peer_id)[:2])))
@@ -461,7 +471,8 @@ def test_a_record_of_another_epoch_or_under_another_key_does_not_count():
     assert not searched({key_of(SWARM, ""): {ME.peer_id: b"junk"}})
 
 
-def test_keys_that_cannot_be_read_are_passed_over_unless_they_are_all():
+def test_unreadable_keys_are_skipped_unless_all():
+    """Keys that cannot be read are passed over unless they are all."""
     keys = stored(bucket_prefix(TURN, OWN[:2]))
     assert searched(keys, broken={key_of(SWARM, "")})
     every = {key_of(SWARM, bucket_prefix(TURN, OWN[:depth])) for depth in range(1, DEEPEST + 1)}
@@ -475,7 +486,8 @@ def test_keys_that_cannot_be_read_are_passed_over_unless_they_are_all():
 HOUR = 3600.0
 
 
-def test_members_are_those_of_the_bucket_and_others_can_still_be_reached():
+def test_members_are_the_buckets_and_others_reachable():
+    """Members are those of the bucket and others can still be reached."""
     shelf, epoch, me = Shelf(), int((time.time() + 60) // HOUR), Identity.ephemeral()
     own = bits_in(SWARM, epoch, me.peer_id)[:2]
     skew = (
@@ -501,7 +513,8 @@ def test_members_are_those_of_the_bucket_and_others_can_still_be_reached():
     assert me.peer_id in shelf.keys[key_of(SWARM, bucket_prefix(epoch, own))]
 
 
-def test_who_was_in_the_bucket_just_before_can_still_be_reached():
+def test_former_bucket_members_stay_reachable():
+    """Who was in the bucket just before can still be reached."""
     shelf, me, peer = Shelf(), Identity.ephemeral(), Identity.ephemeral()
     directory = Directory(shelf, me, SWARM, bucket=32, epoch_s=HOUR)
     directory._seen = {peer.peer_id: member_of(peer.peer_id, issued=time.time())}
@@ -513,9 +526,10 @@ def test_who_was_in_the_bucket_just_before_can_still_be_reached():
     assert directory.knows(peer.peer_id)
 
 
-def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_believed_by_them(
+def test_wrong_clock_still_joins_the_epoch(
     monkeypatch,
 ):
+    """A node whose clock is minutes off is in the epoch of the others and is believed by them."""
     shelf, me, peer, now = Shelf(), Identity.ephemeral(), Identity.ephemeral(), 1e9
     monkeypatch.setattr(
         "shoal.swarm.membership.directory.time",
@@ -539,7 +553,8 @@ def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_
     assert peer.peer_id in wrong.everyone()
 
 
-def test_a_visitor_reads_again_once_it_knows_where_its_bucket_is_and_sees_the_ones_beside():
+def test_visitor_reads_again_beside_its_bucket():
+    """A visitor reads again once it knows where its bucket is and sees the ones beside."""
     shelf, epoch = Shelf(), int(time.time() // HOUR)
     directory = Directory(shelf, Identity.ephemeral(), SWARM, bucket=16, epoch_s=HOUR, breadth=3)
     for _ in range(40):

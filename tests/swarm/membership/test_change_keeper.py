@@ -82,7 +82,8 @@ def test_a_member_takes_what_another_has(network, keep):
     assert len(network.opened) == opened  # nobody states a higher number
 
 
-def test_the_newest_of_several_wins_and_an_older_one_is_not_taken_back(keep):
+def test_newest_change_wins(keep):
+    """The newest of several wins and an older one is not taken back."""
     first, _ = keep()
     first.take(signed(5))
     assert not first.take(signed(4))
@@ -111,7 +112,8 @@ def test_anothers_signature_is_refused_and_counted(network, keep):
     assert keeper.number == 0
 
 
-def test_a_visitor_hands_over_a_change_and_hears_of_a_newer_one(network, keep):
+def test_visitor_hands_over_and_hears_changes(network, keep):
+    """A visitor hands over a change and hears of a newer one."""
     keeper, host = keep()
     visitor = network.host()
     reply = network.call(swap_change(visitor, host.peer_id, (), SWARM, signed(5)), 10)
@@ -123,7 +125,7 @@ def test_a_visitor_hands_over_a_change_and_hears_of_a_newer_one(network, keep):
     assert (reply.change, reply.reason) == (b"", f"this peer belongs to swarm {SWARM}")
 
 
-def test_a_number_that_is_no_change_costs_a_request_a_minute(network, keep):
+def test_invalid_number_costs_one_request_a_minute(network, keep):
     """Fault: a member that states 2^53 is asked again and again, and hides those who have one."""
     liar = network.host()
     asked = []

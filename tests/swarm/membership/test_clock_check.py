@@ -141,7 +141,8 @@ def behind(tmp_path, monkeypatch):
         first.close()
 
 
-def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
+def test_wrong_clock_is_reported_while_it_lasts(behind):
+    """A node hears of its wrong clock for as long as it is wrong."""
     node, link = behind
     node.directory.skew = 60.0
     assert 59.0 < node.peers._clock() - time.time() <= 60.0, (
@@ -195,7 +196,9 @@ class Slow(Asked):
         return SimpleNamespace(close=lambda: None)
 
 
-def test_those_that_say_nothing_are_not_waited_for_once_one_has_answered(monkeypatch):
+def test_silent_peers_do_not_delay_an_answer(monkeypatch):
+    """Those that say nothing are not waited for once one has answered."""
+
     async def answer(stream, port):
         return DialBackView("seed", "", 0.0, 0.1)
 

@@ -99,7 +99,8 @@ def test_all_that_raced_into_one_key_but_cap_move_on():
     )
 
 
-def test_peers_below_a_key_that_empties_stay_in_view_and_move_up():
+def test_peers_below_an_emptied_key_move_up():
+    """Peers below a key that empties stay in view and move up."""
     shelf, peers, cap = Shelf(), [f"peer{i}" for i in range(30)], 8
     for peer in peers:
         shelf.settle(peer, cap)
@@ -138,7 +139,8 @@ def test_a_reader_is_bounded():
     assert shelf.where("peer0") in seen  # the own place is always looked at first
 
 
-def test_a_key_that_cannot_be_read_hides_only_what_is_below():
+def test_unreadable_key_hides_only_what_is_below():
+    """A key that cannot be read hides only what is below."""
     shelf = Shelf()
     for i in range(40):
         shelf.settle(f"peer{i}", 2)
@@ -284,7 +286,8 @@ def four():
 
 
 @pytest.mark.ci
-def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
+def test_four_nodes_meet_and_one_leaves(four):
+    """Four nodes see each other and one that leaves is gone at once."""
     for number, node in enumerate(four):
         node.say(name=f"n{number}", shard=number, shards=4, loss=2.5)
     everyone = {node.peer_id for node in four}
@@ -401,9 +404,8 @@ def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
     ("unknown", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], False, "relayed"),
     ("local", ["/ip4/192.168.1.2/tcp/1/p2p/me"], True, "local"),
 ])  # fmt: skip
-def test_a_record_says_by_which_way_exchanges_go_and_what_that_moves(
-    dialled, addresses, punched, reach
-):
+def test_record_says_its_way_and_throughput(dialled, addresses, punched, reach):
+    """A record says by which way exchanges go and what that moves."""
     node = SimpleNamespace(
         dialled=dialled,
         _host=SimpleNamespace(addresses=lambda: addresses),
@@ -454,7 +456,8 @@ async def broken(board):
 
 
 @pytest.mark.parametrize("reading", [never_again, broken])
-def test_a_node_is_published_again_and_again_however_its_reading_goes(start, reading):
+def test_node_is_published_whatever_its_reading(start, reading):
+    """A node is published again and again however its reading goes."""
     board, directory = start(reading)
     directory.announce(**ABOUT)
     until(lambda: board.stored >= 4)
@@ -511,9 +514,8 @@ class SlowBoard(Board):
     ("reading_s", "publication_s", "expected"),
     [(0.9, 0.9, set()), (1.2, 0.9, {3.6}), (0.9, 1.2, {3.6}), (20.0, 1.2, {4.5, 3.6})],
 )
-def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_starve_each_other(
-    monkeypatch, reading_s, publication_s, expected
-):
+def test_long_work_is_followed_by_a_rest(monkeypatch, reading_s, publication_s, expected):
+    """What took long is followed by a rest so that peers in haste do not starve each other."""
     board, rests, sleep = SlowBoard(reading_s, publication_s), [], asyncio.sleep
 
     async def pause(self, wake, seconds):

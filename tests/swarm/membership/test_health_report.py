@@ -56,7 +56,7 @@ def test_where_all_is_well_nothing_is_said(names):
     assert health_report(swarm(*names), NOW) == []
 
 
-def test_members_without_partners_are_named_together_with_the_reason_and_what_to_do():
+def test_partnerless_members_are_named_with_a_remedy():
     """Mutants: a sentence for each of them; two reasons in one; the most rounds of them in place of
     the fewest.
     """
@@ -91,14 +91,16 @@ def test_the_slow_is_named_with_its_time_and_the_median():
     assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
 
 
-def test_where_nobody_waits_for_the_slow_it_is_not_advised_to_begin_such_a_swarm():
+def test_sensible_wait_gets_no_advice():
+    """Where nobody waits for the slow it is not advised to begin such a swarm."""
     members = swarm(*ALL, carl={"steps_per_s": 2.0})
     assert "--round seconds:auto" in health_report(members, NOW)[0]
     (said,) = health_report(members, NOW, in_seconds=True)
     assert said.endswith("(100 ms); it makes fewer steps in a round, and nobody waits for it.")
 
 
-def test_where_most_fail_with_each_other_none_of_them_is_blamed():
+def test_mutual_failures_blame_nobody():
+    """Where most fail with each other none of them is blamed."""
     names = ("anna", "bert", "carl")
     fields = {
         name: {
@@ -116,7 +118,8 @@ def test_where_most_fail_with_each_other_none_of_them_is_blamed():
     assert said.startswith("3 of 5 members fail with each other")
 
 
-def test_of_two_the_slower_can_be_the_slow_one_and_who_has_no_speed_yet_is_not():
+def test_slower_of_two_can_be_the_slow_one():
+    """Of two the slower can be the slow one and who has no speed yet is not."""
     (said,) = health_report(swarm("anna", "bert", bert={"steps_per_s": 1.0}), NOW)
     assert said.startswith("bert is slow")
     assert health_report(swarm("anna", "bert", bert={"steps_per_s": 0.0}), NOW) == []
@@ -131,7 +134,8 @@ def test_a_slow_link_is_not_one_of_a_few_milliseconds():
     assert health_report(swarm(*ALL, **quick), NOW) == []
 
 
-def test_who_is_named_by_two_others_fails_and_they_do_not():
+def test_two_words_name_a_failing_peer():
+    """Who is named by two others fails and they do not."""
     accusing = {"failures": (("timeout", 4),), "blamed": (("bert", "timeout", 4),), "exchanges": 10}
     (said,) = health_report(
         swarm(
@@ -142,7 +146,8 @@ def test_who_is_named_by_two_others_fails_and_they_do_not():
     assert said == f"bert fails: 2 of 3 others met 8 x timeout with it; {REMEDY['timeout']}."
 
 
-def test_one_peers_word_is_not_anothers_fault_but_the_way_between_them():
+def test_one_word_blames_the_way_between():
+    """One peers word is not anothers fault but the way between them."""
     one = {"failures": (("unreachable", 9),), "blamed": (("bert", "unreachable", 9),)}
     other = {"failures": (("broken", 9),), "blamed": (("anna", "broken", 9),)}
     assert len(health_report(swarm(*ALL, anna=one, bert=other), NOW)) == 1
@@ -180,7 +185,8 @@ def test_who_was_not_heard_of_is_named():
     assert health_report(swarm(*ALL, dora={"issued": NOW - SILENT_S}), NOW) == []
 
 
-def test_a_partition_is_told_as_those_see_it_who_suspect_it():
+def test_partition_is_told_by_those_who_suspect_it():
+    """A partition is told as those see it who suspect it."""
     lost = {
         "missing": 5,
         "missing_of": 8,
@@ -299,7 +305,8 @@ def test_with_all_in_view_everything_is_exact():
     assert totals_said(totals({}, 0)) == "0 peers."
 
 
-def test_of_a_sample_sums_are_scaled_and_it_is_said_how_sure_they_are():
+def test_sample_sums_are_scaled_with_certainty():
+    """Of a sample sums are scaled and it is said how sure they are."""
     found = totals(members(25), 400)
     assert (found["peers"], found["listed"], found["sampled"], found["training"]) == (
         400,

@@ -46,13 +46,15 @@ def chosen(others=(), **how):
     return lasting_link(SWARM, dict(others), **{"seeds": {}, **how}).bootstrap
 
 
-def test_bootstrap_nodes_first_then_the_node_itself_and_direct_members_then_relayed_ones():
+def test_bootstrap_nodes_come_first_then_direct_members():
+    """Bootstrap node's first then the node itself and direct members then relayed ones."""
     others = {**members(1), peer(2): Record((relayed(2),), 2000.0), **members(3, issued=1500.0)}
     found = chosen(others, seeds={peer(50): (at(50),), peer(51): (at(51),)}, own=[at(7)])
     assert found == (at(50), at(51), at(7), at(3), at(1), relayed(2))
 
 
-def test_a_node_behind_a_relay_stands_behind_those_that_can_be_dialled():
+def test_relayed_node_comes_after_dialable_ones():
+    """A node behind a relay stands behind those that can be dialled."""
     assert chosen(members(1), own=[relayed(7)]) == (at(1), relayed(7))
 
 
@@ -64,7 +66,8 @@ def test_met_members_come_before_those_only_read_of():
     )
 
 
-def test_one_of_each_address_range_comes_before_the_second_of_any():
+def test_each_range_comes_before_a_second_of_any():
+    """One of each address range comes before the second of any."""
     crowd = {
         peer(number): Record((at(number, f"203.0.{number}.1"),), 2000.0 + number)
         for number in range(1, 30)
@@ -94,7 +97,8 @@ def test_second_addresses_fill_what_is_left_and_others_come_last():
     assert found == (at(50), at(50, port=4002), at(7), at(1), at(1, port=4002), at(9))
 
 
-def test_an_address_beyond_the_machine_is_preferred_and_a_relay_where_there_is_one():
+def test_outside_addresses_are_preferred():
+    """An address beyond the machine is preferred and a relay where there is one."""
     here, lan = at(1, "127.0.0.1"), at(1, "192.168.0.7")
     assert chosen({peer(1): Record((here, lan))}) == (lan,)
     assert chosen({}, own=[here, at(1)]) == (at(1),)
@@ -106,7 +110,8 @@ def test_an_address_beyond_the_machine_is_preferred_and_a_relay_where_there_is_o
 @pytest.mark.parametrize(
     "far", [at(50), at(50).replace("/ip4/198.50.0.1", "/dns4/seed.example.org"), relayed(50)]
 )
-def test_private_addresses_are_handed_on_only_in_a_swarm_that_is_known_by_no_other(far):
+def test_private_addresses_stay_in_private_swarms(far):
+    """Private addresses are handed on only in a swarm that is known by no other."""
     lan, cgnat = at(1, "192.168.0.7"), at(7, "100.64.1.2")
     others = {peer(1): Record((lan, at(1)), 2000.0), peer(2): Record((at(2, "10.0.0.2"),))}
     assert chosen(
@@ -117,13 +122,15 @@ def test_private_addresses_are_handed_on_only_in_a_swarm_that_is_known_by_no_oth
     assert not {lan, cgnat} & {*chosen(others, own=[cgnat, far])}
 
 
-def test_a_members_word_of_a_public_address_drops_no_private_one():
+def test_public_claim_drops_no_private_address():
+    """A members word of a public address drops no private one."""
     lan = at(7, "192.168.0.7")
     assert chosen(members(1), own=[lan]) == (lan, at(1))
     assert chosen({peer(1): Record((at(1, "10.0.0.1"), at(1)))}) == (at(1), at(1, "10.0.0.1"))
 
 
-def test_what_a_stranger_names_of_others_or_malformed_is_left_out():
+def test_malformed_and_foreign_addresses_are_left_out():
+    """What a stranger names of others or malformed is left out."""
     victim = Record((at(2), "/ip4/1.2.3.4/tcp/1", f"/x/p2p/{peer(1)}"))
     with pytest.raises(LinkError, match="names no peer to join through"):
         chosen({peer(1): victim})
@@ -138,7 +145,8 @@ def test_it_is_a_link_to_the_swarm_without_an_invitation():
     assert Link.parse(str(made)) == made
 
 
-def test_of_many_members_those_behind_relays_are_left_out_but_not_the_node_itself():
+def test_of_many_members_relayed_ones_are_left_out():
+    """Of many members those behind relays are left out but not the node itself."""
     behind = {peer(number): Record((relayed(number),), 2000.0) for number in range(60, 80)}
     found = chosen({**behind, **members(*range(10, 40))}, own=[relayed(7)])
     assert found[-1] == relayed(7)
@@ -162,7 +170,8 @@ def link(manifest, *hosts):
     )
 
 
-def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
+def test_any_peer_with_the_manifest_will_do(network):
+    """Any peer of the link that has the manifest will do."""
     me, dead, stranger, liar, friend = (network.host() for _ in range(5))
     manifest, other = sealed(friend), sealed(stranger, "other")
     dead.dead = True
@@ -231,7 +240,8 @@ def test_nobody_is_dialled_who_is_in_view():
     assert Scene(5).dialled(1000) == []
 
 
-def test_a_lost_peer_is_dialled_ever_less_often_and_never_given_up():
+def test_lost_peer_is_dialled_ever_less_often():
+    """A lost peer is dialled ever less often and never given up."""
     scene = Scene(2)
     scene.here.remove(PEERS[1])
     when = [now for now, peer in scene.dialled(4000) if peer == PEERS[1]]
@@ -258,7 +268,8 @@ def test_a_few_at_a_time_and_each_gets_its_turn():
     assert {peer for now, peer in dials if now <= 30} == set(PEERS)
 
 
-def test_who_said_goodbye_is_left_in_peace_until_it_is_seen_again():
+def test_departed_peer_is_left_in_peace():
+    """Who said goodbye is left in peace until it is seen again."""
     scene = Scene(2)
     scene.here.remove(PEERS[1])
     scene.left = {PEERS[1]}

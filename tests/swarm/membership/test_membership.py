@@ -12,7 +12,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.membership import membership
 
 
-def test_a_creation_that_fails_closes_the_host_that_it_has_started(monkeypatch):
+def test_failed_creation_closes_its_host(monkeypatch):
     """Mutant: the host, and its daemon, run on until the process ends."""
     closed = []
 

@@ -31,7 +31,8 @@ LONG = [
 @pytest.mark.parametrize(
     ("method", "first", "count"), [("diloco", 1, 4), ("diloco", 2, 4), ("co2", 2, 4), *LONG]
 )
-def test_two_parts_of_a_group_in_the_same_round_end_with_equal_weights(swarm, method, first, count):
+def test_equal_round_parts_reunite_with_equal_weights(swarm, method, first, count):
+    """Two parts of a group in the same round end with equal weights."""
     whole = swarm(method, count)
     whole.train(3)
     assert whole.spread() == pytest.approx(0, abs=1e-6)

@@ -48,7 +48,8 @@ class Scene:
         return self
 
 
-def test_two_that_vanish_together_are_a_partition_and_what_is_said_says_who():
+def test_simultaneous_loss_is_a_partition():
+    """Two that vanish together are a partition and what is said says who."""
     scene = Scene().until(60)
     scene.cut = {"carl": 60.0, "dora": 60.0}
     scene.until(60 + TTL)
@@ -78,7 +79,8 @@ def test_those_who_come_back_end_it():
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 4.99), min_size=4, max_size=4), st.floats(60, 70))
-def test_a_cut_at_one_moment_is_seen_as_one_whatever_the_phases(phases, moment):
+def test_cut_is_seen_at_once_in_any_phase(phases, moment):
+    """A cut at one moment is seen as one whatever the phases."""
     scene = Scene(phases).until(moment)
     scene.cut = dict.fromkeys(("bert", "carl", "dora"), moment)
     scene.until(moment + TTL + CONFIRM + PERIOD + 2)

@@ -147,7 +147,8 @@ def ids(nodes):
     return {node.peer_id for node in nodes}
 
 
-def test_a_newcomer_that_knows_one_member_finds_the_others_without_a_directory(world):
+def test_newcomer_finds_others_without_a_directory(world):
+    """A newcomer that knows one member finds the others without a directory."""
     nodes = world.many(8)
     for node in nodes[1:]:
         node.told(nodes[0])
@@ -190,9 +191,12 @@ def test_a_node_that_comes_back_begins_with_what_it_kept(world):
     assert nodes[1].address in nodes[0].host.known()
 
 
-def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_asked_before_its_record_expires(  # noqa: E501
+def test_active_peer_is_asked_before_its_record_expires(
     world,
 ):
+    """An active peer that the directory shows costs nothing and any other is asked before its
+    record expires.
+    """
     one, other = world.many(2)
     one.told(other)
     other.told(one)
@@ -223,7 +227,8 @@ def test_an_active_peer_that_the_directory_shows_costs_nothing_and_any_other_is_
         ({"record": "forged"}, "forged"),
     ],
 )
-def test_a_caller_that_shows_no_record_of_its_own_gets_none(world, changes, reason):
+def test_recordless_caller_gets_none(world, changes, reason):
+    """A caller that shows no record of its own gets none."""
     one, other, caller, third = world.many(4)
     one.told(other)
     world.run(2 * LOOK)
@@ -244,7 +249,8 @@ def test_a_caller_that_shows_no_record_of_its_own_gets_none(world, changes, reas
     assert not one.exchange.views.knows(caller.peer_id)
 
 
-def test_a_member_gets_the_record_and_those_of_peers_that_answered(world):
+def test_member_gets_records_of_answering_peers(world):
+    """A member gets the record and those of peers that answered."""
     one, other, caller = world.many(3)
     one.told(other)
     world.run(2 * LOOK)
@@ -308,7 +314,8 @@ def test_a_wrong_offer_is_no_hint(world, changes):
     assert one.exchange.counters.rejected() == {"unusable": 1}
 
 
-def test_a_forged_offer_is_refused_and_the_others_of_its_message_are_not(world):
+def test_forged_offer_spoils_no_other(world):
+    """A forged offer is refused and the others of its message are not."""
     one, liar, third = world.many(3)
     good = seal(third.member(), third.identity)
     liar.ask(one, offered=(good[:-1] + b"\x00", good))
@@ -347,7 +354,8 @@ def test_shuffles_of_one_peer_and_of_all_are_limited(world):
     assert caller.ask(one) is not None
 
 
-def test_a_node_that_is_no_member_yet_says_so_and_calls_nobody(world):
+def test_future_member_says_so_and_calls_nobody(world):
+    """A node that is no member yet says so and calls nobody."""
     one, other = world.many(2)
     one.book.state = None
     one.told(other)
@@ -372,7 +380,8 @@ def test_barred_and_departed_peers_leave_the_views(world):
     assert others[0].ask(one).record is None
 
 
-def test_a_peer_that_is_silent_costs_no_more_than_its_deadlines(world):
+def test_silent_peer_costs_its_deadlines_only(world):
+    """A peer that is silent costs no more than its deadlines."""
     one, silent, other = world.many(3)
 
     async def hang(stream):
@@ -408,7 +417,8 @@ def test_by_invitation_only_nobody_else_takes_part(world):
     assert creator.exchange.views.hints == {}
 
 
-def test_a_peer_that_the_user_does_not_want_to_meet_is_not_met(world):
+def test_unwanted_peer_is_not_met(world):
+    """A peer that the user does not want to meet is not met."""
     one, other = world.many(2)
     one.book.access_policy = AccessPolicy(
         one.peer_id, lists=PeerLists(deny=frozenset({other.peer_id}))

@@ -41,9 +41,10 @@ def ids(*nodes):
 
 
 @pytest.mark.ci
-def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_again_when_it_comes_back(  # noqa: E501
-    nodes, tmp_path
-):
+def test_node_without_directory_meets_all_again(nodes, tmp_path):
+    """A late node that reads nothing meets all when the first is dead and again when it comes
+    back.
+    """
     first = nodes()
     dead = first.host.addresses()[0]
     one, two = nodes(dead), nodes(dead)

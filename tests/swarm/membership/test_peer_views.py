@@ -46,7 +46,8 @@ def test_the_views_are_as_large_as_hyparview_has_them():
     assert (ACTIVE, PASSIVE) == (5, 30)
 
 
-def test_few_peers_are_all_kept_and_many_fill_about_thirty_places():
+def test_few_peers_are_kept_and_many_fill_the_view():
+    """Few peers are all kept and many fill about thirty places."""
     few = views()
     meet(few, crowd(3))
     assert few.passive.keys() == {"p0", "p1", "p2"}
@@ -62,7 +63,7 @@ def test_this_node_is_in_no_view_of_its_own():
     assert (view.passive, view.hints) == ({}, {})
 
 
-def test_peers_of_few_ranges_get_few_places_however_many_and_however_often():
+def test_few_ranges_get_few_places():
     """40 honest peers, each in a range of its own, and 120 hostile ones in four ranges that turn up
     twice each.
     """
@@ -108,7 +109,8 @@ def test_what_one_partner_names_fills_only_a_part():
     assert SHARE <= PASSIVE / 4
 
 
-def test_a_peer_that_answers_itself_still_counts_for_the_partner_that_named_it():
+def test_answering_peer_counts_for_its_namer():
+    """A peer that answers itself still counts for the partner that named it."""
     view = views()
     view.hint(contact("p", source="partner"))
     view.met(contact("p"))
@@ -123,7 +125,8 @@ def test_hints_are_bounded():
     assert len(view.hints) == HINTS
 
 
-def test_a_peer_that_would_get_no_place_is_not_worth_a_dial():
+def test_placeless_peer_is_not_dialled():
+    """A peer that would get no place is not worth a dial."""
     view = views()
     meet(view, crowd(3000))
     worth = sum(view.hint(contact(f"new{number}", source=f"{number}")) for number in range(1000))
@@ -173,7 +176,8 @@ def test_the_peer_that_was_active_longest_makes_room_for_another():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_second_peer_of_a_range_becomes_active_after_one_of_each(seed):
+def test_second_of_a_range_comes_after_one_of_each(seed):
+    """A second peer of a range becomes active after one of each."""
     view = views(seed)
     meet(view, [*crowd(20, "near", where="one"), contact("far", where="another")])
     for _ in range(2):
@@ -181,7 +185,8 @@ def test_a_second_peer_of_a_range_becomes_active_after_one_of_each(seed):
     assert "far" in view.active
 
 
-def test_a_sample_is_of_both_views_fresh_and_without_its_partner():
+def test_sample_is_fresh_and_without_its_partner():
+    """A sample is of both views fresh and without its partner."""
     view = views()
     meet(view, crowd(20, issued=100.0))
     meet(view, crowd(5, "old", issued=10.0))
@@ -199,7 +204,8 @@ def test_a_sample_is_of_both_views_fresh_and_without_its_partner():
     assert view.sample(0, partner, since=50.0) == ()
 
 
-def test_the_next_partner_is_any_of_the_passive_view_and_active_only_if_all_are():
+def test_next_partner_is_passive_while_any_is():
+    """The next partner is any of the passive view and active only if all are."""
     view = views()
     meet(
         view,

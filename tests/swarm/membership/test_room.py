@@ -62,7 +62,8 @@ def test_members_that_were_met_keep_their_place(honest_at, made_up_at):
         assert look == 0 or honest.keys() <= kept.keys()
 
 
-def test_members_that_were_met_at_one_range_do_not_keep_out_those_of_others():
+def test_one_range_does_not_crowd_out_others():
+    """Members that were met at one range do not keep out those of others."""
     hostile, honest = crowd(2000), crowd(20, name="honest")
     met = dict.fromkeys(hostile, "198.51.100.1") | {
         peer: f"203.{n}.113.1" for n, peer in enumerate(honest)
@@ -70,7 +71,8 @@ def test_members_that_were_met_at_one_range_do_not_keep_out_those_of_others():
     assert honest.keys() <= Room(met, MOST).choose(hostile | honest, 0).keys()
 
 
-def test_members_that_nobody_met_stay_if_they_were_there_first_and_in_ranges_of_their_own():
+def test_unmet_members_stay_by_age_and_range():
+    """Members that nobody met stay if they were there first and in ranges of their own."""
     first = crowd(20, "/ip4/{n}.7.0.1/tcp/1", "first")
     room = Room({}, MOST)
     room.choose(first, 0)
@@ -78,7 +80,8 @@ def test_members_that_nobody_met_stay_if_they_were_there_first_and_in_ranges_of_
     assert first.keys() <= room.choose(crowd(1500, "/ip4/{n}.{m}.0.1/tcp/1") | first, 2).keys()
 
 
-def test_each_newcomer_is_seen_sooner_or_later_whatever_was_there_before():
+def test_each_newcomer_is_seen_eventually():
+    """Each newcomer is seen sooner or later whatever was there before."""
     met = {f"made-up{n}": f"{n}.0.0.1" for n in range(500)}
     members, room, seen = crowd(500), Room(met, MOST), set()
     for draw in range(400):
@@ -107,7 +110,8 @@ def grind(prefix, count, rng):
     return found
 
 
-def test_members_that_were_met_are_read_below_keys_full_of_strangers():
+def test_met_members_are_read_below_full_keys():
+    """Members that were met are read below keys full of strangers."""
     rng, cap, limit = random.Random(3), 4, 40
     shelf = {f"{k:0{depth}b}" if depth else "": None for depth in range(6) for k in range(2**depth)}
     shelf = {prefix: dict.fromkeys(grind(prefix, cap * dht.CROWD, rng), True) for prefix in shelf}
@@ -136,7 +140,8 @@ def signed(identity, prefix, issued):
     return make_record(prefix, member_of(identity.peer_id, issued=issued), identity)
 
 
-def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypatch):
+def test_directory_opens_a_bounded_part_of_a_key(monkeypatch):
+    """A directory opens a bounded part of a key and keeps who it met."""
     board, now = Shelf(), time.time()
     people = sorted(
         (Identity.ephemeral() for _ in range(200)), key=lambda who: bits_of(who.peer_id)
@@ -168,7 +173,8 @@ def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypa
         assert len(opened) <= board.reads * 4 * dht.CROWD
 
 
-def test_a_node_stores_a_bounded_number_of_records_under_a_key_the_same_as_any_other():
+def test_node_stores_bounded_records_per_key():
+    """A node stores a bounded number of records under a key the same as any other."""
     key, end = DHTID.generate(source="key"), time.time() + 60
     peers = [f"peer{n}" for n in range(500)]
     kept = []

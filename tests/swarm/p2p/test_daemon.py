@@ -67,7 +67,8 @@ def test_importing_is_quiet_and_leaves_signals_alone():
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_sockets_lie_in_a_private_folder_that_goes_with_the_daemon():
+def test_sockets_are_private_and_go_with_the_daemon():
+    """Sockets lie in a private folder that goes with the daemon."""
     host = start()
     (folder,) = base().iterdir()
     assert base().stat().st_mode & 0o777 == folder.stat().st_mode & 0o777 == 0o700
@@ -285,7 +286,8 @@ def test_no_end_of_the_node_leaves_anything_behind(how, tmp_path):
     assert list(base().iterdir()) == []
 
 
-def test_the_daemon_dies_even_if_node_and_guard_are_killed_together(tmp_path):
+def test_daemon_dies_with_node_and_guard(tmp_path):
+    """The daemon dies even if node and guard are killed together."""
     child, family = node_process(tmp_path)
     for process in (child, *[p for p in family if "p2pd" not in p.name()]):
         os.kill(process.pid, signal.SIGKILL)
@@ -440,7 +442,7 @@ async def test_an_announced_length_that_is_too_large_is_not_allocated():
         await read(varint(100) + bytes(99))
 
 
-def test_the_port_of_an_earlier_run_that_is_taken_is_named(tmp_path, caplog):
+def test_taken_former_port_is_named(tmp_path, caplog):
     """Fault: another port was taken in silence, and links with the old one led nowhere."""
     known = tmp_path / "peers.json"
     with start(known=known, swarm="a" * 52) as host:

@@ -63,7 +63,8 @@ def dials(backoff, clock, named, seconds=HOUR, every=1):
     return count
 
 
-def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backoff, clock):
+def test_made_up_address_is_dialled_rarely(backoff, clock):
+    """An address that many made up member's name is dialled a few times."""
     ids = itertools.count()
     most = 9 + HOUR / LONGEST  # 2, 4, 8, ... seconds, and then every five minutes
     assert 5 <= dials(backoff, clock, lambda: (f"made-up{next(ids)}", [f"{VICTIM}/p2p/x"])) <= most
@@ -81,9 +82,8 @@ def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backof
     ],
     ids=["tcp", "quic", "ip6", "mapped", "dns", "relay"],
 )
-def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(
-    backoff, clock, pattern
-):
+def test_host_under_many_names_is_dialled_rarely(backoff, clock, pattern):
+    """A host that is named under every port and name is dialled a few times."""
     ids = itertools.count()
 
     def named():
@@ -93,7 +93,7 @@ def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(
     assert dials(backoff, clock, named) <= (PORTS + 1) * (9 + HOUR / LONGEST)
 
 
-def test_keys_of_one_address_range_do_not_push_out_who_was_met_elsewhere(backoff):
+def test_one_range_does_not_displace_met_peers(backoff):
     """The fault: 4,096 keys that called from one host made a node forget where all others are."""
     backoff.meet("relayed", "")
     backoff.meet("honest", "198.51.100.1")
@@ -127,7 +127,8 @@ def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):
     assert backoff.due("other", [f"{host}/1/p2p/other"])  # it began anew
 
 
-def test_an_honest_peer_that_calls_is_dialled_and_so_is_one_with_another_address(backoff, clock):
+def test_calling_honest_peer_is_dialled(backoff, clock):
+    """An honest peer that calls is dialled and so is one with another address."""
     at = f"{VICTIM}/p2p/{OTHER}"
     for _ in range(20):
         backoff.fail(OTHER, [at])
@@ -142,7 +143,8 @@ def test_an_honest_peer_that_calls_is_dialled_and_so_is_one_with_another_address
     assert backoff.due("x", [f"{VICTIM}/p2p/{OTHER}/p2p-circuit/p2p/x"])  # and those behind it
 
 
-def test_made_up_members_that_name_an_honest_one_do_not_keep_others_from_it(backoff, clock):
+def test_false_members_do_not_block_an_honest_address(backoff, clock):
+    """Made up members that name an honest one do not keep others from it."""
     text = (
         f"all dials failed\n  * [{VICTIM}] peer id mismatch: expected x, but remote key matches "
         f"{OTHER}"
@@ -193,7 +195,8 @@ class Silent(Daemon):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_the_daemon_is_not_asked_for_a_dial_that_is_put_off(backoff, clock, tmp_path, hangs):
+async def test_postponed_dial_does_not_reach_the_daemon(backoff, clock, tmp_path, hangs):
+    """The daemon is not asked for a dial that is put off."""
     daemon, at = Silent(backoff, tmp_path), [f"{VICTIM}/p2p/{OTHER}"]
     daemon.hangs = hangs
 
@@ -215,7 +218,8 @@ async def test_the_daemon_is_not_asked_for_a_dial_that_is_put_off(backoff, clock
     assert daemon.asked == [1]
 
 
-def test_the_nearest_nodes_are_asked_twice_as_many_as_hold_a_record(monkeypatch):
+def test_twice_as_many_near_nodes_are_asked(monkeypatch):
+    """The nearest nodes are asked twice as many as hold a record."""
     asked = []
 
     async def get(self, *arguments, **options):
@@ -335,7 +339,8 @@ def test_peers_that_dial_each_other_at_once_both_get_through():
         link.close()
 
 
-def test_a_peer_does_not_dial_from_the_port_it_listens_on_and_is_remembered_by_that_port():
+def test_listening_port_is_remembered_not_dialled_from():
+    """A peer does not dial from the port it listens on and is remembered by that port."""
     with (
         Host.start(Identity.ephemeral()) as a,
         Host.start(Identity.ephemeral(), bootstrap=a.addresses()) as b,

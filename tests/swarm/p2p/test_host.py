@@ -157,7 +157,8 @@ def test_one_peer_cannot_take_all_handlers(two):
     assert b.call(ask(b, a.peer_id), 60) == b"hello"
 
 
-def test_where_a_peer_is_is_known_once_it_was_dialled_or_a_stream_to_it_opened(two):
+def test_dial_or_stream_tells_where_a_peer_is(two):
+    """Where a peer is is known once it was dialled or a stream to it opened."""
     a, b = two
     gone = Identity.ephemeral().peer_id
     for work in (
@@ -306,7 +307,7 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("noticed", [True, False])
-def test_where_any_port_will_do_the_one_of_before_may_be_taken(tmp_path, monkeypatch, noticed):
+def test_free_port_may_be_the_former_one(tmp_path, monkeypatch, noticed):
     """Before the daemon starts, or while it does."""
     here = {"known": tmp_path / "peers.json", "listen": ["/ip4/127.0.0.1/tcp/0"], "swarm": "s"}
     with start(**here) as first:
@@ -395,7 +396,8 @@ def test_an_address_that_no_record_could_hold_is_not_announced(announced, says):
         asyncio.run(seed.run())
 
 
-def test_an_address_by_a_relay_with_a_long_name_is_left_out(monkeypatch):
+def test_relay_with_a_long_name_is_left_out(monkeypatch):
+    """An address by a relay with a long name is left out."""
     with start() as a:
         (own, *_) = a.addresses()
         long = (
@@ -446,7 +448,8 @@ def test_close_does_not_wait_for_a_stuck_loop(two):
     assert a._loop.is_closed()
 
 
-def test_a_host_imports_while_its_daemon_starts_and_meets_the_swarm_after(monkeypatch):
+def test_host_imports_while_its_daemon_starts(monkeypatch):
+    """A host imports while its daemon starts and meets the swarm after."""
     launch, join, launched, done = (
         DaemonSupervisor._launch,
         hivemind_adapter.join_dht,
@@ -485,7 +488,8 @@ def test_an_import_that_fails_leaves_no_daemon_running():
         pass
 
 
-def test_a_protocol_is_registered_however_often_the_daemon_was_too_slow(two, monkeypatch):
+def test_slow_daemon_still_gets_the_protocol(two, monkeypatch):
+    """A protocol is registered however often the daemon was too slow."""
     a, b = two
     serve, refused = a._supervisor.daemon.serve, []
 
@@ -519,7 +523,8 @@ def test_a_protocol_that_the_daemon_never_takes_is_an_error(two, monkeypatch):
         two[0].serve("/test/late/1", echo)
 
 
-def test_a_peer_that_lost_answers_is_asked_again_before_records_expire(two):
+def test_lost_answers_are_asked_for_before_expiry(two):
+    """A peer that lost answers is asked again before records expire."""
     blacklist = two[0]._supervisor.dht.blacklist
     for _ in range(9):
         blacklist.banned_peers.clear()  # as if the time of the last failure were over
@@ -528,7 +533,7 @@ def test_a_peer_that_lost_answers_is_asked_again_before_records_expire(two):
     assert expires - get_dht_time() < 10
 
 
-def test_dials_whose_time_is_over_while_the_machine_stands_still_reach_nobody_and_fail_nothing():
+def test_overdue_dials_fail_nothing():
     """Redialling, reports to bootstrap nodes and peer exchange expect a NetworkError at most: a
     TimeoutError was a traceback.
     """

@@ -75,7 +75,7 @@ def test_the_port_of_before_is_taken_if_any_will_do():
     )
 
 
-def test_where_no_address_is_named_the_one_of_before_is_kept():
+def test_unnamed_address_keeps_the_former_one():
     """Fault: a creator resumed without its --listen took another port, and all its invitations led
     nowhere.
     """
@@ -108,7 +108,8 @@ def test_it_is_bounded_and_the_newest_stay():
     assert len(known.addresses()) == MAX_PEERS * MAX_EACH
 
 
-def test_peers_that_answered_keep_their_places_however_many_others_are_heard_of():
+def test_answering_peers_keep_their_places():
+    """Peers that answered keep their places however many others are heard of."""
     now = [1e9]
     known = Peerstore(OWN, clock=lambda: now[0])
     known.remember([at(OTHER), at(THIRD, 2)])
@@ -138,7 +139,8 @@ def test_of_those_that_answered_one_of_each_range_comes_first():
     assert sum(peer in known for peer in crowd) == MAX_PEERS - len(honest)
 
 
-def test_the_address_that_answered_is_kept_and_known_in_the_next_run(tmp_path):
+def test_answering_address_is_kept_for_the_next_run(tmp_path):
+    """The address that answered is kept and known in the next run."""
     path, now = tmp_path / "peers.json", [1e9]
     known = Peerstore(OWN, path, SWARM, clock=lambda: now[0])
     known.met = {OTHER: "10.0.0.2"}
@@ -202,7 +204,8 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     assert all(r.levelno == logging.WARNING for r in caplog.records if r.name.startswith("shoal"))
 
 
-def test_a_file_that_is_too_large_is_not_read_to_its_end(tmp_path, caplog):
+def test_oversized_file_is_not_read(tmp_path, caplog):
+    """A file that is too large is not read to its end."""
     path = tmp_path / "peers.json"
     path.write_text(json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}}) + " " * MAX_BYTES)
     assert Peerstore(OWN, path, SWARM).addresses() == []

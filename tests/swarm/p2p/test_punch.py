@@ -198,7 +198,8 @@ async def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
         (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
     ],
 )
-def test_only_public_addresses_by_quic_and_no_port_of_the_system(address, may):
+def test_only_public_quic_addresses_are_punched(address, may):
+    """Only public addresses by quic and no port of the system."""
     assert usable(address) is may
 
 
@@ -228,9 +229,8 @@ async def test_a_member_is_answered_and_dialled_at_once(world):
         ),
     ],
 )
-async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(
-    world, caplog, why, request_of
-):
+async def test_refusal_starts_no_daemon(world, caplog, why, request_of):
+    """What is refused starts no daemon is counted and logged once."""
     for _ in range(3):
         with caplog.at_level(logging.WARNING), pytest.raises(NetworkError, match=why):
             await world.asks(**request_of())
@@ -239,7 +239,8 @@ async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(
     assert len(caplog.records) == 1
 
 
-async def test_a_thousand_requests_are_six_and_two_dials_of_one_host(world, caplog):
+async def test_thousand_requests_are_six(world, caplog):
+    """A thousand requests are six and two dials of one host."""
     for number in range(1000):
         with contextlib.suppress(NetworkError):
             await world.asks(
@@ -283,7 +284,8 @@ async def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
     assert await look(FIRST, SECOND, origins={SECOND: "8.8.8.8"}) == []
 
 
-async def test_a_member_is_asked_once_it_had_time_to_learn_of_this_one(world, monkeypatch):
+async def test_member_is_asked_after_time_to_learn(world, monkeypatch):
+    """A member is asked once it had time to learn of this one."""
     monkeypatch.setattr(punch, "FIRST_S", 1000.0)
 
     assert await world.puncher._look() == []
@@ -291,7 +293,8 @@ async def test_a_member_is_asked_once_it_had_time_to_learn_of_this_one(world, mo
     assert await world.puncher._look() == [SECOND]
 
 
-async def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_the_member(world):
+async def test_asking_member_dials_and_is_served(world):
+    """The asking member dials and what it serves is served there as to the member."""
     served = []
 
     async def incoming(peer, origin, reader, writer):
@@ -312,7 +315,8 @@ async def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_
     assert "/y/1" in daemon.served
 
 
-async def test_streams_go_by_the_relay_where_exchanges_move_more_by_it(world):
+async def test_streams_prefer_the_quicker_relay(world):
+    """Streams go by the relay where exchanges move more by it."""
     await world.puncher._try(SECOND)
     ways, past = world.puncher._traffic.routes, world.side.peer_id
     stream = await world.puncher.open(SECOND, "/x/1")
@@ -346,7 +350,8 @@ async def test_the_pings_of_bulk_take_its_way(world):
     assert asked == [("second", world.side.peer_id), SECOND]
 
 
-async def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_later(world):
+async def test_unanswered_member_stays_relayed(world):
+    """Where nobody answers the member stays relayed and is asked again later."""
     await world.puncher._start()
     world.started[0].nobody = True
     assert await world.puncher._look() == [SECOND]
@@ -356,7 +361,7 @@ async def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_
     assert await world.puncher._look() == []
 
 
-async def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, monkeypatch):
+async def test_streamless_connection_yields_to_the_relay(world, monkeypatch):
     """Two streams may be opened at once, as the two of a download are."""
     monkeypatch.setattr(punch, "OPEN_S", 0.01)
 
@@ -396,9 +401,8 @@ async def test_a_second_daemon_that_serves_not_all_is_ended(world, monkeypatch):
 @pytest.mark.parametrize(
     ("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"]
 )
-async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(  # noqa: E501
-    monkeypatch, me, other
-):
+async def test_ended_second_daemon_restarts_with_another_key(monkeypatch, me, other):
+    """A second daemon that ended is started again with another key and its members are asked."""
     world = World(monkeypatch, me, other)
 
     await world.puncher._try(other)
@@ -413,7 +417,7 @@ async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_
     assert world.started[1].gone.is_set()
 
 
-async def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_asked_anew(world):
+async def test_daemon_of_another_network_is_ended(world):
     """Its connections are dead, but each stream over one would wait for seconds before it goes by
     the relay. What was measured before counts no more, here or at the members.
     """
@@ -456,7 +460,8 @@ async def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkey
     assert world.started[0].gone.is_set()
 
 
-async def test_a_second_daemon_of_which_nobody_tells_the_address_is_ended(world):
+async def test_daemon_without_an_address_is_ended(world):
+    """A second daemon of which nobody tells the address is ended."""
     world.supervisor.bootstrapper.seeds, world.own = {}, ()
     with pytest.raises(NetworkError, match="no bootstrap node"):
         await world.asks(asked(SECOND, FIRST))

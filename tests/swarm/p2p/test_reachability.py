@@ -69,7 +69,8 @@ async def wires(origin, answer):
         theirs[1].close()
 
 
-def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
+def test_node_is_dialled_back_at_its_source(pair):
+    """A node is dialled back at the address it comes from."""
     caller, peer = pair
 
     async def work():
@@ -216,7 +217,8 @@ HERE = "9.9.9.9"  # as peers see it
         ([LAN], [], None),
     ],
 )
-def test_who_can_dial_a_node_is_what_peers_found_that_dialled_it(announced, seen, reach):
+def test_reachability_is_what_dialling_peers_found(announced, seen, reach):
+    """Who can dial a node is what peers found that dialled it."""
     views = [DialBackView(PEER, address, 0.0, 0.1, outcome) for address, outcome in seen]
     assert reach_of(views, [f"{address}/p2p/{PEER}" for address in announced]) == reach
 

@@ -91,7 +91,8 @@ class World:
         self.daemon.here -= set(peers)
 
 
-def test_no_relay_is_asked_until_libp2p_has_found_that_nobody_can_dial_this_node(monkeypatch):
+def test_no_relay_is_asked_before_libp2p_says_private(monkeypatch):
+    """No relay is asked until libp2p has found that nobody can dial this node."""
     world = World(monkeypatch)
     world.look(known=["/ip4/198.51.100.4/tcp/1/p2p/" + ME])
     assert not world.daemon.asked
@@ -99,7 +100,8 @@ def test_no_relay_is_asked_until_libp2p_has_found_that_nobody_can_dial_this_node
     assert world.slots.addresses() == CIRCUIT
 
 
-def test_a_node_that_libp2p_has_dialled_after_all_gives_its_slots_up(monkeypatch):
+def test_dialled_node_gives_its_slots_up(monkeypatch):
+    """A node that libp2p has dialled after all gives its slots up."""
     world = World(monkeypatch)
     hidden, opened = ["/ip4/192.168.0.7/tcp/1/p2p/" + ME], ["/ip4/9.9.9.9/tcp/1/p2p/" + ME]
     for known, slots in (
@@ -123,7 +125,8 @@ def test_a_node_that_needs_slots_by_its_settings_keeps_them(monkeypatch):
     assert world.slots.addresses() == CIRCUIT
 
 
-def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look(monkeypatch):
+def test_slot_is_renewed_early_but_not_always(monkeypatch):
+    """A slot is asked for again before anybody misses it and not at each look."""
     world = World(monkeypatch, needed=True)
     for _ in range(7):
         world.look()
@@ -132,7 +135,7 @@ def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look
     assert RENEW_S == 15
 
 
-def test_a_machine_in_another_network_ends_its_connections_and_asks_for_a_slot_at_once(monkeypatch):
+def test_new_network_asks_for_a_slot_at_once(monkeypatch):
     """From its old address nothing is sent any more, and its daemon would wait half a minute for
     each answer.
     """
@@ -154,15 +157,19 @@ def test_a_machine_in_another_network_ends_its_connections_and_asks_for_a_slot_a
     assert world.slots.moves == 2
 
 
-def test_the_address_of_this_machine_is_there_and_another_is_not():
+def test_own_address_is_there_and_another_is_not():
+    """The address of this machine is there and another is not."""
     here = connections.sends_from()
     assert not here or not connections.is_gone(here)
     assert connections.is_gone("203.0.113.77")
 
 
-def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(  # noqa: E501
+def test_lost_slot_is_withdrawn_and_asked_for_again(
     monkeypatch,
 ):
+    """A slot that ended with its connection is announced no more and asked for as soon as the
+    relay is back.
+    """
     world = World(monkeypatch, needed=True)
     world.look()
     world.goes(SEED)
@@ -183,7 +190,8 @@ def test_a_connection_on_which_nothing_comes_is_made_anew(monkeypatch):
     assert world.at() == [SEED]
 
 
-def test_where_one_relay_stays_away_the_next_one_takes_its_place(monkeypatch):
+def test_next_relay_replaces_an_absent_one(monkeypatch):
+    """Where one relay stays away the next one takes its place."""
     world = World(monkeypatch, (SEED, OTHER, THIRD), needed=True)
     world.look()
     assert world.at() == [SEED, OTHER]
@@ -192,9 +200,10 @@ def test_where_one_relay_stays_away_the_next_one_takes_its_place(monkeypatch):
     assert sorted(world.at()) == sorted([OTHER, THIRD])
 
 
-def test_a_daemon_that_puts_off_a_relay_that_answers_is_restarted_but_not_again_and_again(
+def test_stuck_daemon_is_restarted_once(
     monkeypatch,
 ):
+    """A daemon that puts off a relay that answers is restarted but not again and again."""
     world = World(monkeypatch, needed=True)
     world.goes(SEED)
     world.daemon.refusal = "failed to dial: dial backoff"
@@ -206,7 +215,8 @@ def test_a_daemon_that_puts_off_a_relay_that_answers_is_restarted_but_not_again_
     assert [at * 5 for at, restart in enumerate(looks) if restart] == [STUCK_S, STUCK_S + RESTART_S]
 
 
-def test_a_relay_that_has_no_slot_left_is_no_reason_for_a_restart(monkeypatch):
+def test_full_relay_is_no_reason_for_a_restart(monkeypatch):
+    """A relay that has no slot left is no reason for a restart."""
     world = World(monkeypatch, needed=True)
     world.daemon.answers[SEED] = FULL
     assert not any(world.look() for _ in range(100))
@@ -216,7 +226,8 @@ def test_a_relay_that_has_no_slot_left_is_no_reason_for_a_restart(monkeypatch):
     )  # in 500 seconds: members relay too, but not for who comes over a relay
 
 
-def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
+def test_restart_asks_for_a_slot_at_once(monkeypatch):
+    """After a restart of the daemon a slot is asked for at once."""
     world = World(monkeypatch, needed=True)
     world.look()
     world.slots.ended()
@@ -237,7 +248,8 @@ def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
         FULL,
     ],
 )
-async def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expected(answer):
+async def test_relay_answers_give_a_slot_or_an_expected_error(answer):
+    """Whatever a relay answers there is a slot or an error that is expected."""
     daemon = FakeDaemon()
     daemon.answers[SEED] = answer
     with pytest.raises((NetworkError, OSError)):
@@ -269,7 +281,8 @@ async def test_a_slot_says_after_how_many_bytes_a_connection_ends(answer, most):
     ("answers", "starts"),
     [([None], 1), ([limited(131072), GRANTED], 2), ([limited(131072)] * 9, 6)],
 )
-def test_a_daemon_that_cuts_off_what_it_forwards_is_started_anew(monkeypatch, answers, starts):
+def test_daemon_that_cuts_forwarding_is_restarted(monkeypatch, answers, starts):
+    """A daemon that cuts off what it forwards is started anew."""
     launched, ended = [], []
 
     async def launch(identity, *, relay, **chosen):
@@ -298,7 +311,9 @@ def test_a_daemon_that_cuts_off_what_it_forwards_is_started_anew(monkeypatch, an
     assert [one for one in ended if one in launched] == launched[:-1]
 
 
-def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
+def test_local_only_peer_is_asked_for_no_slot(monkeypatch):
+    """Who is reached on this machine alone is asked for no slot."""
+
     async def launch(identity, **chosen):
         return chosen["listen"]
 
@@ -311,9 +326,8 @@ def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
     ("error", "ended"),
     [(StartupError("no second daemon"), []), (asyncio.CancelledError(), ["ended"])],
 )
-async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off_it_ends(
-    monkeypatch, error, ended
-):
+async def test_unasked_daemon_stays_and_cancelled_start_ends(monkeypatch, error, ended):
+    """Where nobody can ask the daemon stays and where the start is called off it ends."""
     found = []
 
     async def launch(identity, *, relay, **chosen):
@@ -360,7 +374,8 @@ async def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
         await there.shutdown()
 
 
-def test_a_peer_behind_a_relay_is_no_relay_and_each_counts_once():
+def test_relayed_peer_is_no_relay():
+    """A peer behind a relay is no relay and each counts once."""
     bootstrap = [
         f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}",
         f"/ip4/192.168.1.2/tcp/4001/p2p/{THIRD}",
@@ -425,8 +440,7 @@ def test_options_about_relays(given, expected):
         (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
     ],
 )
-def test_a_router_opens_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(
-    listen, announce, expected
-):
+def test_router_opens_a_port_on_demand(listen, announce, expected):
+    """A router opens a port for who wants to be dialled from anywhere and says no more."""
     said = options(control="/unix/x", key=Path("k"), listen=listen, announce=announce)
     assert [option for option in said if "natPortMap" in option] == [f"-natPortMap={expected}"]

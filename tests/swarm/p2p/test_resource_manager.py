@@ -53,7 +53,8 @@ def resource_manager(rates=FEW, **options):
     return ResourceManager(rates=rates, clock=clock, **options), clock
 
 
-def test_one_peer_has_few_streams_at_a_time_and_strangers_few_of_all():
+def test_peer_and_strangers_have_few_streams():
+    """One peer has few streams at a time and strangers few of all."""
     at, _ = resource_manager(Rates())
     members = {f"m{i}" for i in range(MAX_HANDLERS)}
     at.known = members.__contains__
@@ -71,7 +72,8 @@ def test_one_peer_has_few_streams_at_a_time_and_strangers_few_of_all():
     assert at.refused() == {"crowded": 3}
 
 
-def test_members_that_hold_all_their_streams_do_not_keep_out_one_that_has_none():
+def test_busy_members_leave_room_for_another():
+    """Members that hold all their streams do not keep out one that has none."""
     at, _ = resource_manager(Rates())
     at.known = lambda peer: not peer.startswith("stranger")
     hostile = [f"hostile{number}" for number in range(100)]
@@ -104,7 +106,7 @@ def test_who_becomes_a_member_meanwhile_leaves_nothing_behind():
     assert not at._strangers.peers
 
 
-def test_a_crowded_range_of_strangers_or_of_members_gives_a_stream_up_to_another():
+def test_crowded_range_gives_a_stream_up():
     """The fault: 64 free keys without a record held all that strangers may have, and 512 with one
     all that there is.
     """
@@ -130,7 +132,8 @@ def test_a_crowded_range_of_strangers_or_of_members_gives_a_stream_up_to_another
     assert at.acquire(Caller("member", "10.1.0.1"), ECHO) == ""  # with it this node has exchanged
 
 
-def test_a_stream_that_is_refused_for_its_rate_takes_nobodys_place():
+def test_rate_refusal_takes_nobodys_place():
+    """A stream that is refused for its rate takes nobody's place."""
     at, _ = resource_manager(Rates(streams=1))
     crowd = [Caller(f"m{n}", "10.1.0.1") for n in range(MAX_HANDLERS + MAX_FIRST)]
     assert not any(at.acquire(each, ECHO) for each in crowd)
@@ -162,7 +165,7 @@ def test_streams_and_calls_have_a_rate():
     assert set(at.refused()) <= set(REASONS)
 
 
-def test_a_further_request_on_a_stream_counts_as_one_on_a_new_stream():
+def test_further_request_counts_as_a_new_stream():
     """Also of a peer that has all the streams that it may have."""
     at, _ = resource_manager(
         Rates(streams=MAX_HANDLERS_PER_PEER + 3), access_policy=AccessPolicy("me")
@@ -175,7 +178,8 @@ def test_a_further_request_on_a_stream_counts_as_one_on_a_new_stream():
     assert not at.renew(streams[1], ECHO)
 
 
-def test_what_is_handed_out_to_one_peer_in_an_hour_is_bounded():
+def test_hourly_bytes_to_one_peer_are_bounded():
+    """What is handed out to one peer in an hour is bounded."""
     at, clock = resource_manager()
     at.meter(BULK, 1000)
     assert at.acquire(Caller("a"), BULK) == ""
@@ -242,7 +246,8 @@ def three():
         yield a, b, c
 
 
-def test_who_opens_streams_without_end_is_cut_off_and_the_others_are_served(three):
+def test_endless_opener_is_cut_off(three):
+    """Who opens streams without end is cut off and the others are served."""
     victim, honest, flooder = three
     victim.resource_manager._streams = TokenBuckets(RateLimit(messages=40, senders=8))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -266,7 +271,8 @@ def test_who_opens_streams_without_end_is_cut_off_and_the_others_are_served(thre
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
 
 
-def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three):
+def test_silent_streams_keep_no_member_out(three):
+    """Streams that say nothing are bounded and do not keep a member out."""
     victim, honest, slow = three
     victim.resource_manager.known = {honest.peer_id}.__contains__
 
@@ -284,7 +290,8 @@ def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three
     assert victim.resource_manager._busy[slow.peer_id] == MAX_HANDLERS_PER_PEER < len(held)
 
 
-def test_calls_to_the_dht_node_are_bounded_and_who_is_denied_makes_none(three):
+def test_dht_calls_are_bounded_and_deniable(three):
+    """Calls to the DHT node are bounded and who is denied makes none."""
     victim, honest, caller = three
     honest.call(honest.store("k", "s", b"v", 60.0), 60)
     victim.resource_manager._calls = TokenBuckets(RateLimit(messages=3, senders=8))

@@ -62,7 +62,8 @@ async def test_many_bytes_each_way_measure_their_way(out, into, measured):
         assert a._traffic.routes.best(PEER) is not measured  # the other way is not known
 
 
-async def test_a_way_by_which_nothing_comes_is_left_for_the_other():
+async def test_dead_way_is_left_for_the_other():
+    """A way by which nothing comes is left for the other."""
     async with pair() as (a, _b):
         a.daemon_id = "past"
         a._traffic.routes.note(PEER, True, 2e6)
@@ -72,7 +73,8 @@ async def test_a_way_by_which_nothing_comes_is_left_for_the_other():
         assert not a._traffic.routes.choose(PEER)
 
 
-async def test_a_peer_that_had_gone_on_does_not_count_against_its_way():
+async def test_moved_on_peer_spares_its_way():
+    """A peer that had gone on does not count against its way."""
     async with pair() as (a, b):
         a._traffic.routes.note(PEER, False, 2e6)
         b.close()
@@ -160,7 +162,9 @@ async def test_the_outgoing_buffer_is_free_when_swap_returns():
         assert into == b"1" * len(into)
 
 
-def test_a_stream_that_is_kept_keeps_neither_buffer_nor_who_was_told_of_progress():
+def test_kept_stream_keeps_no_buffer():
+    """A stream that is kept keeps neither buffer nor who was told of progress."""
+
     class Told:
         def __call__(self, received):
             pass
@@ -216,7 +220,8 @@ async def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
 
 
 @pytest.mark.parametrize("first", [b"", b"x"])
-async def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(first):
+async def test_relay_buffering_is_silence(first):
+    """A peer whose relay takes bytes while it sends none is silent."""
     async with pair() as (a, b):
 
         async def take():
@@ -280,7 +285,7 @@ async def test_a_failing_progress_callback_reaches_the_caller():
 
 @pytest.mark.parametrize("size", [1, MEASURED_BYTES, 5 * CHUNK_BYTES + 7])
 @pytest.mark.parametrize("there", [False, True])
-async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
+async def test_sent_ahead_bytes_continue_in_the_swap(size, there):
     """While messages come the other way; ``there``: what came ahead was received before the
     swap.
     """
@@ -315,7 +320,8 @@ async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
         assert await b.receive(10, 5) == b"after"
 
 
-async def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_sent_ahead():
+async def test_stream_end_leaves_unsent_rest():
+    """A stream that ends before the swap leaves the rest of what was sent ahead."""
     async with pair() as (a, b):
         a.send_ahead(memoryview(bytes(8 * CHUNK_BYTES)))
         await asyncio.sleep(0)
@@ -326,7 +332,8 @@ async def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_se
         assert not await b.more(5)
 
 
-async def test_more_waits_for_a_message_or_the_end_and_loses_nothing():
+async def test_more_waits_and_loses_nothing():
+    """More waits for a message or the end and loses nothing."""
     async with pair() as (a, b):
         assert not await b.more(0.01)
         await a.send(b"hello", 5)

@@ -156,7 +156,7 @@ def test_a_fast_link_stays_fast(loop, mbit, delay, most):
     assert end < 40 * MB / (mbit * MBIT) * most
 
 
-def test_a_transfer_after_a_pause_is_as_quick_as_without_pacing(loop):
+def test_transfer_after_a_pause_is_unpaced(loop):
     """While TCP begins slowly its queue is no sign of a slow link, and nothing waits for the empty
     link to be measured.
     """
@@ -177,7 +177,8 @@ def test_a_transfer_after_a_pause_is_as_quick_as_without_pacing(loop):
     assert max(took[1:]) < 1.2 * (free.free - began)
 
 
-def test_a_window_that_holds_short_transfers_back_grows_from_one_to_the_next(loop):
+def test_narrow_window_grows_between_transfers(loop):
+    """A window that holds short transfers back grows from one to the next."""
     net, took = Net(loop, 1000, 0.2, down=1000), []
 
     async def often():
@@ -285,7 +286,7 @@ def test_of_two_that_send_to_each_other_none_starves(loop, mbit, delay):
     assert late[int(0.99 * len(late))] < 0.3
 
 
-def test_eight_that_send_to_each_other_use_what_ended_transfers_leave_free(loop):
+def test_eight_senders_use_freed_capacity(loop):
     """As in a group.
 
     The last of seven transfers of a node went on at the rate that it had beside the others.
@@ -311,7 +312,7 @@ def test_eight_that_send_to_each_other_use_what_ended_transfers_leave_free(loop)
     assert statistics.mean(took[1:]) < 1.35
 
 
-def test_a_rate_that_was_low_for_a_moment_holds_nothing_back(loop):
+def test_momentary_low_rate_holds_nothing_back(loop):
     """As while both nodes are busy.
 
     A cap by the recent rates rose by a quarter a second, and each transfer paid for it.
@@ -352,7 +353,8 @@ def test_a_silent_peer_gets_no_more(loop, answered):
     assert (0.9 < max(sent) < 1.5) if answered else not sent
 
 
-def test_a_peer_that_was_silent_for_a_while_gets_the_rest(loop):
+def test_silent_peer_gets_the_rest(loop):
+    """A peer that was silent for a while gets the rest."""
     net, late = Net(loop, 8, 0.01), 12.0
     loop.call_at(1.0, lambda: setattr(net.up, "free", late))
     (end,), _ = run(loop, net, net.send(4 * MB))
@@ -382,7 +384,8 @@ def test_another_way_through_the_network_is_learnt_from_one_transfer(loop):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_link_that_is_known_to_be_another_is_learnt_in_the_midst_of_a_transfer(loop, known):
+def test_changed_link_is_learnt_during_a_transfer(loop, known):
+    """A link that is known to be another is learnt in the midst of a transfer."""
     net = Net(loop, 1, 0.05)
 
     async def moved():
@@ -398,7 +401,8 @@ def test_a_link_that_is_known_to_be_another_is_learnt_in_the_midst_of_a_transfer
     assert max(wait for at, wait in waits if at > 5) < 0.8
 
 
-def test_two_that_send_to_each_other_for_long_do_not_raise_each_others_queues(loop):
+def test_two_senders_keep_queues_short(loop):
+    """Two that send to each other for long do not raise each other's queues."""
     one, two = Net(loop, 1, 0.05), Net(loop, 1, 0.05)
     one.down, two.down = two.up, one.up
 
@@ -419,7 +423,7 @@ def test_the_paces_of_many_peers_are_forgotten(loop, monkeypatch):
 
 
 @pytest.mark.parametrize("late", range(6))
-def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(loop, late):
+def test_measuring_ends_with_the_transfer(loop, late):
     """``asyncio.wait_for`` loses a cancellation that comes with the answer; one task that went on
     would let bulk go every 2 s.
     """
@@ -449,7 +453,8 @@ def test_measuring_ends_with_the_transfer_though_an_answer_comes_at_that_moment(
     loop.run_until_complete(work())
 
 
-def test_the_rate_of_bulk_counts_the_time_in_which_some_is_sent(loop):
+def test_bulk_rate_counts_sending_time(loop):
+    """The rate of bulk counts the time in which some is sent."""
     net = Net(loop, 8, 0.02)
     meter = TrafficMeter(None, net.pacer, loop.time)
 

@@ -52,7 +52,8 @@ def steady(rate):
 
 
 @pytest.mark.parametrize("rate", [9e3, 15e3, 125e3])
-def test_a_slow_link_is_waited_for_while_it_will_be_done_in_time(rate):
+def test_slow_link_is_awaited_if_in_time(rate):
+    """A slow link is waited for while it will be done in time."""
     assert given_up([steady(rate), steady(1e6)]) == (None if rate > 15 * MB / 1800 else 120)
 
 
@@ -117,7 +118,8 @@ def exchanged(network, kind, exchange=10.0, chunk=5.0):
 
 
 @pytest.mark.parametrize("kind", [PairExchange, GroupExchange])
-def test_peers_on_a_slow_link_exchange_more_than_their_deadline_allows_for(network, kind):
+def test_slow_links_exchange_beyond_their_deadline(network, kind):
+    """Peers on a slow link exchange more than their deadline allows for."""
     got, seconds = exchanged(network, kind)
     assert got == [2.0, 2.0]
     assert 24 < seconds < 40

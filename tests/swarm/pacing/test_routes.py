@@ -32,7 +32,8 @@ def run(routes, rates, exchanges, size=1.0):
     return took, chosen, tries
 
 
-def test_nothing_known_goes_past_the_relay_and_each_route_is_tried_once():
+def test_unknown_routes_try_the_relay_first():
+    """Nothing known goes past the relay and each route is tried once."""
     routes = Routes()
     assert routes.best(PEER) == PAST
     _, chosen, tries = run(routes, {RELAY: 5e6, PAST: 1e6}, 4)
@@ -42,7 +43,8 @@ def test_nothing_known_goes_past_the_relay_and_each_route_is_tried_once():
     assert routes.rate() == 5e6
 
 
-def test_a_relay_that_was_measured_before_is_kept_only_if_it_is_quicker():
+def test_measured_relay_is_kept_if_quicker():
+    """A relay that was measured before is kept only if it is quicker."""
     routes = Routes()
     routes.note(PEER, RELAY, 1e6)
     _, chosen, tries = run(routes, {RELAY: 1e6, PAST: 1e6}, TRIAL_EXCHANGES)
@@ -55,9 +57,8 @@ def test_a_relay_that_was_measured_before_is_kept_only_if_it_is_quicker():
     st.floats(1 / MAX_TRIAL_FACTOR, MAX_TRIAL_FACTOR),
     st.integers(2, 5 * TRIAL_EXCHANGES),
 )
-def test_it_is_slower_than_the_better_way_by_the_first_try_and_a_part_of_the_time(
-    relay, ratio, exchanges
-):
+def test_cost_of_routes_is_bounded(relay, ratio, exchanges):
+    """It is slower than the better way by the first try and a part of the time."""
     past = relay * ratio
     took, chosen, _ = run(Routes(), {RELAY: relay, PAST: past}, exchanges)
     best, worst = 1 / max(relay, past), 1 / min(relay, past)
@@ -69,7 +70,8 @@ def test_it_is_slower_than_the_better_way_by_the_first_try_and_a_part_of_the_tim
         assert chosen.count(RELAY) <= 1 + exchanges / TRIAL_EXCHANGES
 
 
-def test_the_slower_way_is_tried_again_so_seldom_that_it_costs_a_part_of_the_time():
+def test_slower_way_is_retried_rarely():
+    """The slower way is tried again so seldom that it costs a part of the time."""
     took, chosen, tries = run(
         Routes(), {RELAY: 4e6, PAST: 1e6}, 2 + 3 * (4 * TRIAL_EXCHANGES + 1), 1e6
     )
@@ -81,14 +83,16 @@ def test_the_slower_way_is_tried_again_so_seldom_that_it_costs_a_part_of_the_tim
     assert sum(took[2:]) <= len(took[2:]) / 4 * (1 + 1 / TRIAL_EXCHANGES)
 
 
-def test_who_takes_the_slower_way_when_it_is_not_due_tries_nothing():
+def test_unplanned_slow_way_tries_nothing():
+    """Who takes the slower way when it is not due tries nothing."""
     routes = Routes()
     run(routes, {RELAY: 4e6, PAST: 1e6}, 5)
     assert not routes.is_trial(PEER, PAST)
 
 
 @pytest.mark.parametrize("way", [RELAY, PAST])
-def test_a_way_that_has_become_the_better_one_is_found_again(way):
+def test_improved_way_is_found_again(way):
+    """A way that has become the better one is found again."""
     routes = Routes()
     run(routes, {way: 1e6, not way: 1e7}, 10)
     assert routes.best(PEER) != way
@@ -96,7 +100,8 @@ def test_a_way_that_has_become_the_better_one_is_found_again(way):
     assert chosen[-1] == way
 
 
-def test_one_that_failed_gives_way_at_once_and_is_tried_again_later():
+def test_failed_way_yields_and_is_retried_later():
+    """One that failed gives way at once and is tried again later."""
     routes, rates = Routes(), {RELAY: 1e6, PAST: 2e6}
     run(routes, rates, 3)
     assert routes.choose(PEER) == PAST
@@ -114,7 +119,8 @@ def test_one_that_failed_before_it_carried_anything_gives_way_too():
     assert routes.choose(PEER) == RELAY
 
 
-def test_an_exchange_that_was_given_up_tells_the_rate_so_far():
+def test_given_up_exchange_tells_its_rate():
+    """An exchange that was given up tells the rate so far."""
     routes = Routes()
     routes.failed(PEER, PAST, 5e5)
     assert routes.rate() == 5e5
@@ -139,7 +145,8 @@ def test_what_is_remembered_is_bounded():
     assert len(routes._known) == MAX_PEERS
 
 
-def test_the_rate_is_the_median_of_peers_by_their_better_way():
+def test_rate_is_the_median_of_better_ways():
+    """The rate is the median of peers by their better way."""
     routes = Routes()
     assert routes.rate() == 0.0
     for peer, rate in (("a", 1.0), ("b", 2.0), ("c", 9.0)):

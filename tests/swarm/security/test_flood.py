@@ -95,7 +95,8 @@ def two():
             host.close()
 
 
-def test_connections_of_several_identities_are_cut_down_and_a_member_exchanges_meanwhile(two):
+def test_many_identities_are_cut_down(two):
+    """Connections of several identities are cut down and a member exchanges meanwhile."""
     before = two.daemon.memory_info().rss
     command = [sys.executable, FLOOD, two.hosts[0].addresses()[0], str(COUNT), str(IDENTITIES)]
     with subprocess.Popen(
@@ -124,7 +125,8 @@ def test_connections_of_several_identities_are_cut_down_and_a_member_exchanges_m
     two.exchange()
 
 
-def test_connections_that_say_nothing_are_ended_and_a_member_exchanges_meanwhile(two):
+def test_silent_connections_are_ended(two):
+    """Connections that say nothing are ended and a member exchanges meanwhile."""
     before = two.daemon.memory_info().rss
     port = int(re.search(r"/tcp/(\d+)", two.hosts[0].addresses()[0])[1])
     silent = []

@@ -87,7 +87,7 @@ def held_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("table", [chunk_server, state_server, peer_streams, held_calls])
-def test_a_full_table_gives_a_place_of_the_crowded_range_to_another_range(monkeypatch, table):
+def test_full_table_yields_to_another_range(monkeypatch, table):
     """The fault: it was first come, so a few keys of one host, renewed in time, kept everybody else
     out.
     """
@@ -115,7 +115,8 @@ def test_a_full_table_gives_a_place_of_the_crowded_range_to_another_range(monkey
     asyncio.run(main())
 
 
-def test_places_are_shared_by_range_then_by_peer_and_in_one_range_partners_come_first():
+def test_places_are_shared_by_range_then_peer():
+    """Places are shared by range then by peer and in one range partners come first."""
     places = StreamPlaces(4)
     first, second = Caller("a", CROWD), Caller("a", CROWD)
     partner = Caller("b", CROWD, partner=True)
@@ -136,7 +137,8 @@ def test_places_are_shared_by_range_then_by_peer_and_in_one_range_partners_come_
     assert places.peers.total() == 4
 
 
-def test_a_group_leader_gives_places_to_other_ranges_and_never_its_own_away(monkeypatch, school):
+def test_group_leader_keeps_its_own_place(monkeypatch, school):
+    """A group leader gives places to other ranges and never its own away."""
     monkeypatch.setattr(group_leader, "MAX_WAITING", MOST)
     one = school.peers(1)[0]
     leader, context = one.exchange._leader, one.exchange._context

@@ -29,7 +29,8 @@ def member(identity, issued):
     return member_of(identity.peer_id, round=1, step=1, issued=issued)
 
 
-def test_an_old_record_that_is_replayed_does_not_displace_a_newer_one():
+def test_replayed_record_displaces_nothing():
+    """An old record that is replayed does not displace a newer one."""
     me, now, storage = Identity.ephemeral(), time.time(), DHTLocalStorage()
 
     def put(value, expires_in):

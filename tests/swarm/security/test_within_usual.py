@@ -40,9 +40,8 @@ def test_a_direction_that_all_attackers_agree_on_is_not_seen(method):
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", list(METHODS))
-def test_ascent_at_a_stated_weight_of_1e30_is_bounded_undefended_and_nothing_defended(
-    method, monkeypatch
-):
+def test_huge_stated_weight_is_bounded_undefended(method, monkeypatch):
+    """Ascent at a stated weight of 1e30 is bounded undefended and nothing defended."""
     far, _ = train(method, "weight", lambda: DistanceScreen(suspect=0))
     assert far <= 45
     kept, screens = train(method, "weight", defended(method))

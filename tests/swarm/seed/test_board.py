@@ -97,7 +97,8 @@ def test_a_public_swarm_is_listed_with_what_its_member_says():
     assert found.addresses == (SEED, f"/ip4/203.0.113.1/tcp/1/p2p/{ada.peer_id}")
 
 
-def test_only_members_may_announce_and_only_what_its_creator_made_public():
+def test_only_members_announce_public_swarms():
+    """Only members may announce and only what its creator made public."""
     place, ada, eve = Place(), Identity.ephemeral(), Identity.ephemeral()
     public, private = manifest(ada), manifest(ada, public=False)
     assert place.says(ada, public) == "unknown"
@@ -121,7 +122,8 @@ def test_only_members_may_announce_and_only_what_its_creator_made_public():
     assert place.listed() == ([], False)
 
 
-def test_it_is_listed_until_its_announcer_or_its_members_fall_silent():
+def test_listing_ends_when_all_fall_silent():
+    """It is listed until its announcer or its members fall silent."""
     place, ada, bob = Place(), Identity.ephemeral(), Identity.ephemeral()
     sealed = manifest(ada)
     for who in (ada, bob):
@@ -164,7 +166,8 @@ def test_a_bootstrap_node_says_no_more_members_than_one_keeps():
     assert read_listed(pack(listed), SEED).peers == MAX_MEMBERS == 32
 
 
-def test_another_takes_over_where_the_announcer_fell_silent_while_it_is_still_listed():
+def test_another_announcer_takes_over():
+    """Another takes over where the announcer fell silent while it is still listed."""
     place, ada, bob = Place(), Identity.ephemeral(), Identity.ephemeral()
     sealed = manifest(ada)
     for who in (ada, bob):
@@ -196,7 +199,7 @@ def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
     assert place.says(people[9], sealed) == "", "places of the silent are free again"
 
 
-def test_a_listed_swarm_of_one_member_stays_when_that_renews_its_record(monkeypatch):
+def test_single_member_stays_listed_by_renewal(monkeypatch):
     """Forgotten and noted anew, it had asked for a private place, of which none was left."""
     monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 2)
     place, ada = Place(), Identity.ephemeral()
@@ -266,7 +269,7 @@ def test_the_largest_answer_fits():
     assert unpack(pack(reply), type(reply)) == reply
 
 
-def test_entries_that_cannot_be_read_hide_none_of_the_next_page(monkeypatch):
+def test_unreadable_entries_hide_no_page(monkeypatch):
     """With a first page of them only, the client ended there."""
     place, people = Place(), [Identity.ephemeral() for _ in range(MAX_LISTED + 1)]
     for who in people:

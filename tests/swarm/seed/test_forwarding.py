@@ -39,7 +39,8 @@ def forwards(clock):
     return GossipForwarding(clock)
 
 
-def test_a_topic_is_forwarded_for_as_long_as_somebody_asks_for_it(forwards, clock):
+def test_topic_is_forwarded_while_asked_for(forwards, clock):
+    """A topic is forwarded for as long as somebody asks for it."""
     forwards.ask(SWARM, ["status/4", "rollout/2"], "1.2.3.4")
     assert forwards.chosen() == [STATUS, f"shoal/{SWARM}/rollout/2"]
     clock.now = TTL
@@ -62,7 +63,8 @@ def test_whoever_asks_for_much_from_one_range_displaces_nobody_else(forwards):
     assert STATUS in forwards.chosen()
 
 
-def test_a_topic_with_more_than_its_budget_rests_for_a_minute(forwards, clock):
+def test_topic_over_budget_rests_a_minute(forwards, clock):
+    """A topic with more than its budget rests for a minute."""
     forwards.ask(SWARM, ["status/4", "rollout/2"], "1.2.3.4")
     assert forwards.takes(STATUS, BUDGET.nbytes)
     assert not forwards.takes(STATUS, 1)
@@ -114,9 +116,10 @@ def report(host, identity, seed, topics):
     host.call(asked(), 60)
 
 
-def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_node_alone(
+def test_bootstrap_node_forwards_between_strangers(
     monkeypatch,
 ):
+    """What one publishes another hears that is connected to the bootstrap node alone."""
     monkeypatch.setattr(server_module, "LOOK_S", 0.05)
     with running() as seed, contextlib.ExitStack() as hosts:
         keys = [Identity.ephemeral(), Identity.ephemeral()]
@@ -146,7 +149,8 @@ def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_nod
         assert b.peer_id not in a.call(a._supervisor.daemon.peers(), 10)
 
 
-def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does(monkeypatch):
+def test_relay_announcer_names_its_topics(monkeypatch):
+    """A member that announces a relay names its topics and no other does."""
     asked = []
     me = Identity.ephemeral()
     host = SimpleNamespace(

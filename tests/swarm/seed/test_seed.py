@@ -57,7 +57,8 @@ def counted(registry):
     return len(registry._swarms), sum(map(len, registry._swarms.values()))
 
 
-def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
+def test_member_is_named_until_it_leaves():
+    """A member is named to others until it leaves or falls silent."""
     clock = Clock()
     registry = SeedRegistry(clock)
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
@@ -77,7 +78,8 @@ def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
     assert counted(registry) == (0, 0)
 
 
-def test_only_the_own_record_for_the_swarm_asked_about_is_noted():
+def test_only_the_own_record_is_noted():
+    """Only the own record for the swarm asked about is noted."""
     registry = SeedRegistry()
     ada, bob = Identity.ephemeral(), Identity.ephemeral()
     stolen = seal(member(ada), ada)
@@ -120,7 +122,7 @@ def test_the_registry_is_bounded(monkeypatch):
     assert note(full, many[1], names[0]).reason == ""
 
 
-def test_many_keys_of_three_ranges_keep_no_honest_swarm_out_and_hide_no_member():
+def test_many_keys_keep_no_swarm_out():
     """They took all places of swarms with 33 keys, and all of a swarm's members with 32."""
     clock = Clock()
     registry = SeedRegistry(clock, chance=random.Random(0))
@@ -155,7 +157,8 @@ def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
     assert note(registry, eve, "c" * 51 + "a", "10.3.0.1").reason == "full"
 
 
-def test_members_of_a_crowded_range_do_not_make_a_swarm_one_of_theirs(monkeypatch):
+def test_crowded_range_takes_no_swarm(monkeypatch):
+    """Members of a crowded range do not make a swarm one of theirs."""
     monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 4)
     clock = Clock()
     registry = SeedRegistry(clock)
@@ -345,14 +348,16 @@ class Caller:
         self.said = "aborted"
 
 
-def test_a_request_that_the_bootstrap_node_does_not_understand_ends_its_stream():
+def test_unknown_request_ends_its_stream():
+    """A request that the bootstrap node does not understand ends its stream."""
     seed = Seed(Identity.ephemeral(), listen=[])
     asyncio.run(seed._limited(caller := Caller("eve", "10.1.0.1"), seed._answer))
     assert not seed._places.peers
     assert not caller.said
 
 
-def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
+def test_crowded_range_gives_connections_up():
+    """A crowded range gives connections up and a crowded address first."""
     few = {f"e{n}": f"10.{n % 3}.0.1" for n in range(3 * MAX_OF_RANGE)}
     assert crowding_peers(few) == []
     many = {

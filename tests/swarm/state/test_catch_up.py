@@ -78,7 +78,8 @@ class Swarm:
         return catch_up(self, model, opt, lambda: self.now, **options)
 
 
-def test_nobody_who_has_finished_a_round_is_nothing_to_take_over(monkeypatch):
+def test_no_finished_round_is_nothing_to_take(monkeypatch):
+    """Nobody who has finished a round is nothing to take over."""
     assert (
         Swarm(monkeypatch, [member(0), member(5, "leaving"), member(5, model="1" * 64)]).join()
         is None
@@ -94,9 +95,7 @@ def test_nobody_who_has_finished_a_round_is_nothing_to_take_over(monkeypatch):
         (OWN_LOOP, "waiting", 0),
     ],
 )
-def test_who_cannot_make_the_first_weights_has_them_of_whoever_surely_holds_them(
-    monkeypatch, task, state, given
-):
+def test_weights_come_from_a_sure_holder(monkeypatch, task, state, given):
     """While it waits, a node of `shoal up` hands out nothing."""
     swarm = Swarm(
         monkeypatch, [member(0, state), member(0, "leaving")], given=[0], seconds=1.0, task=task
@@ -109,7 +108,8 @@ def test_who_cannot_make_the_first_weights_has_them_of_whoever_surely_holds_them
     assert (None if found is None else found.round) == given
 
 
-def test_of_those_in_the_same_round_the_creator_is_asked_first(monkeypatch):
+def test_creator_is_asked_first_in_a_round(monkeypatch):
+    """Of those in the same round the creator is asked first."""
     members = [member(3) for _ in range(20)]
     swarm = Swarm(monkeypatch, members, given=[3], seconds=1.0)
     swarm.join()
@@ -118,7 +118,7 @@ def test_of_those_in_the_same_round_the_creator_is_asked_first(monkeypatch):
 
 @pytest.mark.parametrize("claims", ["one range", "a range each", "of the honest"])
 @pytest.mark.parametrize("lie", [10, 10**6])
-def test_a_hundred_free_records_of_one_range_leave_places_for_the_others(monkeypatch, claims, lie):
+def test_free_records_of_one_range_leave_places(monkeypatch, claims, lie):
     """The fault: the latest by what all records say were asked, then the first of the directory:
     eight strangers of one host.
     """
@@ -148,7 +148,8 @@ def test_a_hundred_free_records_of_one_range_leave_places_for_the_others(monkeyp
     assert swarm.dialled == 103
 
 
-def test_records_of_addresses_where_nobody_is_come_after_those_who_answer(monkeypatch):
+def test_dead_addresses_come_last(monkeypatch):
+    """Records of addresses where nobody is come after those who answer."""
     hostile, honest = [member(10) for _ in range(100)], [member(10) for _ in range(3)]
     swarm = Swarm(monkeypatch, [*hostile, *honest], given=[10], seconds=1.0)
     swarm.manifest.creator = ""
@@ -157,7 +158,8 @@ def test_records_of_addresses_where_nobody_is_come_after_those_who_answer(monkey
     assert [peer for peer, _ in swarm.queries[0][1]][:3] == [m.peer for m in honest]
 
 
-def test_rounds_are_those_of_peers_that_were_met_one_vote_a_range():
+def test_rounds_are_by_one_vote_a_range():
+    """Rounds are those of peers that were met one vote a range."""
     members = [member(10**6) for _ in range(100)] + [member(7), member(8)]
     met = {m.peer: "10.9.0.1" for m in members[:100]}
     assert usual_round(members, {}) == 10**6
@@ -169,7 +171,8 @@ def test_rounds_are_those_of_peers_that_were_met_one_vote_a_range():
     assert usual_round([], {}) == 0
 
 
-def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(monkeypatch):
+def test_older_weights_are_fetched_once_more(monkeypatch):
+    """Weights within the bound will do and older ones are fetched once more."""
     swarm = Swarm(
         monkeypatch, [member(10), member(10), member(99)], given=[10, 10 + 5], pace=BEHIND + 1
     )
@@ -179,24 +182,23 @@ def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(m
     assert swarm.join().round == 10
 
 
-def test_weights_that_came_quickly_are_not_old_however_short_the_rounds(monkeypatch):
+def test_quickly_fetched_weights_are_not_old(monkeypatch):
+    """Weights that came quickly are not old however short the rounds."""
     assert (
         Swarm(monkeypatch, [member(10)], given=[10], seconds=FRESH_S, pace=1000).join().round == 10
     )
 
 
-def test_where_rounds_are_faster_than_the_link_it_begins_after_some_tries_and_says_so(
-    monkeypatch, caplog
-):
+def test_fast_rounds_begin_after_some_tries(monkeypatch, caplog):
+    """Where rounds are faster than the link it begins after some tries and says so."""
     swarm = Swarm(monkeypatch, [member(10)], given=range(10, 10 + 2 * TRIES, 2), pace=1000)
     assert swarm.join().round == 10 + 2 * (TRIES - 1)
     assert "rounds go by faster than the swarm's weights can be fetched" in caplog.text
 
 
 @pytest.mark.parametrize(("method", "equal"), [("noloco", False), ("diloco", True)])
-def test_who_is_furthest_is_asked_first_and_only_in_a_group_are_weights_equal(
-    monkeypatch, method, equal
-):
+def test_furthest_is_asked_first(monkeypatch, method, equal):
+    """Who is furthest is asked first and only in a group are weights equal."""
     swarm = Swarm(monkeypatch, [member(n) for n in range(20)], given=[10], seconds=1.0)
     swarm.join(method=method)
     query, sources = swarm.queries[0]

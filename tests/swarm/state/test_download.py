@@ -163,7 +163,8 @@ def test_a_stream_serves_a_model_once(network):
     assert not server.kept._held[wanted.id].readers
 
 
-def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):
+def test_wrong_chunk_is_fetched_elsewhere(network, caplog):
+    """A wrong chunk is fetched elsewhere and its giver is named."""
     wanted = made()
     spoiled = snapshot.Snapshot(
         wanted.header,
@@ -180,7 +181,8 @@ def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, capl
     )
 
 
-def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
+def test_foreign_digests_are_not_believed(network, caplog):
+    """Digests that are not those of the snapshot are not believed."""
     wanted = made()
     liar = Server(
         network, snapshot.Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests)))
@@ -192,7 +194,8 @@ def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, ca
         take(network, wanted, [liar])
 
 
-def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
+def test_dead_giver_costs_its_chunks_only(network, spy):
+    """A giver that dies in the middle costs only its chunks."""
     wanted = made()
     dying, other = Server(network, wanted), Server(network, wanted)
     _, change = spy
@@ -249,7 +252,8 @@ def test_what_a_sink_raises_ends_the_download(network):
         take(network, made(), [Server(network, made())], Full(1))
 
 
-def test_a_piece_of_another_size_is_refused_before_it_is_taken(network, spy, caplog):
+def test_wrong_size_is_refused_early(network, spy, caplog):
+    """A piece of another size is refused before it is taken."""
     wanted = made()
     spy[1][0] = lambda data: memoryview(bytes(CHUNK + 1))
     with pytest.raises(NetworkError, match="chunks missing"):
@@ -294,7 +298,8 @@ def test_a_snapshot_is_kept_for_its_downloads_only():
         assert (kept.get(slow.id), kept.get(quick.id)) == (slow, None)
 
 
-def test_the_id_follows_from_what_is_held_and_from_nothing_else():
+def test_id_follows_from_the_content_alone():
+    """The id follows from what is held and from nothing else."""
     state = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
     same = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
     others = [

@@ -85,13 +85,15 @@ def test_the_smaller_part_gives_way_to_the_larger():
     }
 
 
-def test_of_two_equal_parts_that_with_the_lowest_peer_id_stays():
+def test_equal_parts_keep_the_lowest_id():
+    """Of two equal parts that with the lowest peer id stays."""
     drifts = walk(5, {peer: 3.0 * (place in (0, 4, 5)) for place, peer in enumerate(PEERS)})
     assert yielding(drifts).keys() == {PEERS[1], PEERS[2], PEERS[3]}
 
 
 @given(st.lists(st.sampled_from([0.0, 5.0]), min_size=2, max_size=6))
-def test_of_two_parts_one_gives_way_and_then_all_are_together(places):
+def test_one_part_gives_way_and_all_unite(places):
+    """Of two parts one gives way and then all are together."""
     given_places = dict(zip(PEERS, places, strict=False))
     drifts = walk(4, given_places)
     found = yielding(drifts)
@@ -107,12 +109,14 @@ def test_of_two_parts_one_gives_way_and_then_all_are_together(places):
     assert yielding(drifts) == {}
 
 
-def test_a_record_of_a_round_that_this_node_was_not_in_says_nothing():
+def test_record_of_a_missed_round_says_nothing():
+    """A record of a round that this node was not in says nothing."""
     drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(9, {PEERS[0]: 3.0})[PEERS[0]]
     assert drift.split(records({PEERS[0]: other}), {}, PEERS) is None
 
 
-def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
+def test_incomplete_view_waits_a_little():
+    """While it cannot tell of everybody a node waits a little."""
     drifts = walk(3, dict.fromkeys(PEERS[:2], 3.0) | {PEERS[2]: 0.0})
     there = records(drifts) | {PEERS[3]: member(PEERS[3], None)}
     found = [drifts[PEERS[2]].split(there, {}, PEERS) for _ in range(DOUBTS)]
@@ -139,7 +143,8 @@ def test_weights_that_are_not_finite_say_nothing():
     assert drift.newest == (4, 0, at(0.0, 4))
 
 
-def test_before_it_knows_how_far_a_round_moves_it_judges_nobody():
+def test_unknown_round_movement_judges_nobody():
+    """Before it knows how far a round moves it judges nobody."""
     assert yielding(walk(1, {PEERS[0]: 3.0, PEERS[1]: 0.0})) == {}
 
 
@@ -195,7 +200,7 @@ def test_records_of_peers_that_it_never_met_are_no_majority():
     assert found.sources == frozenset(PEERS[:2])
 
 
-def test_a_leader_that_leaves_the_honest_out_of_one_group_moves_nobody():
+def test_excluding_leader_moves_nobody():
     """Mutant: a group of one liar counts for the swarm, whose other members have only just joined
     by their records.
     """

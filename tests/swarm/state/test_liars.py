@@ -82,7 +82,8 @@ def offered(states):
 
 @pytest.mark.parametrize("lie", [10**6, LAST_ROUND])
 @pytest.mark.parametrize("honest", [1, 2, 5])
-def test_one_that_states_a_round_far_ahead_is_not_the_latest(lie, honest):
+def test_far_round_is_not_the_latest(lie, honest):
+    """One that states a round far ahead is not the latest."""
     offers = offered(
         [State(7 + place % 2, slow(seed=place), applied=[6]) for place in range(honest)]
         + [State(lie, slow(seed=9))]
@@ -91,7 +92,8 @@ def test_one_that_states_a_round_far_ahead_is_not_the_latest(lie, honest):
     assert believed(offer.header.round for offer in offers) <= 8 + AHEAD
 
 
-def test_two_equal_liars_do_not_win_against_two_equal_honest_sources():
+def test_two_liars_do_not_beat_two_honest():
+    """Two equal liars do not win against two equal honest sources."""
     honest, lie = State(7, slow(), applied=[6]), State(10**6, slow(seed=1), applied=[6])
     assert [offer.header.round for offer in agreed(offered([lie, lie, honest, honest]))] == [7, 7]
 
@@ -107,7 +109,8 @@ def test_a_liar_with_good_weights_does_not_misplace_a_newcomer(network, give, eq
     assert state.round == 7
 
 
-def test_a_node_that_missed_a_round_does_not_take_the_liars_either(network, give):
+def test_node_that_missed_a_round_resists_liars(network, give):
+    """A node that missed a round does not take the liars either."""
     honest, liar = (
         give(State(7, slow(), applied=[6])),
         give(State(10**6, slow(seed=9), applied=[6])),
@@ -142,7 +145,8 @@ def test_a_header_that_no_honest_source_makes_is_refused(network, round, applied
 
 
 @pytest.mark.parametrize("state", [State(7, slow()), State(MAX_COUNT, slow(), applied=[6])])
-def test_it_is_passed_over_for_another_source_and_alone_it_ends_in_a_sentence(network, give, state):
+def test_liar_is_passed_over(network, give, state):
+    """It is passed over for another source and alone it ends in a sentence."""
     honest, liar = give(State(7, slow(), applied=[6])), give(state)
     found = fetch_state(network.host(), query(), [(liar.peer_id, ()), (honest.peer_id, ())])
     assert (found.round, found.applied) == (7, [6])
@@ -150,7 +154,8 @@ def test_it_is_passed_over_for_another_source_and_alone_it_ends_in_a_sentence(ne
         fetch_state(network.host(), query(attempts=1), [(liar.peer_id, ())])
 
 
-def test_in_the_latest_round_that_is_believed_a_node_can_adopt_and_state_its_own():
+def test_believed_round_is_adopted_and_stated():
+    """In the latest round that is believed a node can adopt and state its own."""
     weights = AveragedParameters(torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
     opt = NoLoCo(torch.optim.SGD(weights, lr=0.1), Alone(), lag=0)
     opt.adopt(slow(), round=LAST_ROUND, into_model=True, applied=[LAST_ROUND - 1])
@@ -163,7 +168,7 @@ def member(peer, round, model=MODEL):
     )
 
 
-def test_members_that_state_rounds_far_ahead_do_not_fill_the_list_of_those_who_are_asked():
+def test_far_rounds_do_not_fill_the_list():
     """Of 20 honest and 19 liars, the liars are not all that is asked."""
     members = {f"honest{n}": member(f"honest{n}", 100 + AHEAD) for n in range(20)}
     members |= {f"liar{n}": member(f"liar{n}", 2**50 + n) for n in range(19)}
@@ -174,7 +179,7 @@ def test_members_that_state_rounds_far_ahead_do_not_fill_the_list_of_those_who_a
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_many_of_one_address_range_do_not_outvote_two_of_others(network, give, equal):
+def test_one_range_does_not_outvote_two(network, give, equal):
     """The fault: a snapshot that most keys offer was taken, or two that were quick to confirm each
     other.
     """
@@ -188,9 +193,8 @@ def test_many_of_one_address_range_do_not_outvote_two_of_others(network, give, e
 
 
 @pytest.mark.parametrize("equal", [False, True])
-def test_of_as_many_peers_in_two_ranges_those_are_believed_with_whom_the_creator_is(
-    network, give, equal
-):
+def test_tie_of_ranges_goes_to_the_creators(network, give, equal):
+    """Of as many peers in two ranges those are believed with whom the creator is."""
     truths = [State(7, slow(seed=0 if equal else place), applied=[6]) for place in range(2)]
     hosts = [give(state) for state in (*truths, *[State(8, slow(near=False), applied=[7])] * 2)]
     newcomer = network.host()

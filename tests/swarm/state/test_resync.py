@@ -180,7 +180,8 @@ def test_a_node_that_slept_does_not_pull_the_others_back(monkeypatch):
     assert swarm.resynchronizer._missed.total() == 0
 
 
-def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monkeypatch):
+def test_giving_way_asks_the_other_part_alone(monkeypatch):
+    """Who gives way asks the other part alone and moves its fast weights."""
     swarm = Swarm(monkeypatch, others=("other", "mate", "far"))
     swarm.met, swarm.theirs = ("me", "mate"), [torch.full((1, 4), 100.0)]
     swarm.train(2)
@@ -192,7 +193,8 @@ def test_who_gives_way_asks_the_other_part_alone_and_moves_its_fast_weights(monk
     assert swarm.away() < 5.0
 
 
-def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
+def test_peer_that_missed_a_round_has_no_part(monkeypatch):
+    """Who has missed a round is no part of its own."""
     swarm = Swarm(monkeypatch)
     swarm.split = SplitDecision(frozenset({0}), frozenset({"other"}))
     monkeypatch.setattr(
@@ -205,7 +207,8 @@ def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["diloco", "co2"])
-def test_fast_weights_that_move_keep_what_was_learnt_since_the_last_round(method, dtype):
+def test_moved_fast_weights_keep_their_progress(method, dtype):
+    """Fast weights that move keep what was learnt since the last round."""
     model = torch.nn.Linear(8, 8, bias=False).to(dtype)
     opt = METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=EVERY)
     for _ in range(EVERY + 2):
@@ -224,7 +227,8 @@ def test_fast_weights_that_move_keep_what_was_learnt_since_the_last_round(method
     assert torch.allclose(learnt(), before, atol=1e-5)
 
 
-def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch):
+def test_twice_refused_laggard_begins_afresh(monkeypatch):
+    """Who was far behind and is turned down by two begins afresh."""
     swarm = Swarm(monkeypatch, "noloco")
     swarm.theirs = [torch.full((1, 4), 7.0)]
     turned_down = [("a", "refused"), ("b", "suspicious"), ("c", "suspicious")]
@@ -250,7 +254,7 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
     assert torch.equal(swarm.model.weight, swarm.theirs[0])
 
 
-def test_to_have_met_two_that_could_not_read_it_is_to_be_turned_down(monkeypatch):
+def test_two_unreadable_meetings_are_a_refusal(monkeypatch):
     """With the codec for pairs both commit, and leave all blocks out."""
     swarm = Swarm(monkeypatch, "noloco")
     swarm.theirs, swarm.met, swarm.behind = [torch.full((1, 4), 7.0)], ("me", "other"), FAR

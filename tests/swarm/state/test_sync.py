@@ -147,7 +147,8 @@ def test_what_a_newcomer_holds_already_is_not_fetched(network, members):
     assert held.slow[0][-1, -1] == source.state.slow[0][-1, -1] + 1.0
 
 
-def test_a_newcomer_need_not_wait_for_the_end_of_an_evaluation(network, members):
+def test_newcomer_need_not_wait_for_an_evaluation(network, members):
+    """A newcomer need not wait for the end of an evaluation."""
     (source,) = members(State(7, slow()), run=False)
     with source.server.at_rest(lambda: source.state):  # nothing is done between steps meanwhile
         state = fetch_state(network.host(), query(), to(source.host))
@@ -176,7 +177,8 @@ def test_after_an_evaluation_weights_are_copied_between_steps_only(network, memb
     assert fetched.result(60).round == 7
 
 
-def test_what_two_state_is_taken_from_both_and_from_who_took_it_before(network, members):
+def test_agreed_state_is_taken_from_all_holders(network, members):
+    """What two state is taken from both and from who took it before."""
     first, second = members(State(7, slow(), applied=[6]), State(7, slow(), applied=[6]))
     before = members(State(9, slow(5), applied=[8]))[0]
     state = fetch_state(network.host(), query(equal=True), to(first.host, second.host))
@@ -199,7 +201,8 @@ def test_the_majority_is_taken_though_another_is_further(network, members):
     assert (state.round, equal(state.slow, slow())) == (7, True)
 
 
-def test_who_is_a_round_behind_is_asked_again_for_the_later_one(network, members):
+def test_source_a_round_behind_is_asked_again(network, members):
+    """Who is a round behind is asked again for the later one."""
     ahead, behind = members(State(8, slow(1), applied=[7]), State(7, slow(0), applied=[6]))
 
     def advance():  # its step after the first question has been answered
@@ -282,7 +285,8 @@ def test_the_state_of_the_rule_comes_with_the_weights(network, members):
 @pytest.mark.parametrize(
     "extra", [None, {"momentum": SHAPES}, {"momentum": SHAPES, "count": [(1,), ()]}]
 )
-def test_a_state_that_does_not_fit_the_own_rule_is_not_taken(network, members, extra, caplog):
+def test_unfit_state_is_not_taken(network, members, extra, caplog):
+    """A state that does not fit the own rule is not taken."""
     (rich,) = members(State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}))
     with pytest.raises(NetworkError, match="could serve weights"):
         fetch_state(network.host(), query(extra), to(rich.host))
@@ -303,9 +307,8 @@ def test_another_model_is_told_the_difference_and_another_swarm_nothing(network,
     [(True, [7, 8, 8]), (False, [7, 8, 9])],
     ids=["two downloads go on", "all ended"],
 )
-def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(
-    network, members, held, taken
-):
+def test_third_newcomer_gets_the_later_snapshot(network, members, held, taken):
+    """Who comes while two snapshots are being downloaded gets the later of them."""
     (source,) = members(State(7, slow()), run=False)
     rounds, lasting = [], []
     for round in (7, 8, 9):
@@ -323,7 +326,8 @@ def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_th
     assert rounds == taken
 
 
-def test_one_copy_is_made_for_all_who_ask_for_the_same_weights(network, members, monkeypatch):
+def test_one_copy_serves_all(network, members, monkeypatch):
+    """One copy is made for all who ask for the same weights."""
     (source,) = members(State(7, slow()))
     made = []
     monkeypatch.setattr(
@@ -355,7 +359,8 @@ def adrift(host, round=5):
     return server
 
 
-def test_of_those_that_drifted_the_lowest_keeps_its_own_and_the_others_take_it(network):
+def test_lowest_drifted_keeps_its_own(network):
+    """Of those that drifted the lowest keeps its own and the others take it."""
     low, middle, high = sorted((network.host() for _ in range(3)), key=lambda host: host.peer_id)
     servers = {host: adrift(host) for host in (low, middle, high)}
     assert (
@@ -370,7 +375,8 @@ def test_of_those_that_drifted_the_lowest_keeps_its_own_and_the_others_take_it(n
     assert [waiting[host].result(60).round for host in (middle, high)] == [1, 1]
 
 
-def test_of_two_that_drifted_the_one_of_the_later_round_keeps_its_own_whatever_their_ids(network):
+def test_later_round_keeps_its_own(network):
+    """Of two that drifted the one of the later round keeps its own whatever their ids."""
     low, high = sorted((network.host() for _ in range(2)), key=lambda host: host.peer_id)
     servers = {low: adrift(low, 5), high: adrift(high, 6)}
     assert requested(high, low, round=6).result(60) is None
@@ -393,7 +399,8 @@ def test_a_newcomer_also_waits_until_weights_have_come_back(network):
     assert coming.result(60).round == 2
 
 
-def test_who_is_gone_counts_like_one_who_refuses_and_who_breaks_off_does_not(network):
+def test_gone_counts_as_refused_and_broken_does_not(network):
+    """Who is gone counts like one who refuses and who breaks off does not."""
     me, dead, rude = (network.host() for _ in range(3))
     dead.dead = True
 
@@ -438,7 +445,8 @@ def never():
     raise AssertionError("weights that have drifted are handed to nobody")
 
 
-def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, two):
+def test_drifted_node_turns_away_lower_ids(network, two):
+    """Who drifts turns away those with lower ids that drifted too."""
     lower, higher = two
     server = StateServer(higher, SWARM, MODEL, [(4,)])
     answer = ask(network, lower, higher, astray=True)
@@ -447,7 +455,7 @@ def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, tw
     assert answer() == "refuse"
 
 
-def test_who_asks_for_a_round_that_is_far_away_keeps_no_place(network, two):
+def test_far_round_request_keeps_no_place(network, two):
     """The fault: a caller may state any round to wait for, and 64 such kept all newcomers out for a
     minute each.
     """
@@ -502,7 +510,8 @@ def test_a_snapshot_in_a_file_is_the_one_in_memory(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []  # it has no name
 
 
-def test_a_small_snapshot_or_one_for_which_there_is_no_room_is_in_memory(monkeypatch):
+def test_small_snapshot_is_in_memory(monkeypatch):
+    """A small snapshot or one for which there is no room is in memory."""
     assert spool_for(1000) is None
 
     def full(*_args):

@@ -43,7 +43,8 @@ def attestation(identity=ME, record=b"record", **changes):
 
 
 @given(st.binary(max_size=3000), st.binary(max_size=80), st.integers(0, 63))
-def test_a_signature_is_of_one_author_one_record_and_one_context(data, noise, at):
+def test_signature_binds_author_record_and_context(data, noise, at):
+    """A signature is of one author one record and one context."""
     signature = sign_record(ME, data)
     assert len(signature) == SIGNATURE_SIZE
     assert verify_record(ME.peer_id, data, signature)
@@ -127,7 +128,8 @@ def test_records_arrive_once_with_the_signature_of_their_author(pair):
     until(lambda: first.attestations.topic.counts["sent"] == 3)
 
 
-def test_forged_foreign_and_refused_records_are_counted_and_cost_nothing_else(pair):
+def test_bad_records_are_counted_and_harmless(pair):
+    """Forged foreign and refused records are counted and cost nothing else."""
     attacker, victim = pair
     me = attacker.identity
     attacker.publish_raw(attestation(me, b"1", signature=bytes(64)))

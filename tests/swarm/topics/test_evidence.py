@@ -49,7 +49,8 @@ def test_a_body_is_fetched_by_its_digest_alone(pair):
         assert reader.get(peer_of(author), digest, size, 20) == body
 
 
-def test_what_is_larger_than_wanted_is_refused_before_a_byte_of_it_comes(pair):
+def test_oversized_evidence_is_refused_unread(pair):
+    """What is larger than wanted is refused before a byte of it comes."""
     author, reader = pair
     digest = author.put(os.urandom(1 << 20))
     before = reader._host.traffic.received
@@ -94,7 +95,7 @@ def test_own_bodies_and_those_fetched_lately_need_no_network(network, two):
     assert reader.get(peer_of(author), theirs, 100, 5) == b"theirs"
 
 
-def test_what_was_fetched_is_handed_on_and_pushes_no_own_body_out(monkeypatch, network, two):
+def test_fetched_body_displaces_no_own(monkeypatch, network, two):
     """The fault: the evidence of others' claims pushed out the own, and an honest author seemed to
     withhold it.
     """
@@ -131,7 +132,8 @@ def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network,
     assert [asked(first), asked(third)] == [1, 1]
 
 
-def test_the_newest_bodies_are_held_and_one_too_large_leaves_them_alone(monkeypatch, two):
+def test_newest_bodies_are_held(monkeypatch, two):
+    """The newest bodies are held and one too large leaves them alone."""
     author, _ = two
     digests = [author.put(number.to_bytes(4, "big")) for number in range(MAX_BODIES + 2)]
     held = [author._store.get(digest) is not None for digest in digests]
@@ -177,7 +179,8 @@ def test_other_bytes_than_those_named_are_refused(network, two):
     assert reader.get(liar(network, 6, b"wanted"), wanted, 100, 5) == b"wanted"
 
 
-def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monkeypatch, network):
+def test_excessive_request_gets_nothing(monkeypatch, network):
+    """A peer that asks for too much is answered as if nothing were held."""
     monkeypatch.setattr(attestation, "BODY_QUOTA", attestation.RateLimit(messages=3, nbytes=10))
     author, greedy, modest = (EvidenceStore(network.host(), SWARM) for _ in range(3))
     bodies = [author.put(body) for body in (b"123456", b"abcdef", b"x")]

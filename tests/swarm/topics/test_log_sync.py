@@ -85,7 +85,8 @@ def test_a_log_goes_between_real_hosts():
     assert log.asked == [2**53]
 
 
-def test_from_the_round_that_was_asked_for_and_empty_logs_too(network, serve):
+def test_logs_start_at_the_asked_round(network, serve):
+    """From the round that was asked for and empty logs too."""
     host, empty, reader = serve(Log()), serve(lambda since: b""), network.host()
     assert [fetch(reader, host, since) for since in (0, 7, 2**53)] == [
         b"since 0",
@@ -145,7 +146,8 @@ def test_each_peer_is_answered_so_often_and_others_still_are(network, serve):
     assert fetch(modest, host) == b"since 0"
 
 
-def test_what_is_too_long_or_another_swarms_is_not_handed_out(network, serve):
+def test_foreign_and_long_logs_are_withheld(network, serve):
+    """What is too long or another swarms is not handed out."""
     reader = network.host()
     refused(
         reader, serve(lambda since: bytes(MAX_LOG + 1)), "8388609 bytes, of which at most 8388608"

@@ -198,7 +198,8 @@ def test_unknown_environments_are_refused_also_when_the_question_fails():
     assert pool.counts["held"] == 1
 
 
-def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
+def test_banned_authors_records_are_dropped():
+    """A banned author is refused and what is held of it is dropped."""
     pool, gossip, _ = pool_of()
     barred = set()
     pool.barred = barred.__contains__

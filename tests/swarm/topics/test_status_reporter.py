@@ -49,16 +49,18 @@ def status_reporter():
     return StatusReporter(membership(), "anna")
 
 
-def test_in_a_swarm_of_which_it_sees_a_part_it_sends_as_rarely_as_the_whole_demands(
+def test_partial_view_sends_as_rarely_as_the_whole(
     status_reporter,
 ):
+    """In a swarm of which it sees a part it sends as rarely as the whole demands."""
     assert status_reporter._publisher.gaps() == (400 / PER_SECOND, 400 / PER_SECOND)
 
 
 @pytest.mark.parametrize(
     ("bucket", "seen", "said"), [(0, 25, None), (64, 25, 400), (64, 400, None)]
 )
-def test_where_it_sees_one_bucket_it_says_how_many_peers_there_are_about(bucket, seen, said):
+def test_bucket_view_estimates_the_swarm(bucket, seen, said):
+    """Where it sees one bucket it says how many peers there are about."""
     status = StatusReporter(membership(bucket=bucket, seen=seen), "anna").status()
     assert status.peers == said
 
@@ -98,7 +100,8 @@ def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     assert status.faults == ()
 
 
-def test_training_does_not_wait_for_the_disk_that_takes_the_tally(tmp_path):
+def test_tally_disk_does_not_delay_training(tmp_path):
+    """Training does not wait for the disk that takes the tally."""
     now, writing, disk, saves = [0.0], threading.Event(), threading.Event(), []
     status_reporter = StatusReporter(membership(), "anna", lambda: now[0], tmp_path)
 
@@ -179,9 +182,10 @@ def test_a_large_group_fits(status_reporter):
     assert len(pack(status)) < Status.LIMIT // 2
 
 
-def test_the_projection_of_the_newest_round_arrives_rounded_and_one_that_is_no_number_is_left_out(
+def test_newest_projection_arrives_rounded(
     status_reporter,
 ):
+    """The projection of the newest round arrives rounded and one that is no number is left out."""
     over(status_reporter, 4, [ME], projection=(*(1.23456789 * n for n in range(PROJECTED)), 9.0))
     status = status_reporter.status()
     number, norm, sums = status.projection
@@ -191,7 +195,9 @@ def test_the_projection_of_the_newest_round_arrives_rounded_and_one_that_is_no_n
     assert status_reporter.status().projection is None
 
 
-def test_in_short_rounds_all_peers_send_the_projections_of_the_same_exchanges():
+def test_short_rounds_choose_equal_projections():
+    """In short rounds all peers send the projections of the same exchanges."""
+
     def sent(begin, step_s):
         now = [0.0]
         reporter = StatusReporter(membership(), "anna", clock=lambda: now[0])

@@ -59,7 +59,8 @@ def test_what_a_partner_signed_counts_with_its_name_and_range(mine):
     ]
 
 
-def test_the_newest_receipt_takes_the_place_of_the_earlier_ones_and_none_comes_twice(mine):
+def test_newest_receipt_replaces_earlier_ones(mine):
+    """The newest receipt takes the place of the earlier ones and none comes twice."""
     for issued, exchanges in ((2.0, 1), (3.0, 2)):
         mine.take(*receipt(ANNA, Work(exchanges, float(exchanges), 100.0), issued))
     for issued in (2.0, 3.0):
@@ -69,7 +70,8 @@ def test_the_newest_receipt_takes_the_place_of_the_earlier_ones_and_none_comes_t
     assert sums(mine) == Work(2, 2.0, 100.0)
 
 
-def test_who_signs_for_itself_is_refused_and_who_names_a_peer_twice_confirms_once():
+def test_self_signed_and_double_receipts_do_not_count():
+    """Who signs for itself is refused and who names a peer twice confirms once."""
     fields = {"swarm": SWARM, "peer": ANNA, "issued": 2.0}
     with pytest.raises(MessageError, match="malformed"):
         unpack(pack(Receipts.model_construct(**fields, work=((ANNA, *PAIR),))), Receipts)
@@ -98,7 +100,8 @@ def test_rollouts_and_votes_count_up_to_what_this_node_made():
     assert sums(mine) == Work(rollouts=4, reward=2.0, votes=2)
 
 
-def test_a_partner_that_begins_anew_confirms_what_it_has_counted_since(mine):
+def test_restarted_partner_confirms_anew(mine):
+    """A partner that begins anew confirms what it has counted since."""
     mine.take(*receipt(ANNA, Work(3, 3.0, 270.0)))
     mine.take(*receipt(ANNA, Work(1, 1.0, 90.0), 3.0))
     assert sums(mine) == Work(1, 1.0, 90.0)
@@ -130,7 +133,8 @@ def test_no_signature_is_worth_more_than_what_was_there(signed, met, rollouts, v
 @given(
     st.lists(st.tuples(st.sampled_from([ANNA, BERT, LIAR]), works, st.integers(0, 4)), max_size=12)
 )
-def test_whatever_keys_sign_in_whatever_order_the_tally_is_within_what_this_node_did(signed):
+def test_tally_never_exceeds_the_nodes_work(signed):
+    """Whatever keys sign in whatever order the tally is within what this node did."""
     mine = Tally(ME, SWARM)
     mine.took([ANNA, BERT], Work(2, 1.0, 10.0))
     mine.made(rollouts=1, votes=1)
@@ -142,11 +146,13 @@ def test_whatever_keys_sign_in_whatever_order_the_tally_is_within_what_this_node
     assert (found.rollouts <= 3, found.votes <= 3) == (True, True)  # of each signer at most one
 
 
-def test_the_bound_on_tokens_is_that_of_weights_in_a_mean():
+def test_token_bound_is_that_of_weights():
+    """The bound on tokens is that of weights in a mean."""
     assert base.MOST == MOST
 
 
-def test_records_name_who_changed_and_else_who_was_not_named_for_longest():
+def test_changed_partners_are_named_first():
+    """Records name who changed and else who was not named for longest."""
     clock = iter(range(1, 100))
     mine = Tally(ME, SWARM, clock=lambda: float(next(clock)))
     peers = [f"{number:08d}" for number in range(2 * NAMED)]
@@ -159,7 +165,8 @@ def test_records_name_who_changed_and_else_who_was_not_named_for_longest():
         assert mine.receipts() == [peers[3], *peers[:3], *peers[4:NAMED]]
 
 
-def test_a_group_shares_a_round_and_all_of_it_fits_a_record():
+def test_group_receipt_fits_a_record():
+    """A group shares a round and all of it fits a record."""
     mine = Tally(ME, SWARM)
     most = Work(2**53, 2.0**53, 2.0**53, 2**53, 2.0**53, 2**53)
     others = [Identity.ephemeral().peer_id for _ in range(NAMED)]
@@ -171,7 +178,8 @@ def test_a_group_shares_a_round_and_all_of_it_fits_a_record():
     assert mine.receipts().of(others[0]) == most  # no number beyond what a message holds
 
 
-def test_it_is_kept_with_its_signatures_and_a_changed_file_counts_nothing(tmp_path, mine):
+def test_tampered_tally_file_counts_nothing(tmp_path, mine):
+    """It is kept with its signatures and a changed file counts nothing."""
     mine._path = tmp_path / NAME
     mine.made(rollouts=2)
     mine.take(*receipt(ANNA, Work(3, 3.0, 270.0, 1, 0.5)))
@@ -193,7 +201,8 @@ def test_it_is_kept_with_its_signatures_and_a_changed_file_counts_nothing(tmp_pa
 @pytest.mark.parametrize(
     "damage", ["", "[", "[]", "7", '{"peer": 1}', '{"peer": "x", "swarm": "y", "took": [1]}']
 )
-def test_a_damaged_file_begins_anew_and_is_told_in_a_sentence(tmp_path, damage):
+def test_damaged_tally_file_begins_anew(tmp_path, damage):
+    """A damaged file begins anew and is told in a sentence."""
     (tmp_path / NAME).write_text(damage)
     assert sums(Tally(ME, SWARM, tmp_path / NAME)) == Work()
     if "took" in damage:
@@ -208,7 +217,8 @@ def test_a_folder_without_one_says_so(tmp_path):
         saved_tally(tmp_path)
 
 
-def test_signers_are_bounded_and_a_partner_is_kept_before_a_stranger(mine):
+def test_signers_are_bounded_and_partners_kept(mine):
+    """Signers are bounded and a partner is kept before a stranger."""
     made, sealed, place = receipt(ANNA, Work(3, 3.0, 270.0))
     mine.take(made, sealed, place)
     for number in range(MAX_PEERS + 5):

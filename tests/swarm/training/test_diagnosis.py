@@ -95,7 +95,7 @@ def test_it_looks_at_most_once_a_second():
     assert looks == [0.0, 1.0, 2.0]
 
 
-def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in_each_round():
+def test_differing_weights_are_said_once():
     """Mutants: said in each round that lasts; one sentence of a liar hides that this node itself
     takes over others' weights.
     """
@@ -205,7 +205,8 @@ def test_an_error_of_its_own_is_no_missing_partner(alone):
     assert alone.trained_alone(1) == ""
 
 
-def test_a_round_of_fragments_must_fail_whole_before_the_node_says_that_it_trains_alone(alone):
+def test_partial_failure_is_not_training_alone(alone):
+    """A round of fragments must fail whole before the node says that it trains alone."""
     said = [
         alone.exchange(error=RuntimeError("planted"), fragments=3, about="internal")
         for _ in range(3)
@@ -217,9 +218,7 @@ def test_a_round_of_fragments_must_fail_whole_before_the_node_says_that_it_train
     ("kind", "odd", "there", "alone_in_the_end"),
     [("timeout", False, True, True), (None, True, True, False), ("timeout", False, False, False)],
 )
-def test_several_rounds_without_any_exchange_are_an_end_alone_if_others_were_there(
-    alone, kind, odd, there, alone_in_the_end
-):
+def test_rounds_without_others_end_alone(alone, kind, odd, there, alone_in_the_end):
     """Mutants: a node that nobody has joined ended badly; so did the odd one out; one round is
     enough.
     """
@@ -233,7 +232,7 @@ def test_several_rounds_without_any_exchange_are_an_end_alone_if_others_were_the
     assert bool(alone.trained_alone(1)) == alone_in_the_end
 
 
-def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_at_their_end(
+def test_partnerless_rounds_are_said_once(
     alone,
 ):
     """Mutants: said from the first round, in each, or never again; the rounds with an odd number
@@ -255,7 +254,7 @@ def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_agai
     assert [len(alone.exchange(kind="timeout")) for _ in range(2 * SEVERAL)] == [0, 0, 1, 0, 0, 0]
 
 
-def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
+def test_new_reason_is_said_at_once(alone):
     """Mutants: a peer that is passed over counts as taken; why it is, is not said; the first reason
     hides the next.
     """
@@ -341,7 +340,7 @@ def test_a_round_of_several_fragments_counts_once(alone):
     assert told == [*[0] * (4 * SEVERAL - 1), 1]
 
 
-def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost():
+def test_refusals_are_summed_once_a_minute():
     """Mutants: every change is said; what was refused within the minute is forgotten; all since the
     start is said each time.
     """
@@ -372,7 +371,8 @@ def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost
     assert told(rate=3, forged=7) == []
 
 
-def test_a_contribution_that_was_refused_is_named_with_the_setting_that_would_take_it():
+def test_refused_contribution_names_its_setting():
+    """A contribution that was refused is named with the setting that would take it."""
     there = {ANNA: member(ANNA)}
     diagnosis, _ = diagnosed(lambda: there)
     diagnosis.rejected(
@@ -404,7 +404,8 @@ def test_it_reports_the_present_lag_and_counts_what_came_late():
     assert report.details() == {"lag": 4, "lag_auto": True, "late": 2}
 
 
-def test_a_node_whose_exchanges_take_longer_than_a_round_is_warned_once():
+def test_long_exchanges_warn_once():
+    """A node whose exchanges take longer than a round is warned once."""
     report = LagReport(optimizer())
     for _ in range(FULL - 1):
         over(report)
@@ -420,7 +421,8 @@ def test_a_node_whose_exchanges_take_longer_than_a_round_is_warned_once():
 
 
 @pytest.mark.parametrize("harmless", [{"members": ()}, {"members": ("a",)}, {"wait_s": 0.0}])
-def test_an_exchange_that_shows_nothing_of_the_kind_begins_the_count_anew(harmless):
+def test_normal_exchange_restarts_the_count(harmless):
+    """An exchange that shows nothing of the kind begins the count anew."""
     report = LagReport(optimizer())
     for _ in range(FULL - 1):
         over(report)
@@ -433,7 +435,8 @@ def test_an_exchange_that_shows_nothing_of_the_kind_begins_the_count_anew(harmle
 @pytest.mark.parametrize(
     "changed", [{"lag": 9}, {"lag_auto": False}, {"lag": 0, "lag_auto": False}]
 )
-def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
+def test_only_exhausted_lag_warns(changed):
+    """Only a lag that can grow no more is worth a warning."""
     report = LagReport(optimizer(**changed))
     for _ in range(2 * FULL):
         over(report)
@@ -470,7 +473,8 @@ def test_in_rounds_of_seconds_the_setting_to_change_is_theirs():
     )
 
 
-def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_fit():
+def test_insufficient_link_is_named_once():
+    """A link that does not carry the settings is named once with what would fit."""
     (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL)
     assert "carries 1 Mbit/s, but these settings send 2.4 Mbit/s" in sentence
     assert (
@@ -483,5 +487,6 @@ def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_f
     "harmless",
     [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}],
 )
-def test_a_link_that_carries_them_or_is_not_known_is_not_named(harmless):
+def test_sufficient_or_unknown_link_is_not_named(harmless):
+    """A link that carries them or is not known is not named."""
     assert rounds(**{"rate": 125_000.0, "wait_s": 24.0, "sent": 3_000_000} | harmless) == []

@@ -73,9 +73,7 @@ def said(caplog):
 @pytest.mark.parametrize(
     ("method", "peers"), [("diloco", 2), ("diloco", 3), ("streaming", 3), ("co2", 3)]
 )
-def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_rounds(
-    method, peers, caplog
-):
+def test_outside_change_is_noticed_in_quick_rounds(method, peers, caplog):
     """Mutants: sketches go by records alone, which come seconds later; who decides says nothing; it
     says so in each round.
     """
@@ -121,7 +119,7 @@ def test_honest_members_never_say_that_weights_differ(outer, caplog):
     assert said(caplog) == []
 
 
-def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
+def test_differing_node_takes_over_the_others():
     """Mutant: it only says so.
 
     Between two rounds all wait until what it fetches is there, for these are quicker than a fetch.
@@ -171,7 +169,7 @@ def simulated(rounds):
     return Simulation(["0", "1"]).run(run)["0"]
 
 
-def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever_was_being_fetched(
+def test_common_restart_keeps_loaded_weights(
     caplog,
 ):
     """Mutants: weights that were fetched before replace the loaded ones; the sketches of before are
@@ -215,7 +213,7 @@ def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever
     assert said(caplog) == []
 
 
-def test_after_the_end_of_its_session_an_optimizer_begins_anew_too():
+def test_optimizer_restarts_after_its_session():
     """Mutant: the session, whose network is gone, is asked what to forget, or the next round is
     never applied.
     """

@@ -262,7 +262,8 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-def test_members_that_end_soon_by_their_own_speed_are_waited_for(world):
+def test_soon_ending_members_are_waited_for(world):
+    """Members that end soon by their own speed are waited for."""
     world.set(ME, step=100)
     world.set(BERT, step=90, steps_per_s=1.0)
     world.set(CARL, step=90, steps_per_s=0.01)  # 1,000 s
@@ -294,14 +295,16 @@ def test_the_wait_has_a_deadline_whatever_a_member_says(world):
     assert world.last.inner.time.patience(1) == SECOND_TRY_S
 
 
-def test_who_goes_on_beyond_this_nodes_end_is_not_waited_for(world):
+def test_later_ending_member_is_not_waited_for(world):
+    """Who goes on beyond this node's end is not waited for."""
     world.set(BERT, step=101, steps_per_s=1.0)
     world.last.begin(100)
     assert world.there() == ["anna"]
     assert world.said == []
 
 
-def test_a_node_that_still_trains_leads_a_group_only_as_long_as_it_is_waited_for(world):
+def test_training_leader_leads_while_awaited(world):
+    """A node that still trains leads a group only as long as it is waited for."""
     world.set(ME, step=50, steps_per_s=1.0)
     world.set(BERT, step=100, ended=True)
     world.last.ends_at(100)
@@ -310,7 +313,8 @@ def test_a_node_that_still_trains_leads_a_group_only_as_long_as_it_is_waited_for
     assert world.there() == ["bert"]
 
 
-def test_a_second_try_follows_if_somebody_who_is_there_is_not_in_the_mean(world):
+def test_missing_member_gets_a_second_try(world):
+    """A second try follows if somebody who is there is not in the mean."""
     world.set(BERT, step=100, ended=True)
     world.set(CARL, step=100, ended=True)
     world.last.begin(100)
@@ -334,7 +338,8 @@ def test_a_node_alone_at_its_end_says_so(world):
     )
 
 
-def test_strangers_are_averaged_by_a_rule_of_which_all_compute_the_same_bits():
+def test_strangers_are_averaged_deterministically():
+    """Strangers are averaged by a rule of which all compute the same bits."""
     assert make_last_screen(OuterSettings()) is TRUSTING
     for outer in (OuterSettings(check_loss=True), OuterSettings(robust="clipped-gossip")):
         screen = make_last_screen(outer)
@@ -352,7 +357,8 @@ def test_strangers_are_averaged_by_a_rule_of_which_all_compute_the_same_bits():
         (-2.0, -1.99, True),
     ],
 )
-def test_a_mean_that_is_worse_on_held_out_data_is_not_taken_from_strangers(before, after, taken):
+def test_worse_mean_is_not_taken_from_strangers(before, after, taken):
+    """A mean that is worse on held out data is not taken from strangers."""
     assert allowed(before, after) is taken
 
 
@@ -362,7 +368,9 @@ def test_partners_of_a_round_are_those_that_still_train():
     assert list(at_their_end(records)) == ["b"]
 
 
-def test_a_mean_that_is_not_accepted_is_put_back_to_the_last_bit():
+def test_rejected_mean_is_undone_exactly():
+    """A mean that is not accepted is put back to the last bit."""
+
     def peer(exchange):
         net = model(int(exchange.peer))
         opt = NoLoCo(sgd(net), exchange, every=5, lag=0)
@@ -383,7 +391,7 @@ def test_a_mean_that_is_not_accepted_is_put_back_to_the_last_bit():
     torch.testing.assert_close(found["1"][1][0], (before[0] + found["1"][0][0]) / 2)
 
 
-def test_members_of_a_first_mean_bring_it_to_the_second_try():
+def test_first_mean_members_bring_it_to_the_second():
     """So the mean is of all three with equal shares, though one of them came late."""
 
     class Tries(Exchange):

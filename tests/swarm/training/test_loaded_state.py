@@ -78,7 +78,7 @@ def test_of_an_older_checkpoint_only_the_inner_state_counts(caplog, form, model_
     )
 
 
-def test_a_checkpoint_of_a_further_swarm_goes_on_in_the_round_of_this_one(caplog):
+def test_loaded_checkpoint_goes_on_in_the_present_round(caplog):
     """Round 40,000 of another swarm: nobody here would ever meet it there."""
     begin, stop, met = model(0), threading.Event(), []
     first = shoal.create(state=begin, every=EVERY, lag=0, codec="float32", network=HERE, wait_s=1.0)

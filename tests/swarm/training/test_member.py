@@ -89,9 +89,10 @@ def info(number):
     return RoundInfo(RoundKey("run", number, 0), ("anna", "bert"), 30, 0)
 
 
-def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_sends_no_status(
+def test_unserved_member_announces_no_details(
     world,
 ):
+    """Before it serves a member announces no details and without a reporter sends no status."""
     world.member.announce("waiting")
     ((name, args, fields),) = world.calls
     assert (name, args) == ("directory.announce", ())
@@ -157,7 +158,8 @@ def test_beginning_takes_over_weights_before_the_exchange_gets_its_round(world):
     ]  # fmt: skip
 
 
-def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
+def test_round_has_its_bytes_wait_and_refusals(world):
+    """A round has the bytes wait and refusals since the round before."""
     member, traffic = world.member, world.traffic
     world.serve()
     member.start_counting()
@@ -231,7 +233,8 @@ def test_a_round_without_a_partner_says_why(world):
     assert member.on_round(alone(6)).why == "all others were taken, or in other rounds"
 
 
-def test_members_in_view_are_known_and_newcomers_count_by_the_range_in_which_they_were_met(world):
+def test_newcomers_count_by_their_range(world):
+    """Members in view are known and newcomers count by the range in which they were met."""
     half = 2**19
     world.serve()
     for _ in range(PATIENCE):

@@ -62,7 +62,8 @@ def swarm(network):
         each.pool.shutdown()
 
 
-def test_what_was_in_flight_is_met_again_in_its_own_round_bit_for_bit(swarm):
+def test_resumed_flight_meets_in_its_own_round(swarm):
+    """What was in flight is met again in its own round bit for bit."""
     straight, states = swarm(), []
     for _ in range(STEPS):
         states.append({node.number: saved(node) for node in straight.nodes})

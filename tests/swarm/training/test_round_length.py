@@ -124,7 +124,7 @@ class Node:
 
 
 @pytest.mark.parametrize("lie", [1e-9, 0.1, 1e9])
-def test_most_records_may_be_made_up_and_move_a_round_eight_times_at_most(lie):
+def test_made_up_records_move_a_round_eightfold_at_most(lie):
     """The fault: a hundred free records made rounds of ten minutes, or of one second, of those of
     three honest peers.
     """
@@ -149,7 +149,7 @@ def test_honest_peers_agree_whomever_they_have_met():
 
 
 @pytest.mark.parametrize("setting", ["seconds:2.0", "tokens:100"])
-def test_a_late_joiners_place_is_by_one_vote_for_each_address_range_that_it_has_met(setting):
+def test_late_place_is_by_one_vote_a_range(setting):
     """The fault: most records said how many steps a round is, however many of them one host
     made.
     """

@@ -154,7 +154,7 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
         )  # the last is sent after the last step
 
 
-def test_a_list_of_parameters_is_cut_evenly_and_a_module_joins_with_that_cut():
+def test_list_of_parameters_is_cut_evenly():
     """It catches a list that silently makes one fragment, and a joiner that cuts its module by
     layer where the others do not.
     """
@@ -194,7 +194,7 @@ def place_of(module):
     return {parameter: place for place, parameter in enumerate(module.parameters())}
 
 
-def test_fragments_that_the_creator_names_are_those_of_all_who_join():
+def test_named_fragments_hold_for_all_joiners():
     """It catches a joiner that cuts the model by layer, which would average other parameters with
     these.
     """
@@ -249,7 +249,8 @@ def test_fragments_that_the_creator_names_are_those_of_all_who_join():
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
+def test_private_parameters_are_never_exchanged():
+    """What a peer keeps for itself is in no snapshot and no exchange."""
     one, other = model(0), model(7)
     kept = other[2].weight.detach().clone()
     first = shoal.create(
@@ -286,7 +287,7 @@ def loaded(module, seed):
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["diloco", "noloco", "co2"])
-def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made(method, caplog):
+def test_all_begin_with_the_creators_weights(method, caplog):
     """Mutant: the weights of `create` count, so that a joiner of the same seed keeps them, or one
     that loaded keeps its own.
     """
@@ -321,7 +322,8 @@ def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made
     ] * 2
 
 
-def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
+def test_late_peer_takes_over_and_lone_one_goes_on():
+    """A late peer takes over weights and round and one that leaves goes on alone."""
     begin, stop, joined, progress = model(0), threading.Event(), [], []
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0, shards=2)
     assert first.progress == 0
@@ -448,9 +450,7 @@ def several(module):
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("settings", [{"lag": 0}, {"lag": 0, "fragments": 2}, {"method": "diloco"}])
-def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(
-    settings, frozen
-):
+def test_grouping_does_not_change_the_average(settings, frozen):
     """It catches parameters that are sent in the order of an optimizer's groups: their shapes are
     equal here.
     """
@@ -485,7 +485,7 @@ def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_gr
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_a_session_in_the_models_order_resumes_in_that_of_the_groups_bit_for_bit():
+def test_group_order_resumes_in_model_order():
     """It catches state that is kept by place in the session's order and read in that of another
     exchange.
     """
@@ -606,7 +606,8 @@ def test_another_model_does_not_get_in(alone):
         shoal.join(session.link, state=model(0).bfloat16(), network=HERE)
 
 
-def test_what_the_settings_decide_is_no_option_of_a_sessions_optimizer(alone):
+def test_settings_are_no_optimizer_options(alone):
+    """What the settings decide is no option of a session's optimizer."""
     session, module = alone
     for options, sentence in (
         ({"every": 7}, "The swarm's settings decide every, which is 5: leave it out."),
@@ -623,7 +624,8 @@ def test_what_the_settings_decide_is_no_option_of_a_sessions_optimizer(alone):
         NoLoCo(sgd(module), session)
 
 
-def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
+def test_averaged_parameters_require_gradients():
+    """What is averaged is what requires a gradient of a module or a list."""
     module = model(0)
     module[0].requires_grad_(False)
     assert [tuple(p.shape) for p in parameters_of(module)] == [(1, 8), (1,)]
@@ -706,7 +708,8 @@ def test_fragments_by_layer_want_the_module():
         shoal.join(first.link, state=list(module.parameters()), network=HERE)
 
 
-def test_a_link_is_checked_before_anything_starts_and_a_key_can_be_kept(tmp_path):
+def test_link_is_checked_first_and_key_can_be_kept(tmp_path):
+    """A link is checked before anything starts and a key can be kept."""
     with pytest.raises(LinkError, match="shoal up"):
         shoal.join("http://example.org", state=model(0))
     with shoal.create(state=model(0), identity=tmp_path / "key", network=HERE) as s:
@@ -723,7 +726,8 @@ def test_one_missing_peer_is_one_peer():
     assert waiting_for(2) == "waiting for 2 more peers: share the link"
 
 
-def test_after_its_end_a_session_reports_nothing_more_and_the_callback_still_comes():
+def test_ended_session_reports_nothing_more():
+    """After its end a session reports nothing more and the callback still comes."""
     module, rounds, called = model(0), [], []
     with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.2) as s:
         opt = s.optimizer(sgd(module), on_round=rounds.append)
@@ -736,7 +740,7 @@ def test_after_its_end_a_session_reports_nothing_more_and_the_callback_still_com
     assert len(rounds) == 3
 
 
-def test_a_change_of_the_creator_reaches_every_loop_in_its_round():
+def test_creators_change_reaches_every_loop():
     """Mutants: only who was handed the change tells its loop; a loop is told before the round; a
     change is told twice.
     """

@@ -53,7 +53,8 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("make", "fault"), UNUSABLE)
-def test_a_parameter_that_cannot_be_trained_is_named_with_the_remedy(make, fault):
+def test_untrainable_parameter_is_named(make, fault):
+    """A parameter that cannot be trained is named with the remedy."""
     module = make()
     with pytest.raises(SessionError) as raised:
         parameters_of(module)
@@ -90,7 +91,8 @@ def test_what_is_made_under_inference_mode_is_refused_at_once():
 
 
 @pytest.mark.parametrize(("link", "given"), [(None, "None"), (5, "of type int")])
-def test_a_link_that_is_no_text_is_said_to_be_none(link, given):
+def test_non_text_link_is_refused(link, given):
+    """A link that is no text is said to be none."""
     with pytest.raises(LinkError) as raised:
         shoal.join(link, model(0))
     assert str(raised.value) == (
@@ -116,7 +118,8 @@ def test_two_nodes_of_one_machine_have_names_of_their_own():
     assert len(default_name(one)) <= 64
 
 
-def test_a_schedule_that_looks_for_the_same_settings_in_all_groups_takes_muon():
+def test_equal_group_schedule_takes_muon():
+    """A schedule that looks for the same settings in all groups takes muon."""
     inner = shoal.muon(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     schedule = torch.optim.lr_scheduler.OneCycleLR(inner, max_lr=0.1, total_steps=20)
     inner.step()

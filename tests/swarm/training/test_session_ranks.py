@@ -83,7 +83,7 @@ def simulated(make, seed):
     (("ddp", "fsdp"), {"lag": 0, "codec": "float32"}, lambda *a, **k: NoLoCo(*a, lag=0, **k)),
     (("fsdp", "ddp"), {"method": "diloco"}, DiLoCo),
 ])  # fmt: skip
-def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, kinds, method, make):
+def test_two_ranks_equal_one_process(peers, kinds, method, make):
     """The second has other weights, and takes over those of the first on both of its ranks."""
     link, told = peers[0].call(
         JOBS, "begin", kind=kinds[0], seed=0, every=EVERY, start_when=2, wait_s=60.0, **method
@@ -104,7 +104,7 @@ def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, k
 
 
 @pytest.mark.ci
-def test_all_ranks_of_a_peer_have_the_fragments_that_the_creator_names(peers, tmp_path):
+def test_ranks_have_the_creators_fragments(peers, tmp_path):
     """It catches a rank without the manifest that cuts the model by layer."""
     made = peers[0].call(JOBS, "cut", kind="ddp", seed=0)
     joined = both(
@@ -141,7 +141,8 @@ def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_p
 
 @pytest.mark.ci
 @KINDS
-def test_saved_state_of_each_rank_goes_on_bit_for_bit_and_only_there(peers, kind, tmp_path):
+def test_ranks_resume_their_own_state(peers, kind, tmp_path):
+    """Saved state of each rank goes on bit for bit and only there."""
     peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, lag=0, wait_s=0.2)
     peers[0].call(JOBS, "optimize")
     for rank, found in enumerate(peers[0].call(JOBS, "saved", data=1, folder=str(tmp_path))):
@@ -155,7 +156,8 @@ def test_saved_state_of_each_rank_goes_on_bit_for_bit_and_only_there(peers, kind
 
 @pytest.mark.ci
 @KINDS
-def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(peers, kind):
+def test_killed_rank_ends_its_peer_only(peers, kind):
+    """A killed rank ends its peer with a sentence and the other peer goes on."""
     link, _ = peers[0].call(
         JOBS, "begin", kind=kind, seed=0, every=EVERY, lag=0, start_when=2, wait_s=1.0
     )
@@ -232,7 +234,8 @@ def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(
         ("report", "ddp", ["division by zero", "rank 0 of this peer failed: division by zero"]),
     ],
 )
-def test_what_a_rank_cannot_do_all_are_told_in_one_sentence(nursery, what, kind, sentences):
+def test_rank_limits_are_told_to_all(nursery, what, kind, sentences):
+    """What a rank cannot do all are told in one sentence."""
     ranks = worlds.Ranks(nursery, 2)
     try:
         found = ranks.call(JOBS, "refused", what=what, kind=kind)

@@ -27,7 +27,7 @@ from shoal.swarm.training.shard import Shard, least_used, settled
 ME, CREATOR = "me", "creator"
 
 
-def test_a_list_of_many_tensors_makes_a_swarm_that_can_be_joined():
+def test_long_list_of_tensors_can_be_joined():
     """With more than 16 of them nobody could open the manifest, its creator included."""
     params = session_setup.parameters_of([nn.Parameter(torch.zeros(2)) for _ in range(40)])
     identity = Identity.ephemeral()
@@ -98,7 +98,8 @@ def test_who_joined_does_not_wait_for_those_who_are_gone(monkeypatch, wait, said
     assert at == pytest.approx(50.0 + ALONE_S, abs=2 * LOOK_S)
 
 
-def test_who_is_there_but_hands_out_nothing_is_waited_for_as_long_as_before(monkeypatch):
+def test_silent_source_is_waited_for_as_before(monkeypatch):
+    """Who is there but hands out nothing is waited for as long as before."""
     sentence, at = Swarm(monkeypatch, float("inf")).ends("start")
     assert sentence.startswith("Only 1 of 2 peers came within 600 s")
     assert at == pytest.approx(PATIENCE_S, abs=2 * LOOK_S)
@@ -130,7 +131,8 @@ def settle(held, before, trains=()):
     }
 
 
-def test_of_two_that_took_the_same_the_lower_id_keeps_it_and_the_other_takes_a_free_one():
+def test_lower_id_keeps_a_contested_shard():
+    """Of two that took the same the lower id keeps it and the other takes a free one."""
     old = {peer: index for index, peer in enumerate(PEERS[:6])}
     found = settle({**old, PEERS[8]: 6, PEERS[9]: 6}, before=old, trains=old)
     assert found == {PEERS[8]: 6, PEERS[9]: 7}
@@ -142,7 +144,7 @@ def test_who_trains_keeps_its_shard_whatever_its_id():
     assert settle(held, before=old, trains=[*old, PEERS[9]]) == {PEERS[8]: 7}
 
 
-def test_a_shard_that_was_taken_as_one_that_others_have_is_kept():
+def test_deliberately_shared_shard_is_kept():
     """More peers than shards: its holders were known when it was chosen."""
     old = {peer: index % 8 for index, peer in enumerate(PEERS[:9])}
     assert settle({**old, PEERS[9]: 3}, before=old, trains=old) == {PEERS[9]: 3}
@@ -154,7 +156,8 @@ def test_a_shard_that_was_taken_as_one_that_others_have_is_kept():
         lambda order: st.integers(5, 8).map(lambda count: order[:count])
     ),
 )
-def test_all_that_see_each_other_end_with_shards_of_their_own(known, peers):
+def test_mutual_view_gives_distinct_shards(known, peers):
+    """All that see each other end with shards of their own."""
     old = {peer: index for index, peer in enumerate(peers[:known])}
     chosen = {peer: least_used(members(old), 8, peer) for peer in peers[known:]}
     held = {**old, **chosen}
@@ -205,7 +208,8 @@ def square(model, batch):
     return model(batch).square().mean()
 
 
-def test_what_a_partner_sends_is_tried_on_the_loops_own_batches():
+def test_loss_trial_uses_the_loops_batches():
+    """What a partner sends is tried on the loop's own batches."""
     mine = session()
     Session.try_partners(mine, square, itertools.repeat(torch.ones(2, 1)))
     assert "4" in mine._screen.problem(
@@ -219,7 +223,8 @@ def test_what_a_partner_sends_is_tried_on_the_loops_own_batches():
     )
 
 
-def test_batches_that_end_end_the_trying_and_each_is_used_once():
+def test_trials_end_with_the_batches():
+    """Batches that end end the trying and each is used once."""
     mine, used = session(), []
     batches = (used.append(number) or torch.ones(2, 1) for number in range(4))
     Session.try_partners(mine, square, batches)

@@ -56,7 +56,8 @@ def run(script):
 
 
 @pytest.mark.ci
-def test_a_thread_that_trains_on_after_main_has_ended_trains_to_its_end():
+def test_thread_trains_on_after_main():
+    """A thread that trains on after main has ended trains to its end."""
     out, err = run(IN_A_THREAD + LATE)
     assert "cannot schedule" not in err
     assert out == "steps 1000\n"
@@ -73,7 +74,8 @@ def test_a_session_begun_after_the_end_of_main_is_refused():
     )
 
 
-def test_who_steps_the_inner_optimizer_is_told_at_once_and_once():
+def test_inner_step_is_reported_once():
+    """Who steps the inner optimizer is told at once and once."""
     module = model(0)
     inner = sgd(module)
     opt = NoLoCo(inner, shoal.Alone(), every=EVERY, lag=0)
@@ -92,7 +94,8 @@ def test_who_steps_the_inner_optimizer_is_told_at_once_and_once():
     ]
 
 
-def test_an_inner_optimizer_of_a_later_outer_one_is_watched_by_that_alone():
+def test_later_outer_optimizer_watches_alone():
+    """An inner optimizer of a later outer one is watched by that alone."""
     module = model(0)
     inner = sgd(module)
     earlier = NoLoCo(inner, shoal.Alone(), every=EVERY, lag=0)
@@ -103,7 +106,8 @@ def test_an_inner_optimizer_of_a_later_outer_one_is_watched_by_that_alone():
         loop(later, module, 1, steps=2 * EVERY)
 
 
-def test_a_step_after_the_session_says_once_that_it_is_averaged_with_nobody(caplog):
+def test_step_after_the_session_is_said_once(caplog):
+    """A step after the session says once that it is averaged with nobody."""
     module = model(0)
     with shoal.create(module, every=EVERY, network=HERE, wait_s=0.2) as session:
         opt = session.optimizer(sgd(module))
@@ -145,7 +149,8 @@ def test_a_schedule_by_the_loss_cannot_follow():
     )
 
 
-def test_a_late_node_is_told_of_a_schedule_that_begins_anew(caplog):
+def test_late_schedule_is_reported(caplog):
+    """A late node is told of a schedule that begins anew."""
     opt = sgd(model(0))
     watch = StepWatch()
     watch.late = 40
@@ -162,7 +167,8 @@ def test_a_late_node_is_told_of_a_schedule_that_begins_anew(caplog):
     ]
 
 
-def test_a_session_steps_a_late_schedule_on_and_says_nothing_more(caplog):
+def test_advanced_schedule_is_not_reported(caplog):
+    """A session steps a late schedule on and says nothing more."""
     begin, stop = model(0), threading.Event()
     first = shoal.create(begin, every=EVERY, network=HERE, wait_s=0.2, lag=0)
     opt = first.optimizer(sgd(begin))

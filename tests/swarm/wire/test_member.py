@@ -118,7 +118,8 @@ def test_the_largest_record_with_all_of_it_fits_its_limit(fields):
     assert open_record(stored).member == largest
 
 
-def test_as_many_of_the_largest_as_a_bootstrap_node_names_fit_its_reply():
+def test_many_largest_records_fit_a_reply():
+    """As many of the largest as a bootstrap node names fit its reply."""
     sealed = max((seal(Member(**fields), ME) for fields in (TRAINING, AT_ITS_END)), key=len)
     assert len(pack(SeedReply(members=(sealed,) * MAX_NAMED, reason="x" * 512))) <= SeedReply.LIMIT
     assert len(pack(SeedRequest(swarm="a" * 52, record=sealed))) <= SeedRequest.LIMIT

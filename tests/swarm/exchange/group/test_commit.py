@@ -38,7 +38,8 @@ LARGE = (300, 1000)
 WAYS = pytest.mark.parametrize("codec", [FLOAT32, codec_named("int8")], ids=["allreduce", "gather"])
 
 
-def test_of_what_was_gathered_the_mean_alone_is_held_and_it_is_computed_once():
+def test_only_the_mean_is_held():
+    """Of what was gathered the mean alone is held and it is computed once."""
     shapes = ((2, 3), (4,))
     own = SimpleNamespace(tensors=lambda: [torch.full(shape, 6.0) for shape in shapes])
     mine = SimpleNamespace(
@@ -127,9 +128,8 @@ def check_same(handles, dead=()):
 
 
 @WAYS
-def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(
-    school, attempts, codec
-):
+def test_all_members_get_the_same_bits(school, attempts, codec):
+    """The way follows from the codec and every member gets the same bits."""
     peers = school.peers(5)
     torch.manual_seed(0)
     tensors = [torch.randn(LARGE) for _ in peers]
@@ -179,7 +179,7 @@ def test_streams_between_members_stay_open_for_their_next_groups(school, codec):
 
 
 @WAYS
-def test_for_what_a_new_stream_takes_at_once_none_is_kept(school, codec):
+def test_burst_of_bytes_keeps_no_buffer(school, codec):
     """Of a kept one's window a part is used up: the rest would wait for a round trip."""
     peers = school.peers(4)
     for round in range(2):
@@ -190,7 +190,8 @@ def test_for_what_a_new_stream_takes_at_once_none_is_kept(school, codec):
     assert not any(peer.exchange._streams._kept._idle for peer in peers)
 
 
-def test_of_two_members_that_gather_the_leader_calls_else_the_first_in_order(school):
+def test_leader_calls_among_gatherers(school):
+    """Of two members that gather the leader calls else the first in order."""
     leader, *others = school.ranked(school.peers(4))
     check_same(start([leader, *others], codec_named("int8")))
     first, second, third = sorted(peer.id for peer in others)
@@ -206,9 +207,8 @@ def test_of_two_members_that_gather_the_leader_calls_else_the_first_in_order(sch
 
 
 @WAYS
-def test_a_kept_stream_that_its_other_end_has_just_ended_is_replaced(
-    school, monkeypatch, attempts, codec
-):
+def test_kept_stream_that_ended_is_replaced(school, monkeypatch, attempts, codec):
+    """A kept stream that its other end has just ended is replaced."""
     peers = school.peers(4)
     check_same(start(peers, codec))
     kept = {stream for peer in peers for stream in peer.exchange._streams._kept._idle}
@@ -238,9 +238,8 @@ def test_who_leads_may_choose_to_gather_always(school, attempts):
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all_reduced(
-    school, attempts, name
-):
+def test_small_payload_and_half_floats_are_reduced(school, attempts, name):
+    """A half width float and a payload with fewer values than members are all reduced."""
     handles = [
         peer.start(0, float(number), codec_named(name), (3,))
         for number, peer in enumerate(school.peers(5))
@@ -252,9 +251,8 @@ def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all
 @pytest.mark.thinned(3)
 @WAYS
 @pytest.mark.parametrize("how", ["dies", "stops"])
-def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(
-    school, monkeypatch, attempts, codec, how
-):
+def test_stopped_member_is_left_behind(school, monkeypatch, attempts, codec, how):
+    """A member that dies or stops in the middle is left behind."""
     peers = school.ranked(school.peers(5, chunk_timeout=3.0))
     victim, frozen = peers[-1], []
     freeze(monkeypatch, frozen)
@@ -283,7 +281,7 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(
     assert all(victim.id not in peer.exchange._view.expected(0) for peer in peers[:-1])
 
 
-def test_who_reported_and_then_went_has_no_say_in_what_is_common():
+def test_departed_reporter_has_no_say():
     """Those who stayed hold all three contributions: that the one who went lacked one of them
     leaves nobody out.
     """
@@ -297,9 +295,8 @@ def test_who_reported_and_then_went_has_no_say_in_what_is_common():
 
 
 @WAYS
-def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(
-    school, monkeypatch, codec
-):
+def test_leader_dead_before_deciding_leaves_own_weights(school, monkeypatch, codec):
+    """A leader that dies before it decides leaves everybody with its own."""
     leader, *others = peers = school.ranked(school.peers(4))
     reports = GroupCommit._reports
 
@@ -315,7 +312,8 @@ def test_a_leader_that_dies_before_it_decides_leaves_everybody_with_its_own(
     assert all(peer.exchange.next_round == 1 for peer in others)
 
 
-def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school, monkeypatch):
+def test_silent_leader_is_noticed(school, monkeypatch):
+    """A leader that stops before it decides is noticed by its silence."""
     leader, *_ = peers = school.ranked(school.peers(4, chunk_timeout=0.5))
     frozen, reports = [], GroupCommit._reports
     freeze(monkeypatch, frozen)
@@ -331,9 +329,8 @@ def test_a_leader_that_stops_before_it_decides_is_noticed_by_its_silence(school,
 
 
 @WAYS
-def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(
-    school, monkeypatch, codec
-):
+def test_decision_heard_once_reaches_all(school, monkeypatch, codec):
+    """A decision that one member heard before the leader died reaches all."""
     leader, heard, *_ = peers = school.ranked(school.peers(4))
     tell, told = GroupCommit._send, asyncio.Event()
 
@@ -386,7 +383,8 @@ def test_a_contribution_that_is_not_finite_is_left_out(school, attempts, poison,
     )
 
 
-def test_a_payload_that_does_not_match_its_digest_is_left_out(school, monkeypatch):
+def test_wrong_digest_is_left_out(school, monkeypatch):
+    """A payload that does not match its digest is left out."""
     peers = school.peers(3)
     liar, swap = peers[0], Stream.swap
 
@@ -401,7 +399,8 @@ def test_a_payload_that_does_not_match_its_digest_is_left_out(school, monkeypatc
     assert handles[0].result() is None
 
 
-def test_two_members_that_cannot_reach_each_other_do_not_both_take_part(school, monkeypatch):
+def test_unreachable_pair_does_not_both_take_part(school, monkeypatch):
+    """Two members that cannot reach each other do not both take part."""
     peers = school.peers(4, screen=GATHERS)
     apart = {peer.id for peer in peers[:2]}
     swap = AllGather._swap
@@ -480,7 +479,7 @@ def test_a_leader_gets_one_more_attempt_not_one_after_another(school, monkeypatc
     assert len(reductions) == len(set(reductions)) == 3
 
 
-def test_a_nonce_of_a_group_that_this_node_leads_is_refused(school, monkeypatch):
+def test_own_groups_nonce_is_refused(school, monkeypatch):
     """A member of it knows the nonce: with a group of the same it would answer for this node's
     decision.
     """
@@ -555,7 +554,8 @@ def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
     assert check_same(handles, dead={0}).tensors[0][0, 0].item() == 1.0
 
 
-def test_who_was_called_off_before_the_group_was_formed_is_not_in_it(school):
+def test_called_off_member_is_not_in_the_group(school):
+    """Who was called off before the group was formed is not in it."""
     leader, second, third = school.ranked(school.peers(3, wait=2.0))
     early = leader.start(0, 9.0)
     school.until(lambda: leader.waiting() == 1)

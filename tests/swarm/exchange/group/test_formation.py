@@ -79,7 +79,8 @@ def not_led(school, peers, place, after):
     )
 
 
-def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_them_again(school):
+def test_absent_leader_holds_up_nobody(school):
+    """A leader that is not there yet does not hold up the others and meets them again."""
     four = school.peers(4, wait=2.0)
     first = not_led(school, four, 0, 1)
     leader, *others = school.ranked(four, first)
@@ -91,7 +92,8 @@ def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_th
 
 
 @pytest.mark.ci
-def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school):
+def test_slow_peer_is_left_out_and_redirected(school):
+    """A slow peer is left out after the wait and goes where it is told."""
     four = school.peers(4, wait=4.0, fragments=3)
     first = not_led(school, four, -1, 3)
     *others, slow = school.ranked(four, first)
@@ -127,7 +129,8 @@ def test_one_peer_alone_cannot_send_another_far_away(school):
     assert third.looked == 0
 
 
-def test_a_newcomer_that_counts_its_fragments_otherwise_is_put_into_step(school):
+def test_newcomer_is_put_into_step(school):
+    """A newcomer that counts its fragments otherwise is put into step."""
     four = school.peers(4, fragments=2, wait=5.0)
     old, new = four[:3], four[3]
     for peer in old:
@@ -187,7 +190,8 @@ def test_one_peer_takes_few_places_of_a_leader(school):
     assert [judged(5, fragment) for fragment in (1, 2, 2**53)] == ["noted", "refuse", "refuse"]
 
 
-def test_who_died_before_it_was_ready_is_probed_and_not_waited_for(school, monkeypatch):
+def test_dead_peer_is_probed_not_waited_for(school, monkeypatch):
+    """Who died before it was ready is probed and not waited for."""
     monkeypatch.setattr(group_lead, "PROBE_S", 0.2)
     *others, victim = school.ranked(school.peers(4, wait=60.0))
     victim.host.die()
@@ -223,9 +227,8 @@ def test_who_is_rounds_ahead_is_not_waited_for_at_all(school, monkeypatch):
     assert [handle.result(60.0).weight for handle in handles] == [3.0] * 3
 
 
-def test_who_began_this_round_and_is_on_its_way_is_waited_for_until_it_was_probed(
-    school, monkeypatch
-):
+def test_peer_on_its_way_is_awaited_until_probed(school, monkeypatch):
+    """Who began this round and is on its way is waited for until it was probed."""
     monkeypatch.setattr(group_lead, "PROBE_S", 1000.0)
     *others, third = school.ranked(school.peers(3, wait=500.0))
     for peer in others:
@@ -267,7 +270,8 @@ def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatc
     assert school.values(handles) == [pytest.approx(2.0)] * 3
 
 
-def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
+def test_dead_peer_waits_for_its_new_record(school):
+    """Who died is not waited for until it shows a new record."""
     *others, victim = school.ranked(school.peers(4, wait=30.0))
     for peer in others:
         peer.exchange._view.mark_absent([victim.id])
@@ -279,7 +283,7 @@ def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
         assert victim.id in peer.exchange._view.expected(0)
 
 
-def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school):
+def test_sleeper_leads_none_before_a_new_record(school):
     """Else each round that its rank gives to it would cost the others a part of their patience."""
     leader, *others = school.ranked(school.peers(3, wait=6.0))
     answering = leader.host.handlers[LEADER_PROTOCOL]
@@ -313,7 +317,8 @@ def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school
     assert school.values([peer.start(third, 4.0) for peer in (*others, leader)]) == [4.0] * 3
 
 
-def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(school):
+def test_late_peer_that_reports_is_awaited_next_round(school):
+    """Who was late and says that it is here is waited for in the next round."""
     *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
     for peer in others:
         peer.exchange._view.mark_absent([late.id])
@@ -332,7 +337,7 @@ def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(s
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
 
 
-def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
+def test_returned_peer_is_awaited_by_all(school):
     """Not by its leader alone: another member leads the next round."""
     *others, late = school.ranked(school.peers(3, wait=20.0))
     for peer in others:
@@ -349,7 +354,7 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
 
 
 @pytest.mark.ci
-def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_again(school):
+def test_passed_over_leader_asks_before_leading_again(school):
     """Nobody comes to it or tells it in which round they are: it would wait alone in each round
     that its rank gives to it.
     """
@@ -375,7 +380,8 @@ def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_ag
     assert school.values([handle, late.start(later, 3.0)]) == [2.0, 2.0]
 
 
-def test_who_is_turned_away_as_too_costly_does_not_wait_for_those_who_come_to_nobody(school):
+def test_costly_peer_does_not_wait_for_nobody(school):
+    """Who is turned away as too costly does not wait for those who come to nobody."""
     costly, *others = three = school.peers(3, wait=500.0)
     for peer in others:
         for round in (0, 1):
@@ -389,7 +395,8 @@ def test_who_is_turned_away_as_too_costly_does_not_wait_for_those_who_come_to_no
         assert costly.start(round, 9.0).result() is None
 
 
-def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):
+def test_two_suffice_when_the_wait_is_over(school):
+    """Two are enough when the wait is over and the third is then not waited for."""
     three = school.peers(3, wait=2.0)
     third = school.ranked(three)[-1]
     others = [peer for peer in three if peer is not third]
@@ -416,7 +423,7 @@ def test_nobody_comes(school):
 
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_who_said_goodbye_is_not_waited_for_by_the_last_one(school, monkeypatch, leads, before):
+def test_departed_peer_is_not_awaited_by_the_last(school, monkeypatch, leads, before):
     """It sat out its whole patience, though the record of who left was there to be read (by a look
     in the directory).
     """
@@ -442,9 +449,8 @@ def test_alone_in_the_swarm(school):
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(4, [2, 2, 2, 2]), (5, [2, 2, 3, 3, 3])])
-def test_too_many_are_dealt_into_groups_of_nearly_equal_size_and_nobody_is_left_alone(
-    school, count, sizes
-):
+def test_crowd_is_dealt_into_equal_groups(school, count, sizes):
+    """Too many are dealt into groups of nearly equal size and nobody is left alone."""
     means = [
         handle.result()
         for handle in [
@@ -455,7 +461,8 @@ def test_too_many_are_dealt_into_groups_of_nearly_equal_size_and_nobody_is_left_
     assert sum(mean.tensors[0][0].item() for mean in means) == pytest.approx(sum(range(count)))
 
 
-def test_a_peer_that_does_not_see_the_leader_is_sent_to_it(school):
+def test_peer_that_misses_the_leader_is_redirected(school):
+    """A peer that does not see the leader is sent to it."""
     four = school.peers(4, wait=20.0)
     leader, *others = school.ranked(four)
     newcomer = others[-1]
@@ -468,7 +475,8 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it(school):
     )
 
 
-def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(school):
+def test_last_peer_that_misses_the_leader_is_redirected(school):
+    """A peer that does not see the leader is sent to it when it comes last."""
     leader, *others = school.ranked(school.peers(4, wait=20.0))
     others[-1].sees = [peer.id for peer in others]
     handles = [peer.start(0, 1.0) for peer in (others[0], others[1], leader)]
@@ -482,9 +490,8 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
     ({"shape": (5,)}, "the parameters have other names, shapes or types"),
     ({"shape": (2, 2)}, "the parameters have other names, shapes or types"),
 ])  # fmt: skip
-def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(
-    school, caplog, offer, reason
-):
+def test_refused_contribution_names_the_difference(school, caplog, offer, reason):
+    """Contributions that differ are refused by the name of the difference."""
     leader, second, odd = school.ranked(school.peers(3, wait=1.0))
     handles = [leader.start(0, 1.0), second.start(0, 3.0)]
     school.until(lambda: leader.waiting() == 2)

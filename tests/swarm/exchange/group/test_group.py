@@ -88,7 +88,8 @@ def test_what_is_decided(held, expected):
     assert common(held) == expected
 
 
-def test_a_latecomer_is_sent_to_the_next_round_of_its_fragment():
+def test_latecomer_goes_to_its_fragments_next_round():
+    """A latecomer is sent to the next round of its fragment."""
     rounds = RoundTracker(3)
     rounds.begin(4, 1)
     assert rounds.instead(4, 1) is None
@@ -101,7 +102,8 @@ def test_a_latecomer_is_sent_to_the_next_round_of_its_fragment():
     assert rounds.instead(5, 3) == 8  # a last average of everything, behind where this node will be
 
 
-def test_a_node_that_joined_tells_of_no_round_before_its_first():
+def test_joiner_tells_of_no_round_before_its_first():
+    """A node that joined tells of no round before its first."""
     rounds = RoundTracker(2)
     rounds.next_round = 5
     assert [rounds.instead(round, 0) for round in (1, 4, 5, 6)] == [5, 6, None, None]
@@ -122,7 +124,7 @@ def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, l
     )
 
 
-def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind():
+def test_broken_channel_leaves_no_error_behind():
     """asyncio reports an exception that nobody has looked at, and a node's log would show it as a
     warning.
     """
@@ -223,9 +225,8 @@ def tensors(number, round=0):
 @pytest.mark.parametrize(
     "name", ["float32", "float16", "bfloat16", "int8+ef", "topk2+ef", "sign+matrices+ef"]
 )
-def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_everywhere(
-    group, hosts, name
-):
+def test_mean_of_decoded_values_has_equal_bits(group, hosts, name):
+    """The mean is that of the decoded contributions and has the same bits everywhere."""
     codecs = [codec_named(name) for _ in group]
     twins = [codec_named(name) for _ in group]
     for round in range(2):

@@ -130,7 +130,8 @@ def test_a_meeting_that_breaks_off_leaves_the_other_fragments_alone(network, mon
     assert [value(handle.result()) for handle in handles] == [None, None, 2.0, 2.0]
 
 
-def test_who_is_late_moves_to_the_round_of_the_same_fragment_with_all_that_it_sends(network):
+def test_late_peer_moves_all_its_fragments(network):
+    """Who is late moves to the round of the same fragment with all that it sends."""
     a, b = Overlapping(network), Overlapping(network)
     b.rounds = {a.id: 10, b.id: 3}
     a.exchange.next_round = 8
@@ -149,7 +150,8 @@ def test_who_is_late_moves_to_the_round_of_the_same_fragment_with_all_that_it_se
     assert a.exchange.next_round == b.exchange.next_round == 12
 
 
-def test_what_the_optimizer_hands_in_before_it_knows_of_a_move_is_moved_as_far(network):
+def test_unaware_contributions_move_as_far(network):
+    """What the optimizer hands in before it knows of a move is moved as far."""
     a, b = Overlapping(network), Overlapping(network)
     b.rounds = {a.id: 10, b.id: 3}
     a.exchange.next_round = 8
@@ -163,7 +165,7 @@ def test_what_the_optimizer_hands_in_before_it_knows_of_a_move_is_moved_as_far(n
     ] * 4
 
 
-def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
+def test_call_for_a_skipped_round_is_released(network):
     """a waits for b with fragment 1 in round 5. b learns of c, with fragment 0, that the swarm is
     at 8: it will never be at 5.
     """
@@ -183,7 +185,7 @@ def test_a_call_for_a_round_that_is_left_out_is_not_held_any_longer(network):
     )  # 14 where b, odd in round 8, asks a next, who is in its round 9 by then
 
 
-def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(network, monkeypatch):
+def test_abandoned_transfer_counts_at_neither(network, monkeypatch):
     """As the weights that it was made of were replaced.
 
     The caller, or the callee, learns of it by the end of the stream.
@@ -214,7 +216,7 @@ def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(networ
         assert handles[giver]._attempt.commit.received is None
 
 
-def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twice(network):
+def test_caller_that_moved_on_is_no_failure_once(network):
     """The node that accepted listens on, and meets who comes next."""
     (a, later), partner = (
         [Overlapping(network, wait=0.2, overlap=True) for _ in range(2)],
@@ -305,7 +307,7 @@ def test_a_move_keeps_every_later_contribution_in_its_step(fragments, sent, data
 
 
 @given(st.integers(1, 5), st.lists(st.sampled_from(["send", "leave out", "apply", 1, 2, 3])))
-def test_a_round_that_is_left_out_keeps_every_number_in_its_step(fragments, events):
+def test_skipped_round_keeps_its_numbers(fragments, events):
     """Whatever was in flight then and moves later (by so many steps), and whenever the optimizer
     learns of it.
     """
@@ -329,9 +331,8 @@ def test_a_round_that_is_left_out_keeps_every_number_in_its_step(fragments, even
 
 
 @given(st.integers(1, 5), st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 60))
-def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(
-    fragments, round, next_round, at
-):
+def test_caller_is_held_or_sent_later_in_step(fragments, round, next_round, at):
+    """A caller is met held or sent to a later round in its own step."""
     rounds, fragment = PairRounds(fragments), round % fragments
     rounds.next_round = next_round
     instead = rounds.instead(round, fragment, at)
@@ -345,7 +346,8 @@ def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(
         assert instead - fragments < (at if at is not None and at > round else next_round)
 
 
-def test_while_training_goes_on_nobody_is_sent_to_a_round_that_nobody_has_begun():
+def test_nobody_is_sent_to_an_unbegun_round():
+    """While training goes on nobody is sent to a round that nobody has begun."""
     rounds = PairRounds(4, overlap=True)
     for round in range(10):
         rounds.begin(rounds.hand_in(round), round, round % 4)
@@ -368,7 +370,7 @@ def test_while_training_goes_on_nobody_is_sent_to_a_round_that_nobody_has_begun(
     ]
 
 
-def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(network):
+def test_needed_outcome_waits_for_no_absentee(network):
     """Until then the node listens; who comes late, but before, is met."""
     peers = [Overlapping(network, wait=0.2, overlap=True) for _ in range(3)]
     round = next(
@@ -389,7 +391,7 @@ def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(netwo
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_who_found_nobody_meets_one_that_failed_once_but_not_twice(network, failures):
+def test_lonely_peer_retries_those_that_failed_once(network, failures):
     """In a small swarm one that had been cut off found the only free one each round, which turned
     it away for eight rounds.
     """
@@ -450,7 +452,8 @@ def test_failures_are_forgotten_no_faster_with_fragments():
         assert [node.takes("peer-1", step * TERMS[1] - less) for less in (1, 0)] == [False, True]
 
 
-def test_meetings_that_a_dead_peer_ends_at_once_are_one_failure():
+def test_meetings_with_one_dead_peer_are_one_failure():
+    """Meetings that a dead peer ends at once are one failure."""
     node = PairSelector(selector("peer-0", directory(2))._context, fragments=4)
     for round in (6, 7, 5, 9):
         node.passed.missed("peer-1", round)
@@ -458,7 +461,8 @@ def test_meetings_that_a_dead_peer_ends_at_once_are_one_failure():
     assert node.takes("peer-1", 4 * TERMS[0])
 
 
-def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
+def test_patience_is_per_fragment():
+    """Patience is of the time between two rounds of one fragment."""
     time = TrainingTime(ExchangeTimeouts(1.0), 4)
     for sending in range(12):
         period = time.begin(25.0 * sending, sending % 4)
@@ -475,9 +479,8 @@ def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
     (Streaming(40, 4, 5), 0, 9, [6, 7, 8, 5], 10),  # after a last average the steps are others
     (Delayed(40, 2), 0, 5, [4, 3], 6),
 ])  # fmt: skip
-def test_a_newcomer_begins_in_a_round_in_which_its_fragment_is_sent(
-    schedule, position, round, applied, expected
-):
+def test_newcomer_begins_where_its_fragment_is_sent(schedule, position, round, applied, expected):
+    """A newcomer begins in a round in which its fragment is sent."""
     opt = SimpleNamespace(schedule=schedule, position=position)
     assert in_step(opt, SimpleNamespace(round=round, applied=applied)) == expected
 
@@ -570,9 +573,8 @@ def in_groups(network, peer):
     [(NoLoCo, FLOAT32), (NoLoCo, BFLOAT16), (StreamingDiLoCo, FLOAT32)],
     ids=["noloco", "noloco-bfloat16", "streaming"],
 )
-def test_all_fragments_in_flight_hold_what_was_sent_and_what_came_once(
-    network, uncollected, method, codec
-):
+def test_payloads_in_flight_are_held_once(network, uncollected, method, codec):
+    """All fragments in flight hold what was sent and what came once."""
     peers = [Overlapping(network, FRAGMENTS, wait=LONG, overlap=True) for _ in range(2)]
     exchanges = [peer.exchange if method is NoLoCo else in_groups(network, peer) for peer in peers]
     made = partial(method, fragments=FRAGMENTS, codec=codec)

@@ -87,7 +87,8 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
     assert [value(handle.result(LONG / 2)) for handle in (first, second)] == [2.0, 2.0]
 
 
-def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(network, monkeypatch):
+def test_late_end_leaves_the_next_round_alone(network, monkeypatch):
+    """A round that was called off and ends late leaves the next one alone."""
     meet, ended, end = PairExchange._meet, threading.Event(), asyncio.Event()
 
     async def slowly_cancelled(matchmaker, pairing):
@@ -152,7 +153,7 @@ def test_a_partner_that_vanished_costs_no_wait(network):
     assert time.monotonic() - began < LONG / 2
 
 
-def test_a_partner_that_vanishes_while_it_holds_a_call_is_not_waited_for(network):
+def test_vanished_partner_is_not_waited_for(network):
     """Its stream stays open, as one through a relay does, and libp2p opens further ones: only an
     answer shows that it is there.
     """
@@ -228,7 +229,8 @@ def test_alone_in_the_swarm(network):
     assert time.monotonic() - began < LONG / 2
 
 
-def test_peers_that_disagree_about_the_membership_still_come_to_an_end(network):
+def test_disagreeing_memberships_still_end(network):
+    """Peers that disagree about the membership still come to an end."""
     # a sees {a, b, c} and is to meet c; b and c do not know each other, and both expect a.
     a, b, c = peers = [Peer(network, wait=LONG) for _ in range(3)]
     b.sees, c.sees = [a.id, b.id], [a.id, c.id]
@@ -249,7 +251,8 @@ def test_peers_left_over_meet_each_other(network):
     assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
 
 
-def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
+def test_later_leaver_keeps_its_pair(network):
+    """Who left after this round is not left out of its pairs."""
     # a and b have met in this last round and a has left; without it, c would be paired with b, who
     # has passed, or be odd.
     a, b, c, d = peers = [Peer(network) for _ in range(4)]
@@ -268,7 +271,8 @@ def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
     assert [value(handle.result()) for handle in handles] == [2.0, 2.0]
 
 
-def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
+def test_slow_peer_is_told_and_catches_up(network):
+    """A slow peer is told that the round has passed and catches up."""
     a, b = Peer(network, wait=5.0), Peer(network, wait=5.0)
     b.rounds = {a.id: 7, b.id: 4}
     a.exchange.next_round = 8
@@ -279,7 +283,8 @@ def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
     assert b.exchange.next_round == 9
 
 
-def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
+def test_one_peer_cannot_move_another_to_an_empty_round(network):
+    """One peer alone cannot send another to a round where nobody is."""
     peers = a, b, c = [Peer(network) for _ in range(3)]
     round = a_round([peer.id for peer in peers], [(a.id, b.id)])
     b.rounds = {peer.id: round for peer in peers}
@@ -295,9 +300,7 @@ def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
     ({"shape": (5,)}, r"tensor 0 has shape \[[45]\] here and \[[45]\] there"),
     ({"shape": (2, 2)}, r"tensor 0 has shape \[(4|2, 2)\] here and \[(4|2, 2)\] there"),
 ])  # fmt: skip
-def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(
-    network, caplog, offer, reason
-):
+def test_refused_contribution_names_the_difference(network, caplog, offer, reason):
     first, second = Peer(network, wait=LONG), Peer(network, wait=LONG)
     handles = [first.start(**offer), second.start()]
     began = time.monotonic()
@@ -358,7 +361,8 @@ OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
 @pytest.mark.parametrize(
     "change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys()
 )
-def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, caplog, change):
+def test_acceptor_must_offer_the_same(network, caplog, change):
+    """Who accepts must offer for the same round swarm and model."""
     a, partner = Peer(network), network.host()
 
     async def answer(stream):
@@ -372,7 +376,7 @@ def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, capl
     assert "accepted something else than was offered" in caplog.text
 
 
-def test_a_node_that_is_a_million_rounds_ahead_goes_back_and_meets_the_others_again(network):
+def test_node_far_ahead_returns_to_the_others(network):
     """As after the checkpoint of a swarm that was led astray: nobody believes it, so it follows
     those who call it.
     """

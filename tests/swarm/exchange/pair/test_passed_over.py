@@ -70,7 +70,7 @@ def test_a_sign_of_life_ends_it(sign):
     assert node.of(0) == ("peer-1", ["peer-1"])
 
 
-def test_who_left_had_a_partner_up_to_the_round_that_it_did_not_begin():
+def test_leaver_has_a_partner_until_its_last_round():
     """Its last record states the round that would have been its next."""
     here, gone = directory(2), Directory()
     gone.see("peer-2", round=5)
@@ -177,9 +177,7 @@ BY_THE_CLOCK = (
         pytest.param(busy, marks=pytest.mark.slow(reason=BY_THE_CLOCK)),
     ],
 )
-def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(
-    network, monkeypatch, attack
-):
+def test_wasteful_peer_is_found_and_never_averaged(network, monkeypatch, attack):
     """By turns they would meet in a third of the rounds."""
     monkeypatch.setattr(
         pair_exchange, "WORTH", 1e9
@@ -216,7 +214,8 @@ def test_three_honest_peers_are_all_met_in_turn(network):
         ]
 
 
-def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
+def test_backoff_grows_and_one_exchange_ends_it():
+    """It is passed over ever longer and comes back with one exchange."""
     node = selector("peer-0", directory(2))
     for round, back in ((0, 8), (8, 32), (32, 64), (70, 96)):
         node.passed.met("peer-2", round)
@@ -238,7 +237,7 @@ def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
     st.lists(st.integers(0, 60), max_size=6),
     st.sampled_from([1, 4]),
 )
-def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs, fragments):
+def test_mutual_backoff_ends_in_the_same_round(mine, theirs, fragments):
     """With terms from each one's own failure they came back by turns, each turned away by the
     other: for good (seed 71291).
     """
@@ -262,7 +261,7 @@ def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs,
     pytest.fail("they never meet again")
 
 
-def test_who_costs_time_again_is_passed_over_for_as_long_as_it_takes_and_longer_each_time():
+def test_repeated_cost_lengthens_the_backoff():
     """The first time this node itself may have slept: two that are all there are did not meet for
     128 rounds.
     """
@@ -293,7 +292,7 @@ def test_what_breaks_off_while_nobody_is_met_counts_once():
     assert (passed.at("peer", 31), passed.at("peer", 32)) == (True, False)
 
 
-def test_a_node_that_would_pass_over_all_meets_those_that_failed_once():
+def test_all_backed_off_retries_single_failures():
     """All others passed over a node whose line had been cut, and it them, for as long as the term
     went, though all was whole.
     """
@@ -311,7 +310,8 @@ def test_a_node_that_would_pass_over_all_meets_those_that_failed_once():
     assert [node.takes(peer, 2) for peer in others if peer != partner] == [True, True]
 
 
-def test_who_was_passed_over_is_not_in_rounds_to_which_this_node_went_back():
+def test_backoff_does_not_hold_in_earlier_rounds():
+    """Who was passed over is not in rounds to which this node went back."""
     passed = PassedOver(1)
     passed.missed("peer", 100, 1)
     assert [passed.at("peer", round) for round in (50, 100, 103, 104)] == [False, True, True, False]
@@ -320,7 +320,8 @@ def test_who_was_passed_over_is_not_in_rounds_to_which_this_node_went_back():
     assert [passed.at("peer", round) for round in (50, 63, 64)] == [True, True, False]
 
 
-def test_without_anybody_else_a_node_trains_on_alone_rather_than_with_one_that_costs_time():
+def test_lone_node_prefers_training_alone_to_a_costly_peer():
+    """Without anybody else a node trains on alone rather than with one that costs time."""
     node = selector("peer-0", directory(2))
     node.passed.missed("peer-1", 0, 1)
     node.passed.missed("peer-1", 1)
@@ -351,7 +352,8 @@ def test_a_peer_with_nobody_else_is_tried_all_the_same():
 
 
 @given(st.integers(3, 12), st.integers(0, 50), st.data())
-def test_who_has_seen_the_same_failures_agrees_and_the_other_pairs_stay(count, round, data):
+def test_shared_failures_keep_the_other_pairs(count, round, data):
+    """Who has seen the same failures agrees and the other pairs stay."""
     here = directory(count)
     hostile = data.draw(st.sets(st.sampled_from(sorted(here)), max_size=count - 1))
     partners = {}
@@ -380,7 +382,7 @@ def test_pairs_are_computed_by_all_members():
 
 
 @pytest.mark.parametrize("hostile", [True, False])
-def test_over_many_swarms_the_honest_two_meet_in_nine_of_ten_rounds_after_the_first(hostile):
+def test_two_honest_peers_meet_nine_rounds_of_ten(hostile):
     """The choice of partners alone, of two honest peers and one that always breaks off (or never
     does).
     """

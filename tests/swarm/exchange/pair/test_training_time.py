@@ -135,9 +135,8 @@ MET, NOT_MET = [("peer", True)], [("peer", False)]
     (slow, {"tries": True, "budget": 30.0, "holds": [WAIT / 100] * 3}, (THEIRS, MET, []), False),
     (breaks_off, {"tries": True}, (None, NOT_MET, []), False),
 ])  # fmt: skip
-def test_what_takes_longer_than_its_budget_is_given_up_and_a_cost_unless_both_tried(
-    transfer, options, outcome, measured
-):
+def test_over_budget_is_given_up_and_charged(transfer, options, outcome, measured):
+    """What takes longer than its budget is given up and a cost unless both tried."""
     *found, held = run(transfer, **options)
     assert tuple(found) == outcome
     assert measured is None or (held is not None and held >= WAIT) == measured
@@ -149,7 +148,8 @@ def test_time_in_which_training_goes_on_costs_nothing():
     assert held < WAIT
 
 
-def test_the_budget_is_several_times_the_median_of_the_partners_and_half_a_round():
+def test_budget_is_a_multiple_of_the_median():
+    """The budget is several times the median of the partners and half a round."""
     time = timed({0: 3.0})
     time.holds.update(one=0.5, two=90.0, three=2.0)
     assert time.budget(10**9, 0) == SEVERAL * 2.0
@@ -161,7 +161,8 @@ def test_the_budget_is_several_times_the_median_of_the_partners_and_half_a_round
     assert quick.budget(10**9, 0) == LEAST_S
 
 
-def test_before_there_is_a_measure_the_budget_is_for_the_bytes_also_of_the_last_average():
+def test_first_budget_follows_the_bytes():
+    """Before there is a measure the budget is for the bytes also of the last average."""
     assert timed().budget(0, 0) == FIRST_S
     assert timed().budget(3 * 10**6, 0) == 3 * 10**6 / FIRST_RATE > 3 * 8 / 1.0  # 3 MB at 1 Mbit/s
     time = timed({0: 3.0})
@@ -171,7 +172,8 @@ def test_before_there_is_a_measure_the_budget_is_for_the_bytes_also_of_the_last_
     )  # beyond the fragments of the schedule
 
 
-def test_rare_waits_for_a_partner_are_spared_until_they_are_a_part_of_all_time():
+def test_rare_waits_are_spared():
+    """Rare waits for a partner are spared until they are a part of all time."""
     time = timed({0: 0.1})
     time.holds.update(one=0.01)
     assert time.awaiting(100.0, 0) == SPARE_S > time.budget(0, 0)
@@ -184,7 +186,8 @@ def test_rare_waits_for_a_partner_are_spared_until_they_are_a_part_of_all_time()
     assert time.awaiting(1000.0, 0) == SPARE_S
 
 
-def test_where_all_partners_come_late_it_is_usual_to_wait_and_no_cost():
+def test_usual_waiting_is_no_cost():
+    """Where all partners come late it is usual to wait and no cost."""
     time = timed({0: 3.0})
     for peer in ("one", "two", "three"):
         time.waited(peer, 2.0)
@@ -193,19 +196,22 @@ def test_where_all_partners_come_late_it_is_usual_to_wait_and_no_cost():
     assert time.waited("later", OFTEN * 2.0 + 1.0) == pytest.approx(1.0)
 
 
-def test_what_training_has_to_spare_for_late_partners_is_no_cost_of_theirs_until_it_is_used_up():
+def test_slack_covers_late_partners_until_used_up():
+    """What training has to spare for late partners is no cost of theirs until it is used up."""
     time = timed({0: 0.2})
     assert [time.waited("one", seconds) for seconds in (3.0, 3.0, 3.0)] == [0.0, 2.0, 3.0]
 
 
-def test_no_round_waits_longer_than_its_patience_for_half_a_round():
+def test_no_wait_exceeds_half_a_round():
+    """No round waits longer than its patience for half a round."""
     time = timed({0: 30.0}, wait=10.0)
     time.holds.update(one=0.5)
     assert time.budget(0, 0) == 10.0
     assert timed({0: 30.0}, trial=20.0).budget(0, 0) == 30.0
 
 
-def test_an_exchange_that_usually_goes_on_meanwhile_has_its_whole_time_at_the_end():
+def test_background_exchange_has_its_whole_time():
+    """An exchange that usually goes on meanwhile has its whole time at the end."""
     time = timed({0: 10.0})
     for peer in ("one", "two"):
         time.spent(peer, 0, 0, 0.0, whole=True, took=20.0)
@@ -214,7 +220,8 @@ def test_an_exchange_that_usually_goes_on_meanwhile_has_its_whole_time_at_the_en
     assert time.budget(0, 0, 40.0) == 5.0
 
 
-def test_a_fragment_larger_than_the_usual_one_has_as_much_more_time():
+def test_larger_fragment_has_more_time():
+    """A fragment larger than the usual one has as much more time."""
     time = timed({0: 3.0, 1: 3.0}, wait=0.0, fragments=2)
     for peer in ("one", "two", "three"):
         time.spent(peer, 0, 0, 0.5, whole=True, took=0.5, nbytes=1000)
@@ -223,7 +230,8 @@ def test_a_fragment_larger_than_the_usual_one_has_as_much_more_time():
     assert time.budget(100, 1) == SEVERAL * 0.5
 
 
-def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has_given_that():
+def test_costly_peer_is_backed_off_until_repaid():
+    """Who holds training for longer than it gives is passed over until it has given that."""
     time = timed({0: 10.0})
     time.holds.update(one=0.5)
     assert time.spent("peer", 0, 0, 1.4, whole=True) == {}  # often enough it takes so long
@@ -233,7 +241,8 @@ def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has
     )  # nobody is passed over for what is usual
 
 
-def test_what_it_costs_little_by_little_adds_up_and_what_rounds_give_is_taken_from_it():
+def test_small_costs_add_up_and_are_repaid():
+    """What it costs little by little adds up and what rounds give is taken from it."""
     time = timed({0: 10.0})
     time.holds.update(one=0.5, two=0.5)
     little = [bool(time.spent("peer", 0, 0, 2.0, whole=True)) for _ in range(4)]
@@ -251,14 +260,16 @@ def test_without_a_measure_nothing_is_dear():
     assert time.spent("peer", 1, 0, 5.0, whole=True) == {}
 
 
-def test_what_was_given_up_is_a_cost_from_its_first_second():
+def test_given_up_exchange_costs_from_its_first_second():
+    """What was given up is a cost from its first second."""
     time = timed({0: 10.0})
     time.holds.update(one=1.0)
     assert time.spent("peer", 0, 0, 2.0, whole=False)
     assert time.budget(0, 0) == 5.0  # and it is the measure of a node that meets nobody else
 
 
-def test_who_keeps_a_fragment_from_being_sent_costs_that_share_of_the_exchanges():
+def test_held_fragment_costs_its_share():
+    """Who keeps a fragment from being sent costs that share of the exchanges."""
     time = timed({0: 10.0}, fragments=4)
     for one in ("one", "two", "three"):
         assert time.spent(one, 0, 0, 0.0, whole=True, took=9.0) == {}  # within a round
@@ -276,7 +287,8 @@ def test_who_keeps_a_fragment_from_being_sent_costs_that_share_of_the_exchanges(
     )  # no round went by without this fragment
 
 
-def test_a_transfer_says_that_it_moves_for_as_long_as_it_does():
+def test_transfer_reports_that_it_moves():
+    """A transfer says that it moves for as long as it does."""
     seen = []
 
     async def looks(pairing):
@@ -288,14 +300,16 @@ def test_a_transfer_says_that_it_moves_for_as_long_as_it_does():
     assert seen[0].attempt.commit.leave_out is None
 
 
-def test_a_link_that_has_become_slower_is_usual_from_then_on():
+def test_slower_link_becomes_usual():
+    """A link that has become slower is usual from then on."""
     time = timed({0: 10.0})
     time.holds.update(peer=1.0)
     time.spent("peer", 0, 0, 5.0, whole=False)
     assert time.budget(0, 0) == SEVERAL * 5.0
 
 
-def test_a_slow_first_partner_is_found_out_once_there_is_another():
+def test_slow_first_partner_is_found_out_later():
+    """A slow first partner is found out once there is another."""
     time = timed({0: 10.0})
     assert time.spent("peer", 0, 0, 24.0, whole=True) == {}
     assert time.spent("one", 1, 0, 0.1, whole=True).keys() == {"peer"}

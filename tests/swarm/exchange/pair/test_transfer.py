@@ -95,7 +95,8 @@ def test_both_commit(pair):
     assert pair.hosts[1].traffic.sent == pair.hosts[0].traffic.received
 
 
-def test_a_large_contribution_gets_the_time_that_a_slow_link_needs(network, monkeypatch):
+def test_slow_link_gets_the_time_it_needs(network, monkeypatch):
+    """A large contribution gets the time that a slow link needs."""
     monkeypatch.setattr(context, "LEAST_RATE", 1e4)  # 1.2 MB may take two minutes
     pair = Pair(network, ExchangeTimeouts(LONG, LONG, exchange=1e-6))
     assert pair.run() == [(2.0, -2.0)] * 2
@@ -103,9 +104,8 @@ def test_a_large_contribution_gets_the_time_that_a_slow_link_needs(network, monk
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("who", ["caller", "callee"])
-def test_weights_that_are_not_finite_are_refused_by_the_other_and_neither_commits(
-    pair, poison, who
-):
+def test_non_finite_weights_commit_at_neither(pair, poison, who):
+    """Weights that are not finite are refused by the other and neither commits."""
     began = time.monotonic()
     assert pair.run(**{who: poison}) == [None, None]
     assert time.monotonic() - began < LONG / 2
@@ -117,9 +117,8 @@ def test_large_weights_whose_sum_overflows_are_no_reason_to_refuse(pair):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_payload_that_does_not_match_its_digest_is_refused_and_neither_commits(
-    brisk, monkeypatch, who
-):
+def test_wrong_digest_commits_at_neither(brisk, monkeypatch, who):
+    """A payload that does not match its digest is refused and neither commits."""
     swap = Stream.swap
     liar = brisk.hosts[who]
 
@@ -156,7 +155,7 @@ def test_a_callee_that_cannot_ask_keeps_its_own_contribution(pair, monkeypatch):
     assert pair.run() == [(2.0, -2.0), None]
 
 
-def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(brisk, monkeypatch):
+def test_early_question_calls_it_off_for_both(brisk, monkeypatch):
     """READY is on its way for longer than the callee waits: the answer to its question decides."""
     hear, asked = transfer.PairTransfer._receive, threading.Event()
     answer = transfer.PairTransfer._answer_outcome
@@ -180,7 +179,8 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(bris
     assert asked.is_set()
 
 
-def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(pair, network):
+def test_stranger_learns_no_outcome(pair, network):
+    """A stranger who asks for an outcome learns nothing and changes nothing."""
     host = network.host()
 
     async def ask(nonce):
@@ -196,7 +196,8 @@ def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(p
     assert host.call(ask(nonce), 60) == "unknown"
 
 
-def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(brisk, monkeypatch):
+def test_silent_partner_costs_one_chunk_deadline(brisk, monkeypatch):
+    """A partner that falls silent costs the chunk deadline and no more."""
     swap = Stream.swap
     silent = brisk.hosts[0]
 
@@ -242,7 +243,7 @@ def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatc
     assert first.result() is None
 
 
-def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkeypatch):
+def test_caller_that_moved_on_decides_nothing(pair, monkeypatch):
     """Here the round is closed but not cancelled: a loop may see the one before the other."""
     hear = transfer.PairTransfer._receive
 
@@ -272,7 +273,8 @@ def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(brisk, monkeypatch, slow):
+def test_slow_verifier_has_time_by_its_values(brisk, monkeypatch, slow):
+    """A partner that verifies slowly has the time that its values need."""
     problem = ExchangeAttempt.problem
     monkeypatch.setattr(transfer, "VERIFIED", 30_000.0)  # 10 s for these
 
@@ -312,7 +314,8 @@ def gains(sent, got):
     return [mean.tensors[0].double() - own.double() for own, mean in zip(sent, got, strict=True)]
 
 
-def test_partners_that_read_each_other_by_their_own_weights_move_by_opposite_amounts(pair):
+def test_mod4_partners_move_by_opposite_amounts(pair):
+    """Partners that read each other by their own weights move by opposite amounts."""
     sent, got = near(pair, 1, rounds=3)
     one, other = gains(sent, got)
     apart = sent[1].double() - sent[0].double()
@@ -335,7 +338,8 @@ def test_blocks_that_one_refuses_count_on_neither_side(pair):
     )  # small differences vanish in the same dither
 
 
-def test_a_callee_whose_confirm_was_lost_learns_the_refused_blocks_too(pair, monkeypatch, network):
+def test_lost_confirm_still_brings_refused_blocks(pair, monkeypatch, network):
+    """A callee whose confirm was lost learns the refused blocks too."""
     lose(monkeypatch, Commit)
     sent, got = near(pair, 1, far=AWAY)
     one, other = gains(sent, got)
@@ -344,7 +348,7 @@ def test_a_callee_whose_confirm_was_lost_learns_the_refused_blocks_too(pair, mon
     assert not other[:32].any()
 
 
-def test_who_is_far_away_as_a_whole_counts_as_turned_down(pair):
+def test_wholly_distant_partner_is_turned_down(pair):
     """So a node that nobody can read fetches the weights of the others
     (`shoal.swarm.state.resync`).
     """
@@ -416,9 +420,8 @@ def test_one_stream_serves_all_calls_of_a_pair(pair, network):
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_a_kept_stream_that_the_partner_has_ended_costs_no_round(
-    pair, network, monkeypatch, noticed
-):
+def test_kept_stream_that_ended_costs_no_round(pair, network, monkeypatch, noticed):
+    """A kept stream that the partner has ended costs no round."""
     assert pair.run() == [(2.0, -2.0)] * 2
     if not noticed:  # its end is on the way when the next call begins
         monkeypatch.setattr(pair.hosts[0], "usable", lambda stream: True)
@@ -445,9 +448,8 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_would_be_here(
-    pair, monkeypatch, early
-):
+def test_payload_is_sent_ahead_by_round_trip(pair, monkeypatch, early):
+    """Where the round trip is known either sends ahead as soon as an answer would be here."""
     monkeypatch.setattr(pair_calls, "HELD_S", 10 * LONG)
     monkeypatch.setattr(Stream, "round_trip", 0.001)
     late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early].held, 4 * 300_003
@@ -474,7 +476,7 @@ def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
         assert [means(handle.result()) for handle in handles] == [(6.0, -6.0)] * 2
 
 
-def test_only_the_partners_of_two_rounds_can_fill_memory_before_a_node_is_there(pair):
+def test_only_partners_of_two_rounds_fill_memory(pair):
     """And only with as much as its own contribution."""
     assert pair.run() == [(2.0, -2.0)] * 2
     held, me = pair.exchanges[1].held, pair.hosts[0].peer_id
@@ -524,7 +526,8 @@ def test_only_the_partners_of_two_rounds_can_fill_memory_before_a_node_is_there(
     assert not held._receiving.total()
 
 
-def test_who_was_turned_down_sends_no_payload_ahead_the_next_time(pair):
+def test_turned_down_peer_sends_nothing_ahead(pair):
+    """Who was turned down sends no payload ahead the next time."""
     assert pair.run() == [(2.0, -2.0)] * 2
     caller = pair.exchanges[0].caller
     assert caller._welcome
