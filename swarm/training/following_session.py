@@ -57,7 +57,7 @@ class FollowingSession(Session):
         assert self._ranks is not None
         return SessionError(
             f"Rank {self._ranks.rank} of this peer has no network: rank 0 has the link, the "
-            "membership and the status."
+            "membership, the status and the progress (session.follow gives it to every rank)."
         )
 
     @property
@@ -67,6 +67,13 @@ class FollowingSession(Session):
     @property
     def membership(self) -> Membership:
         raise self._no_network()
+
+    @property
+    def progress(self) -> int:
+        raise self._no_network()
+
+    def _progress_here(self) -> int:
+        return 0  # rank 0's is used
 
     def status(self) -> dict[str, Any]:
         raise self._no_network()

@@ -229,10 +229,16 @@ class Session:
         returns; return that step.
 
         ``steps``: of the whole schedule, which is not stepped beyond. Call it once both, and a
-        checkpoint if any, are loaded.
+        checkpoint if any, are loaded; on every rank of this peer, if it has several, so that all
+        follow rank 0's `progress`.
         """
         self._watch.late = 0
-        return follow(schedule, self.progress, steps)
+        if self._ranks is None:
+            return follow(schedule, self.progress, steps)
+        return follow(schedule, self._ranks.agreed(self._progress_here()), steps)
+
+    def _progress_here(self) -> int:
+        return self.progress
 
     def exchange(self) -> SessionExchange:
         """Return the exchange for the outer optimizer.

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 import shoal
 from shoal.optim.ranks.orders import whole_slow
 from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import Identity
+from shoal.swarm.training.session_setup import SessionError
 from shoal.swarm.wire.envelope import seal
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
@@ -287,13 +289,27 @@ def raised(work):
 
 def join_late(kind, link):
     begin(kind, 7, link)
-    found = optimize()
+    found = [*optimize(), followed()]
     session, ranks = HELD["session"], HELD["ranks"]
     train(2, EVERY)
     session.finish()
     session.close()
     ranks.barrier()
     return found
+
+
+def followed():
+    """Let a schedule of this rank follow the swarm; return its step twice, and what the rank says
+    of its progress.
+    """
+    session = HELD["session"]
+    schedule = LambdaLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), lambda step: 1.0)
+    done = session.follow(schedule, 1000)
+    try:
+        said = session.progress
+    except SessionError as error:
+        said = str(error)
+    return done, schedule.last_epoch, said
 
 
 def changed(kind, count):

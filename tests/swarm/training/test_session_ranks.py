@@ -134,9 +134,16 @@ def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_p
     peers[0].call(JOBS, "train", data=1, count=STEPS)
     late = lambda: peers[1].call(JOBS, "join_late", kind=kind, link=link)  # noqa: E731
     joined, _ = both(*beside(peers[0], tmp_path, late))
-    assert [began for began, _ in joined] == [joined[0][0]] * 2
+    assert [found[0] for found in joined] == [joined[0][0]] * 2
     assert joined[0][0] >= jobs.ROUNDS
     assert joined[0][1]  # its first round does not count
+    (done, step, progress), (other_done, other_step, said) = (found[-1] for found in joined)
+    assert done == step == other_done == other_step >= STEPS
+    assert progress >= done
+    assert said == (
+        "Rank 1 of this peer has no network: rank 0 has the link, the membership, the status and "
+        "the progress (session.follow gives it to every rank)."
+    )
 
 
 @pytest.mark.ci
@@ -250,8 +257,8 @@ def test_a_rank_without_a_network_says_who_has_it(pair):
     assert (
         pair.call(JOBS, "refused", what="network")[1]
         == [
-            "Rank 1 of this peer has no network: rank 0 has the link, the membership and the "
-            "status."
+            "Rank 1 of this peer has no network: rank 0 has the link, the membership, the status "
+            "and the progress (session.follow gives it to every rank)."
         ]
         * 2
     )
