@@ -10,19 +10,28 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.verification.consensus.participant import Participant, Slot, Wanted, decode_log, encode
-from shoal.verification.consensus.protocol import Checked
+from shoal.verification.consensus.log import (
+    decode_log,
+    encode,
+)
+from shoal.verification.consensus.participant import (
+    Participant,
+    Slot,
+    Wanted,
+)
+from shoal.verification.consensus.protocol import Limits
 from shoal.verification.consensus.records import (
     Claim,
     Commitment,
-    Limits,
     Refused,
     Reveal,
     Sign,
     Signed,
     hide,
 )
-from shoal.verification.consensus.rulings import Rules, ScoreRules
+from shoal.verification.consensus.reputation import ScoreRules
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.voter import Checked
 
 KINDS = (
     "honest",

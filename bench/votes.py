@@ -22,7 +22,7 @@ import torch
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from shoal.verification.consensus.rulings import vote
+from shoal.verification.consensus.odds import vote
 
 SEATS = (3, 5, 7)
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4)

@@ -22,9 +22,19 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.attestation import fetch_log, verify_record
 from shoal.swarm.wire.messages import Member
-from shoal.verification.consensus.participant import Log, decode_log
-from shoal.verification.consensus.records import SETTLED, Ledger
-from shoal.verification.consensus.rulings import Rules, ScoreRules, Standing, Table, compute_scores
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.log import (
+    Log,
+    decode_log,
+)
+from shoal.verification.consensus.reputation import (
+    ScoreRules,
+    Standing,
+    Table,
+    compute_scores,
+)
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import SETTLED
 
 ASKED = 5  # members whose logs are compared
 LOG_S = 10.0

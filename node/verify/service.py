@@ -27,11 +27,15 @@ from shoal.node.verify.history import NAME, History
 from shoal.node.verify.peers import reasons, rules_of
 from shoal.optim.device import current_device
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.verification.consensus.participant import Participant, decode_log
-from shoal.verification.consensus.participant import encode as encode_log
-from shoal.verification.consensus.protocol import Checked
+from shoal.verification.consensus.log import decode_log
+from shoal.verification.consensus.log import encode as encode_log
+from shoal.verification.consensus.participant import Participant
 from shoal.verification.consensus.records import Claim, Refused, Signed, Vote, decode
-from shoal.verification.consensus.rulings import ScoreRules, Table
+from shoal.verification.consensus.reputation import (
+    ScoreRules,
+    Table,
+)
+from shoal.verification.consensus.voter import Checked
 
 # Output of verification: sentences for people, events for the metrics, standings for the report.
 

@@ -11,8 +11,8 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from shoal.node.cli import main as cli  # noqa: E402
 from shoal.node.verify import completions  # noqa: E402
-from shoal.verification.consensus.protocol import Voter  # noqa: E402
 from shoal.verification.consensus.records import Commitment, Reveal  # noqa: E402
+from shoal.verification.consensus.voter import Voter  # noqa: E402
 from tests.support.quantised_policy import quantised  # noqa: E402
 
 

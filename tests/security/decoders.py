@@ -82,11 +82,22 @@ from shoal.verification.calibration import (
     load_calibration,
     save_calibration,
 )
-from shoal.verification.consensus.participant import Log, decode_log
-from shoal.verification.consensus.participant import encode as encode_log
-from shoal.verification.consensus.records import Claim, Electorate, Signed, VoteRecord
+from shoal.verification.consensus.log import (
+    Log,
+    decode_log,
+)
+from shoal.verification.consensus.log import encode as encode_log
+from shoal.verification.consensus.records import (
+    Claim,
+    Signed,
+    VoteRecord,
+)
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.rulings import Standing, Table
+from shoal.verification.consensus.reputation import (
+    Standing,
+    Table,
+)
+from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 from tests.security.hostile import (

@@ -45,8 +45,11 @@ from shoal.swarm.wire.messages import (
     Offer,
     SwarmsReply,
 )
-from shoal.verification.consensus.participant import Log, decode_log
-from shoal.verification.consensus.participant import encode as encode_log
+from shoal.verification.consensus.log import (
+    Log,
+    decode_log,
+)
+from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.records import (
     ATTEMPTS,
     MAX_ROUND,
@@ -57,7 +60,7 @@ from shoal.verification.consensus.records import (
     hide,
 )
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.rulings import (
+from shoal.verification.consensus.reputation import (
     MOST_ABSENCE,
     MOST_SCORE,
     MOST_UNTIL,

@@ -3,21 +3,27 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from shoal.verification.consensus.records import (
+from shoal.verification.consensus.planting import (
     BEHIND,
     Chain,
+    must_plant,
+)
+from shoal.verification.consensus.records import (
     Claim,
     Commitment,
     Dispute,
-    Electorate,
     Entry,
     Opening,
     Reveal,
     Verdict,
     hide,
-    must_plant,
 )
-from shoal.verification.consensus.rulings import Rules, first_draws, second_draw
+from shoal.verification.consensus.rulings import (
+    Rules,
+    first_draws,
+    second_draw,
+)
+from shoal.verification.consensus.sortition import Electorate
 
 RULES = Rules(planted=0.25, claims=2**16, life=64)
 BEHAVIOURS = ("valid", "invalid", "absent", "withheld", "unfit", "twice")

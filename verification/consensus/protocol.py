@@ -1,14 +1,12 @@
 """The protocol as a state machine without sockets, threads or a clock: signed records go in, duties
 and rulings come out.
 
-    consensus.advance(round)          a new round has begun: claims of it are taken from now on
-    consensus.open(electorate)        the beacon of an earlier round is known: verifiers are drawn
-                                      for what was published in it
-    consensus.take(signed)            a record came; Refused says why not, and is counted
-    consensus.learn(signed)           a record from another peer's log, whatever its time: for
-                                      rulings, not for marks
-    consensus.duties(peer)            what ``peer`` has to do now (see `Voter`)
-    consensus.ruling(claim)           what a quorum has settled
+    consensus.advance(round)       a new round has begun: claims of it are taken from now on
+    consensus.open(electorate)     verifiers are drawn for what was published in an earlier round
+    consensus.take(signed)         a record came; Refused says why not, and is counted
+    consensus.learn(signed)        a record from a peer's log: for rulings, not for marks
+    consensus.duties(peer)         what ``peer`` has to do now (see `Voter`)
+    consensus.ruling(claim)        what a quorum has settled
 
 The records that a peer sees in time decide what it states as a verifier. Rulings and reputation
 follow only from what a quorum stated, so late records of verifiers are kept too: refused as votes,
@@ -17,151 +15,39 @@ but there for others' rulings.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
+from shoal.verification.consensus.draws import Case, Draw, Times
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.planting import BEHIND
 from shoal.verification.consensus.records import (
-    BEHIND,
-    OPENS,
     Claim,
     Commitment,
     Dispute,
-    Duty,
-    Electorate,
     Entry,
-    Ledger,
-    Limits,
     Mark,
     Opening,
     Refused,
     Reveal,
-    Sign,
     Signed,
     Verdict,
     Verify,
     View,
-    Vote,
     VoteRecord,
-    hide,
 )
 from shoal.verification.consensus.rulings import (
     Rules,
     Ruling,
-    decide,
     first_draws,
     is_plant,
     rule,
     second_draw,
 )
-
-# Timing of a case: the draws of verifiers for a claim or an appeal, and the state of each.
-#
-#     |-- commit_s --|-- skew_s --|-- reveal_s --|        the next draw, if this one decided nothing
-#       commitments                 reveals
-#
-# A verifier reveals when all have committed, or ``skew_s`` after commitments are no longer taken,
-# so that with clocks that are within ``skew_s`` of each other no vote is seen by anybody who could
-# still commit. Times are seconds of the injected clock.
-
-
-@dataclass(frozen=True)
-class Times:
-    """Durations of the phases of a draw, in seconds."""
-
-    commit_s: float = 60.0
-    """Time to fetch the output, check it, and commit to a vote."""
-    skew_s: float = 5.0
-    """Delay of gossip plus difference of clocks."""
-    reveal_s: float = 15.0
-
-    @property
-    def total_s(self) -> float:
-        return self.commit_s + self.skew_s + self.reveal_s
-
-    @classmethod
-    def of(cls, round_s: float) -> Times:
-        """Divide a round of ``round_s`` seconds: three draws after three skews (see `ViewQuorum`)
-        are 99 % of it.
-        """
-        return cls(commit_s=0.19 * round_s, skew_s=0.04 * round_s, reveal_s=0.06 * round_s)
-
-
-@dataclass
-class Draw:
-    """Verifiers of one attempt and the records that came from them in time."""
-
-    verifiers: tuple[str, ...]
-    starts: float
-    times: Times
-    commitments: dict[str, Commitment] = field(default_factory=dict)
-    reveals: dict[str, Reveal] = field(default_factory=dict)
-    contradicted: set[str] = field(default_factory=set)
-    watched: bool = True
-    """False if this peer joined after the draw began: then it cannot say who was absent."""
-
-    def takes_commitments(self, now: float) -> bool:
-        return now < self.starts + self.times.commit_s
-
-    def takes_reveals(self, now: float) -> bool:
-        """Return whether a reveal is in time.
-
-        An early one is kept and harms only its author, whose vote can be copied.
-        """
-        return now < self.starts + self.times.total_s
-
-    def is_revealing(self, now: float) -> bool:
-        all_in = len(self.commitments) == len(self.verifiers)
-        return self.takes_reveals(now) and (
-            all_in or now >= self.starts + self.times.commit_s + self.times.skew_s
-        )
-
-    def is_over(self, now: float) -> bool:
-        """Return whether the marks are final: time is up, or all votes are there."""
-        return not self.takes_reveals(now) or all(
-            mark in ("valid", "invalid") for mark in self.marks()
-        )
-
-    def marks(self) -> tuple[Mark, ...]:
-        return tuple(map(self._mark, self.verifiers))
-
-    def _mark(self, peer: str) -> Mark:
-        commitment, reveal = self.commitments.get(peer), self.reveals.get(peer)
-        if commitment is None:
-            return "absent"
-        if reveal is None or peer in self.contradicted or not reveal.fits(commitment):
-            return "withheld"
-        return reveal.vote
-
-
-@dataclass
-class Case:
-    """The draws for ``claim``, or for ``appeal`` against its ruling."""
-
-    claim: Claim
-    appeal: Dispute | Opening | None
-    draws: tuple[Draw, ...]
-    _last: int | None = None  # the draw that was under way when voting ended
-
-    def current(self, now: float) -> int:
-        """Return the number of the draw that is under way, or of the last one."""
-        if self._last is not None:
-            return self._last
-        number = 0
-        while (
-            number + 1 < len(self.draws)
-            and self.draws[number].is_over(now)
-            and decide(self.draws[number].marks()) is None
-        ):
-            number += 1
-        if self.draws[number].is_over(now):  # and it decided something, or is the last
-            self._last = number
-        return number
-
-    def is_over(self, now: float) -> bool:
-        self.current(now)
-        return self._last is not None
-
+from shoal.verification.consensus.sortition import OPENS, Electorate
 
 REASONS = (
     "forged",
@@ -178,9 +64,44 @@ REASONS = (
     "quota",
     "overflow",
 )
-# claims of one slot, entries of one round: two are the proof that their author contradicts itself
+"""Reasons of `Refused`."""
 TWICE = 2
-MOST = 4  # different records of one peer where there should be one: enough for a proof
+"""Claims of one slot, or entries of one round, that are kept: two prove a contradiction."""
+MOST = 4
+"""Different records of one peer that are kept where there should be one: enough for a proof."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what a peer keeps."""
+
+    claims: int = 256
+    """Claims of one author in one round."""
+    waiting: int = 16_384
+    """Claims and appeals whose verifiers are not drawn yet."""
+    strangers: int = 4096
+    """Waiting claims and appeals of authors who could not be drawn themselves: fresh keys cost
+    nothing.
+    """
+    peers: int = 16_384
+    """Peers that have entered."""
+    cases: int = 16_384
+    """Claims and appeals at a time; the oldest that are decided or over make room."""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """Duty of a verifier: ``check`` (fetch, verify, commit), ``reveal`` the vote, or ``state`` the
+    ``marks`` as a verdict.
+    """
+
+    what: Literal["check", "reveal", "state"]
+    case: bytes
+    attempt: int
+    claim: Claim
+    marks: tuple[Mark, ...] = ()
+    until: float = math.inf
+    """Time at which a commitment comes too late."""
 
 
 class Consensus:
@@ -200,21 +121,27 @@ class Consensus:
         limits: Limits | None = None,
         banned: Callable[[str], bool] = lambda peer: False,
     ) -> None:
-        self.rules, self.times, self.limits = rules or Rules(), times or Times(), limits or Limits()
+        self.rules = rules or Rules()
+        self.times = times or Times()
+        self.limits = limits or Limits()
         self.ledger = Ledger()
         self.electorates: dict[int, Electorate] = {}
         self.counts: Counter[str] = Counter()
-        self.round, self._since = 0, clock()
+        self.round = 0
+        self._since = clock()
         self.views: Callable[[View], None] = lambda view: None
-        self._run, self._verify, self._clock, self._banned = run, verify, clock, banned
+        self._run = run
+        self._verify = verify
+        self._clock = clock
+        self._banned = banned
         self._signatures: dict[bytes, bytes] = {}
         self._at: float | None = None
         self._waiting: dict[bytes, Claim | Dispute | Opening] = {}
-        self._strange: set[bytes] = set()  # the waiting ones whose authors are strangers
+        # The waiting ones whose authors are strangers.
+        self._strange: set[bytes] = set()
         self._cases: dict[bytes, Case] = {}
-        self._drawn: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(
-            dict
-        )  # verifiers with something to do
+        # By verifier, the draws in which it has something to do.
+        self._drawn: defaultdict[str, dict[bytes, tuple[Case, int]]] = defaultdict(dict)
 
     def advance(self, round: int, since: float | None = None) -> None:
         """Begin ``round``, at ``since`` (now if None), and forget cases against which nobody can
@@ -222,20 +149,21 @@ class Consensus:
         """
         if round < self.round:
             raise ValueError(f"round {round} is before {self.round}")
-        self.round, self._since = round, self.now() if since is None else since
+        self.round = round
+        self._since = self.now() if since is None else since
+        oldest = round - self.rules.appeal_rounds
         for key, case in list(self._cases.items()):
-            if (
-                case.appeal or case.claim
-            ).round < round - self.rules.appeal_rounds and case.is_over(self.now()):
+            item = case.appeal or case.claim
+            if item.round < oldest and case.is_over(self.now()):
                 del self._cases[key]
         self._drop_duties()
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
         """Draw verifiers for all that was published in ``electorate.round``, `OPENS` rounds ago.
 
-        First draws begin at ``begin``, by
-        default ``skew_s`` from now: no vote is seen while any peer might still take claims of the
-        round whose beacon these salts make. Raises ValueError if that is too early, or was done.
+        First draws begin at ``begin``, by default ``skew_s`` from now: no vote is seen while any
+        peer might still take claims of the round whose beacon these salts make. Raises ValueError
+        if that is too early, or was done.
         """
         if electorate.round > self.round - OPENS or electorate.round in self.electorates:
             raise ValueError(
@@ -247,7 +175,8 @@ class Consensus:
             del self._waiting[item.id]
             self._strange.discard(item.id)
         for item in self.ledger.published(electorate.round):
-            self._start(item, self.now() + self.times.skew_s if begin is None else begin)
+            starts = self.now() + self.times.skew_s if begin is None else begin
+            self._start(item, starts)
 
     def take(self, signed: Signed, at: float | None = None) -> None:
         """Take one record, which came ``at`` that time (now if None), and count it as accepted or
@@ -303,17 +232,20 @@ class Consensus:
         """Drop those of cases that are gone: only a peer's own are asked for, and dropped by
         `duties`.
         """
-        left = {
-            peer: {key: due for key, due in cases.items() if key in self._cases}
-            for peer, cases in self._drawn.items()
-        }
-        self._drawn = defaultdict(dict, {peer: cases for peer, cases in left.items() if cases})
+        drawn = self._drawn
+        self._drawn = defaultdict(dict)
+        for peer, cases in drawn.items():
+            left = {key: due for key, due in cases.items() if key in self._cases}
+            if left:
+                self._drawn[peer] = left
 
     def duties(self, peer: str) -> list[Duty]:
         """Return what ``peer`` has to do now, by case."""
-        now, found = self.now(), []
+        now = self.now()
+        found = []
         for key, (case, attempt) in list(self._drawn[peer].items()):
-            draw, current = case.draws[attempt], case.current(now)
+            draw = case.draws[attempt]
+            current = case.current(now)
             stated = bool(self.ledger.ballots(Verdict, key, attempt, peer))
             if stated or key not in self._cases or (attempt > current and case.is_over(now)):
                 del self._drawn[peer][key]
@@ -335,11 +267,9 @@ class Consensus:
         None if it is not known.
         """
         record = self.ledger.get(claim)
-        return (
-            rule(record, self.ledger, self.electorates, self.rules)
-            if isinstance(record, Claim)
-            else None
-        )
+        if not isinstance(record, Claim):
+            return None
+        return rule(record, self.ledger, self.electorates, self.rules)
 
     # -- records -----------------------------------------------------------------------------------
 
@@ -348,9 +278,8 @@ class Consensus:
         if record.id in self.ledger:
             raise Refused("A record was refused: it was there before.", "replayed")
         if isinstance(record, Claim):
-            self._check_number(
-                record
-            )  # before the signature, which costs most: only floods are refused here
+            # Before the signature, which costs most: only floods are refused here.
+            self._check_number(record)
         if not self._is_signed(signed):
             raise Refused("A record was refused: its signature is not its author's.", "forged")
         # A banned peer may still finish what it was drawn for and open what it planted before.
@@ -378,11 +307,9 @@ class Consensus:
         """
         if isinstance(record, Claim):
             others = self.ledger.claims_of(record.peer, record.round)
-            same, most = (
-                sum(other.slot == record.slot for other in others),
-                len(others) >= self.limits.claims,
-            )
-            if record.slot >= self.rules.claims or most or same >= TWICE:
+            same = sum(other.slot == record.slot for other in others)
+            full = len(others) >= self.limits.claims
+            if record.slot >= self.rules.claims or full or same >= TWICE:
                 raise Refused(
                     "A claim was refused: its author made too many in this round.", "quota"
                 )
@@ -411,11 +338,8 @@ class Consensus:
         if record.round < self.round - OPENS:
             raise Refused("A view was refused: its round is over.", "late")
         voters = self._voters()
-        if (
-            voters is not None
-            and record.peer not in voters
-            and not self.ledger.entries_of(record.peer)
-        ):
+        stranger = voters is not None and record.peer not in voters
+        if stranger and not self.ledger.entries_of(record.peer):
             raise Refused("A view was refused: its author has not entered.", "unknown")
         try:
             self.views(record)
@@ -517,11 +441,8 @@ class Consensus:
         """
         if round > self.round + 1:
             raise Refused(f"A {kind} was refused: its round has not begun.", "future")
-        if (
-            round == self.round - 1
-            and self.now() < self._since + self.times.skew_s
-            and round not in self.electorates
-        ):
+        just_over = round == self.round - 1 and self.now() < self._since + self.times.skew_s
+        if just_over and round not in self.electorates:
             return
         if round < self.round:
             raise Refused(f"A {kind} was refused: its round is over.", "late")
@@ -545,173 +466,45 @@ class Consensus:
         return self.electorates[max(agreed)].operators if agreed else None
 
     def _start(self, item: Claim | Dispute | Opening, begin: float) -> None:
+        """Begin the case of ``item``, if verifiers are drawn for it."""
         if isinstance(item, Claim):
-            claim, appeal, drawn = item, None, first_draws(item, self.electorates, self.rules)
-        else:
-            found = self.ledger.get(item.claim)
-            if not isinstance(found, Claim):
-                return
-            claim, appeal, settled = (
-                found,
-                item,
-                rule(found, self.ledger, self.electorates, self.rules),
-            )
-            # One appeal is final; and an opening that agrees with the ruling asks for no draw.
-            agrees = settled.outcome == "invalid" and isinstance(item, Opening)
-            if settled.appeal is not None or agrees or self._is_appealed(claim):
-                return
-            verifiers = second_draw(item, claim, self.electorates, self.rules)
-            drawn = (verifiers,) if verifiers else ()
-        if drawn:
-            while (
-                len(self._cases) >= self.limits.cases
-            ):  # of the oldest no vote is taken any more; the ledger keeps the earlier ones
-                del self._cases[next(iter(self._cases))]
-            now, starts = (
-                self.now(),
-                [begin + self.times.total_s * number for number in range(len(drawn))],
-            )
-            draws = tuple(
-                Draw(seats, at, self.times, watched=now <= at)
-                for seats, at in zip(drawn, starts, strict=True)
-            )
-            case = self._cases[item.id] = Case(claim, appeal, draws)
-            for attempt, draw in enumerate(draws):
-                for peer in draw.verifiers if draw.watched else ():
-                    self._drawn[peer][item.id] = case, attempt
+            drawn = first_draws(item, self.electorates, self.rules)
+            if drawn:
+                self._add_case(item.id, Case(item, None, self._draws(drawn, begin)))
+            return
+        claim = self.ledger.get(item.claim)
+        if not isinstance(claim, Claim):
+            return
+        settled = rule(claim, self.ledger, self.electorates, self.rules)
+        # One appeal is final; and an opening that agrees with the ruling asks for no draw.
+        agrees = settled.outcome == "invalid" and isinstance(item, Opening)
+        if settled.appeal is not None or agrees or self._is_appealed(claim):
+            return
+        verifiers = second_draw(item, claim, self.electorates, self.rules)
+        if verifiers:
+            self._add_case(item.id, Case(claim, item, self._draws((verifiers,), begin)))
+
+    def _draws(self, drawn: Sequence[tuple[str, ...]], begin: float) -> tuple[Draw, ...]:
+        now = self.now()
+        draws = []
+        for number, verifiers in enumerate(drawn):
+            starts = begin + self.times.total_s * number
+            draws.append(Draw(verifiers, starts, self.times, watched=now <= starts))
+        return tuple(draws)
+
+    def _add_case(self, key: bytes, case: Case) -> None:
+        # Of the oldest no vote is taken any more; the ledger keeps the earlier ones.
+        while len(self._cases) >= self.limits.cases:
+            del self._cases[next(iter(self._cases))]
+        self._cases[key] = case
+        for attempt, draw in enumerate(case.draws):
+            if draw.watched:
+                for peer in draw.verifiers:
+                    self._drawn[peer][key] = case, attempt
 
     def _is_appealed(self, claim: Claim) -> bool:
         now = self.now()
-        return any(
-            case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now)
-            for case in self._cases.values()
-        )
-
-
-MAX_VOTES = 4096  # hidden votes that wait to be revealed
-
-
-@dataclass(frozen=True)
-class Checked:
-    """Vote and at most 512 bytes of what was measured."""
-
-    vote: Vote
-    evidence: bytes = b""
-
-
-Check = Callable[[Claim], Checked | None]
-"""Verifies a claim; None abstains, because the budget is spent or the output cannot be had."""
-
-
-class Voter:
-    """``peer`` as a verifier: it turns duties in ``consensus`` into signed records.
-
-    ``publish`` spreads a record soon, and never
-    waits; it may come back to this peer. ``salt``: 32 fresh secret bytes with each call, which also
-    feed the next beacon.
-    """
-
-    def __init__(
-        self,
-        peer: str,
-        consensus: Consensus,
-        publish: Callable[[Signed], None],
-        sign: Sign,
-        check: Check,
-        salt: Callable[[], bytes],
-    ) -> None:
-        self.peer, self.consensus = peer, consensus
-        self._publish, self._sign, self._check, self._salt = publish, sign, check, salt
-        self._hidden: dict[tuple[bytes, int], Reveal] = {}
-        self._left: set[tuple[bytes, int]] = set()
-        self._takes = 0.0  # seconds that a check is expected to take
-
-    def publish(self, record: VoteRecord) -> None:
-        """Sign, take and spread a record of this peer.
-
-        Raises Refused if the own consensus refuses it; then it is not sent.
-        """
-        signed = Signed.by(self._sign, record)
-        self.consensus.take(signed)
-        self._publish(signed)
-
-    def try_publish(self, record: VoteRecord) -> bool:
-        """Publish; return False if the own consensus refuses the record, as after a long check: it
-        has counted that.
-        """
-        try:
-            self.publish(record)
-        except Refused:
-            return False
-        return True
-
-    def reveal(self) -> None:
-        """Reveal every vote that waits, before leaving: one that never comes costs its author; an
-        early one can only be copied.
-        """
-        for reveal in self._hidden.values():
-            self.try_publish(reveal)
-        self._hidden.clear()
-
-    def work(self, most: int = 1) -> int:
-        """Do what is due, first what others wait for; check at most ``most`` claims, which costs.
-
-        Returns how many.
-        """
-        if len(self._left) > MAX_VOTES:
-            self._left.clear()
-        self._publish_due()
-        checked = 0
-        for duty in self.consensus.duties(self.peer):
-            key = (duty.case, duty.attempt)
-            if duty.what != "check" or key in self._hidden or key in self._left:
-                continue
-            if checked >= most:
-                break
-            if self.consensus.now() + self._takes >= duty.until:
-                self._left.add(
-                    key
-                )  # it would end too late, and keep this peer from revealing other votes in time
-                self._takes *= 0.75  # one slow check must not keep it from trying again
-                continue
-            checked += 1
-            self._commit(key, duty.claim)
-        if checked:
-            self._publish_due()
-        return checked
-
-    def _publish_due(self) -> None:
-        for duty in self.consensus.duties(self.peer):
-            key = (duty.case, duty.attempt)
-            if duty.what == "reveal" and key in self._hidden:
-                self.try_publish(self._hidden.pop(key))
-            elif duty.what == "state":
-                self._hidden.pop(key, None)
-                self._left.discard(key)
-                self.try_publish(
-                    Verdict(peer=self.peer, case=duty.case, attempt=duty.attempt, marks=duty.marks)
-                )
-
-    def _commit(self, key: tuple[bytes, int], claim: Claim) -> None:
-        before = self.consensus.now()
-        checked = self._check(claim)
-        self._takes = min(
-            self.consensus.now() - before, self.consensus.times.commit_s
-        )  # more is sleep, or a clock set forward
-        if checked is None or len(self._hidden) >= MAX_VOTES:
-            self._left.add(key)
-            return
-        reveal = Reveal(
-            peer=self.peer,
-            case=key[0],
-            attempt=key[1],
-            vote=checked.vote,
-            evidence=checked.evidence,
-            salt=self._salt(),
-        )
-        if self.try_publish(
-            Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))
-        ):
-            self._hidden[key] = reveal
-        else:
-            self._left.add(key)
+        for case in self._cases.values():
+            if case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now):
+                return True
+        return False

@@ -16,16 +16,25 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import VerifySettings
 from shoal.swarm.topics.attestation import sign_record
-from shoal.verification.consensus.participant import Log, encode
-from shoal.verification.consensus.records import SETTLED, Claim, Entry, Ledger, Signed
-from shoal.verification.consensus.rulings import (
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.log import (
+    Log,
+    encode,
+)
+from shoal.verification.consensus.records import (
+    Claim,
+    Entry,
+    Signed,
+)
+from shoal.verification.consensus.reputation import (
     ABSENT,
-    Rules,
     ScoreRules,
     Standing,
     Table,
     compute_scores,
 )
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import SETTLED
 from tests.support.consensus_stories import Story, claim_of
 
 ROUND, ROUND_S, SWARM = 20, 60.0, "run"

@@ -9,19 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.consensus.participant import electorate
-from shoal.verification.consensus.records import (
-    LEAST,
+from shoal.verification.consensus.electorate import electorate
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.planting import (
     Chain,
-    Electorate,
-    Ledger,
-    beacon,
     belongs,
-    draw_verifiers,
-    is_audited,
     must_plant,
 )
-from shoal.verification.consensus.rulings import ABSENT, Rules, Standing, Table
+from shoal.verification.consensus.reputation import (
+    ABSENT,
+    Standing,
+    Table,
+)
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.sortition import (
+    LEAST,
+    Electorate,
+    beacon,
+    draw_verifiers,
+    is_audited,
+)
 from tests.support.consensus_stories import Story, digest
 
 PEERS = tuple(f"p{number}" for number in range(6))

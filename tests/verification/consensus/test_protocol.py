@@ -7,22 +7,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench._votes_peers import toy_signer, toy_verify
-from shoal.verification.consensus.protocol import REASONS, Checked, Consensus, Times, Voter
-from shoal.verification.consensus.records import (
+from shoal.verification.consensus.draws import Times
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.planting import (
     BEHIND,
     Chain,
+    must_plant,
+)
+from shoal.verification.consensus.protocol import (
+    REASONS,
+    Consensus,
+    Limits,
+)
+from shoal.verification.consensus.records import (
     Claim,
     Dispute,
-    Electorate,
     Entry,
-    Ledger,
-    Limits,
     Opening,
     Refused,
     Reveal,
     Signed,
     Verdict,
-    must_plant,
+)
+from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.consensus.voter import (
+    Checked,
+    Voter,
 )
 from tests.support.consensus_stories import RULES, ballots, claim_of, digest
 
@@ -461,6 +471,6 @@ def test_a_check_that_takes_too_long_is_no_error(seconds):
     assert late.work() == 1
     assert [record.KIND for record in records] == (["verdict"] if seconds > TIMES.total_s else [])
     assert (
-        late._takes == TIMES.commit_s
+        late._check_s == TIMES.commit_s
     )  # where this node slept it leaves out one more seat, not fourteen
     assert scene.consensus.counts["late"] == 1

@@ -9,18 +9,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.consensus.participant import ViewQuorum, electorate, root, void
-from shoal.verification.consensus.records import Electorate, Entry, Ledger, View
-from shoal.verification.consensus.rulings import (
+from shoal.verification.consensus.electorate import (
+    electorate,
+    root,
+    void,
+)
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.odds import (
+    drawn,
+    least_audit,
+    vote,
+)
+from shoal.verification.consensus.records import (
+    Entry,
+    View,
+)
+from shoal.verification.consensus.reputation import (
     ScoreRules,
     Standing,
     Table,
     compute_scores,
-    drawn,
-    first_draws,
-    least_audit,
-    vote,
 )
+from shoal.verification.consensus.rulings import first_draws
+from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.consensus.view_quorum import ViewQuorum
 from tests.support.consensus_stories import RULES, Story, claim_of, digest
 
 PEERS = tuple(f"p{number}" for number in range(9))

@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.consensus.records import SETTLED, Ledger, Verdict
-from shoal.verification.consensus.rulings import (
+from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.records import Verdict
+from shoal.verification.consensus.reputation import (
     ABSENT,
     MOST_ABSENCE,
     ScoreRules,
     compute_scores,
-    quorum,
 )
+from shoal.verification.consensus.rulings import quorum
+from shoal.verification.consensus.sortition import SETTLED
 from tests.support.consensus_stories import BEHAVIOURS, Story
 
 PEERS = tuple(f"p{number:02}" for number in range(12))

@@ -8,9 +8,10 @@ import pytest
 
 from bench._votes_peers import Peer, is_right
 from bench.votes_simulation import START, Swarm, World
-from shoal.verification.consensus.protocol import Checked
 from shoal.verification.consensus.records import Claim
-from shoal.verification.consensus.rulings import Rules, compute_scores
+from shoal.verification.consensus.reputation import compute_scores
+from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.voter import Checked
 
 HONEST = {f"honest-{number}": "honest" for number in range(5)}
 WORLD = World()

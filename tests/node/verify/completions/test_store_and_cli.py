@@ -24,9 +24,9 @@ from shoal.node.verify.start import make_terms
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.calibration import Calibration, load_calibration, save_calibration
+from shoal.verification.consensus.odds import vote
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Claim, Entry, Signed
-from shoal.verification.consensus.rulings import vote
 from tests.node.verify.board import ROUND_S, Board, Net, settings_of, task_of
 
 RUN, ROUND = "run", 3
