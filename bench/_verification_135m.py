@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from bench._questions import question
 from bench._verification_claims import ACTIVATIONS, CHEATING, FRESH, SAMPLING
 from bench._verification_world import DTYPES, noisy, rounded, seed_of
-from shoal.verification.fingerprints.activations import LastHidden, output_head
-from shoal.verification.fingerprints.fingerprint import FARTHEST, gumbel
+from shoal.verification.fingerprints.last_hidden import LastHidden, output_head
+from shoal.verification.fingerprints.sampling import FARTHEST, gumbel
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "bench" / "results" / "verification_135m.json.gz"

@@ -14,7 +14,8 @@ from torch import nn
 from bench._verification_world import CHEATS, DTYPES, World, Writer, honest, seed_of
 from shoal.verification.calibration import Honest
 from shoal.verification.fingerprints.activations import WINDOW, ActivationProof
-from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, SeededSampling, margins
+from shoal.verification.fingerprints.fingerprint import Evidence
+from shoal.verification.fingerprints.sampling import Drawn, SeededSampling, margins
 
 ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
 FRESH, CHEATING = 10_000_000, 20_000_000  # first claims, apart from those of the calibration

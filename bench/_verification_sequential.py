@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from bench._verification_claims import ACTIVATIONS, CHEATING, FRESH, SAMPLING, examined
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, Writer, honest
-from shoal.verification.sequential import ACROSS, ALARM, JUMP, KAPPAS, LENGTH, TOLERANCE
+from shoal.verification.martingale import JUMP, KAPPAS
+from shoal.verification.sequential import ACROSS, ALARM, LENGTH, TOLERANCE
 
 Rows = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parents[1]

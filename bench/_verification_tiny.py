@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bench import _verification_world as world
 from bench._verification_world import Change, noisy, rounded
-from shoal.verification.fingerprints.activations import LastHidden
-from shoal.verification.fingerprints.fingerprint import draw_each
+from shoal.verification.fingerprints.last_hidden import LastHidden
+from shoal.verification.fingerprints.sampling import draw_each
 
 __all__ = ["Tiny", "TinyGPT", "changed", "generate", "noisy", "prompt", "rounded", "without_layer"]
 

@@ -10,15 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.verification.consensus.log import (
-    decode_log,
-    encode,
-)
-from shoal.verification.consensus.participant import (
-    Participant,
-    Slot,
-    Wanted,
-)
+from shoal.verification.consensus.log import decode_log, encode
+from shoal.verification.consensus.participant import Participant, Slot, Wanted
 from shoal.verification.consensus.protocol import Limits
 from shoal.verification.consensus.records import (
     Claim,

@@ -53,7 +53,7 @@ from bench._verification_claims import ACTIVATIONS, SAMPLING, Plan, Scores, meas
 from bench._verification_table import BEGIN, END, into, markdown
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, World, honest, seed_of
-from shoal.verification.fingerprints.fingerprint import Drawn, margins
+from shoal.verification.fingerprints.sampling import Drawn, margins
 
 NAMED = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")]
 Found = dict[tuple[str, float], Scores]

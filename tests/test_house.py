@@ -57,8 +57,10 @@ PACKAGES = {
     "verification": {
         "fingerprints": set(),
         "calibration": {"fingerprints"},
+        "calibration_file": {"calibration", "fingerprints"},
         "consensus": set(),
-        "sequential": {"calibration", "fingerprints"},
+        "martingale": set(),
+        "sequential": {"calibration", "fingerprints", "martingale"},
     },
     "swarm": {
         "wire": set(),

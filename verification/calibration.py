@@ -1,50 +1,43 @@
 """Test of a claim against the distribution of honest claims, at a stated rate of false alarms.
 
-Thresholds that fit one model and pair of dtypes do not fit another, so each (fingerprint, model,
-dtype of the prover, dtype of the verifier) is calibrated with honest claims of its own. A claim is
-tested once, as a whole: each feature is pooled over all windows,
+    calibration = Calibration()
+    calibration.add(Pair("activations", model, "float32", "float32"), honest_claims)
+    calibration.judge(pair, evidence, rate=1e-4).accepted
+
+A claim is tested once, as a whole: each feature is pooled over all windows,
 
     z_f = (mean_f - honest mean_f) / sqrt(between_f + within_f / size)
     statistic = max over the features f of (z_f - start_f) / slope_f
 
-where ``size`` is the claim's length in windows and the two variances, between claims and within
-them, are estimated from the honest windows. Long claims are thereby tested more sharply, and short
-ones more leniently, by the same table. Beyond start_f, the upper tenth of the honest claims, the
-tail is taken for exponential with mean excess slope_f, so a long-tailed feature does not blunt the
-others. The threshold is a quantile of the statistic over the honest claims: with at least 1/rate -
-1 of them the one that a new honest claim exceeds with at most that probability, whatever the
-distribution (the conformal quantile; Vovk et al. 2005). With fewer it is extrapolated along the
-exponential tails, with upper bounds of slope and spread, and a warning says so.
+where ``size`` is the claim's length in windows, the variances are those between and within honest
+claims, and beyond start_f their tail has mean excess slope_f. Why the rate holds:
+docs/internals.md, "The threshold of a calibration".
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from statistics import NormalDist
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
 
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 
 RATE = 1e-4
+"""Probability that an honest claim is refused, by default."""
 FEWEST = 20
-TAIL = 0.1  # of the honest claims; the tail beyond is taken for exponential
-SURENESS = NormalDist().inv_cdf(0.95)  # one-sided, for what is estimated from a small sample
-LEAST_SLOPE = (
-    0.6  # of the tail, in standard deviations: a normal one has 0.47, an exponential one 1
-)
+"""Honest claims of a calibration, at least."""
+TAIL = 0.1
+"""Part of the honest claims beyond which the tail is taken for exponential."""
+SURENESS = NormalDist().inv_cdf(0.95)
+"""Standard deviations, one-sided, for what is estimated from a small sample."""
+LEAST_SLOPE = 0.6
+"""Slope of the tail, at least, in standard deviations: a normal one has 0.47, an exponential one 1.
+"""
+SMALLEST_VARIANCE = 1e-24
+"""Of a feature, at least, so that one without variance can be divided by."""
 MOST_CLAIMS = 1 << 20
+"""Honest claims of a calibration, at most."""
 
 
 class CalibrationError(ValueError):
@@ -103,18 +96,14 @@ class Honest:
                 raise CalibrationError(f"a claim that should be honest has a fault: {claim.fault}")
             if claim.features != features:
                 raise CalibrationError("the claims of one calibration must be of one fingerprint")
-        mean, between, within = zip(
-            *(_components(claims, at) for at in range(len(features))), strict=True
-        )
+        components = [_components(claims, at) for at in range(len(features))]
+        mean, between, within = zip(*components, strict=True)
         honest = Honest(features, tuple(claims), mean, between, within, (), (), ())
-        starts, slopes = zip(
-            *(_tail(sorted(column)) for column in zip(*map(honest.scores, claims), strict=True)),
-            strict=True,
-        )
+        columns = zip(*map(honest.scores, claims), strict=True)
+        starts, slopes = zip(*(_tail(sorted(column)) for column in columns), strict=True)
         honest = replace(honest, starts=starts, slopes=slopes)
-        return replace(
-            honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims))
-        )
+        statistics = sorted(honest.statistic(claim)[0] for claim in claims)
+        return replace(honest, statistics=tuple(statistics))
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
         rows = zip(evidence.means(), self.mean, self.spreads(evidence.size), strict=True)
@@ -124,19 +113,16 @@ class Honest:
         """Return the standard deviation of each feature's mean over an honest claim of ``size``
         windows, at least its grain.
         """
-        return tuple(
-            math.sqrt(max(between + within / size, feature.grain**2, 1e-24))
-            for between, within, feature in zip(
-                self.between, self.within, self.features, strict=True
-            )
-        )
+        spreads = []
+        for between, within, feature in zip(self.between, self.within, self.features, strict=True):
+            variance = max(between + within / size, feature.grain**2, SMALLEST_VARIANCE)
+            spreads.append(math.sqrt(variance))
+        return tuple(spreads)
 
     def statistic(self, evidence: Evidence) -> tuple[float, int]:
         """Return the most extreme feature, in units of its honest tail, and its index."""
-        scores = [
-            (z - start) / slope
-            for z, start, slope in zip(self.scores(evidence), self.starts, self.slopes, strict=True)
-        ]
+        tails = zip(self.scores(evidence), self.starts, self.slopes, strict=True)
+        scores = [(z - start) / slope for z, start, slope in tails]
         worst = max(range(len(scores)), key=scores.__getitem__)
         return scores[worst], worst
 
@@ -145,13 +131,13 @@ class Honest:
         (0, 0.5].
         """
         _check_rate(rate)
-        ranked, many = self.statistics, len(self.statistics)
+        ranked = self.statistics
+        many = len(ranked)
         # What a normal distribution would have: one sample that happens to be narrow does not make
         # the test sharper.
         least = (NormalDist().inv_cdf(1 - rate) - NormalDist().inv_cdf(1 - TAIL)) / LEAST_SLOPE
-        over = math.floor(
-            rate * (many + 1)
-        )  # this many ranks from the top, the claim's own among them, may be refused
+        # This many ranks from the top, the claim's own among them, may be refused.
+        over = math.floor(rate * (many + 1))
         if over >= 1:
             return max(least, ranked[many - over])
         # Of F features each may be beyond t with probability TAIL exp(-t). Then what the sample
@@ -164,7 +150,8 @@ class Honest:
     def warning(self, rate: float = RATE) -> str:
         """Return one sentence if there are too few claims for ``rate``, else an empty string."""
         _check_rate(rate)
-        many, wanted = len(self.claims), math.ceil(1 / rate - 1 - 1e-9)
+        many = len(self.claims)
+        wanted = math.ceil(1 / rate - 1 - 1e-9)
         if many >= wanted:
             return ""
         return (
@@ -215,9 +202,8 @@ class Calibration:
         if evidence.fault:
             _check_rate(rate)
             return Judgement(False, math.inf, math.inf, evidence.fault)
-        if not any(
-            map(any, evidence.values)
-        ):  # as exact tokens are: the test is one-sided, so no calibration refuses it
+        # As exact tokens are: the test is one-sided, so no calibration refuses it.
+        if not any(map(any, evidence.values)):
             _check_rate(rate)
             return Judgement(True, 0.0, 0.0, "nothing differs")
         honest = self.pairs.get(pair)
@@ -234,16 +220,14 @@ class Calibration:
         statistic, worst = honest.statistic(evidence)
         threshold = honest.threshold(rate)
         accepted = statistic <= threshold
-        found, feature = evidence.means()[worst], honest.features[worst]
-        z, limit = (
-            honest.scores(evidence)[worst],
-            honest.starts[worst] + honest.slopes[worst] * threshold,
-        )
-        most = honest.mean[worst] + limit * ((found - honest.mean[worst]) / z if z else 0.0)
+        found = evidence.means()[worst]
+        mean = honest.mean[worst]
+        z = honest.scores(evidence)[worst]
+        limit = honest.starts[worst] + honest.slopes[worst] * threshold
+        most = mean + limit * ((found - mean) / z if z else 0.0)
         reason = (
-            f"{feature.name}: {found:.4g}, where an honest claim of this length has "
-            f"{honest.mean[worst]:.4g} on average "
-            f"and at most {most:.4g}"
+            f"{honest.features[worst].name}: {found:.4g}, where an honest claim of this length has "
+            f"{mean:.4g} on average and at most {most:.4g}"
         )
         return Judgement(accepted, statistic, threshold, reason)
 
@@ -298,123 +282,3 @@ def _components(claims: Sequence[Evidence], at: int) -> tuple[float, float, floa
     effective = (total - math.fsum(size**2 for size in sizes) / total) / (len(claims) - 1)
     between = max(0.0, (outer / (len(claims) - 1) - within) / effective)
     return mean, between, within
-
-
-# Calibration files: safetensors with the honest windows themselves, so that they can be pooled and
-# judged at any rate.
-#
-# A file may come from a stranger. Its size is bounded before it is read, and nothing larger than
-# the file is allocated.
-
-VERSION = "1"
-MOST_BYTES = 1 << 28
-MOST_PAIRS, MOST_FEATURES = 256, 16
-_DAMAGED = "is not a calibration of this version, or damaged: calibrate again"
-
-
-def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write ``path`` atomically. Raises ``CalibrationError`` above 256 MiB, and ``OSError``."""
-    tensors: dict[str, Tensor] = {}
-    described = []
-    floats = functools.partial(torch.tensor, dtype=torch.float64, device="cpu")
-    for number, (pair, honest) in enumerate(
-        sorted(calibration.pairs.items(), key=lambda item: item[0])
-    ):
-        claims = honest.claims
-        tensors[f"{number}.values"] = floats([row for claim in claims for row in claim.values])
-        tensors[f"{number}.sizes"] = floats([size for claim in claims for size in claim.sizes])
-        tensors[f"{number}.windows"] = torch.tensor(
-            [len(claim.sizes) for claim in claims], dtype=torch.int64, device="cpu"
-        )
-        features = [[feature.name, feature.grain] for feature in honest.features]
-        described.append({"pair": astuple(pair), "features": features})
-    data = save(tensors, metadata={"shoal.calibration": VERSION, "pairs": json.dumps(described)})
-    if len(data) > MOST_BYTES or len(described) > MOST_PAIRS:
-        raise CalibrationError(
-            f"the calibration is too large for a file ({len(data)} bytes): use fewer claims or "
-            "pairs"
-        )
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def load_calibration(path: Path) -> Calibration:
-    """Read a file of ``save_calibration``.
-
-    Raises ``CalibrationError`` for any other file, or if it cannot be read.
-    """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise CalibrationError(
-                f"'{path}' is larger than {MOST_BYTES} bytes: it is not a calibration"
-            )
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            if metadata.get("shoal.calibration") != VERSION:
-                raise CalibrationError(f"'{path}' {_DAMAGED}")
-            described = json.loads(metadata["pairs"])
-            if not isinstance(described, list) or len(described) > MOST_PAIRS:
-                raise CalibrationError(f"'{path}' {_DAMAGED}")
-            return Calibration(
-                dict(_pair(number, entry, file) for number, entry in enumerate(described))
-            )
-    except CalibrationError:
-        raise
-    except OSError as error:
-        raise CalibrationError(f"'{path}' cannot be read: {error.strerror or error}") from None
-    # RecursionError: json of many brackets; OverflowError: of many digits. The others: parts that
-    # are missing or of another type.
-    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise CalibrationError(f"'{path}' {_DAMAGED}") from None
-
-
-def _pair(number: int, entry: Any, file: Any) -> tuple[Pair, Honest]:
-    fingerprint, model, prover, verifier = (_text(part) for part in entry["pair"])
-    features = tuple(Feature(_text(name), float(grain)) for name, grain in entry["features"])
-    values, sizes, windows = (
-        file.get_tensor(f"{number}.{name}") for name in ("values", "sizes", "windows")
-    )
-    if (values.dtype, sizes.dtype, windows.dtype) != (torch.float64, torch.float64, torch.int64):
-        raise ValueError("a tensor has another dtype")
-    if not 0 < len(features) <= MOST_FEATURES or not all(
-        0 <= feature.grain <= 1e6 for feature in features
-    ):
-        raise ValueError("features are out of range")
-    if (
-        windows.dim() != 1
-        or not 0 < len(windows) <= MOST_CLAIMS
-        or values.shape != (len(sizes), len(features))
-        or sizes.dim() != 1
-    ):
-        raise ValueError("a tensor has another shape")
-    # Each is bounded before they are added up: int64 sums wrap around.
-    if (
-        int(windows.min()) < 1
-        or int(windows.max()) > len(sizes)
-        or int(windows.sum()) != len(sizes)
-    ):
-        raise ValueError("the claims do not add up to the windows")
-    rows, parts = values.tolist(), sizes.tolist()
-    claims, at = [], 0
-    for many in windows.tolist():
-        claims.append(
-            Evidence(
-                features, tuple(map(tuple, rows[at : at + many])), tuple(parts[at : at + many])
-            )
-        )
-        at += many
-    return Pair(fingerprint, model, prover, verifier), Honest.of(claims)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("not a text")
-    return value

@@ -1,16 +1,14 @@
 """Series of a peer's claims against one calibration: p-values that are uniform for an honest peer,
 and the odds against it.
 
+    series = Series(Reference(pair, honest), number=1)
+    series.add(reference.scores(evidence), reference.tolerances(evidence))
+    series.log_odds >= ALARM
+
 Claim n gets, for each feature, the share of the calibrated claims, the peer's earlier ones and
 itself that are at least as far away (a conformal p-value; Vovk, Gammerman and Shafer 2022, chapter
-8): at least uniform given those before if the peer's claims are exchangeable with the calibrated
-ones, however few these are; exactly for claims of one length. Other honest machines shift the
-distribution (bfloat16 without AVX: errors 17 % larger; across dtypes .4 %); each peer has one of
-them, so calibrating on several does not help. A claim may therefore be further away by a tolerance
-before it counts; a larger shift breaks the bound.
-
-Series k of a peer's life has the part 1 / (k (k + 1)) of the rate of false alarms, together 1; its
-features share that.
+8). Series k of a peer's life has the part 1 / (k (k + 1)) of the rate of false alarms, together 1;
+its features share that. When this holds: docs/internals.md, "Odds against a peer".
 """
 
 from __future__ import annotations
@@ -22,54 +20,16 @@ from bisect import bisect_left, insort
 
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Evidence
+from shoal.verification.martingale import Martingale
 
-# Test martingale: a gambler's capital that bets on small p-values, and grows only if they come too
-# often.
-#
-# Each p-value multiplies a share of the capital by kappa * p^(kappa - 1), whose mean is 1 for a
-# uniform p and less for a larger one (a power calibrator; Vovk and Wang 2021). The shares have
-# kappas from 1, which keeps its money, to 0.1, which bets on very small p; before each bet a part
-# of all capital is dealt anew among them (the Simple Jumper of Vovk, Nouretdinov and Gammerman
-# 2021), so that a peer which was honest for long and then cheats is found as well. If each p-value
-# is at least uniform given those before, P(the capital ever reaches c) <= 1 / c (Ville's
-# inequality), at whatever claim one stops to look.
-#
-# Every factor falls with p, and no bet depends on earlier p-values. So rounding a p-value up only
-# lowers the capital.
-
-KAPPAS = (1.0, 0.95, 0.85, 0.7, 0.5, 0.35, 0.2, 0.1)
-JUMP = 0.001  # of the capital, dealt anew before each bet
+LENGTH = 512
+"""Claims of a series, which bounds what is kept of a peer."""
+TOLERANCE = 0.2
+"""Share of an honest claim's mean that a claim may be further away, in one dtype."""
+ACROSS = 0.05
+"""The same across dtypes."""
 
 
-class Martingale:
-    """Capital, of 1 at the begin, after a sequence of p-values."""
-
-    def __init__(self) -> None:
-        self._logs = [-math.log(len(KAPPAS))] * len(KAPPAS)
-        self.log_capital = 0.0  # its natural logarithm
-
-    def bet(self, p: float) -> float:
-        """Bet on ``p``, in (0, 1], and return the new ``log_capital``.
-
-        Raises ValueError for another number.
-        """
-        if not 0 < p <= 1:
-            raise ValueError(f"a p-value is above 0 and at most 1, not {p}")
-        dealt = math.log(JUMP / len(KAPPAS)) + self.log_capital
-        for at, kappa in enumerate(KAPPAS):
-            share = _log_sum((math.log1p(-JUMP) + self._logs[at], dealt))
-            self._logs[at] = share + math.log(kappa) + (kappa - 1) * math.log(p)
-        self.log_capital = _log_sum(self._logs)
-        return self.log_capital
-
-
-def _log_sum(logs: tuple[float, ...] | list[float]) -> float:
-    largest = max(logs)
-    return largest + math.log(math.fsum(math.exp(one - largest) for one in logs))
-
-
-LENGTH = 512  # claims of a series, which bounds what is kept of a peer
-TOLERANCE, ACROSS = 0.2, 0.05  # shares of an honest claim's mean, in one dtype and across dtypes
 LIFE_RATE = 5e-5
 """Probability of an alarm about an honest peer in its life, at one verifier; at more than half of
 them at most twice that.
@@ -130,12 +90,11 @@ class Series:
         Raises ValueError if the series is full or the numbers are not one finite score for each
         feature.
         """
-        fits = len(scores) == len(tolerances) == len(self._own) and all(
-            map(math.isfinite, (*scores, *tolerances))
-        )
-        if self.count >= LENGTH or not fits or min(tolerances) < 0:
+        fits = len(scores) == len(tolerances) == len(self._own)
+        finite = all(map(math.isfinite, (*scores, *tolerances)))
+        if self.count >= LENGTH or not fits or not finite or min(tolerances) < 0:
             raise ValueError(
-                "a series takes 512 claims, each with a finite score for every feature"
+                f"a series takes {LENGTH} claims, each with a finite score for every feature"
             )
         ranks = []
         for score, tolerance, known, own in zip(

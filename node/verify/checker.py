@@ -49,14 +49,10 @@ from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.wire.envelope import pack
 from shoal.verification.calibration import Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
-from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head
-from shoal.verification.fingerprints.fingerprint import (
-    Drawn,
-    Evidence,
-    SeededSampling,
-    draw_each,
-    margins,
-)
+from shoal.verification.fingerprints.activations import ActivationProof
+from shoal.verification.fingerprints.fingerprint import Evidence
+from shoal.verification.fingerprints.last_hidden import LastHidden, output_head
+from shoal.verification.fingerprints.sampling import Drawn, SeededSampling, draw_each, margins
 
 # Generation of a group that can be checked, and its examination: in the same parts, so that only
 # rounding may differ.

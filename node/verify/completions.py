@@ -57,14 +57,8 @@ from shoal.node.verify.material import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest import Terms
-from shoal.verification.calibration import (
-    FEWEST,
-    Calibration,
-    CalibrationError,
-    Pair,
-    load_calibration,
-    save_calibration,
-)
+from shoal.verification.calibration import FEWEST, Calibration, CalibrationError, Pair
+from shoal.verification.calibration_file import load_calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
 from shoal.verification.fingerprints.fingerprint import Evidence

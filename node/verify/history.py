@@ -27,19 +27,10 @@ from shoal.node.verify.audit import Finding, Measured, VerifyError
 from shoal.swarm.p2p.limits import Newest
 from shoal.verification.calibration import Pair
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.odds import (
-    least_audit,
-    vote,
-)
-from shoal.verification.consensus.records import (
-    Claim,
-    Reveal,
-)
+from shoal.verification.consensus.odds import least_audit, vote
+from shoal.verification.consensus.records import Claim, Reveal
 from shoal.verification.consensus.reputation import Table
-from shoal.verification.consensus.rulings import (
-    Electorates,
-    operator,
-)
+from shoal.verification.consensus.rulings import Electorates, operator
 from shoal.verification.sequential import ALARM, LENGTH, LIFE_RATE, Reference, Series
 
 # File of the series of all peers, ``evidence.sqlite`` in a node's folder: each claim as it was

@@ -36,11 +36,7 @@ from shoal.swarm.topics.rollout import (
 )
 from shoal.swarm.wire.envelope import KIB, Count, Label, Message, pack, unpack
 from shoal.verification.consensus.records import LIMIT as MOST_RECORD
-from shoal.verification.consensus.records import (
-    Claim,
-    Signed,
-    decode,
-)
+from shoal.verification.consensus.records import Claim, Signed, decode
 
 MOST_TOKENS = 1 << 17  # of a claim, which a proof of activations can hold
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -23,16 +23,8 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.attestation import fetch_log, verify_record
 from shoal.swarm.wire.messages import Member
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.log import (
-    Log,
-    decode_log,
-)
-from shoal.verification.consensus.reputation import (
-    ScoreRules,
-    Standing,
-    Table,
-    compute_scores,
-)
+from shoal.verification.consensus.log import Log, decode_log
+from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED
 

@@ -14,7 +14,7 @@ from bench import _verification_135m_report as report
 from bench import verification_135m
 from bench._questions import question
 from bench._verification_world import seed_of
-from shoal.verification.fingerprints.fingerprint import Drawn, gumbel, margins
+from shoal.verification.fingerprints.sampling import Drawn, gumbel, margins
 from shoal.verification.sequential import ALARM
 
 PLAN = bench.Plan(honest=256, across=64, cheats=64, variants=32)

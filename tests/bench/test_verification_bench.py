@@ -16,7 +16,8 @@ from bench._verification_table import BEGIN, END
 from bench._verification_world import CHEATS, honest, seed_of
 from bench.verification import main, voted
 from shoal.verification.calibration import Honest, Pair
-from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, margins
+from shoal.verification.fingerprints.fingerprint import Evidence
+from shoal.verification.fingerprints.sampling import Drawn, margins
 from shoal.verification.sequential import Reference, Series
 
 

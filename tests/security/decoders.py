@@ -74,29 +74,13 @@ from shoal.swarm.wire.envelope import (
     unseal,
 )
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
-from shoal.verification.calibration import (
-    Calibration,
-    CalibrationError,
-    Honest,
-    Pair,
-    load_calibration,
-    save_calibration,
-)
-from shoal.verification.consensus.log import (
-    Log,
-    decode_log,
-)
+from shoal.verification.calibration import Calibration, CalibrationError, Honest, Pair
+from shoal.verification.calibration_file import load_calibration, save_calibration
+from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.log import encode as encode_log
-from shoal.verification.consensus.records import (
-    Claim,
-    Signed,
-    VoteRecord,
-)
+from shoal.verification.consensus.records import Claim, Signed, VoteRecord
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.reputation import (
-    Standing,
-    Table,
-)
+from shoal.verification.consensus.reputation import Standing, Table
 from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature

@@ -45,10 +45,7 @@ from shoal.swarm.wire.messages import (
     Offer,
     SwarmsReply,
 )
-from shoal.verification.consensus.log import (
-    Log,
-    decode_log,
-)
+from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.records import (
     ATTEMPTS,

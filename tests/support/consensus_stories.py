@@ -3,11 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from shoal.verification.consensus.planting import (
-    BEHIND,
-    Chain,
-    must_plant,
-)
+from shoal.verification.consensus.planting import BEHIND, Chain, must_plant
 from shoal.verification.consensus.records import (
     Claim,
     Commitment,
@@ -18,11 +14,7 @@ from shoal.verification.consensus.records import (
     Verdict,
     hide,
 )
-from shoal.verification.consensus.rulings import (
-    Rules,
-    first_draws,
-    second_draw,
-)
+from shoal.verification.consensus.rulings import Rules, first_draws, second_draw
 from shoal.verification.consensus.sortition import Electorate
 
 RULES = Rules(planted=0.25, claims=2**16, life=64)

@@ -17,15 +17,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import VerifySettings
 from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.log import (
-    Log,
-    encode,
-)
-from shoal.verification.consensus.records import (
-    Claim,
-    Entry,
-    Signed,
-)
+from shoal.verification.consensus.log import Log, encode
+from shoal.verification.consensus.records import Claim, Entry, Signed
 from shoal.verification.consensus.reputation import (
     ABSENT,
     ScoreRules,

@@ -19,12 +19,8 @@ from shoal.node.verify.material import load_claim
 from shoal.node.verify.service import Verification
 from shoal.node.verify.start import check_terms, make_terms
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration import (
-    Calibration,
-    Judgement,
-    load_calibration,
-    save_calibration,
-)
+from shoal.verification.calibration import Calibration, Judgement
+from shoal.verification.calibration_file import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.node.verify.board import (

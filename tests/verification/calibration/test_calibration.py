@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from bench._interval import rate_interval
-from shoal.verification import calibration as calibration_file
+from shoal.verification import calibration_file
 from shoal.verification.calibration import (
     LEAST_SLOPE,
     Calibration,
@@ -21,9 +21,8 @@ from shoal.verification.calibration import (
     Honest,
     Pair,
     _spread_factor,
-    load_calibration,
-    save_calibration,
 )
+from shoal.verification.calibration_file import load_calibration, save_calibration
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 
 ONE = (Feature("error", 0.0),)

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from shoal.verification.consensus.electorate import electorate
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.planting import (
-    Chain,
-    belongs,
-    must_plant,
-)
-from shoal.verification.consensus.reputation import (
-    ABSENT,
-    Standing,
-    Table,
-)
+from shoal.verification.consensus.planting import Chain, belongs, must_plant
+from shoal.verification.consensus.reputation import ABSENT, Standing, Table
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import (
     LEAST,

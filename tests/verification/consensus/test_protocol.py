@@ -9,16 +9,8 @@ from hypothesis import strategies as st
 from bench._votes_peers import toy_signer, toy_verify
 from shoal.verification.consensus.draws import Times
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.planting import (
-    BEHIND,
-    Chain,
-    must_plant,
-)
-from shoal.verification.consensus.protocol import (
-    REASONS,
-    Consensus,
-    Limits,
-)
+from shoal.verification.consensus.planting import BEHIND, Chain, must_plant
+from shoal.verification.consensus.protocol import REASONS, Consensus, Limits
 from shoal.verification.consensus.records import (
     Claim,
     Dispute,
@@ -30,10 +22,7 @@ from shoal.verification.consensus.records import (
     Verdict,
 )
 from shoal.verification.consensus.sortition import Electorate
-from shoal.verification.consensus.voter import (
-    Checked,
-    Voter,
-)
+from shoal.verification.consensus.voter import Checked, Voter
 from tests.support.consensus_stories import RULES, ballots, claim_of, digest
 
 PEERS = tuple(f"p{number:02}" for number in range(16))

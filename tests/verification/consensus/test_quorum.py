@@ -9,27 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.consensus.electorate import (
-    electorate,
-    root,
-    void,
-)
+from shoal.verification.consensus.electorate import electorate, root, void
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.odds import (
-    drawn,
-    least_audit,
-    vote,
-)
-from shoal.verification.consensus.records import (
-    Entry,
-    View,
-)
-from shoal.verification.consensus.reputation import (
-    ScoreRules,
-    Standing,
-    Table,
-    compute_scores,
-)
+from shoal.verification.consensus.odds import drawn, least_audit, vote
+from shoal.verification.consensus.records import Entry, View
+from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import first_draws
 from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.consensus.view_quorum import ViewQuorum

@@ -13,11 +13,7 @@ from pydantic import ValidationError
 import shoal.verification.consensus.log as module
 from bench._votes_peers import Peer, toy_signer
 from bench.votes_simulation import Swarm, World
-from shoal.verification.consensus.log import (
-    Log,
-    decode_log,
-    encode,
-)
+from shoal.verification.consensus.log import Log, decode_log, encode
 from shoal.verification.consensus.records import (
     LIMIT,
     MAX_SEATS,
@@ -33,12 +29,7 @@ from shoal.verification.consensus.records import (
     decode,
     hide,
 )
-from shoal.verification.consensus.reputation import (
-    ScoreRules,
-    Standing,
-    Table,
-    compute_scores,
-)
+from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.sortition import Electorate
 from tests.support import consensus_stories as stories
 from tests.support.consensus_stories import Story, claim_of, digest, electorates

@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import Verdict
-from shoal.verification.consensus.reputation import (
-    ABSENT,
-    MOST_ABSENCE,
-    ScoreRules,
-    compute_scores,
-)
+from shoal.verification.consensus.reputation import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores
 from shoal.verification.consensus.rulings import quorum
 from shoal.verification.consensus.sortition import SETTLED
 from tests.support.consensus_stories import BEHAVIOURS, Story

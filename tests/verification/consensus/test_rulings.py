@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.records import (
-    Commitment,
-    Opening,
-    Reveal,
-    Verdict,
-    hide,
-)
+from shoal.verification.consensus.records import Commitment, Opening, Reveal, Verdict, hide
 from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw, trial
 from tests.support.consensus_stories import BEHAVIOURS, RULES, Story, claim_of, digest
 

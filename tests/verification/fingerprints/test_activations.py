@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bench import _verification_tiny as tiny
-from shoal.verification.fingerprints.activations import (
-    ActivationProof,
-    LastHidden,
-    decode,
-    encode,
-    evaluate,
-    largest,
-    output_head,
-)
+from shoal.verification.fingerprints.activations import ActivationProof, decode, encode, largest
+from shoal.verification.fingerprints.last_hidden import LastHidden, output_head
+from shoal.verification.fingerprints.polynomial import evaluate
 
 PROOF = ActivationProof()
 # From the README of toploc 0.1.6: windows of 3 x 16 values, top 4, and the last of 1 x 16.

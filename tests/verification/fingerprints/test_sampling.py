@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.fingerprints.activations import (
+from shoal.verification.fingerprints.polynomial import (
     PRIME,
     evaluate,
     injective_modulus,
     interpolate,
 )
-from shoal.verification.fingerprints.fingerprint import (
+from shoal.verification.fingerprints.sampling import (
     FARTHEST,
     Drawn,
     SeededSampling,
     draw_each,
     margins,
 )
-from shoal.verification.fingerprints.fingerprint import gumbel as noise_at
+from shoal.verification.fingerprints.sampling import gumbel as noise_at
 
 CHECK = SeededSampling()
 

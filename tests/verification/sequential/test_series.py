@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
+from shoal.verification.martingale import JUMP, KAPPAS, Martingale
 from shoal.verification.sequential import (
     ACROSS,
     ALARM,
-    JUMP,
-    KAPPAS,
     LENGTH,
     LIFE_RATE,
     TOLERANCE,
-    Martingale,
     Reference,
     Series,
 )

@@ -23,7 +23,8 @@ from shoal.node.verify.material import decode_material, find_claim, load_claim, 
 from shoal.node.verify.start import make_terms
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.attestation import sign_record
-from shoal.verification.calibration import Calibration, load_calibration, save_calibration
+from shoal.verification.calibration import Calibration
+from shoal.verification.calibration_file import load_calibration, save_calibration
 from shoal.verification.consensus.odds import vote
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Claim, Entry, Signed

@@ -16,18 +16,9 @@ from shoal.node.verify.audit import Finding, Measured, VerifyError
 from shoal.node.verify.history import NAME, EvidenceFile, History, stated
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.records import (
-    Dispute,
-    Reveal,
-)
-from shoal.verification.consensus.reputation import (
-    Standing,
-    Table,
-)
-from shoal.verification.consensus.rulings import (
-    Ruling,
-    Trial,
-)
+from shoal.verification.consensus.records import Dispute, Reveal
+from shoal.verification.consensus.reputation import Standing, Table
+from shoal.verification.consensus.rulings import Ruling, Trial
 from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 from shoal.verification.sequential import ALARM
