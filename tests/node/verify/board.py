@@ -20,7 +20,7 @@ from shoal.node.verify.material import Agreed
 from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.internal_errors import InternalErrors
-from shoal.verification.calibration import save_calibration
+from shoal.verification.calibration_file import save_calibration
 from shoal.verification.consensus.rulings import Rules
 
 SWARM, ROUND_S, TICKS = "swarm", 100.0, 40  # steps of each node in a round
