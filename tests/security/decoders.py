@@ -657,7 +657,7 @@ def decoders():
         one("origin", "", multiaddr.origin, lambda: ADDRESS[:8]),
         one(
             "log of verification",
-            "verification/consensus/participant.py:_frames",
+            "verification/consensus/log.py:_frames",
             decode_log,
             log,
             frames(4),
@@ -711,7 +711,7 @@ def decoders():
         ),
         one(
             "calibration",
-            "verification/calibration.py:load_calibration",
+            "verification/calibration_file.py:load_calibration",
             lambda data: calibrated(data),
             calibration,
             SAFETENSORS,
@@ -720,7 +720,7 @@ def decoders():
         ),
         one(
             "calibrated pairs",
-            "verification/calibration.py:load_calibration",
+            "verification/calibration_file.py:load_calibration",
             pairs,
             lambda: pairs_of(calibration()),
             JSON,

@@ -139,8 +139,8 @@ DIGESTS = {
     "optim/experimental/sparta.py:chosen",
     "swarm/membership/dht.py:bits_of",
     "swarm/membership/dht.py:bits_in",
-    "verification/consensus/records.py:must_plant",
-    "verification/consensus/records.py:is_audited",
+    "verification/consensus/planting.py:must_plant",
+    "verification/consensus/sortition.py:is_audited",
     "swarm/identity.py:",
     "swarm/identity.py:b58encode",
 }
