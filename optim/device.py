@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-ALIGNED, SMALL = 64, 1 << 20
-"""Bytes: at a multiple of the first a tensor begins; less than the second is not worth a piece of
-pinned memory of its own.
-"""
+ALIGNED = 64
+"""Bytes: a tensor in shared memory begins at a multiple of it."""
+SMALL = 1 << 20
+"""Bytes: less is not worth a piece of pinned memory of its own."""
 
 
 def copies_beside(device: torch.device) -> bool:
@@ -59,11 +59,9 @@ class Beside:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = (
-            (torch.accelerator.current_stream(device), torch.Stream(device))
-            if copies_beside(device)
-            else None
-        )
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+        if copies_beside(device):
+            self._streams = (torch.accelerator.current_stream(device), torch.Stream(device))
 
     @contextmanager
     def before(self) -> Iterator[None]:
@@ -112,11 +110,9 @@ def peak(device: torch.device) -> int | None:
     """Return the most bytes that tensors of this process had there since `forget_peak`; None where
     the kind does not tell.
     """
-    return (
-        int(torch.get_device_module(device).max_memory_allocated(device))
-        if copies_beside(device)
-        else None
-    )
+    if not copies_beside(device):
+        return None
+    return int(torch.get_device_module(device).max_memory_allocated(device))
 
 
 def forget_peak(device: torch.device) -> None:
@@ -139,32 +135,25 @@ def accelerator_of(tensors: Iterable[Tensor]) -> torch.device | None:
     elsewhere.
     """
     devices = {tensor.device for tensor in tensors}
-    return (
-        devices.pop()
-        if len(devices) == 1 and not devices & {torch.device("cpu"), torch.device("meta")}
-        else None
-    )
+    if len(devices) != 1:
+        return None
+    device = devices.pop()
+    return None if device in (torch.device("cpu"), torch.device("meta")) else device
 
 
 def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the
     other in few pieces (`pieces`).
     """
-    sizes, found = (
-        [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors],
-        dict[int, Tensor](),
-    )
+    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors]
+    pinned: dict[int, Tensor] = {}
     for places in pieces(sizes):
-        memory = torch.empty(
-            sum(sizes[place] for place in places), dtype=torch.uint8, device="cpu", pin_memory=True
-        )
-        for place, part in zip(
-            places, torch.split(memory, [sizes[place] for place in places]), strict=True
-        ):
-            found[place] = (
-                part[: tensors[place].nbytes].view(tensors[place].dtype).view(tensors[place].shape)
-            )
-    return [found[place] for place in range(len(tensors))]
+        in_piece = [sizes[place] for place in places]
+        memory = torch.empty(sum(in_piece), dtype=torch.uint8, device="cpu", pin_memory=True)
+        for place, part in zip(places, torch.split(memory, in_piece), strict=True):
+            like = tensors[place]
+            pinned[place] = part[: like.nbytes].view(like.dtype).view(like.shape)
+    return [pinned[place] for place in range(len(tensors))]
 
 
 def pieces(sizes: Sequence[int]) -> list[list[int]]:
@@ -173,11 +162,15 @@ def pieces(sizes: Sequence[int]) -> list[list[int]]:
     Torch rounds a piece of pinned memory up to a power of two, so the pieces are such powers,
     nearly full, but for the last one.
     """
-    found, left = list[list[int]](), sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    found: list[list[int]] = []
+    left = sorted(range(len(sizes)), key=lambda place: -sizes[place])
     while left:
         total = sum(sizes[place] for place in left)
-        room = max(1 << (total.bit_length() - 1), sizes[left[0]]) if total > SMALL else total
-        taken, used = list[int](), 0
+        room = total
+        if total > SMALL:
+            room = max(1 << (total.bit_length() - 1), sizes[left[0]])
+        taken: list[int] = []
+        used = 0
         for place in left:
             if used + sizes[place] <= room:
                 taken.append(place)
@@ -192,10 +185,11 @@ def pinned_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes that torch takes from the system for the pinned memory of ``tensors``: of
     each piece a power of two.
     """
-    pieces = {
-        s.data_ptr(): s.nbytes()
-        for s in (tensor.untyped_storage() for tensor in tensors if tensor.is_pinned())
-    }
+    pieces = {}
+    for tensor in tensors:
+        if tensor.is_pinned():
+            storage = tensor.untyped_storage()
+            pieces[storage.data_ptr()] = storage.nbytes()
     return sum(1 << (size - 1).bit_length() for size in pieces.values() if size)
 
 
@@ -231,11 +225,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         # Torch takes this memory back once the copy has ended, not before.
         flat = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=copies_beside(device))
         torch.cat([tensors[place].reshape(-1) for place in places], out=flat)
-        for place, part in zip(
-            places,
-            torch.split(flat.to(device, non_blocking=copies_beside(device)), sizes),
-            strict=True,
-        ):
+        flat = flat.to(device, non_blocking=copies_beside(device))
+        for place, part in zip(places, torch.split(flat, sizes), strict=True):
             found[place] = part.view(tensors[place].shape)
     return [tensor.to(device) for tensor in found]
 
@@ -248,7 +239,8 @@ def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
     Those on the CPU are returned as they are. The device needs memory for another copy of the
     others. ``waits=False``: the caller waits for the devices (`wait_for`) before it reads them.
     """
-    found, groups = list(tensors), defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
+    found = list(tensors)
+    groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
         if tensor.device.type != "cpu":
             groups[tensor.device, tensor.dtype].append(place)
@@ -257,9 +249,8 @@ def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
         beside = not waits and copies_beside(flat.device)
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=beside)
         flat = host.copy_(flat, non_blocking=beside)
-        for place, part in zip(
-            places, torch.split(flat, [tensors[place].numel() for place in places]), strict=True
-        ):
+        sizes = [tensors[place].numel() for place in places]
+        for place, part in zip(places, torch.split(flat, sizes), strict=True):
             found[place] = part.view(tensors[place].shape)
     return found
 

@@ -1,19 +1,11 @@
-"""The mean of the contributions that a round counts: the update screen's, or that which the codec
-wants.
+"""The mean of the contributions that a round counts, and which contributions are refused before.
 
-Robust aggregation: which contributions are refused before the commit, and the mean of the others.
+    screen.problem(key, own, peer, theirs)       # before the commit: why it must not count, or None
+    mean_of(screen, codec, me, 0, contributions) # after it
 
-An exchange calls its ``UpdateScreen`` twice. Before the commit, ``problem``: a contribution with a
-problem is refused, so a pair parts and a group goes on without it, and none of it is ever used.
-After the commit, ``mean``. A node's screens are in `shoal.swarm.exchange.robust`; without one an
-exchange accepts all finite contributions.
-
-A clipped step x + f (y - x) lies between x and y, so the results of ClippedGossip and CenteredClip
-are weighted means of the contributions whose weights (shares: not negative, in all 1) follow from
-the distances between them alone. The mean itself is then summed as a plain mean is, in the same
-order: where nothing is clipped the result is bit-identical to the plain mean. Members that hold the
-same contributions get the same shares. Shares are whole multiples of 2^-20, so that machines that
-sum distances in another order agree on them too, unless a share lies on the border between two.
+An exchange without a screen of its own accepts all finite contributions (``TRUSTING``). A node's
+screens are in `shoal.swarm.exchange.robust`. How a robust mean becomes one of weights:
+docs/internals.md, "Robust means".
 """
 
 from __future__ import annotations
@@ -31,12 +23,16 @@ from shoal.optim.codecs.mod4 import PairMessage, Reading
 from shoal.optim.codecs.registry import sent_by_senders
 from shoal.optim.exchange.base import Mean, RoundKey, counted_weights, held_at_once, weighted_mean
 
-GRID = 2**20  # shares are whole multiples of 1 / GRID
-SLAB = 2**18  # values of a contribution that are in float64 at a time
+GRID = 2**20
+"""Shares are whole multiples of 1 / GRID."""
+SLAB = 2**18
+"""Values of a contribution that are in float64 at a time."""
 ITERATIONS = 30
-# in usual distances: a contribution beyond it has no share, because its square would drown the
-# others'
+"""Of a clipped mean: more change no share."""
 CUTOFF = 1e4
+"""In usual distances: a contribution beyond it has no share, because its square would drown the
+others'.
+"""
 
 Tensors = Sequence[Tensor]
 Contributions = Sequence[tuple[str, float, Iterable[Tensor]]]
@@ -81,11 +77,11 @@ def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
     """Return the Euclidean norms of the difference of all tensors together and of ``own``. float32
     input cannot overflow.
     """
-    far = near = 0.0
+    far = 0.0
+    near = 0.0
     for mine, theirs in zip(own, other, strict=True):
-        for a, b in zip(
-            torch.split(mine.reshape(-1), SLAB), torch.split(theirs.reshape(-1), SLAB), strict=True
-        ):
+        slabs = torch.split(mine.reshape(-1), SLAB)
+        for a, b in zip(slabs, torch.split(theirs.reshape(-1), SLAB), strict=True):
             exact = a.double()
             near += float(exact.dot(exact))
             far += float(exact.sub_(b).square_().sum())
@@ -96,15 +92,15 @@ def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
     """Return the squared distance between each two contributions, n x n, never negative and 0 on
     the diagonal.
     """
-    first, count = contributions[0], len(contributions)
+    first = contributions[0]
+    count = len(contributions)
     gram = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for place, like in enumerate(first):
         flat = [tensors[place].reshape(-1) for tensors in contributions]
         for start in range(0, like.numel(), SLAB):
             rows = torch.stack([part[start : start + SLAB].double() for part in flat])
-            rows -= rows.median(
-                dim=0
-            ).values  # model weights differ by little, which squares of the whole would drown
+            # Model weights differ by little, which squares of the whole would drown.
+            rows -= rows.median(dim=0).values
             gram += rows @ rows.T
     squares = gram.diagonal()[:, None] + gram.diagonal()[None, :] - 2 * gram
     found: list[list[float]] = squares.clamp_min(0).fill_diagonal_(0).tolist()
@@ -120,19 +116,21 @@ def clipped_gossip(distance: float, radius: float) -> int:
     """
     if not radius >= 0:
         raise ValueError(f"a radius must not be negative, got {radius}")
-    return GRID // 2 if distance <= radius else int(GRID // 2 * (radius / distance))
+    if distance <= radius:
+        return GRID // 2
+    return int(GRID // 2 * (radius / distance))
 
 
 def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]:
-    """Return the shares, in all about ``GRID``, in the limit v of v <- v + (1/n) sum_j clip(x_j -
-    v, radius).
+    """Return the shares, in all about ``GRID``, in the limit v of CenteredClip (2012.10333,
+    algorithm 2):
 
-    The paper continues from the previous aggregate with a given radius. Ours starts at the
-    contribution with the least median distance to the others, with a radius of ``times`` the median
-    distance from v, computed anew in each iteration. So it needs no memory and no setting in the
-    unit of the model. With a quarter hostile it stays within twice the largest distance of an
-    honest contribution from the honest mean (tested). The shares are equal (1 each) if nothing is
-    clipped in the end.
+        v <- v + (1/n) sum_j clip(x_j - v, radius)
+
+    It starts at the contribution with the least median distance to the others, with a radius of
+    ``times`` the median distance from v, computed anew in each iteration: it needs no memory and no
+    setting in the unit of the model. The shares are equal (1 each) if nothing is clipped in the
+    end.
 
     Args:
         squares: squared distances between each two of n contributions.
@@ -143,20 +141,12 @@ def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]
     count = len(squares)
     start = min(range(count), key=lambda place: (median(squares[place]), place))
     if math.isfinite(times):
-        near = [
-            place
-            for place in range(count)
-            if squares[start][place] <= CUTOFF**2 * median(squares[start])
-        ]
+        farthest = CUTOFF**2 * median(squares[start])
+        near = [place for place in range(count) if squares[start][place] <= farthest]
         if len(near) < count:
-            among = dict(
-                zip(
-                    near,
-                    centered_clip([[squares[i][j] for j in near] for i in near], times),
-                    strict=True,
-                )
-            )
-            return [among.get(place, 0) for place in range(count)]
+            among = [[squares[i][j] for j in near] for i in near]
+            shares_of_near = dict(zip(near, centered_clip(among, times), strict=True))
+            return [shares_of_near.get(place, 0) for place in range(count)]
     exact = torch.tensor(squares, dtype=torch.float64, device="cpu")
     shares = torch.zeros(count, dtype=torch.float64, device="cpu")
     shares[start] = 1.0
@@ -188,27 +178,27 @@ def mean_of(
     """
     if sent_by_senders(codec, ()) is None:
         return screen.mean(me, fragment, contributions, even)
-    held = sorted(
-        ((peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions),
-        key=lambda item: item[0],
-    )
+    held = [(peer, weight, held_at_once(tensors)) for peer, weight, tensors in contributions]
+    held.sort(key=lambda item: item[0])
     by_senders = sent_by_senders(codec, [tuple(tensor.shape) for tensor in held[0][2]]) or []
     others = [place for place, by_sender in enumerate(by_senders) if not by_sender]
     rest = weighted_mean(
         [(peer, weight, [tensors[place] for place in others]) for peer, weight, tensors in held]
     )
     stated, _ = counted_weights([weight for _, weight, _ in held])
-    counted = [
-        (weight, tensors) for weight, (_, _, tensors) in zip(stated, held, strict=True) if weight
-    ]
-    weights = [weight for weight, _ in counted]
+    weights = []
+    counted = []
+    for weight, (_, _, tensors) in zip(stated, held, strict=True):
+        if weight:
+            weights.append(weight)
+            counted.append(tensors)
     plain = iter(rest.tensors)
-    means = [
-        sender_mean(weights, [tensors[place] for _, tensors in counted])
-        if by_sender
-        else next(plain)
-        for place, by_sender in enumerate(by_senders)
-    ]
+    means = []
+    for place, by_sender in enumerate(by_senders):
+        if by_sender:
+            means.append(sender_mean(weights, [tensors[place] for tensors in counted]))
+        else:
+            means.append(next(plain))
     return replace(rest, tensors=means)
 
 
@@ -233,10 +223,8 @@ def pair_mean(
     moves = message.move(read, refused)
     still = [torch.zeros_like(move) for move in moves]
     mean = screen.mean(me, fragment, [(me, weight, still), (peer, their_weight, moves)], even)
-    return replace(
-        mean,
-        tensors=[move.add_(own) for move, own in zip(mean.tensors, message.tensors(), strict=True)],
-    )
+    own_tensors = zip(mean.tensors, message.tensors(), strict=True)
+    return replace(mean, tensors=[move.add_(own) for move, own in own_tensors])
 
 
 def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
@@ -250,11 +238,11 @@ def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:
     code has no weights (w = 1). The paper (2508.15706) divides by the number of peers in place of
     that of the senders, so a step is up to that many times smaller.
     """
-    norms = torch.stack(
-        [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    )
+    lengths = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    norms = torch.stack(lengths)
     factors = (norms.median() / norms.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
-    total, share = torch.zeros_like(tensors[0]), torch.zeros_like(tensors[0])
+    total = torch.zeros_like(tensors[0])
+    share = torch.zeros_like(tensors[0])
     for weight, factor, tensor in zip(weights, factors.tolist(), tensors, strict=True):
         total.add_(tensor, alpha=weight * factor)
         share.add_(tensor != 0, alpha=weight)

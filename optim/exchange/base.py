@@ -1,16 +1,16 @@
 """``Exchange``: hand in tensors for a round, get their weighted mean with some peers, or None.
 
-The implementations pass one test suite (tests/exchanges): ``Simulation`` (in one process),
-``Distributed`` (torch.distributed), and ``PairExchange`` and ``GroupExchange`` in
-``shoal.swarm.exchange`` (libp2p); ``Alone`` is here. An exchange never raises because of a peer,
-never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member
-could not commit, the result is ``None`` and the rule goes on with the own contribution alone.
+    handle = exchange.start(Contribution(RoundKey("run", 7), tensors))
+    mean = handle.result()                       # None: no partner in this round
 
-Pairing without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
+An exchange never raises because of a peer, never hangs and never returns a partly averaged tensor:
+if no peer answered in time, or a member could not commit, the result is ``None`` and the rule goes
+on with the own contribution alone. ``Simulation``, ``Distributed``, ``PairExchange`` and
+``GroupExchange`` pass one test suite (tests/exchanges); ``Alone`` is here.
 
-Peers that see the same membership compute the same groups without a message. Peers that see
-different memberships disagree about some pairs only; ``candidates`` is the order in which such a
-peer tries the others.
+Pairing needs no coordinator: every peer orders the peers that it sees by hash(seed, round, peer
+id), so those that see the same membership compute the same groups. Those that see another disagree
+about some pairs only; ``candidates`` is the order in which such a peer tries the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.parameters import AveragedParameters
 
-SLAB = 1 << 18  # values that are computed at a time
+SLAB = 1 << 18
+"""Values that are computed at a time: 1 MB of float32, which stays in the cache."""
 
 Item = Tensor | tuple[Tensor, Tensor]
 """A tensor, or two that stand for their difference, the first less the second."""
@@ -49,21 +50,22 @@ class OnDemand(Sequence[Tensor]):
     """
 
     def __init__(self, items: Sequence[Item], through: torch.dtype | None = None) -> None:
-        self._items, self._through = list(items), through
+        self._items = list(items)
+        self._through = through
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        return [
-            tuple(item.shape if isinstance(item, Tensor) else item[0].shape) for item in self._items
-        ]
+        wholes = [item if isinstance(item, Tensor) else item[0] for item in self._items]
+        return [tuple(whole.shape) for whole in wholes]
 
     @property
     def on_cpu(self) -> bool:
         """True if all are in main memory."""
-        every = (
-            item for item in self._items for item in ([item] if isinstance(item, Tensor) else item)
-        )
-        return all(tensor.device.type == "cpu" for tensor in every)
+        for item in self._items:
+            tensors = [item] if isinstance(item, Tensor) else item
+            if any(tensor.device.type != "cpu" for tensor in tensors):
+                return False
+        return True
 
     def __len__(self) -> int:
         return len(self._items)
@@ -98,9 +100,8 @@ class OnDemand(Sequence[Tensor]):
         if isinstance(item, Tensor):
             part = item.detach().reshape(-1)[start:stop].to("cpu", torch.float32)
         else:
-            part = torch.sub(*(whole.detach().reshape(-1)[start:stop] for whole in item)).to(
-                "cpu", torch.float32
-            )
+            first, second = (whole.detach().reshape(-1)[start:stop] for whole in item)
+            part = torch.sub(first, second).to("cpu", torch.float32)
         return part if self._through is None else part.to(self._through).float()
 
 
@@ -290,19 +291,18 @@ def weighted_mean(
     """
     ordered = sorted(contributions, key=lambda item: item[0])
     weights, limit = counted_weights([weight for _, weight, _ in ordered])
-    counted = [
-        (peer, weight, part)
-        for (peer, _, part), weight in zip(ordered, weights, strict=True)
-        if weight > 0
-    ]
-    spare = next(
-        (part for (_, _, part), weight in zip(ordered, weights, strict=True) if not weight), None
-    )
+    counted = []
+    spare: Iterable[Tensor] | None = None
+    for (peer, _, tensors), weight in zip(ordered, weights, strict=True):
+        if weight > 0:
+            counted.append((peer, weight, tensors))
+        elif spare is None:
+            spare = tensors
     return Mean(
-        combined(counted, even, spare),
-        sum(weights),
-        tuple(peer for peer, _, _ in ordered),
-        len(counted),
+        tensors=combined(counted, even, spare),
+        weight=sum(weights),
+        members=tuple(peer for peer, _, _ in ordered),
+        counted=len(counted),
         limit=limit,
     )
 
@@ -351,29 +351,26 @@ def _into_another(
     the tensors of another.
     """
     rest = [tensors if isinstance(tensors, OnDemand) else list(tensors) for tensors in others]
-    room = next(
-        (
-            tensors
-            for tensors in (*rest, spare)
-            if tensors is not None and not isinstance(tensors, OnDemand)
-        ),
-        None,
-    )
-    result = (
-        [torch.empty(shape, device="cpu") for shape in first.shapes] if room is None else list(room)
-    )
-    flat = [
-        [tensor.view(-1) for tensor in tensors] if isinstance(tensors, list) else tensors
-        for tensors in rest
-    ]
+    result: list[Tensor] = []
+    for tensors in (*rest, spare):
+        if tensors is not None and not isinstance(tensors, OnDemand):
+            result = list(tensors)
+            break
+    else:
+        result = [torch.empty(shape, device="cpu") for shape in first.shapes]
+    flat: list[OnDemand | list[Tensor]] = []
+    for tensors in rest:
+        if isinstance(tensors, OnDemand):
+            flat.append(tensors)
+        else:
+            flat.append([tensor.view(-1) for tensor in tensors])
     for place, start, stop in slabs(first):
         piece = first.values(place, start, stop) * shares[0][place >= even]
         for tensors, share in zip(flat, shares[1:], strict=True):
-            part = (
-                tensors.values(place, start, stop)
-                if isinstance(tensors, OnDemand)
-                else tensors[place][start:stop]
-            )
+            if isinstance(tensors, OnDemand):
+                part = tensors.values(place, start, stop)
+            else:
+                part = tensors[place][start:stop]
             piece.add_(part, alpha=share[place >= even])
         result[place].view(-1)[start:stop] = piece
     return result
@@ -426,24 +423,29 @@ def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str
     """Return the partner of ``me``, then every other peer in the order of the round, starting after
     ``me`` and wrapping around.
     """
-    partner, ordered = partner_of(seed, round, me, peers), order(seed, round, {*peers, me})
+    peers = list(peers)
+    partner = partner_of(seed, round, me, peers)
+    ordered = order(seed, round, {*peers, me})
     here = ordered.index(me)
     behind = ordered[here + 1 :] + ordered[:here]
-    return behind if partner is None else [partner, *(peer for peer in behind if peer != partner)]
+    if partner is None:
+        return behind
+    return [partner, *(peer for peer in behind if peer != partner)]
 
 
 def common(held: Mapping[int, int]) -> tuple[int, int]:
     """Return the members whose contributions make the mean and those that take it, as bit sets of
     places; both 0 if there is none.
 
-    ``held``: for each survivor's place, the places whose complete contributions it holds, as bits,
-    its own among them.
-
     The mean is over the contributions that every taker holds, including those of members that died
     meanwhile, and each taker's own is in it. Survivors that prevent this are left out one by one:
-    first the one with the most others whose contribution it lacks or who lack its own (its links
-    are broken, its contribution is unusable, or it claims that of the others: a member that claims
-    it of many excludes itself, not them); among equals the one whose contribution the fewest hold.
+    first the one with the most others whose contribution it lacks or who lack its own; among equals
+    the one whose contribution the fewest hold. So a member that claims to lack those of many
+    excludes itself, not them.
+
+    Args:
+        held: for each survivor's place, the places whose complete contributions it holds, as bits,
+            its own among them.
     """
     takers = dict(held)
     while len(takers) >= 2:
@@ -452,12 +454,10 @@ def common(held: Mapping[int, int]) -> tuple[int, int]:
             mean &= places
         if all(mean >> place & 1 for place in takers):
             return mean, sum(1 << place for place in takers)
-        wanted = {place: sum(places >> place & 1 for places in takers.values()) for place in takers}
-        lacks = {
-            place: sum(not places >> other & 1 for other in takers)
-            for place, places in takers.items()
-        }
-        del takers[
-            min(takers, key=lambda place: (wanted[place] - lacks[place], wanted[place], place))
-        ]
+        scores = {}
+        for place, own in takers.items():
+            holders = sum(places >> place & 1 for places in takers.values())
+            lacks = sum(not own >> other & 1 for other in takers)
+            scores[place] = (holders - lacks, holders, place)
+        del takers[min(takers, key=scores.__getitem__)]
     return 0, 0

@@ -1,35 +1,17 @@
 """The exchange over torch.distributed, for processes started by torchrun; it needs no swarm.
 
-    # or "nccl", for the training's own collectives
-    dist.init_process_group("gloo")
-    opt = DiLoCo(inner, Distributed(), every=50)                       # the mean over all ranks
-    # with one other rank, drawn anew each round
-    opt = NoLoCo(inner, Distributed(size=2), every=50)
+    dist.init_process_group("gloo")           # or "nccl", for the training's own collectives
+    opt = DiLoCo(inner, Distributed(), every=50)           # the mean over all ranks
+    opt = NoLoCo(inner, Distributed(size=2), every=50)     # with one other rank, drawn anew
 
     mesh = init_device_mesh("cuda", (peers, gpus), mesh_dim_names=("peer", "shard"))
-    # before the inner optimizer is made
-    fully_shard(model, mesh=mesh["shard"])
-    # shard r of a peer with shard r of the others
+    fully_shard(model, mesh=mesh["shard"])    # before the inner optimizer is made
     opt = DiLoCo(inner, Distributed.for_shards(mesh), every=50, model=model)
 
-A round has three steps, as in the swarm: find the members, move the bytes, count them only if all
-members have them. The first and the last use the job's store (``StoreConsensus``), so a late peer
-is waited for without a collective in flight. The bytes go through separate gloo groups in main
-memory, whatever the training uses: they do not mix with the training's collectives, which may run
-meanwhile, and unlike with nccl a failure leaves the process alive. One background thread does all
-of it.
-
-When a rank dies, gloo notices if bytes were moving; otherwise the others wait up to 10 s for its
-vote. The round is ``None`` for all. Later rounds wait for the dead rank once at most (``wait``) and
-then go on among the others. It comes back only with the whole job (``torchrun --max-restarts``);
-processes that come and go on their own belong in a swarm. When the store dies (it is in torchrun's
-agent, or else in rank 0) all later rounds are ``None`` at once. A rank whose contribution holds NaN
-is left out of that round. Each case is logged in one warning. A rank that missed a round is made
-equal to the others in the next.
-
-Rules and codecs see a shard as if it were the model. That changes nothing where every value is
-treated separately, as float codecs and most rules do. Exceptions: CO2's penalty, Decoupled DiLoCo's
-merge and topk2-senders use norms of a shard, and block-wise codecs its blocks.
+With ``for_shards`` shard r of a peer averages with shard r of the others. Rules and codecs see a
+shard as if it were the model; CO2's penalty, Decoupled DiLoCo's merge and topk2-senders then use
+norms of a shard, and block-wise codecs its blocks. How a round goes, and what happens when a rank
+or the store dies: docs/internals.md, "Several processes".
 """
 
 from __future__ import annotations
@@ -79,9 +61,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 1.0
+"""Seconds that a round which was given up has to end."""
 CONFIRM_S = 10.0
-# rounds after which a round's offers are deleted from the store; its decisions after twice as many
+"""Seconds to wait for the votes of others, beyond those that the bytes took here."""
 KEEP = 64
+"""Rounds after which a round's offers are deleted from the store; its decisions after twice as
+many.
+"""
 _instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -170,18 +156,18 @@ class Distributed(Exchange):
             )
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):
-            store = (
-                store.clone()
-            )  # a connection of its own: a wait in the other one would block this exchange
+            # A connection of its own: a wait in the other one would block this exchange.
+            store = store.clone()
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
-        self._peers, self._size, self._seed = (
-            [str(number) for number in range(len(ranks) // shards)],
-            size,
-            seed,
-        )
+        self._peers = [str(number) for number in range(len(ranks) // shards)]
+        self._size = size
+        self._seed = seed
         self._process = ProcessCoordinates(peer, shard, shards)
-        self.peer, self.shards, self.compares = str(peer), shards, not 0 < size < len(self._peers)
-        self._timeout, self._limit = exchange_timeout, wait + 3 * exchange_timeout
+        self.peer = str(peer)
+        self.shards = shards
+        self.compares = not 0 < size < len(self._peers)
+        self._timeout = exchange_timeout
+        self._limit = wait + 3 * exchange_timeout
         store = PrefixStore(f"shoal/{'-'.join(map(str, ranks))}/{next(_instances[ranks])}", store)
         self._consensus = StoreConsensus(store, self._process, wait)
         self._gloo = GlooGroups(store, self._process, exchange_timeout)
@@ -224,17 +210,14 @@ class Distributed(Exchange):
 
         A contribution with NaN or infinity stays at home.
         """
-        key, weight, codec, tensors = (
-            contribution.key,
-            contribution.weight,
-            contribution.codec,
-            list(contribution.tensors),
-        )
+        key = contribution.key
+        weight = contribution.weight
+        codec = contribution.codec
+        tensors = list(contribution.tensors)
         if contribution.members:
             payload = _encoded(tensors, FLOAT32)
-            return self._begin(
-                key, _offer(payload, weight), payload, tuple(sorted(map(int, contribution.members)))
-            )
+            members = tuple(sorted(map(int, contribution.members)))
+            return self._begin(key, _offer(payload, weight), payload, members)
         if (self._size or len(self._peers)) > 2:
             check_no_pair(codec)
         if not 0 < weight < float("inf"):
@@ -258,9 +241,8 @@ class Distributed(Exchange):
             self.absent(key)
             return NoPartner()
         state = tuple(contribution.state) if self.compares else ()
-        return self._begin(
-            key, _offer(payload, weight, state), replace(payload, even=contribution.even)
-        )
+        offer = _offer(payload, weight, state)
+        return self._begin(key, offer, replace(payload, even=contribution.even))
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and inform the others, so that they do not wait."""
@@ -283,24 +265,27 @@ class Distributed(Exchange):
             return NoPartner()
         run = hashlib.sha256(key.run.encode()).hexdigest()[:16]
         if members is None:
-            expected = next(
-                g
-                for g in groups(self._seed, key.round, self._peers, self._size or len(self._peers))
-                if self.peer in g
-            )
-            peers, what = tuple(sorted(map(int, expected))), "fragment"
-            self._uses[key] += (
-                1  # the same key may be used again after a load_state_dict: that is another round
-            )
+            peers = self._group_of(key)
+            what = "fragment"
+            # The same key may be used again after a load_state_dict: that is another round.
+            self._uses[key] += 1
         else:
-            peers, what = members, "the state of fragment"
+            peers = members
+            what = "the state of fragment"
         name = f"round {key.round}, {what} {key.fragment} of {run}, {self._uses[key]}, {peers[0]}"
-        round = _Round(
-            key, RoundTicket(name, peers), offer, payload, self._limit * (1 + len(self._pending))
-        )
+        limit = self._limit * (1 + len(self._pending))
+        round = _Round(key, RoundTicket(name, peers), offer, payload, limit)
         self._pending.append(round)
         self._queue.put(round)
         return round
+
+    def _group_of(self, key: RoundKey) -> tuple[int, ...]:
+        """Return the peers that average with this one in the round, by the pairing."""
+        size = self._size or len(self._peers)
+        for group in groups(self._seed, key.round, self._peers, size):
+            if self.peer in group:
+                return tuple(sorted(map(int, group)))
+        raise AssertionError("every peer is in a group")
 
     def _work(self) -> None:
         while (round := self._queue.get()) is not None:
@@ -324,55 +309,55 @@ class Distributed(Exchange):
             self._consensus.leave()
 
     def _meet(self, round: _Round) -> Mean | None:
-        consensus, ticket = self._consensus, round.ticket
+        """Find the members of the round, and return their mean if all of them have it."""
+        ticket = round.ticket
         self._forget(round)
         if len(ticket.expected) < 2:
             return None
-        if round.offer is None or round.payload is None or ticket.closed.is_set():
-            consensus.arrive(ticket, None)
+        offer = round.offer
+        payload = round.payload
+        if offer is None or payload is None or ticket.closed.is_set():
+            self._consensus.arrive(ticket, None)
             return None
-        consensus.arrive(ticket, round.offer)
-        members = consensus.members(ticket)
+        self._consensus.arrive(ticket, offer)
+        members = self._consensus.members(ticket)
         if self._process.peer not in members:
             return None
         mean: Mean | str = GIVEN_UP
         began = time.monotonic()
         try:
-            offers = consensus.offers(ticket, members)
-            if (
-                other := next((o.what for o in offers if o.what != round.offer.what), None)
-            ) is not None:
-                mean = f"peers sent {round.offer.what} and {other}; all must be set up alike"
-            else:
-                weights = [offer.weight for offer in offers]
-                mean = self._gloo.mean(
-                    ticket, members, weights, round.payload, lambda: consensus.over(ticket)
-                )
-                if isinstance(mean, Mean) and round.offer.state:
-                    mean = replace(mean, states=consensus.states(ticket, members))
+            mean = self._mean(ticket, members, offer, payload)
         finally:
             # The bytes arrive at about the same time everywhere, so a member that votes much later
             # is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
-            counts = consensus.agree(ticket, members, isinstance(mean, Mean), limit)
-            if not counts or 2 < self._size < len(
-                self._peers
-            ):  # such members hardly ever meet again, and each group has sockets
+            counts = self._consensus.agree(ticket, members, isinstance(mean, Mean), limit)
+            # Members of a small group hardly ever meet again, and each group has sockets.
+            if not counts or 2 < self._size < len(self._peers):
                 self._gloo.drop(members)
-        if isinstance(mean, Mean) and counts:
-            if (
-                (pairs := for_pairs(round.payload.codec))
-                and round.payload.message
-                and round.payload.read
-            ):
-                round.learn = functools.partial(
-                    pairs[0].learn, round.payload.message, round.payload.read
-                )
-            return mean
-        logger.warning(
-            "no mean in %s: %s.", ticket.label, mean if isinstance(mean, str) else GIVEN_UP
-        )
-        return None
+        if not isinstance(mean, Mean) or not counts:
+            reason = mean if isinstance(mean, str) else GIVEN_UP
+            logger.warning("no mean in %s: %s.", ticket.label, reason)
+            return None
+        pairs = for_pairs(payload.codec)
+        if pairs and payload.message and payload.read:
+            round.learn = functools.partial(pairs[0].learn, payload.message, payload.read)
+        return mean
+
+    def _mean(
+        self, ticket: RoundTicket, members: tuple[int, ...], offer: StoreOffer, payload: Payload
+    ) -> Mean | str:
+        """Move the bytes; return the mean, or the reason why there is none."""
+        consensus = self._consensus
+        offers = consensus.offers(ticket, members)
+        for other in offers:
+            if other.what != offer.what:
+                return f"peers sent {offer.what} and {other.what}; all must be set up alike"
+        weights = [other.weight for other in offers]
+        mean = self._gloo.mean(ticket, members, weights, payload, lambda: consensus.over(ticket))
+        if isinstance(mean, Mean) and offer.state:
+            mean = replace(mean, states=consensus.states(ticket, members))
+        return mean
 
     def _forget(self, round: _Round) -> None:
         self._old.append((round.key, round.ticket))
@@ -387,7 +372,8 @@ class Distributed(Exchange):
 
 def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    if (pairs := for_pairs(codec)) is not None:
+    pairs = for_pairs(codec)
+    if pairs is not None:
         message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
         return Payload(message.payload, shapes, codec, message=message)
     return Payload(codec.encode(tensors), shapes, codec)

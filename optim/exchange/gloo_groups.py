@@ -1,7 +1,8 @@
-"""Transfer of a round's payloads between the processes of one job, by gloo.
+"""Agreement between the processes of one job about a round, and the transfer of its payloads.
 
-Agreement between the processes of one job about a round's members and outcome, over the key-value
-store of torch.distributed.
+    members = consensus.members(ticket)                    # over the job's key-value store
+    mean = groups.mean(ticket, members, weights, payload, over)      # over gloo
+    consensus.agree(ticket, members, isinstance(mean, Mean), limit)
 
 Two values of a round are written once, with compare-and-set, so all processes read the same: its
 members, and whether their mean counts. No process can be left undecided: one that gives up proposes
@@ -41,10 +42,18 @@ from shoal.optim.exchange.base import Mean, counted_weights
 
 logger = logging.getLogger(__name__)
 
-MEAN, VOID, ABSENT = "mean", "void", "-"
+MEAN = "mean"
+"""Outcome of a round whose mean counts."""
+VOID = "void"
+"""Outcome of a round whose mean does not."""
+ABSENT = "-"
+"""In place of an offer: this process takes no part."""
 CHECK_S = 0.5
 """Seconds between two checks of a waiting process whether the missing peers are still alive."""
+FIRST_PAUSE_S = 0.0005
+"""Seconds of the first pause between two polls; each further one is half as long again."""
 LONGEST_PAUSE_S = 0.02
+"""Seconds of a pause, at most."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +107,11 @@ class StoreConsensus:
     """
 
     def __init__(self, store: Store, process: ProcessCoordinates, wait: float) -> None:
-        self.store, self.process, self.wait = store, process, wait
-        self._silent: dict[
-            int, tuple[int, float]
-        ] = {}  # peer: (rounds it had come to, seconds waited for it since)
+        self.store = store
+        self.process = process
+        self.wait = wait
+        self._silent: dict[int, tuple[int, float]] = {}
+        """By peer: rounds that it had come to, and seconds waited for it since."""
 
     def arrive(self, ticket: RoundTicket, offer: StoreOffer | None) -> None:
         """Announce this process's offer; None: that it takes no part, so that nobody waits for
@@ -123,17 +133,21 @@ class StoreConsensus:
         """
         if self.process.peer not in ticket.expected or len(ticket.expected) < 2:
             return ()
-        began = checked = time.monotonic()
-        until, processes = began, -1
+        began = time.monotonic()
+        checked = began
+        until = began
+        processes = -1
         pause = Pause(ticket.closed)
         while not self.store.check([f"{ticket.name}/members"]):
             now = time.monotonic()
-            before, processes = processes, self.store.add(f"{ticket.name}/come", 0)
+            before = processes
+            processes = self.store.add(f"{ticket.name}/come", 0)
             if processes == len(ticket.expected) * self.process.shards or ticket.closed.is_set():
                 self._propose(ticket)
                 break
-            if processes != before or now - checked > CHECK_S:  # is a missing peer worth the wait?
-                checked, until = now, began + self._patience(ticket, 0.0)
+            if processes != before or now - checked > CHECK_S:
+                checked = now
+                until = began + self._patience(ticket, 0.0)
             if now >= until:
                 self._patience(ticket, now - began)
                 self._propose(ticket)
@@ -147,15 +161,16 @@ class StoreConsensus:
 
     def states(self, ticket: RoundTicket, members: Sequence[int]) -> dict[str, tuple[float, ...]]:
         """Return each member's state, that of all its shards in a row; empty if one has none."""
-        shards = range(self.process.shards)
-        found = {
-            peer: [self._offered(ticket, peer, shard).state for shard in shards] for peer in members
-        }
-        return (
-            {str(peer): sum(states, ()) for peer, states in found.items()}
-            if all(map(all, found.values()))
-            else {}
-        )
+        found: dict[str, tuple[float, ...]] = {}
+        for peer in members:
+            row: tuple[float, ...] = ()
+            for shard in range(self.process.shards):
+                state = self._offered(ticket, peer, shard).state
+                if not state:
+                    return {}
+                row += state
+            found[str(peer)] = row
+        return found
 
     def over(self, ticket: RoundTicket) -> bool:
         """Return True if the outcome is decided or this process gives up; before its vote that
@@ -227,19 +242,18 @@ class StoreConsensus:
         return left
 
     def _propose(self, ticket: RoundTicket) -> None:
-        there = [peer for peer in ticket.expected if self._has_arrived(ticket, peer)]
-        willing = [
-            peer
-            for peer in there
-            if not (peer == self.process.peer and ticket.closed.is_set())
-            and not any(
-                self.store.get(self._offer(ticket, peer, shard)) == ABSENT.encode()
-                for shard in range(self.process.shards)
-            )
-        ]
-        self.store.compare_set(
-            f"{ticket.name}/members", "", ",".join(map(str, willing)) if len(willing) > 1 else ","
-        )
+        present = [peer for peer in ticket.expected if self._has_arrived(ticket, peer)]
+        willing = [str(peer) for peer in present if self._is_willing(ticket, peer)]
+        members = ",".join(willing) if len(willing) > 1 else ","
+        self.store.compare_set(f"{ticket.name}/members", "", members)
+
+    def _is_willing(self, ticket: RoundTicket, peer: int) -> bool:
+        if peer == self.process.peer and ticket.closed.is_set():
+            return False
+        for shard in range(self.process.shards):
+            if self.store.get(self._offer(ticket, peer, shard)) == ABSENT.encode():
+                return False
+        return True
 
     def _decide(self, ticket: RoundTicket, outcome: str) -> bool:
         return self.store.compare_set(f"{ticket.name}/outcome", "", outcome).decode() == MEAN
@@ -249,7 +263,8 @@ class Pause:
     """Waiting time between two polls, longer each time; ends early when ``closed`` is set."""
 
     def __init__(self, closed: threading.Event) -> None:
-        self._closed, self._seconds = closed, 0.0005
+        self._closed = closed
+        self._seconds = FIRST_PAUSE_S
 
     def __call__(self) -> None:
         if self._closed.is_set():
@@ -260,7 +275,9 @@ class Pause:
 
 
 CONNECT_S = 10.0
+"""Seconds in which the members of a gloo group must connect."""
 GIVEN_UP = "another rank has given it up"
+"""Why there is no mean, where this process saw no fault."""
 
 Gloo = Any
 """A ``ProcessGroupGloo``; torch's stubs lack its collectives."""
@@ -283,9 +300,8 @@ class Payload:
     @property
     def plain(self) -> bool:
         """True if the bytes are the values as float32 and nothing else."""
-        return self.codec == FLOAT32 or (
-            isinstance(self.codec, BufferTailCodec) and self.codec.codec == FLOAT32
-        )
+        codec = self.codec.codec if isinstance(self.codec, BufferTailCodec) else self.codec
+        return codec == FLOAT32
 
 
 class GlooGroups:
@@ -297,7 +313,9 @@ class GlooGroups:
     """
 
     def __init__(self, store: Store, process: ProcessCoordinates, timeout: float) -> None:
-        self._store, self._process, self._timeout = store, process, timedelta(seconds=timeout)
+        self._store = store
+        self._process = process
+        self._timeout = timedelta(seconds=timeout)
         self._groups: dict[tuple[int, ...], Gloo] = {}
         self._abandoned: list[tuple[Work, Gloo]] = []
 
@@ -317,53 +335,20 @@ class GlooGroups:
         """
         # A group with an operation in it cannot be closed, and deleting it would block: keep it
         # until gloo is done.
-        self._abandoned = [
-            (work, group) for work, group in self._abandoned if not work.is_completed()
-        ]
-        peers = [str(peer) for peer in members]
+        self._abandoned = [item for item in self._abandoned if not item[0].is_completed()]
         try:
             group = self._group(ticket, members)
             # With two equal weights the sum is bit-identical to ``weighted_mean``, which swarm and
             # simulation use.
             plain = own.plain and any(weights) and not (own.even and len(set(weights)) > 1)
             if plain and (len(members) > 2 or weights[0] == weights[1]):
-                counted, limit = counted_weights(weights)
-                if not self._sum(
-                    group, own.data, counted[members.index(self._process.peer)] / sum(counted), over
-                ):
-                    return GIVEN_UP
-                mean = Mean(
-                    own.codec.decode(own.data, own.shapes),
-                    sum(counted),
-                    tuple(sorted(peers)),
-                    limit=limit,
-                )
+                mean = self._summed(group, members, weights, own, over)
             elif own.message is not None:
-                mine, theirs = (
-                    members.index(self._process.peer),
-                    1 - members.index(self._process.peer),
-                )
-                if not (payloads := self._gather(group, own.data, 2, over)):
-                    return GIVEN_UP
-                own.read = own.message.read(payloads[theirs])
-                if not (
-                    refused := self._gather(
-                        group, pack((~own.read.kept).view(torch.uint8), 1), 2, over
-                    )
-                ):
-                    return GIVEN_UP
-                one = (peers[mine], weights[mine], own.message)
-                other = (peers[theirs], weights[theirs], own.read)
-                mean = pair_mean(
-                    TRUSTING, 0, one, other, refused[theirs].numpy().tobytes(), own.even
-                )
+                mean = self._pair_mean(group, members, weights, own, own.message, over)
             else:
-                payloads = self._gather(group, own.data, len(members), over)
-                if not payloads:
-                    return GIVEN_UP
-                parts = [self._decoded(own, payload) for payload in payloads]
-                received = list(zip(peers, weights, parts, strict=True))
-                mean = mean_of(TRUSTING, own.codec, str(self._process.peer), 0, received, own.even)
+                mean = self._gathered(group, members, weights, own, over)
+            if mean is None:
+                return GIVEN_UP
             check_finite(mean.tensors, "the mean")
         except ValueError as error:
             return str(error)
@@ -371,10 +356,76 @@ class GlooGroups:
             first = str(error).split("\n")[0][:200]
             return (
                 f"a connection between ranks failed ({first}): if a rank died, the others go on "
-                "without it; to have it back "
-                "restart the job, best under torchrun --max-restarts"
+                "without it; to have it back restart the job, best under torchrun --max-restarts"
             )
         return mean
+
+    def _summed(
+        self,
+        group: Gloo,
+        members: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+        over: Callable[[], bool],
+    ) -> Mean | None:
+        """Return the mean of plain floats, by an all-reduce; None if the round is over."""
+        counted, limit = counted_weights(weights)
+        share = counted[members.index(self._process.peer)] / sum(counted)
+        if not self._sum(group, own.data, share, over):
+            return None
+        return Mean(
+            tensors=own.codec.decode(own.data, own.shapes),
+            weight=sum(counted),
+            members=tuple(sorted(map(str, members))),
+            limit=limit,
+        )
+
+    def _pair_mean(
+        self,
+        group: Gloo,
+        members: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+        message: PairMessage,
+        over: Callable[[], bool],
+    ) -> Mean | None:
+        """Return the mean of two that read each other by their own weights; None if the round is
+        over.
+        """
+        mine = members.index(self._process.peer)
+        theirs = 1 - mine
+        payloads = self._gather(group, own.data, 2, over)
+        if not payloads:
+            return None
+        own.read = message.read(payloads[theirs])
+        refused_here = pack((~own.read.kept).view(torch.uint8), 1)
+        refused = self._gather(group, refused_here, 2, over)
+        if not refused:
+            return None
+        return pair_mean(
+            TRUSTING,
+            0,
+            (str(members[mine]), weights[mine], message),
+            (str(members[theirs]), weights[theirs], own.read),
+            refused[theirs].numpy().tobytes(),
+            own.even,
+        )
+
+    def _gathered(
+        self,
+        group: Gloo,
+        members: tuple[int, ...],
+        weights: Sequence[float],
+        own: Payload,
+        over: Callable[[], bool],
+    ) -> Mean | None:
+        """Return the mean of all payloads, decoded here; None if the round is over."""
+        payloads = self._gather(group, own.data, len(members), over)
+        if not payloads:
+            return None
+        parts = [self._decoded(own, payload) for payload in payloads]
+        received = list(zip(map(str, members), weights, parts, strict=True))
+        return mean_of(TRUSTING, own.codec, str(self._process.peer), 0, received, own.even)
 
     def drop(self, members: tuple[int, ...]) -> None:
         self._groups.pop(members, None)
@@ -395,11 +446,8 @@ class GlooGroups:
         options = AllgatherOptions()
         options.timeout = self._timeout
         payloads = [torch.empty_like(payload) for _ in range(count)]
-        return (
-            payloads
-            if self._finish(group, group.allgather([payloads], [payload], options), over)
-            else []
-        )
+        work = group.allgather([payloads], [payload], options)
+        return payloads if self._finish(group, work, over) else []
 
     def _decoded(self, own: Payload, payload: Tensor) -> Iterable[Tensor]:
         """Yield the decoded tensors lazily, so that not all contributions are in memory at once."""
@@ -415,9 +463,11 @@ class GlooGroups:
         options = AllreduceOptions()
         options.timeout = self._timeout
         values = payload.view(torch.float32)
-        return self._finish(
-            group, group.allreduce([values.mul_(share) if share else values.zero_()], options), over
-        )
+        if share:
+            values.mul_(share)
+        else:
+            values.zero_()
+        return self._finish(group, group.allreduce([values], options), over)
 
     def _finish(self, group: Gloo, work: Work, over: Callable[[], bool]) -> bool:
         """Wait for the bytes. RuntimeError if gloo failed; return False if the round is over."""

@@ -87,14 +87,13 @@ class Simulation(Generic[T]):
         faults: Faults | None = None,
         screens: Mapping[str, UpdateScreen] | None = None,
     ) -> None:
-        self.peers, self.seed, self.size, self.redrawn, self.wait = (
-            list(peers),
-            seed,
-            size,
-            redrawn,
-            wait,
-        )
-        self.faults, self.screens = faults or Faults(), dict(screens or {})
+        self.peers = list(peers)
+        self.seed = seed
+        self.size = size
+        self.redrawn = redrawn
+        self.wait = wait
+        self.faults = faults or Faults()
+        self.screens = dict(screens or {})
         self.now = 0.0
         self._peers = {name: _Peer(name) for name in self.peers}
         self._scheduler = threading.Event()
@@ -116,11 +115,10 @@ class Simulation(Generic[T]):
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
         self._means: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
         """Members of the mean that a peer takes; empty if it goes on without a partner."""
-        self._events = sorted(
-            self.faults.kill.values()
-        )  # heap of the times at which a peer may become ready sooner
-        # By round, while valid: the number of deaths by then, and each peer's group.
+        self._events = sorted(self.faults.kill.values())
+        """Heap of the times at which a peer may become ready sooner."""
         self._groups: dict[RoundKey, tuple[int, dict[str, tuple[str, ...]]]] = {}
+        """By round, while valid: the number of deaths by then, and each peer's group."""
 
     def run(self, peer: Callable[[SimulatedExchange], T]) -> dict[str, T]:
         """Run ``peer(exchange)`` for every peer and return the results; killed peers have no entry.
@@ -131,13 +129,10 @@ class Simulation(Generic[T]):
         """
         if any(p.over for p in self._peers.values()):
             raise RuntimeError("this simulation has run: make a new one")
-        threads = [
-            threading.Thread(
+        for p in self._peers.values():
+            thread = threading.Thread(
                 target=self._thread, args=(p, peer), name=f"peer-{p.name}", daemon=True
             )
-            for p in self._peers.values()
-        ]
-        for thread in threads:
             thread.start()
         while running := [p for p in self._peers.values() if not p.over]:
             chosen = min(running, key=self._wakes_at)  # ties: the order of ``peers``
@@ -199,27 +194,29 @@ class Simulation(Generic[T]):
             return (name,)
         deaths = sum(at <= self.now for at in self.faults.kill.values())
         if key not in self._groups or self._groups[key][0] != deaths:
-            among = self._among.get(key)
-            available = [
-                p
-                for p in among or self.peers
-                if self._alive(p)
-                and not (self._peers[p].over and (key, p) not in self._posted)
-                and (key, p) not in self._unpartnered
-                and (key, p) not in self._decided
-            ]
-            drawn = (
-                [tuple(available)]
-                if among
-                else groups(self.seed, key.round // self.redrawn, available, self.size)
-            )
-            self._groups[key] = (deaths, {p: group for group in drawn for p in group})
+            group_of = {}
+            for group in self._draw_groups(key):
+                group_of.update(dict.fromkeys(group, group))
+            self._groups[key] = (deaths, group_of)
         return self._groups[key][1][name]
 
+    def _draw_groups(self, key: RoundKey) -> list[tuple[str, ...]]:
+        among = self._among.get(key)
+        available = [p for p in among or self.peers if self._is_available(p, key)]
+        if among:
+            return [tuple(available)]
+        return groups(self.seed, key.round // self.redrawn, available, self.size)
+
+    def _is_available(self, name: str, key: RoundKey) -> bool:
+        gone = self._peers[name].over and (key, name) not in self._posted
+        settled = (key, name) in self._unpartnered or (key, name) in self._decided
+        return self._alive(name) and not gone and not settled
+
     def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
-        return all(
-            (key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group
-        )
+        for peer in group:
+            if (key, peer) not in self._posted or self._posted[key, peer][0] > self.now:
+                return False
+        return True
 
     def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
         """Fix the group's mean.
@@ -231,33 +228,35 @@ class Simulation(Generic[T]):
             self._read(group, key)
         held = {place: self._held(place, group, key) for place in range(len(group))}
         mean, takers = common(held)
+        members = tuple(p for at, p in enumerate(group) if mean >> at & 1)
         for place, peer in enumerate(group):
             self._decided[key, peer] = group
-            self._means[key, peer] = (
-                tuple(p for at, p in enumerate(group) if mean >> at & 1)
-                if takers >> place & 1
-                else ()
-            )
+            self._means[key, peer] = members if takers >> place & 1 else ()
 
     def _read(self, pair: tuple[str, ...], key: RoundKey) -> None:
         """Let two peers read each other's contribution by their own."""
-        messages = [self._messages[key, peer] for peer in pair]
-        one, other = (
-            mine.read(theirs.payload)
-            for mine, theirs in zip(messages, reversed(messages), strict=True)
-        )
-        self._readings |= {(key, pair[0]): (one, other.bits), (key, pair[1]): (other, one.bits)}
+        first, second = (self._messages[key, peer] for peer in pair)
+        by_first = first.read(second.payload)
+        by_second = second.read(first.payload)
+        self._readings[key, pair[0]] = (by_first, by_second.bits)
+        self._readings[key, pair[1]] = (by_second, by_first.bits)
 
     def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
         """Return the places of the members whose contributions member ``me`` accepts, as bits."""
-        screen, own = self._screen(group[me], key), self._posted[key, group[me]][2]
+        name = group[me]
+        screen = self._screen(name, key)
+        own = self._posted[key, name][2]
         held = 1 << me
         for at, peer in enumerate(group):
+            if at == me:
+                continue
             theirs = self._posted[key, peer][2]
-            if at != me and (key, group[me]) in self._readings:
-                theirs = self._messages[key, group[me]].seen(self._readings[key, group[me]][0])
-            if at != me and all(bool(tensor.isfinite().all()) for tensor in theirs):
-                held |= (screen.problem(key, lambda: own, peer, theirs) is None) << at
+            if (key, name) in self._readings:
+                theirs = self._messages[key, name].seen(self._readings[key, name][0])
+            if not all(bool(tensor.isfinite().all()) for tensor in theirs):
+                continue
+            if screen.problem(key, lambda: own, peer, theirs) is None:
+                held |= 1 << at
         return held
 
     def _screen(self, peer: str, key: RoundKey) -> UpdateScreen:
@@ -283,7 +282,8 @@ class SimulatedExchange(Exchange):
     """One peer's exchange in a ``Simulation``; also its clock."""
 
     def __init__(self, simulation: Simulation[Any], peer: str) -> None:
-        self.simulation, self.peer = simulation, peer
+        self.simulation = simulation
+        self.peer = peer
         self.compares = simulation.size >= len(simulation.peers)
 
     def sleep(self, seconds: float) -> None:
@@ -292,19 +292,15 @@ class SimulatedExchange(Exchange):
 
     def start(self, contribution: Contribution) -> _SimulatedHandle:
         """Post the contribution, encoded and decoded by the codec."""
-        simulation, key, codec, tensors = (
-            self.simulation,
-            contribution.key,
-            contribution.codec,
-            list(contribution.tensors),
-        )
+        simulation = self.simulation
+        key = contribution.key
+        codec = contribution.codec
+        tensors = list(contribution.tensors)
         if contribution.members:
             key = replace(key, run=f"{key.run}, states")
             simulation._among[key] = tuple(contribution.members)
-        simulation._states[key, self.peer], simulation._codecs[key, self.peer] = (
-            tuple(contribution.state),
-            codec,
-        )
+        simulation._states[key, self.peer] = tuple(contribution.state)
+        simulation._codecs[key, self.peer] = codec
         shapes = [tuple(tensor.shape) for tensor in tensors]
         other, name, theirs = simulation._first.setdefault(key, (self.peer, codec.name, shapes))
         if name != codec.name:
@@ -320,12 +316,12 @@ class SimulatedExchange(Exchange):
             )
         if simulation.size > 2:
             check_no_pair(codec)
-        if (pairs := for_pairs(codec)) is None:
+        pairs = for_pairs(codec)
+        if pairs is None:
             arrived = codec.decode(codec.encode(tensors), shapes)
         else:
-            simulation._messages[key, self.peer] = message = pairs[0].post(
-                [tensor.clone() for tensor in tensors], pairs[1]
-            )
+            message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
+            simulation._messages[key, self.peer] = message
             arrived = message.tensors()
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
@@ -340,21 +336,19 @@ class _SimulatedHandle(Handle):
     def __init__(
         self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float, even: int
     ) -> None:
-        self.simulation, self.peer, self.key, self.until, self.even = (
-            simulation,
-            peer,
-            key,
-            until,
-            even,
-        )
+        self.simulation = simulation
+        self.peer = peer
+        self.key = key
+        self.until = until
+        self.even = even
         self._mean: Mean | None = None
 
     def done(self) -> bool:
         simulation = self.simulation
         group = simulation._group(self.peer, self.key)
-        return (
-            len(group) == 1 or simulation._complete(group, self.key) or simulation.now >= self.until
-        )
+        if len(group) == 1 or simulation._complete(group, self.key):
+            return True
+        return simulation.now >= self.until
 
     def result(self, deadline: float | None = None) -> Mean | None:
         simulation, key = self.simulation, self.key
@@ -364,9 +358,8 @@ class _SimulatedHandle(Handle):
         simulation._yield(self.peer, until, self.done)
         group = simulation._group(self.peer, key)
         if len(group) == 1 or not simulation._complete(group, key):
-            simulation._unpartnered.update(
-                (key, peer) for peer in group
-            )  # else the rest would find each other complete
+            # Else the rest would find each other complete.
+            simulation._unpartnered.update((key, peer) for peer in group)
             simulation._groups.pop(key, None)
             simulation._posted[key, self.peer][2].clear()
             simulation._messages.pop((key, self.peer), None)
@@ -374,7 +367,8 @@ class _SimulatedHandle(Handle):
         if (key, self.peer) not in simulation._decided:
             # A decided group leaves as a whole, so the groups of the others do not change.
             simulation._decide(group, key)
-        if (reading := simulation._readings.pop((key, self.peer), None)) is not None:
+        reading = simulation._readings.pop((key, self.peer), None)
+        if reading is not None:
             return self._pair_mean(*reading)
         contributions = []
         for peer in simulation._means[key, self.peer]:
@@ -382,7 +376,8 @@ class _SimulatedHandle(Handle):
             contributions.append((peer, weight, [tensor.clone() for tensor in tensors]))
         simulation._release(group, self.peer, key)
         if contributions:
-            screen, codec = simulation._screen(self.peer, key), simulation._codecs[key, self.peer]
+            screen = simulation._screen(self.peer, key)
+            codec = simulation._codecs[key, self.peer]
             mean = mean_of(screen, codec, self.peer, key.fragment, contributions, self.even)
             self._mean = replace(mean, states=simulation._compared(group, key))
         return self._mean
@@ -391,12 +386,16 @@ class _SimulatedHandle(Handle):
         """Return the mean of two peers that read each other by their own weights, and let the codec
         learn from it.
         """
-        simulation, key, me = self.simulation, self.key, self.peer
-        pair, mine = simulation._means[key, me], simulation._messages[key, me]
+        simulation = self.simulation
+        key = self.key
+        me = self.peer
+        pair = simulation._means[key, me]
+        mine = simulation._messages[key, me]
         pairs = for_pairs(simulation._codecs[key, me])
         if pair and pairs is not None:
             pairs[0].learn(mine, read)
-            screen, other = simulation._screen(me, key), next(peer for peer in pair if peer != me)
+            screen = simulation._screen(me, key)
+            other = next(peer for peer in pair if peer != me)
             weights = [simulation._posted[key, peer][1] for peer in (me, other)]
             self._mean = pair_mean(
                 screen,

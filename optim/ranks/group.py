@@ -1,12 +1,13 @@
-"""The ranks of one peer as a group, and what they say to each other: over gloo, in main memory,
-whatever the training uses.
+"""The ranks of one peer as a group, what they say to each other, and how a model's weights are
+shared out to them.
 
-The weights of a model in a peer of several ranks: each rank has the slow weights and the outer
-state of whole parameters.
+    group = RankGroup()                        # gloo, in main memory, whatever the training uses
+    if group.first: ...
+    group.agreed(value)                        # rank 0's, on all ranks
 
-A rank owns the parameters that ``deal`` gives it. Of the others it keeps empty tensors of shape
-(0,), on which every rule is a no-op, so any rule works on whole tensors, whatever the training does
-with the model inside the peer (DDP, FSDP2, or both).
+Each rank has the slow weights and the outer state of the parameters that ``deal`` gives it. Of the
+others it keeps empty tensors of shape (0,), on which every rule is a no-op, so any rule works on
+whole tensors, whatever the training does with the model (DDP, FSDP2, or both).
 """
 
 from __future__ import annotations
@@ -28,12 +29,8 @@ from shoal.optim.outer.sketch import sketches, total
 from shoal.optim.outer.weights import ModelWeights
 
 T = TypeVar("T")
-_LOST = (
-    "third_party/gloo",
-    "[gloo",
-    "nccl error",
-    "ncclremoteerror",
-)  # in what a collective raises
+_LOST = ("third_party/gloo", "[gloo", "nccl error", "ncclremoteerror")
+"""In what a collective raises, in lower case, where another rank is gone."""
 
 
 class RankLost(RuntimeError):
@@ -48,7 +45,8 @@ class RankFailed(RuntimeError):
 
     def __init__(self, rank: int, said: str) -> None:
         super().__init__(f"rank {rank} of this peer failed: {said}")
-        self.rank, self.said = rank, said
+        self.rank = rank
+        self.said = said
 
 
 def lost(error: BaseException) -> str | None:
@@ -62,10 +60,10 @@ def lost(error: BaseException) -> str | None:
     while cause is not None and cause not in seen:
         seen.append(cause)
         kinds = {kind.__name__ for kind in type(cause).__mro__}
-        if kinds & {"DistError", "RankLost", "RankFailed"} or any(
-            word in str(cause).lower() for word in _LOST
-        ):
-            return next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200]
+        text = str(cause)
+        known = bool(kinds & {"DistError", "RankLost", "RankFailed"})
+        if known or any(word in text.lower() for word in _LOST):
+            return next(iter(text.strip().splitlines()), type(cause).__name__)[:200]
         cause = cause.__cause__
     return None
 
@@ -151,17 +149,15 @@ class RankGroup:
 
         ``work`` calls no collective, unless it can raise nothing before its last one.
         """
-        found, problem = None, None
+        found = None
+        problem = None
         try:
             found = work()
         except Exception as error:
             problem = error
         said: list[Any] = [None] * self.size
-        self._all(
-            lambda: dist.all_gather_object(
-                said, None if problem is None else str(problem), group=self._group
-            )
-        )
+        own = None if problem is None else str(problem)
+        self._all(lambda: dist.all_gather_object(said, own, group=self._group))
         if problem is not None:
             raise problem
         for rank, text in enumerate(said):
@@ -174,19 +170,22 @@ class RankGroup:
 
         All raise its ValueError, or RuntimeError for another.
         """
-        found, problem = None, None
+        found = None
+        problem = None
         if self.first:
             try:
                 found = work()
             except Exception as error:
                 problem = error
-        said = self.agreed(
-            None if problem is None else (isinstance(problem, ValueError), str(problem))
-        )
+        said = None
+        if problem is not None:
+            said = (isinstance(problem, ValueError), str(problem))
+        said = self.agreed(said)
         if problem is not None:
             raise problem
         if said is not None:
-            raise ValueError(said[1]) if said[0] else RuntimeError(said[1])
+            is_value_error, text = said
+            raise ValueError(text) if is_value_error else RuntimeError(text)
         return found
 
     def give(self, tensor: Tensor, rank: int) -> None:
@@ -221,11 +220,9 @@ class RankGroup:
         """
         try:
             # Signals act meanwhile, though it waits in C++, where Python handles none.
-            return (
-                in_thread(work).result()
-                if threading.current_thread() is threading.main_thread()
-                else work()
-            )
+            if threading.current_thread() is threading.main_thread():
+                return in_thread(work).result()
+            return work()
         except RuntimeError as error:
             raise self._lost(str(error).split("\n")[0][:200]) from error
 
@@ -233,14 +230,16 @@ class RankGroup:
         """Raise RankLost if ``error`` is what a collective of the training raised because another
         rank is gone.
         """
-        if not isinstance(error, (RankLost, RankFailed)) and (first := lost(error)) is not None:
+        if isinstance(error, (RankLost, RankFailed)):
+            return
+        first = lost(error)
+        if first is not None:
             raise self._lost(first) from error
 
     def _lost(self, first: str) -> RankLost:
         return RankLost(
             f"a rank of this peer is gone, or did not answer for {self.timeout:g} s, so all of its "
-            "ranks have to start again "
-            f"from the last checkpoint (rank {self.rank} saw: {first})"
+            f"ranks have to start again from the last checkpoint (rank {self.rank} saw: {first})"
         )
 
 
@@ -282,7 +281,9 @@ class RankWeights(ModelWeights):
         place: torch.device | Path,
         group: RankGroup,
     ) -> None:
-        self.group, self.first, self.rank = group, group.first, [group.rank, group.size]
+        self.group = group
+        self.first = group.first
+        self.rank = [group.rank, group.size]
         self.shapes = [tuple(param.shape) for param in params]
         self.owners = deal([param.numel() for param in params], group.size)
         super().__init__(params, model, place)
@@ -307,16 +308,15 @@ class RankWeights(ModelWeights):
         """Copy the owners' ``weights`` into the model, in all ranks, one parameter at a time."""
         for index in part:
             param = self.params[index]
-            mine = (
-                weights[index].to(param.dtype)
-                if self.owns(index)
-                else torch.empty(self.shapes[index], dtype=param.dtype, device="cpu")
-            )
+            if self.owns(index):
+                mine = weights[index].to(param.dtype)
+            else:
+                mine = torch.empty(self.shapes[index], dtype=param.dtype, device="cpu")
             given = self.group.spread(mine, self.owners[index])
             if local(param).data_ptr() != weights[index].data_ptr():
-                local(param).copy_(
-                    local(cut_like(given, param)) if hasattr(param, "device_mesh") else given
-                )
+                if hasattr(param, "device_mesh"):
+                    given = local(cut_like(given, param))
+                local(param).copy_(given)
         self._synchronize(part)
         reshard(self.model)
 
@@ -330,10 +330,10 @@ class RankWeights(ModelWeights):
         """Return one scalar for each parameter of ``part`` (or several rows of them) as its owner
         has it, on all ranks.
         """
-        own = [
-            s if self.owns(part[place % len(part)]) else s.new_zeros(())
-            for place, s in enumerate(scalars)
-        ]
+        own = []
+        for place, scalar in enumerate(scalars):
+            owned = self.owns(part[place % len(part)])
+            own.append(scalar if owned else scalar.new_zeros(()))
         if not own:
             return []
         # Adding zeros changes no value.
@@ -354,20 +354,19 @@ class RankWeights(ModelWeights):
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
         """Return the sketch with the bits that one process would have, on all ranks."""
-        rows = sketches(
-            self.slow[index] for index in part
-        )  # of what this rank does not own they are 0
+        # Of what this rank does not own they are 0.
+        rows = sketches(self.slow[index] for index in part)
         return total(self.group.sum(torch.stack(rows)))
 
     def shapes_of(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Shape]:
         """Return the whole shapes of tensors like those of a ``Rule``: tensor i has that of
         parameter i % n of ``part``, or ().
         """
-        wholes = (self.shapes[part[place % len(part)]] for place in range(len(tensors)))
-        return [
-            () if tensor.dim() == 0 else whole
-            for tensor, whole in zip(tensors, wholes, strict=True)
-        ]
+        shapes: list[Shape] = []
+        for place, tensor in enumerate(tensors):
+            whole = self.shapes[part[place % len(part)]]
+            shapes.append(() if tensor.dim() == 0 else whole)
+        return shapes
 
     def gather(
         self, part: Sequence[int], tensors: Sequence[Tensor], shapes: Sequence[Shape]
@@ -375,26 +374,21 @@ class RankWeights(ModelWeights):
         """Return on rank 0 the owners' tensors of these whole shapes, taken one at a time; an empty
         list on the others.
         """
-        numbers = [
-            t if t.dim() == 0 else t.new_zeros(())
-            for t, shape in zip(tensors, shapes, strict=True)
-            if shape == ()
-        ]
-        scalars = iter(
-            self.of_owners(
-                [part[place % len(part)] for place, shape in enumerate(shapes) if shape == ()],
-                numbers,
-            )
-        )
+        numbers: list[Tensor] = []
+        indices: list[int] = []
+        for place, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+            if shape == ():
+                numbers.append(tensor if tensor.dim() == 0 else tensor.new_zeros(()))
+                indices.append(part[place % len(part)])
+        scalars = iter(self.of_owners(indices, numbers))
         found: list[Tensor] = []
         for place, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
             owner = self.owners[part[place % len(part)]]
             if shape == ():
                 tensor = next(scalars)
             elif self.first and owner != 0:
-                tensor = self.group.take(
-                    torch.empty(shape, dtype=tensor.dtype, device="cpu"), owner
-                )
+                room = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+                tensor = self.group.take(room, owner)
             elif owner == self.group.rank != 0:
                 self.group.give(tensor, 0)
             if self.first:
@@ -422,21 +416,19 @@ class RankWeights(ModelWeights):
         scalars = iter(self.group.spread(packed, 0).unbind() if numbers else ())
         found: list[Tensor] = []
         for place, shape in enumerate(shapes):
-            owner, tensor = (
-                self.owners[part[place % len(part)]],
-                torch.empty(0, dtype=dtype, device="cpu"),
-            )
+            owner = self.owners[part[place % len(part)]]
+            tensor = torch.empty(0, dtype=dtype, device="cpu")
             if shape == ():
                 number = next(scalars)
-                tensor = number if mine[place] == () else tensor
+                if mine[place] == ():
+                    tensor = number
             elif self.first and owner != 0:
                 self.group.give(whole[place].to(dtype), owner)
+            elif self.first:
+                tensor = whole[place]
             elif owner == self.group.rank:
-                tensor = (
-                    whole[place]
-                    if self.first
-                    else self.group.take(torch.empty(shape, dtype=dtype, device="cpu"), 0)
-                )
+                room = torch.empty(shape, dtype=dtype, device="cpu")
+                tensor = self.group.take(room, 0)
             found.append(tensor)
         return found
 

@@ -1,14 +1,13 @@
-"""What rank 0 of a peer has the other ranks do: one small message after another.
+"""What rank 0 of a peer has the other ranks do, and the forms that one process would have.
+
+    state = whole_state(opt)                   # called by all ranks; the others get {}
+    LeadOptimizer(opt, channel).slow           # called by rank 0: an order, which ``obey`` follows
 
 What a node or a session does between two steps (to answer peers, to take over weights, to save)
 only rank 0 can know, and it needs all ranks where it needs whole weights. So rank 0 does it with a
-``LeadOptimizer``, whose calls are orders to the others, which ``obey`` meanwhile: each makes the
-same call of `shoal.optim.ranks.orders`.
-
-The whole of a peer of several ranks, which rank 0 gets and gives in the forms that one process has.
-
-Each function is called by all ranks at the same place. What rank 0 passes counts; the others pass
-nothing and get nothing. With an optimizer of one process they do the same.
+``LeadOptimizer``, whose calls are orders: each rank makes the same call of this module. What rank 0
+passes counts; the others pass nothing and get nothing. With an optimizer of one process the calls
+do the same.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ def whole_slow(opt: SavedState, into: Sequence[Tensor] | None = None) -> list[Te
     """
     weights = opt._weights
     if not isinstance(weights, RankWeights) or weights.first:
-        whole = (
-            [torch.empty(shape, dtype=weights.slow[0].dtype, device="cpu") for shape in opt.shapes]
-            if into is None
-            else list(into)
-        )
+        if into is None:
+            dtype = weights.slow[0].dtype
+            whole = [torch.empty(shape, dtype=dtype, device="cpu") for shape in opt.shapes]
+        else:
+            whole = list(into)
         for index, target in enumerate(whole):
             if isinstance(weights, RankWeights) and not weights.owns(index):
                 weights.group.take(target, weights.owners[index])
@@ -72,14 +71,12 @@ def whole_slow_of(opt: SavedState, fragment: int) -> list[Tensor]:
 def whole_shared(opt: SavedState) -> State:
     """Return copies of the ``shared`` state on rank 0; {} on the others."""
     weights = opt._weights
-    shared = {
-        name: weights.whole(weights.everything, tensors) for name, tensors in opt.shared.items()
-    }
-    return (
-        {name: [tensor.clone() for tensor in tensors] for name, tensors in shared.items()}
-        if weights.first
-        else {}
-    )
+    shared: State = {}
+    for name, tensors in opt.shared.items():
+        whole = weights.whole(weights.everything, tensors)
+        if weights.first:
+            shared[name] = [tensor.clone() for tensor in whole]
+    return shared
 
 
 def adopt(
@@ -110,9 +107,8 @@ def adopt(
     names, round, into_model, applied, rebase = weights.agreed(
         (list(given), round, into_model, applied, rebase)
     )
-    opt.applied[:] = weights.agreed(
-        opt.applied
-    )  # a resynchronisation notes there, on rank 0, what was counted later
+    # A resynchronisation notes there, on rank 0, what was counted later.
+    opt.applied[:] = weights.agreed(opt.applied)
     own = _cut(weights, slow, weights.slow)
     kept = {name: _cut(weights, given.get(name, ()), opt.shared[name]) for name in names}
     weights.group.barrier()  # all have all of it
@@ -125,7 +121,8 @@ def whole_state(opt: SavedState) -> dict[str, Any]:
     """Return the ``state_dict`` that one process would have, on rank 0, in tensors of its own; {}
     on the others.
     """
-    weights, state = opt._weights, opt.whole_state()
+    weights = opt._weights
+    state = opt.whole_state()
     if not isinstance(weights, RankWeights):
         return state
     every = weights.everything
@@ -134,11 +131,12 @@ def whole_state(opt: SavedState) -> dict[str, Any]:
     state["rule"] = {name: weights.whole(every, tensors) for name, tensors in state["rule"].items()}
     state["rounding"] = _whole_rounding(weights, state["rounding"])
     for record in state["in_flight"]:
-        part, tensors = opt.positions(record["facts"]["fragment"]), record["tensors"]
-        tensors |= {name: list(weights.whole(part, tensors[name])) for name in DEALT}
-        tensors["tail"] = [
-            weights.group.sum(tensor / weights.group.size) for tensor in tensors["tail"]
-        ]
+        part = opt.positions(record["facts"]["fragment"])
+        tensors = record["tensors"]
+        for name in DEALT:
+            tensors[name] = list(weights.whole(part, tensors[name]))
+        size = weights.group.size
+        tensors["tail"] = [weights.group.sum(tensor / size) for tensor in tensors["tail"]]
     return state if weights.first else {}
 
 
@@ -155,7 +153,8 @@ def load_whole(opt: SavedState, state: Mapping[str, Any] | None = None) -> None:
         return
     whole: dict[str, Any] = {}
     weights.group.tried(lambda: whole.update(_checked(opt, dict(state or {}))))
-    rules, roundings = whole.get("rule", {}), whole.get("rounding", {})
+    rules = whole.get("rule", {})
+    roundings = whole.get("rounding", {})
     plan = {name: value for name, value in whole.items() if name not in PARTS}
     names, places, plan = weights.agreed(
         (list(rules), sorted(int(index) for index in roundings), plan)
@@ -167,9 +166,8 @@ def load_whole(opt: SavedState, state: Mapping[str, Any] | None = None) -> None:
     plan["rule"] = {name: _cut(weights, rules.get(name, ()), initial[name]) for name in names}
     plan["rounding"] = {}
     for index in places:
-        (error,) = _cut(
-            weights, [roundings[index]] if weights.first else (), [weights.slow[index]], [index]
-        )
+        given = [roundings[index]] if weights.first else []
+        (error,) = _cut(weights, given, [weights.slow[index]], [index])
         if weights.owns(index):
             plan["rounding"][index] = error
     plan["in_flight"] = _given_in_flight(opt, weights, whole.get("in_flight", ()))
@@ -189,16 +187,14 @@ def _checked(opt: SavedState, state: dict[str, Any]) -> dict[str, Any]:
             record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"]))
         )
         opt._check_record_tensors(record, opt.shapes)
-    groups = (opt.inner.state_dict()["param_groups"], state["inner"]["param_groups"])
-    mine, theirs = ([len(group["params"]) for group in some] for some in groups)
+    mine = [len(group["params"]) for group in opt.inner.state_dict()["param_groups"]]
+    theirs = [len(group["params"]) for group in state["inner"]["param_groups"]]
     if mine != theirs:
         raise ValueError(
             f"the saved inner optimizer has groups of {theirs} parameters, this one of {mine}"
         )
-    return {
-        **state,
-        "rounding": {int(index): error for index, error in state.get("rounding", {}).items()},
-    }
+    rounding = {int(index): error for index, error in state.get("rounding", {}).items()}
+    return {**state, "rounding": rounding}
 
 
 def _given_in_flight(
@@ -207,29 +203,30 @@ def _given_in_flight(
     """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays
     with rank 0.
     """
-    plan = [
-        (r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()})
-        for r in records
-    ]
+    plan = []
+    for record in records:
+        shapes = {}
+        for name, tensors in record["tensors"].items():
+            shapes[name] = [tuple(tensor.shape) for tensor in tensors]
+        plan.append((record["facts"], shapes))
     parts: list[Record] = []
     for number, (facts, shapes) in enumerate(weights.agreed(plan)):
         part = opt.positions(facts["fragment"])
         given = records[number]["tensors"] if weights.first else dict.fromkeys(shapes, ())
-        tensors: dict[str, list[Tensor]] = {}
+        mine: dict[str, list[Tensor]] = {}
         for name in DEALT:
-            own = [
-                torch.empty((), device="cpu") if shape == () else weights.slow[part[at % len(part)]]
-                for at, shape in enumerate(shapes[name])
-            ]
-            tensors[name] = _cut(weights, given[name], own, part)
-        tail = (
-            given["tail"]
-            if weights.first
-            else [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
-        )
-        tensors["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
-        tensors |= {name: list(given[name]) for name in ("error", "payload")}
-        parts.append({"facts": facts, "tensors": tensors})
+            own = []
+            for at, shape in enumerate(shapes[name]):
+                scalar = torch.empty((), device="cpu")
+                own.append(scalar if shape == () else weights.slow[part[at % len(part)]])
+            mine[name] = _cut(weights, given[name], own, part)
+        tail = given["tail"]
+        if not weights.first:
+            tail = [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
+        mine["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
+        for name in ("error", "payload"):
+            mine[name] = list(given[name])
+        parts.append({"facts": facts, "tensors": mine})
     return parts
 
 
@@ -246,20 +243,16 @@ def _cut(
     """Return this rank's part of what rank 0 gives, shaped as ``own``, of the parameters ``part``
     (None: all).
     """
-    part = weights.everything if part is None else part
-    return weights.scatter(
-        part,
-        whole,
-        weights.shapes_of(part, own),
-        [tuple(t.shape) for t in own],
-        weights.slow[0].dtype,
-    )
+    if part is None:
+        part = weights.everything
+    shapes = weights.shapes_of(part, own)
+    mine = [tuple(tensor.shape) for tensor in own]
+    return weights.scatter(part, whole, shapes, mine, weights.slow[0].dtype)
 
 
 def _whole_rounding(weights: RankWeights, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    noted = weights.group.sum(
-        torch.tensor([float(index in own) for index in weights.everything], device="cpu")
-    )
+    own_noted = [float(index in own) for index in weights.everything]
+    noted = weights.group.sum(torch.tensor(own_noted, device="cpu"))
     errors: dict[int, Tensor] = {}
     for index in noted.nonzero().flatten().tolist():
         error = weights.whole([index], [own.get(index, weights.slow[index].new_empty(0))])
@@ -296,35 +289,44 @@ def _given_inner(
     Each tensor of a parameter's shape is cut as the parameter is. ``state`` of the other ranks is
     not used.
     """
-    params = [parameter for part in inner.param_groups for parameter in part["params"]]
+    params: list[Any] = []
+    for part in inner.param_groups:
+        params += part["params"]
     given = state["state"] if group.first else {}
-    plan = {
-        i: {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in facts.items()}
-        for i, facts in given.items()
-    }
+    plan: dict[Any, dict[str, Any]] = {}
+    for index, facts in given.items():
+        plan[index] = {}
+        for name, value in facts.items():
+            plan[index][name] = value.to("meta") if isinstance(value, Tensor) else value
     rest = {name: value for name, value in state.items() if name != "state"}
     plan, rest = group.agreed((plan, rest))
     own: dict[Any, dict[str, Any]] = {}
     for index, facts in plan.items():
         for name, outline in facts.items():
             if isinstance(outline, Tensor):
-                tensor = (
-                    given[index][name] if group.first else torch.empty_like(outline, device="cpu")
-                )
+                if group.first:
+                    tensor = given[index][name]
+                else:
+                    tensor = torch.empty_like(outline, device="cpu")
                 outline = _like(group.spread(tensor, 0), params[index])
             own.setdefault(index, {})[name] = outline
     return {**rest, "state": own}
 
 
 def _like(whole: Tensor, param: Any) -> Tensor:
-    return (
-        cut_like(whole, param) if whole.shape == param.shape else whole.clone()
-    )  # rank 0's may be the caller's
+    if whole.shape == param.shape:
+        return cut_like(whole, param)
+    return whole.clone()  # rank 0's may be the caller's
 
 
-FRAME = 256  # bytes of a message that need no second one
+FRAME = 256
+"""Bytes of a message that need no second one."""
 IDLE_S = 2 * 86400.0
-LAST, FAILED = "return", "failed"
+"""Seconds that a rank waits for an order: two days."""
+LAST = "return"
+"""Order to go back to training."""
+FAILED = "failed"
+"""Message that rank 0 has failed."""
 
 
 class Channel(RankGroup):

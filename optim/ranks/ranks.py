@@ -1,8 +1,7 @@
 """Several processes of a torch.distributed job as one peer of a swarm.
 
-    # under torchrun, one process for each GPU
-    dist.init_process_group()
-    model = DistributedDataParallel(model)                             # or fully_shard(model)
+    dist.init_process_group()                  # under torchrun, one process for each GPU
+    model = DistributedDataParallel(model)     # or fully_shard(model)
     inner = torch.optim.AdamW(model.parameters())
     ranks = Ranks()
     opt = NoLoCo(inner, exchange if ranks.first else Alone(), every=50, model=model, ranks=ranks)
@@ -10,14 +9,8 @@
 Every rank trains with its part of the batch and calls the same methods of its optimizer in the same
 order. Rank 0 speaks to the other peers. Slow weights and outer state are distributed to the ranks
 by whole parameters, so what the ranks have together is what one process would have, bit by bit, and
-peers of any layout average with each other.
-
-The exchange of a peer of several ranks: rank 0 averages with other peers for all of them.
-
-Rank 0 takes the others' tensors of a contribution one at a time, hands all of them to the real
-exchange, and gives each owner its tensors of the mean. In its own right it holds one contribution
-until the real exchange has copied it, and one mean until it is given away: so two fragments at most
-beyond its own part. All ranks take the same outcome, or all raise ``RankLost``.
+peers of any layout average with each other. What a contribution takes of rank 0's memory:
+docs/internals.md, "Several processes".
 """
 
 from __future__ import annotations
@@ -52,7 +45,8 @@ class RankExchange(Exchange):
     """
 
     def __init__(self, group: RankGroup, real: Exchange) -> None:
-        self._group, self._real = group, real
+        self._group = group
+        self._real = real
         self.peer, self.compares = group.agreed((real.peer, real.compares))
         self._opt: OuterState | None = None
 
@@ -86,7 +80,9 @@ class RankHandle(Handle):
     """
 
     def __init__(self, group: RankGroup, parcel: _Parcel, real: Handle | None) -> None:
-        self._group, self._parcel, self._real = group, parcel, real
+        self._group = group
+        self._parcel = parcel
+        self._real = real
         self._over = False
         self._mean: Mean | None = None
 
@@ -107,21 +103,25 @@ class RankHandle(Handle):
         """
         if self._over:
             return self._mean
-        real = (
-            self._real
-        )  # in a thread of its own: ``Handle.result`` with a short deadline would end the exchange
-        outcome = None if real is None else in_thread(lambda: real.result(deadline))
+        real = self._real
+        outcome = None
+        if real is not None:
+            # In a thread of its own: ``Handle.result`` with a short deadline would end the
+            # exchange.
+            outcome = in_thread(lambda: real.result(deadline))
         # Rank 0 lets the others know that it still lives.
-        while self._group.agreed(
-            outcome is not None and not wait([outcome], self._group.timeout / 3).done
-        ):
-            pass
-        self._over, self._real = True, None
+        while True:
+            waits = outcome is not None and not wait([outcome], self._group.timeout / 3).done
+            if not self._group.agreed(waits):
+                break
+        self._over = True
+        self._real = None
         mean = self._group.tried(lambda: None if outcome is None else outcome.result())
         names = ("weight", "members", "counted", "limit", "states")
-        facts = self._group.agreed(
-            None if mean is None else {name: getattr(mean, name) for name in names}
-        )
+        facts = None
+        if mean is not None:
+            facts = {name: getattr(mean, name) for name in names}
+        facts = self._group.agreed(facts)
         if facts is not None:
             tensors = self._parcel.scatter([] if mean is None else mean.tensors)
             self._group.barrier()  # none takes the outcome unless all have it
@@ -143,14 +143,16 @@ class _Parcel:
         self, group: RankGroup, opt: OuterState, key: RoundKey, tensors: Sequence[Tensor], tail: int
     ) -> None:
         assert isinstance(opt._weights, RankWeights)
-        self._group, self._weights = group, opt._weights
-        last = (
-            key.fragment >= opt.fragments
-        )  # the mean of the slow weights of all fragments, and of the buffers
-        self._part: Sequence[int] = (
-            self._weights.everything if last else opt.positions(key.fragment)
-        )
-        tail = len(tensors) - len(self._part) if last else tail
+        self._group = group
+        self._weights = opt._weights
+        # The mean of the slow weights of all fragments, and of the buffers.
+        last = key.fragment >= opt.fragments
+        self._part: Sequence[int]
+        if last:
+            self._part = self._weights.everything
+            tail = len(tensors) - len(self._part)
+        else:
+            self._part = opt.positions(key.fragment)
         self._count = len(tensors) - tail
         self._tail_shapes = [tuple(tensor.shape) for tensor in tensors[self._count :]]
         self._values: list[int] | None = None
@@ -168,10 +170,10 @@ class _Parcel:
         """
         if self._values is None:
             return list(tensors)
-        held = zip(self._values, self._part, strict=True)
-        return list(
-            torch.split(tensors[0], [n if self._weights.owns(index) else 0 for n, index in held])
-        )
+        sizes = []
+        for count, index in zip(self._values, self._part, strict=True):
+            sizes.append(count if self._weights.owns(index) else 0)
+        return list(torch.split(tensors[0], sizes))
 
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole contribution on rank 0, and an empty list on the others.
@@ -181,9 +183,8 @@ class _Parcel:
         whole = self._weights.gather(self._part, self._cut(tensors[: self._count]), self._shapes)
         if self._values is not None and self._group.first:
             whole = [torch.cat(whole)]
-        own = [
-            self._group.sum(tensor.detach() / self._group.size) for tensor in tensors[self._count :]
-        ]
+        tail = tensors[self._count :]
+        own = [self._group.sum(tensor.detach() / self._group.size) for tensor in tail]
         return [*whole, *own] if self._group.first else []
 
     def scatter(self, mean: Sequence[Tensor]) -> list[Tensor]:
@@ -194,11 +195,9 @@ class _Parcel:
         found = self._weights.scatter(self._part, whole, self._shapes, self._mine, torch.float32)
         if self._values is not None:
             found = [torch.cat(found)]
-        own = (
-            mean[self._count :]
-            if self._group.first
-            else [torch.empty(shape, device="cpu") for shape in self._tail_shapes]
-        )
+        own = mean[self._count :]
+        if not self._group.first:
+            own = [torch.empty(shape, device="cpu") for shape in self._tail_shapes]
         return [*found, *(self._group.spread(tensor, 0) for tensor in own)]
 
 
@@ -225,12 +224,16 @@ class RankLength:
     """
 
     def __init__(self, group: RankGroup, real: RoundLength) -> None:
-        self._group, self._real = group, real
+        self._group = group
+        self._real = real
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
         """Yield rank 0's positions. ValueError, on all ranks, if its length raises it."""
         own = self._real.reached(position, schedule, tokens)
-        while (found := self._group.agreed(self._group.tried(lambda: next(own, None)))) is not None:
+        while True:
+            found = self._group.agreed(self._group.tried(lambda: next(own, None)))
+            if found is None:
+                return
             yield found
 
     def state_dict(self) -> dict[str, Any]:
