@@ -113,18 +113,15 @@ class _Round(Handle):
 class Distributed(Exchange):
     """``Exchange`` between the processes of a torch.distributed job.
 
-    Peer ids are "0", "1", ... in the order of ranks.
-
-    All ranks of ``group`` must construct it, several of them in the same order, and start the same
-    rounds in the same order.
+    Peer ids are "0", "1", ... in the order of ranks. All ranks of ``group`` must construct it, and
+    start the same rounds in the same order.
 
     Args:
         group: the ranks; None: all.
         size: peers that average in a round, grouped anew each time (``groups``); 2: pairs. 0: all.
         seed: of the pairing; the same for all.
         shards: processes of one peer, consecutive ranks. Each exchanges its own part of the model
-            (FSDP2) or its copy (DDP) with those at the same place in the other peers; a round
-            counts for all of a peer's shards or for none.
+            (FSDP2) or its copy (DDP) with those at the same place in the other peers.
         wait: seconds that a round waits for a rank. Later rounds do not wait for it until it comes
             to one again.
         exchange_timeout: seconds that moving the bytes of one round may take.

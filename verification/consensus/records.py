@@ -9,8 +9,8 @@
     Opening      "that claim of mine was planted": shows the link of the lottery's chain
     View         who can be drawn for a round, and the table, as this peer sees them: digests
 
-Every record has one encoding, so that a signature and an id belong to a record and not to one
-spelling of it. A record is immutable, of at most ``LIMIT`` bytes, and every field is bounded.
+Every record has one encoding, to which its signature and id belong. It has at most ``LIMIT`` bytes,
+and every field is bounded.
 """
 
 from __future__ import annotations
