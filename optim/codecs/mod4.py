@@ -1,50 +1,14 @@
-"""The codec for pairs: weights modulo a range in 4 bits a value, which the partner completes by its
-own weights.
+"""The codec for pairs: weights in 4 bits a value, which the partner completes by its own weights.
 
-After Moniqua (2002.11787) and SwarmSGD's lattice coding: the weights of two peers lie near each
-other, so the high part of a number need not be sent. Blocks of 64 consecutive values of one tensor,
-whose last may be shorter, have a range each:
+    codec.expect("run:3:0", moved)           # sets the ranges: how far the own weights have moved
+    message = codec.post(weights)            # message.payload is sent
+    reading = message.read(payload)          # the partner's weights, read by the own ones
+    moves = message.move(reading, refused)   # what to add to the own weights for the mean
+    codec.learn(message, reading)            # the next ranges
 
-    sigma = 2^(e/4), the rms distance to the partner that the sender expects;
-        D = 2 c sigma / 2^b,   b = 4, c = 4.5
-    z = round(w / D + u);   code = z mod 2^b;   digest = sum r_i floor(z_i / 2^b) mod 256
-    k = round((x / D + u - code) / 2^b);   w' = (code + 2^b k - u) D        with the receiver's own
-                                           weights x, as it sent them
-
-The dither u in [-1/2, 1/2) and the odd r follow from the payload's seed. Where |w - x| < c sigma
-(1 - 2^-b), w' has the bits of the sender's lattice point (z - u) D. Elsewhere the digest differs
-(but for 1 of 256), and the receiver refuses the block; so it does if w' is further away than twice
-its own sigma, so no partner moves a peer by more than that expects. Both leave out what one
-refuses:
-
-    mean_i = w_i + s_j (w'_j - w'_i)        s_j: the partner's share in the mean, half of it between
-                                            equals
-
-so what one gains the other loses, to the last bit, and the own rounding never enters the own
-weights.
-
-The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is
-the measured distance over rms(w - slow) in the fragment's last exchange, 1.5 at first. It is at
-least half of the tensor's, in the root mean square: where one peer alone has learnt, as in the rows
-of rare tokens, the others know of no distance. D is at least 2^-20 of the largest value: z is exact
-in float32.
-
-* A refused block counts as 1.5 sigma if the partner expected no less, else as sigma: the narrower
-  of both becomes wider, and what the other cannot read does not widen the own range. One in which
-  the partner expected more counts as 0.7 of that, up to 1.5 sigma. Where one peer is far from all
-  others the word spreads; else nobody would send it what it can read, and it would stay away for
-  good.
-* A contribution of which most blocks are refused shows nothing if that of the partner before was
-  near: that peer is far from all, and would widen their ranges.
-* n rounds without a partner make rms(w - slow) count sqrt(1 + n) times, at most 4: a random walk.
-
-What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times
-the true distance an exchange rounds more than it averages, so ranges that grow by themselves drive
-the peers apart.
-
-A payload is the seed (8 bytes), e of all blocks (1 byte each), the digests (1 byte each), and the
-codes: 32 bytes a block, of which byte j has value j in its lower half and value j + 32 in its
-higher one. Short blocks are filled up with zeros.
+Two peers' weights lie near each other, so the high part of a number need not be sent (Moniqua,
+2002.11787). The formulas, and why the numbers below are as they are: docs/internals.md, "Weights
+modulo a range".
 """
 
 from __future__ import annotations
@@ -63,39 +27,59 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, buffer, check_payload
-from shoal.optim.codecs.quantized import blocks, pack, packed_bytes, unpack
+from shoal.optim.codecs.bits import pack, packed_bytes, unpack
+from shoal.optim.codecs.quantized import blocks
 from shoal.optim.device import to_host
 
-BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
-REACH = 4.5
-"""c: half of a range, in sigmas."""
-GROWTH, FIRST, REFUSED, APART, WORD = 1.1, 1.5, 1.5, 4.0, 0.7
-NEAR = 0.5
-"""The narrowest range of a block, in those of its whole tensor, as root mean squares."""
-FAR = 2.0
-"""Own sigmas beyond which the partner's block is refused."""
-MOST_REFUSED = 0.5
-"""Of the blocks: beyond it a contribution is far as a whole."""
-LARGEST, NONE = 127, -128
+BLOCK, HALF = 64, 32
+"""Values that have a range together, and those in the lower halves of their bytes."""
+BITS, LEVELS = 4, 16
+SEED_BYTES = 8
+BLOCK_BYTES = 2 + HALF
+"""Of a payload: an exponent, a digest, and the codes."""
+
+REACH_SIGMAS = 4.5
+"""Half of a range (c): what is further away is read wrongly, so more would cost precision."""
+MARGIN = 1.1
+"""A range over the distance measured last: distances grow from round to round."""
+FIRST_RHO = 1.5
+"""Distance to the partner over the own way since the last mean, until one was measured."""
+REFUSED_SIGMAS = 1.5
+"""The distance that a refused block counts as: it is larger than was expected, nobody knows how
+much."""
+HEARD_PART = 0.7
+"""Of the partner's expectation; times ``MARGIN`` it is below 1, so no range grows by hearsay."""
+MOST_APART = 4.0
+"""Times that rounds without a partner widen a range, at most."""
+NEAR_PART = 0.5
+"""The narrowest range of a block, in the root mean square of its tensor's: rows of rare tokens."""
+FAR_SIGMAS = 2.0
+"""The distance beyond which the partner's block is refused: it would move this peer too far."""
+FAR_PART = 0.5
+"""The part of blocks refused beyond which a contribution is far as a whole."""
+FINEST_STEP = 2.0**-20
+"""The smallest step, in a block's largest value: z is exact in float32."""
+LARGEST_EXPONENT, UNKNOWN = 127, -128
 """The largest e, and what stands for a distance that is not known; the least is -127."""
-SEED = 8
-WIDE = 2.0**13
-"""z from which a digest's 64 products, of factors up to 255 and z / 2^b, could sum to more than
-2^24.
-"""
-# blocks at a time, whose intermediate results stay in the cache; also the period of the dither
+WIDE_POINT = 2.0**13
+"""z from which a digest's 64 products, of factors up to 255 and z / 16, could exceed 2^24, up to
+which float32 holds whole numbers."""
 SLAB = 512
+"""Blocks at a time, whose intermediate results stay in the cache; also the period of the dither."""
 
 
 def _steps() -> Tensor:
     """Return D for each e from -128 to 127, by e + 128, with the same bits on every machine."""
     quarters = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)
-    steps = [math.ldexp(quarters[e % 4], e // 4) * 2 * REACH / LEVELS for e in range(-128, 128)]
+    steps = []
+    for e in range(-128, 128):
+        sigma = math.ldexp(quarters[e % 4], e // 4)
+        steps.append(sigma * 2 * REACH_SIGMAS / LEVELS)
     return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 STEPS = _steps()
-SIGMAS = STEPS * (LEVELS / (2 * REACH))
+SIGMAS = STEPS * (LEVELS / (2 * REACH_SIGMAS))
 
 
 class Mod4Codec:
@@ -113,12 +97,16 @@ class Mod4Codec:
         """Exponents of the distance measured last, int8, one a block."""
         self._moved: Tensor | None = None
         """Exponents of rms(w - slow) of the contribution to be sent, or in flight."""
-        self._rho, self._apart, self._far = FIRST, 0, False
-        self._seed = bytes(SEED)
+        self._rho = FIRST_RHO
+        self._apart = 0
+        """Rounds since the last with a partner."""
+        self._far = False
+        """True if the last partner's contribution was far as a whole."""
+        self._seed = bytes(SEED_BYTES)
         self.pending = False
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        return SEED + (2 + HALF) * _count(shapes)
+        return _body_bytes(_count(shapes))
 
     @torch.no_grad()
     def expect(self, exchange: str, moved: Sequence[Tensor]) -> None:
@@ -127,7 +115,7 @@ class Mod4Codec:
 
         Without it the weights themselves are taken for it, which is a range far too wide.
         """
-        self._seed = hashlib.sha256(f"shoal/mod4/1:{exchange}".encode()).digest()[:SEED]
+        self._seed = hashlib.sha256(f"shoal/mod4/1:{exchange}".encode()).digest()[:SEED_BYTES]
         parts = [_rms(Rows([tensor])) for tensor in moved]
         self._moved = _exponents(torch.cat(parts)) if parts else None
 
@@ -142,8 +130,9 @@ class Mod4Codec:
         Its bytes are written when they are first asked for, in any thread. ValueError for NaN,
         infinity, or values above 2^50.
         """
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         head = tensors[: len(tensors) - tail]
-        shapes, own = [tuple(tensor.shape) for tensor in tensors], Rows(head)
+        own = Rows(head)
         exponents, moved = self._range(own)
         rest = [tensor.float().clone() for tensor in to_host(tensors[len(head) :])]
         self.pending = True
@@ -163,50 +152,46 @@ class Mod4Codec:
         """Note the distances that the partner's contribution showed; one that is far, after one
         that was not, shows none.
         """
-        odd, self._far = read.far and not self._far and self._measured is not None, read.far
-        if odd:
+        ignored = read.far and not self._far and self._measured is not None
+        self._far = read.far
+        if ignored:
             return
-        sigma = SIGMAS[sent.exponents.int() + 128]
-        widest = REFUSED * sigma
-        seen = torch.where(
-            read.kept, read.distance, torch.where(sigma <= read.expected, widest, sigma / GROWTH)
-        )
-        self._measured = _exponents(
-            torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False
-        )
+        sigma = _sigmas(sent.exponents)
+        widest = REFUSED_SIGMAS * sigma
+        # The narrower of both ranges becomes wider; what the other cannot read does not widen ours.
+        of_refused = torch.where(sigma <= read.expected, widest, sigma / MARGIN)
+        seen = torch.where(read.kept, read.distance, of_refused)
+        heard = torch.minimum(HEARD_PART * read.expected, widest)
+        self._measured = _exponents(torch.maximum(seen, heard), up=False)
+
         weights = sent.own.sizes * read.kept
-        moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)
-        total = float((weights * moved.square()).sum(dtype=torch.float64))
-        if total > 0:
-            self._rho = math.sqrt(
-                float((weights * read.distance.square()).sum(dtype=torch.float64)) / total
-            )
+        way = float((weights * _known(sent.moved).square()).sum(dtype=torch.float64))
+        if way > 0:
+            distance = float((weights * read.distance.square()).sum(dtype=torch.float64))
+            self._rho = math.sqrt(distance / way)
 
     def _range(self, own: Rows) -> tuple[Tensor, Tensor]:
         """Return the exponents of the blocks, and those of rms(w - slow)."""
         if self._measured is not None and len(self._measured) != len(own):
-            self._measured = (
-                None  # other tensors than before: what was measured says nothing about them
-            )
+            self._measured = None  # measured of other tensors: it says nothing about these
         moved = _exponents(_rms(own)) if self._moved is None else self._moved
         if len(moved) != len(own):  # several tensors a parameter
             moved = moved.repeat(len(own) // max(len(moved), 1))
-        expected = _known(moved) * (self._rho * min(math.sqrt(1 + self._apart), APART))
+
+        # n rounds without a partner are a random walk.
+        apart = min(math.sqrt(1 + self._apart), MOST_APART)
+        expected = _known(moved) * (self._rho * apart)
         if self._measured is not None:
-            torch.maximum(expected, GROWTH * _known(self._measured), out=expected)
-        for part, size in zip(
-            torch.split(expected, own.counts), torch.split(own.sizes, own.counts), strict=True
-        ):
-            part.clamp_(
-                min=NEAR * math.sqrt(float((size * part.square()).sum() / size.sum().clamp(min=1)))
-            )
-        least = own.largest * (2.0**-20 * LEVELS / (2 * REACH))
+            torch.maximum(expected, MARGIN * _known(self._measured), out=expected)
+        _widen_to_tensors(expected, own)
+        least = own.largest * (FINEST_STEP * LEVELS / (2 * REACH_SIGMAS))
         if not bool((least <= SIGMAS[-1]).all()):
             raise ValueError(
                 "a tensor to be sent holds NaN, infinity or values too large: lower the learning "
                 "rate or clip gradients"
             )
-        return _exponents(torch.maximum(expected, least)).clamp(min=-LARGEST), moved
+        exponents = _exponents(torch.maximum(expected, least))
+        return exponents.clamp(min=-LARGEST_EXPONENT), moved
 
     # The outcome of a contribution (`Rejectable`, `Resendable`).
 
@@ -218,24 +203,23 @@ class Mod4Codec:
         return None
 
     def accepted(self) -> None:
-        self.pending, self._apart = False, 0
+        self.pending = False
+        self._apart = 0
 
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
         """Note that it is in none: the next partner is further away."""
-        self.pending, self._apart = False, self._apart + 1
+        self.pending = False
+        self._apart += 1
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """Return the measured distances, what is needed to encode the contribution in flight again,
         and the codec's name.
         """
-        kept = {
-            "measured": self._measured,
-            "moved": self._moved if self.pending and unsent is None else None,
-        }
-        texts = {name: None if found is None else _text(found) for name, found in kept.items()}
+        in_flight = self.pending and unsent is None
         return {
             "codec": self.name,
-            **texts,
+            "measured": _text(self._measured),
+            "moved": _text(self._moved if in_flight else None),
             "rho": self._rho,
             "apart": self._apart,
             "far": self._far,
@@ -247,26 +231,20 @@ class Mod4Codec:
             raise ValueError(
                 f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}"
             )
-        measured, moved = (
-            None if (text := state_dict[name]) is None else _read_text(text)
-            for name in ("measured", "moved")
-        )
-        rho, apart, seed = (
-            float(state_dict["rho"]),
-            int(state_dict["apart"]),
-            bytes.fromhex(state_dict["seed"]),
-        )
-        if not 0 <= rho < math.inf or apart < 0 or len(seed) != SEED:
+        measured = _read_text(state_dict["measured"])
+        moved = _read_text(state_dict["moved"])
+        rho = float(state_dict["rho"])
+        apart = int(state_dict["apart"])
+        seed = bytes.fromhex(state_dict["seed"])
+        if not 0 <= rho < math.inf or apart < 0 or len(seed) != SEED_BYTES:
             raise ValueError(
                 "the saved state of mod4 has a range that no run measures: it was damaged"
             )
-        self._measured, self._moved, self._rho, self._apart, self._seed = (
-            measured,
-            moved,
-            rho,
-            apart,
-            seed,
-        )
+        self._measured = measured
+        self._moved = moved
+        self._rho = rho
+        self._apart = apart
+        self._seed = seed
         self._far = bool(state_dict.get("far"))
         self.pending = False
 
@@ -291,38 +269,44 @@ class PairMessage:
     @property
     def nbytes(self) -> int:
         count = len(self.own)
-        return (
-            SEED + (2 + HALF) * count + _gap(count, self.tail) + FLOAT32.nbytes(self._tail_shapes)
-        )
+        return _body_bytes(count) + _gap(count, self.tail) + FLOAT32.nbytes(self._tail_shapes)
 
     @functools.cached_property
     @torch.no_grad()
     def payload(self) -> Tensor:
-        payload, count = buffer(self.nbytes), len(self.own)
+        count = len(self.own)
+        payload = buffer(self.nbytes)
         exponents, digests, codes = _parts(payload, count)
-        payload[:SEED].numpy().data[:] = self.seed
+        payload[:SEED_BYTES].numpy().data[:] = self.seed
         exponents.copy_(self.exponents.view(torch.uint8))
-        dither, odd = _stream(self.seed, count)
-        sums, spare = torch.empty(count, device="cpu"), torch.empty_like(dither)
-        points, lower = (
-            torch.empty_like(dither, dtype=torch.int16),
-            torch.empty(len(dither), HALF, dtype=torch.int16, device="cpu"),
-        )
-        for z, wide, code, total in _together(
-            self._points(dither), self._wide(self.exponents), codes, sums
-        ):
+        sums = self._write_codes(codes)
+        digests.copy_(_digests(sums))
+        if self.tail:
+            begin = _body_bytes(count)
+            end = begin + _gap(count, self.tail)
+            payload[begin:end] = 0
+            payload[end:].copy_(FLOAT32.encode(self.rest))
+        return payload
+
+    def _write_codes(self, codes: Tensor) -> Tensor:
+        """Write the codes of all blocks; return the sums of which their digests are made."""
+        dither, odd = _stream(self.seed, len(self.own))
+        sums = torch.empty(len(self.own), device="cpu")
+        # Memory of one slab, which each overwrites.
+        spare = torch.empty_like(dither)
+        points = torch.empty_like(dither, dtype=torch.int16)
+        lower = torch.empty(len(dither), HALF, dtype=torch.int16, device="cpu")
+        slabs = _together(self._points(dither), self._wide(self.exponents), codes, sums)
+        for z, wide, code, total in slabs:
             if wide:
                 _modulo(z, LEVELS * 256, spare)
-            whole, low = points[: len(z)].copy_(z), lower[: len(z)]
+            whole = points[: len(z)].copy_(z)
+            low = lower[: len(z)]
             torch.bitwise_and(whole[:, :HALF], LEVELS - 1, out=low)
             torch.mv(z.copy_(whole >> BITS), odd, out=total)
-            code.copy_(low.bitwise_or_(whole[:, HALF:].bitwise_left_shift_(BITS)))
-        digests.copy_(_digests(sums))
-        at = SEED + (2 + HALF) * count
-        if self.tail:
-            payload[at : at + _gap(count, self.tail)] = 0
-            payload[at + _gap(count, self.tail) :].copy_(FLOAT32.encode(self.rest))
-        return payload
+            high = whole[:, HALF:].bitwise_left_shift_(BITS)
+            code.copy_(low.bitwise_or_(high))
+        return sums
 
     @torch.no_grad()
     def read(self, payload: Tensor) -> Reading:
@@ -330,40 +314,52 @@ class PairMessage:
 
         ValueError unless it is one of these shapes.
         """
-        payload, count = check_payload(payload, self.nbytes, "mod4"), len(self.own)
-        exponents, digests, codes = _parts(payload, count)
-        steps = exponents.view(torch.int8).int() + 128
-        if bool((steps == 0).any()):
+        payload = check_payload(payload, self.nbytes, "mod4")
+        unsigned, digests, codes = _parts(payload, len(self.own))
+        exponents = unsigned.view(torch.int8)
+        if bool((exponents == UNKNOWN).any()):
             raise ValueError("the payload has an exponent of -128, which none sends")
-        dither, odd = _stream(bytes(payload[:SEED].tolist()), count)
-        step = STEPS[steps].unsqueeze(1)
-        scale, step = step.reciprocal().div_(LEVELS), step * LEVELS
+        seed = bytes(payload[:SEED_BYTES].tolist())
+        values, sums, distance = self._completed(seed, exponents, codes)
+        near = distance <= FAR_SIGMAS * _sigmas(self.exponents)
+        kept = (_digests(sums) == digests).logical_and_(near)
+        if not bool(kept.all()):
+            for own, found, good in _together(self.own.slabs(), values, kept):
+                found[~good] = own[~good]
+        tail = payload[payload.numel() - FLOAT32.nbytes(self._tail_shapes) :]
+        rest = FLOAT32.decode(tail.clone(), self._tail_shapes)
+        return Reading(values, kept, distance, _sigmas(exponents), rest)
+
+    def _completed(
+        self, seed: bytes, exponents: Tensor, codes: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the partner's values w', the sums of which its digests should be made, and the rms
+        distance of each block.
+        """
+        count = len(self.own)
+        dither, odd = _stream(seed, count)
         dither.div_(LEVELS)
-        first, second = dither[:, :HALF], dither[:, HALF:]
-        high, spare, halves = (
-            torch.empty_like(dither),
-            torch.empty_like(dither),
-            torch.empty(2, len(dither), HALF, device="cpu"),
-        )
+        step = STEPS[exponents.int() + 128].unsqueeze(1)
+        scale = step.reciprocal().div_(LEVELS)
+        step = step * LEVELS
         values = buffer(4 * BLOCK * count).view(torch.float32).view(count, BLOCK)
-        sums, distance = torch.empty(count, device="cpu"), torch.empty(count, device="cpu")
+        sums = torch.empty(count, device="cpu")
+        distance = torch.empty(count, device="cpu")
+        # Memory of one slab, which each overwrites.
+        high = torch.empty_like(dither)
+        spare = torch.empty_like(dither)
+        halves = torch.empty(2, len(dither), HALF, device="cpu")
         slabs = _together(
-            self.own.slabs(),
-            self._wide(exponents.view(torch.int8)),
-            values,
-            codes,
-            scale,
-            step,
-            sums,
-            distance,
+            self.own.slabs(), self._wide(exponents), values, codes, scale, step, sums, distance
         )
         for number, (own, wide, found, code, scaling, stepping, total, norm) in enumerate(slabs):
-            k, (low, upper) = high[: len(own)], halves[:, : len(own)]
+            rows = len(own)
+            k = high[:rows]
+            low, upper = halves[:, :rows]
             torch.floor(low.copy_(code).mul_(1 / LEVELS), out=upper)
-            torch.sub(
-                first[: len(own)], low.sub_(upper), out=found[:, :HALF]
-            )  # (u - code) / 2^b, exactly
-            torch.sub(second[: len(own)], upper, alpha=1 / LEVELS, out=found[:, HALF:])
+            # found = (u - code) / 2^b, exactly
+            torch.sub(dither[:rows, :HALF], low.sub_(upper), out=found[:, :HALF])
+            torch.sub(dither[:rows, HALF:], upper, alpha=1 / LEVELS, out=found[:, HALF:])
             torch.addcmul(found, own, scaling, out=k).round_()
             torch.sub(k, found, out=found).mul_(stepping)
             if wide:
@@ -371,23 +367,10 @@ class PairMessage:
             torch.mv(k, odd, out=total)
             apart = torch.sub(found, own, out=k)
             if number in self.own.short:  # what fills short blocks up is read with its rounding
-                span = slice(number * SLAB, number * SLAB + len(own))
-                apart.masked_fill_(
-                    torch.arange(BLOCK, device="cpu") >= self.own.sizes[span, None], 0
-                )
+                sizes = self.own.sizes[number * SLAB : number * SLAB + rows, None]
+                apart.masked_fill_(torch.arange(BLOCK, device="cpu") >= sizes, 0)
             torch.linalg.vector_norm(apart, dim=1, out=norm)
-        distance.div_(self.own.sizes.sqrt())
-        kept = (_digests(sums) == digests).logical_and_(
-            distance <= FAR * SIGMAS[self.exponents.int() + 128]
-        )
-        if not bool(kept.all()):
-            for own, found, good in _together(self.own.slabs(), values, kept):
-                found[~good] = own[~good]
-        rest = FLOAT32.decode(
-            payload[payload.numel() - FLOAT32.nbytes(self._tail_shapes) :].clone(),
-            self._tail_shapes,
-        )
-        return Reading(values, kept, distance, SIGMAS[steps], rest)
+        return values, sums, distance.div_(self.own.sizes.sqrt())
 
     def move(self, read: Reading, refused: bytes) -> list[Tensor]:
         """Return w'_j - w'_i, of all tensors, and 0 where the block was refused here or, by
@@ -400,10 +383,10 @@ class PairMessage:
         for z, values, stepping in _together(self._points(dither), read.values, step):
             values.sub_(z.sub_(dither[: len(z)]).mul_(stepping))
         read.values[~read.kept | self.refused(refused)] = 0
-        return [
-            *self._cut(read.values),
-            *(theirs - mine for theirs, mine in zip(read.rest, self.rest, strict=True)),
-        ]
+        moves = self._cut(read.values)
+        for theirs, mine in zip(read.rest, self.rest, strict=True):
+            moves.append(theirs - mine)
+        return moves
 
     def seen(self, read: Reading) -> list[Tensor]:
         """Return the partner's tensors, with the own values where the block was refused here."""
@@ -430,10 +413,8 @@ class PairMessage:
 
     def _points(self, dither: Tensor) -> Iterator[Tensor]:
         """Yield z of a slab after the other, in memory that the next one overwrites."""
-        scale, room = (
-            STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1),
-            torch.empty_like(dither),
-        )
+        scale = STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1)
+        room = torch.empty_like(dither)
         for own, scaling in _together(self.own.slabs(), scale):
             yield torch.addcmul(dither[: len(own)], own, scaling, out=room[: len(own)]).round_()
 
@@ -442,14 +423,17 @@ class PairMessage:
         float32 to hold it.
         """
         points = self.own.largest * STEPS[exponents.int() + 128].reciprocal()
-        return [bool((part >= WIDE).any()) for (part,) in _together(points)]
+        return [bool((part >= WIDE_POINT).any()) for (part,) in _together(points)]
 
     def _cut(self, rows: Tensor) -> list[Tensor]:
         """Return the tensors of the head from their blocks; views."""
-        flat, at, tensors = rows.view(-1), 0, []
+        flat = rows.view(-1)
+        at = 0
+        tensors = []
         for shape in self.shapes[: len(self.shapes) - self.tail]:
-            tensors.append(flat[at : at + math.prod(shape)].view(shape))
-            at += blocks(math.prod(shape), BLOCK) * BLOCK
+            size = math.prod(shape)
+            tensors.append(flat[at : at + size].view(shape))
+            at += blocks(size, BLOCK) * BLOCK
         return tensors
 
 
@@ -473,26 +457,27 @@ class Reading:
 
     @property
     def far(self) -> bool:
-        return self.refused_part > MOST_REFUSED
+        return self.refused_part > FAR_PART
 
     @property
     def bits(self) -> bytes:
         """Which blocks are refused, one bit each, the first in the lowest bit of the first byte;
         empty if none is.
         """
-        return (
-            b""
-            if bool(self.kept.all())
-            else pack((~self.kept).view(torch.uint8), 1).numpy().tobytes()
-        )
+        if bool(self.kept.all()):
+            return b""
+        return pack((~self.kept).view(torch.uint8), 1).numpy().tobytes()
 
 
 def for_pairs(codec: Codec) -> tuple[Mod4Codec, int] | None:
     """Return the codec for pairs in ``codec`` and how many tensors follow as float32, or None if it
     is another codec.
     """
-    head, tail = (codec.codec, codec.count) if isinstance(codec, BufferTailCodec) else (codec, 0)
-    return (head, tail) if isinstance(head, Mod4Codec) else None
+    tail = 0
+    if isinstance(codec, BufferTailCodec):
+        tail = codec.count
+        codec = codec.codec
+    return (codec, tail) if isinstance(codec, Mod4Codec) else None
 
 
 def check_no_pair(codec: Codec) -> None:
@@ -510,8 +495,14 @@ def _count(shapes: Sequence[Shape]) -> int:
     return sum(blocks(math.prod(shape), BLOCK) for shape in shapes)
 
 
+def _body_bytes(count: int) -> int:
+    """Return the bytes of a payload of that many blocks, without what follows as float32."""
+    return SEED_BYTES + BLOCK_BYTES * count
+
+
 def _gap(count: int, tail: int) -> int:
-    return -(SEED + (2 + HALF) * count) % 4 if tail else 0
+    """Return the zeros after which floats may begin; none if no floats follow."""
+    return -_body_bytes(count) % 4 if tail else 0
 
 
 class Rows:
@@ -542,10 +533,8 @@ class Rows:
     @functools.cached_property
     def largest(self) -> Tensor:
         """The largest magnitude of each block."""
-        largest, room = (
-            torch.empty(len(self), device="cpu"),
-            torch.empty(min(len(self), SLAB), BLOCK, device="cpu"),
-        )
+        largest = torch.empty(len(self), device="cpu")
+        room = torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
         for part, found in _together(self.slabs(), largest):
             torch.amax(torch.abs(part, out=room[: len(part)]), dim=1, out=found)
         return largest
@@ -556,32 +545,47 @@ class Rows:
         """
         room = torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
         for first in range(0, len(self), SLAB):
-            size, place = (
-                (min(first + SLAB, len(self)) - first) * BLOCK,
-                bisect_right(self._ends, first),
-            )
+            size = (min(first + SLAB, len(self)) - first) * BLOCK
+            place = bisect_right(self._ends, first)
             begin = (first - self._ends[place] + self.counts[place]) * BLOCK
             part = self._flat[place][begin : begin + size]
             if part.numel() == size and part.dtype == torch.float32:
                 yield part.view(-1, BLOCK)
-                continue
-            filled, at = room.view(-1)[:size].zero_(), 0
-            while at < size:
-                part = self._flat[place][begin : begin + size - at]
-                filled[at : at + part.numel()] = part
-                at, place, begin = at + blocks(part.numel(), BLOCK) * BLOCK, place + 1, 0
-            yield filled.view(-1, BLOCK)
+            else:
+                filled = room.view(-1)[:size].zero_()
+                self._fill(filled, place, begin)
+                yield filled.view(-1, BLOCK)
+
+    def _fill(self, slab: Tensor, place: int, begin: int) -> None:
+        """Write values into a flat slab, from those of the tensor ``place`` at ``begin`` on."""
+        at = 0
+        while at < slab.numel():
+            part = self._flat[place][begin : begin + slab.numel() - at]
+            slab[at : at + part.numel()] = part
+            at += blocks(part.numel(), BLOCK) * BLOCK
+            place += 1
+            begin = 0
 
 
 def _together(*parts: Tensor | Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield from all at once; of tensors, which have a row for each block, a slab after the
     other.
     """
-    slabs = (
-        (torch.split(part, SLAB) if len(part) else ()) if isinstance(part, Tensor) else part
-        for part in parts
-    )
+    slabs: list[Iterable[Any]] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            slabs.append(torch.split(part, SLAB) if len(part) else ())
+        else:
+            slabs.append(part)
     return zip(*slabs, strict=True)
+
+
+def _widen_to_tensors(expected: Tensor, own: Rows) -> None:
+    """Make the distance of each block at least a part of its tensor's, in place."""
+    parts = torch.split(expected, own.counts)
+    for part, size in zip(parts, torch.split(own.sizes, own.counts), strict=True):
+        square = (size * part.square()).sum() / size.sum().clamp(min=1)
+        part.clamp_(min=NEAR_PART * math.sqrt(float(square)))
 
 
 def _rms(rows: Rows) -> Tensor:
@@ -593,22 +597,27 @@ def _rms(rows: Rows) -> Tensor:
 
 
 def _exponents(values: Tensor, *, up: bool = True) -> Tensor:
-    """Return e with 2^(e/4) >= value (``up``) or nearest to it, int8; NONE for 0."""
+    """Return e with 2^(e/4) >= value (``up``) or nearest to it, int8; UNKNOWN for 0."""
     quarters = values.log2().mul_(4)
     quarters = quarters.ceil_() if up else quarters.round_()
-    return quarters.clamp_(-LARGEST, LARGEST).masked_fill_(values == 0, NONE).to(torch.int8)
+    quarters.clamp_(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    return quarters.masked_fill_(values == 0, UNKNOWN).to(torch.int8)
+
+
+def _sigmas(exponents: Tensor) -> Tensor:
+    """Return 2^(e/4)."""
+    return SIGMAS[exponents.int() + 128]
 
 
 def _known(exponents: Tensor) -> Tensor:
-    """Return 2^(e/4), and 0 for NONE."""
-    return SIGMAS[exponents.int() + 128].masked_fill_(exponents == NONE, 0.0)
+    """Return 2^(e/4), and 0 for UNKNOWN."""
+    return _sigmas(exponents).masked_fill_(exponents == UNKNOWN, 0.0)
 
 
 def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of the exponents, the digests and the codes, (count, 32)."""
-    exponents, digests, codes = torch.split(
-        payload[SEED : SEED + (2 + HALF) * count], [count, count, HALF * count]
-    )
+    body = payload[SEED_BYTES : _body_bytes(count)]
+    exponents, digests, codes = torch.split(body, [count, count, HALF * count])
     return exponents, digests, codes.view(count, HALF)
 
 
@@ -619,11 +628,13 @@ def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
     Integer arithmetic alone, so all machines and all versions of torch get the same. Each slab has
     the same dither.
     """
-    low, high = (int.from_bytes(seed[at : at + 4], "little") for at in (0, 4))
+    low = int.from_bytes(seed[:4], "little")
+    high = int.from_bytes(seed[4:8], "little")
     x = torch.arange((min(count, SLAB) + 1) * BLOCK, dtype=torch.int64, device="cpu")
     x = mixed(((x ^ low) * 0x2C1B3C6D + high) & 0xFFFFFFFF)
     odd = (x[:BLOCK] & 254 | 1).float()
-    return ((x[BLOCK:] >> 16).float() * 2.0**-16 - 0.5).view(-1, BLOCK), odd
+    dither = (x[BLOCK:] >> 16).float() * 2.0**-16 - 0.5
+    return dither.view(-1, BLOCK), odd
 
 
 def mixed(numbers: Tensor) -> Tensor:
@@ -637,7 +648,8 @@ def mixed(numbers: Tensor) -> Tensor:
 
 def _modulo(values: Tensor, number: int, room: Tensor) -> None:
     """Take whole numbers modulo a power of two, in place."""
-    values.sub_(torch.mul(values, 1 / number, out=room[: len(values)]).floor_(), alpha=number)
+    quotients = torch.mul(values, 1 / number, out=room[: len(values)]).floor_()
+    values.sub_(quotients, alpha=number)
 
 
 def _digests(sums: Tensor) -> Tensor:
@@ -645,9 +657,13 @@ def _digests(sums: Tensor) -> Tensor:
     return sums.to(torch.int32).to(torch.uint8)
 
 
-def _text(exponents: Tensor) -> str:
+def _text(exponents: Tensor | None) -> str | None:
+    if exponents is None:
+        return None
     return base64.b64encode(exponents.numpy().tobytes()).decode()
 
 
-def _read_text(text: str) -> Tensor:
+def _read_text(text: str | None) -> Tensor | None:
+    if text is None:
+        return None
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int8)

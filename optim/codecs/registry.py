@@ -18,10 +18,11 @@ from collections.abc import Sequence
 
 from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, BufferTailCodec, Codec, Shape
+from shoal.optim.codecs.e3m0 import E3M0Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.partial import PartialCodec
-from shoal.optim.codecs.quantized import E3M0Codec, Int8Codec, SignCodec
+from shoal.optim.codecs.quantized import Int8Codec, SignCodec
 from shoal.optim.codecs.topk import TopK2Codec
 
 

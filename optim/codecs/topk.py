@@ -1,5 +1,9 @@
-"""SparseLoCo's codec (2508.15706): the largest of each chunk of 4,096 values, 64 or as many as one
-asks, with two bits each.
+"""SparseLoCo's codec (2508.15706): of each chunk of 4,096 values the largest, with two bits each.
+
+    TopK2Codec().encode(tensors)         # 1 value in 64: 108 bytes for 16,384
+    TopK2Codec(0.1).encode(tensors)      # a tenth of the values
+
+A kept value takes 13 bits. Where its levels come from: docs/internals.md, "Codecs".
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Checks, Shape
+from shoal.optim.codecs.bits import pack, pack12, packed_bytes, unpack, unpack12
 from shoal.optim.codecs.quantized import (
     CPU_SLAB,
     GPU_SLAB,
@@ -18,15 +23,14 @@ from shoal.optim.codecs.quantized import (
     blocks,
     check_received,
     check_sent,
-    pack,
-    pack12,
-    packed_bytes,
-    unpack,
-    unpack12,
 )
 
 CHUNK, SIDE = 4096, 64
-PART, MOST = 1 / 64, 0.25
+"""Values in a chunk, and in a row of a square one."""
+PART = 1 / 64
+"""Of the values are kept by default, as in the paper."""
+MOST_PART = 0.25
+"""At most: beyond it a codec that sends every value has the smaller error."""
 EVEN = 16
 """A whole chunk keeps a multiple of so many values: its indices and signs fill whole bytes, and its
 levels lie at even bytes.
@@ -36,25 +40,17 @@ levels lie at even bytes.
 class TopK2Codec(SectionCodec):
     """Codec that keeps ``part`` of the values as one of +-lo, +-hi; all others become 0.
 
-    By default 1 in 64: 108 bytes for 16,384.
-
     A chunk is a square of 64 x 64 of a matrix both of whose sides are multiples of 64, else a run
     of 4,096 values in row-major order, the last run perhaps shorter. A whole chunk keeps its part
     rounded up to a multiple of 16 values (64 by default, 416 for a tenth), a short one of n values
-    n times ``part``, rounded up. A kept value takes 13 bits.
-
-    Of the kept values, ordered by magnitude, the larger half become hi and the others lo, which are
-    the means of their magnitudes (one step of Lloyd's algorithm; the text of the paper that was
-    available to us does not give its levels). lo and hi are sent as bfloat16, which has float32's
-    range.
+    n times ``part``, rounded up. Of these the larger half become hi and the others lo, the means of
+    their magnitudes, in bfloat16.
 
     A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all
-    signs (1 bit each, 1 for negative). Indices and signs of the larger half come first, so the bit
-    that tells hi from lo need not be sent. A chunk with fewer nonzero values than it may keep
-    repeats its first index, which has no effect: zero stays zero.
+    signs (1 bit each, 1 for negative), those of the larger half first. A chunk with fewer nonzero
+    values than it may keep repeats its first index, which has no effect.
 
-    Meant for error feedback ("topk2+ef:0.95"): without it a value that is never among the largest
-    is never sent.
+    Meant for error feedback: else a value that is never among the largest is never sent.
 
     Raises:
         ValueError: ``part`` is not in [1/4096, 1/4].
@@ -63,35 +59,37 @@ class TopK2Codec(SectionCodec):
     base = "topk2"
 
     def __init__(self, part: float = PART) -> None:
-        if not 1 / CHUNK <= part <= MOST:
+        if not 1 / CHUNK <= part <= MOST_PART:
             raise ValueError(
-                f"{self.base} keeps a part of the values from 1/{CHUNK} to {MOST:g}, got {part:g}: "
-                "to send more, choose auto:BITS"
+                f"{self.base} keeps a part of the values from 1/{CHUNK} to {MOST_PART:g}, got "
+                f"{part:g}: to send more, choose auto:BITS"
             )
-        self.part = float(
-            f"{part:g}"
-        )  # as the name says it, or two peers would keep different numbers of values
+        # As the name says it, or two peers would keep different numbers of values.
+        self.part = float(f"{part:g}")
         self.name = self.base if self.part == PART else f"{self.base}:{self.part:g}"
 
     def section(self, shape: Shape) -> int:
         whole, rest = divmod(math.prod(shape), CHUNK)
-        return whole * _chunk_bytes(self._kept(CHUNK)) + (
-            _chunk_bytes(self._kept(rest)) if rest else 0
-        )
+        size = whole * _chunk_bytes(self._kept(CHUNK))
+        if rest:
+            size += _chunk_bytes(self._kept(rest))
+        return size
 
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
         whole, rest = divmod(tensor.numel(), CHUNK)
         at = whole * _chunk_bytes(self._kept(CHUNK))
         if whole:
+            keep = self._kept(CHUNK)
             first = 0
-            levels, indices, signs = _parts(section[:at], whole, self._kept(CHUNK))
+            levels, indices, signs = _parts(section[:at], whole, keep)
             for chunks in _chunks(tensor, whole):
                 span = slice(first, first + len(chunks))
-                _select(chunks, self._kept(CHUNK), levels[span], indices[span], signs[span], checks)
+                _select(chunks, keep, levels[span], indices[span], signs[span], checks)
                 first += len(chunks)
         if rest:
-            parts = _parts(section[at:], 1, self._kept(rest))
-            _select(tensor.reshape(-1)[-rest:].view(1, rest), self._kept(rest), *parts, checks)
+            keep = self._kept(rest)
+            chunk = tensor.reshape(-1)[-rest:].view(1, rest)
+            _select(chunk, keep, *_parts(section[at:], 1, keep), checks)
 
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
         """Decode one tensor; only the kept values are written."""
@@ -102,9 +100,11 @@ class TopK2Codec(SectionCodec):
             places, values = _restore(section[:at], whole, CHUNK, self._kept(CHUNK), checks)
             chunk = torch.arange(whole, device=flat.device).unsqueeze(1)
             if _square(shape):
-                across, width = shape[1] // SIDE, shape[1]
+                width = shape[1]
+                across = width // SIDE
                 row = chunk // across * SIDE + places // SIDE
-                places = row * width + chunk % across * SIDE + places % SIDE
+                column = chunk % across * SIDE + places % SIDE
+                places = row * width + column
             else:
                 places += chunk * CHUNK
             flat[places.view(-1)] = values.view(-1)
@@ -158,20 +158,20 @@ def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Ten
 def _select(
     chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks
 ) -> None:
+    """Write the levels, indices and signs of the chunks, a row each."""
     magnitudes, places = chunks.abs().topk(keep, dim=1)
-    halves = magnitudes.tensor_split([(keep + 1) // 2], dim=1)
-    means = [
-        half.sum(1) / (half != 0).sum(1).clamp(min=1) for half in halves
-    ]  # of the values above zero; 0 if there are none
+    means = []
+    for half in magnitudes.tensor_split([(keep + 1) // 2], dim=1):
+        count = (half != 0).sum(1).clamp(min=1)
+        means.append(half.sum(1) / count)  # of the values above zero; 0 if there are none
     levels.copy_(torch.stack(means, dim=1))
     check_sent(levels, checks)
     places = torch.where(magnitudes == 0, places[:, :1], places)
     indices.copy_(pack12(places))
     negative = (chunks.gather(1, places) < 0).to(torch.uint8)
-    if keep % 8:
-        signs.copy_(pack(negative.view(-1), 1).view(1, -1))  # a short chunk is the only row
-    else:
-        signs.copy_(pack(negative.view(-1), 1).view(len(chunks), -1))
+    # The signs of a short chunk, which is the only row, need not fill whole bytes.
+    rows = 1 if keep % 8 else len(chunks)
+    signs.copy_(pack(negative.view(-1), 1).view(rows, -1))
 
 
 def _restore(
@@ -184,7 +184,8 @@ def _restore(
     levels, indices, signs = _parts(section, chunks, keep)
     check_received(levels, checks)
     places = unpack12(indices, keep)
-    ordered, head = places.sort(dim=1).values, places[:, :1]
+    ordered = places.sort(dim=1).values
+    head = places[:, :1]
     # If a place were named twice, its value would depend on the order in which a device writes.
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != head)
     checks.require(
@@ -193,6 +194,7 @@ def _restore(
     )
     high, low = levels.float().unsqueeze(2).unbind(1)
     values = torch.cat((high.expand(-1, (keep + 1) // 2), low.expand(-1, keep // 2)), dim=1)
-    negative = unpack(signs.reshape(-1), 1, chunks * signs.shape[1] * 8).view(chunks, -1)[:, :keep]
-    values = torch.where(negative.bool(), -values, values)
+    flags = unpack(signs.reshape(-1), 1, chunks * signs.shape[1] * 8)
+    negative = flags.view(chunks, -1)[:, :keep].bool()
+    values = torch.where(negative, -values, values)
     return places, torch.where(places == head, values[:, :1], values)

@@ -35,8 +35,8 @@ from torch._C._distributed_c10d import (
 )
 
 from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, check_finite
+from shoal.optim.codecs.bits import pack
 from shoal.optim.codecs.mod4 import PairMessage, Reading
-from shoal.optim.codecs.quantized import pack
 from shoal.optim.exchange.averaging import TRUSTING, mean_of, pair_mean
 from shoal.optim.exchange.base import Mean, counted_weights
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.codecs.base import SMALL, buffer, check_sends_weights
-from shoal.optim.codecs.quantized import (
+from shoal.optim.codecs.bits import (
     byte_table,
     look_up,
     pack,

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.codecs.quantized import pack12
+from shoal.optim.codecs.bits import pack12
 
 SHAPES = st.one_of(
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
