@@ -1,8 +1,11 @@
 """A codec that chooses another codec for each tensor, so that a payload of a given size has the
 least error.
 
-After L-GreCo (2210.17357), reversed: there the error is given and the size minimised, here the size
-is given, since a receiver must know it beforehand.
+    codec = AutoCodec(2, (INT8, E3M0, SIGN))     # 2 bits a value
+    codec.encode(tensors)
+    codec.choice                                 # ["int8", "sign", ...]
+
+After L-GreCo (2210.17357), reversed: docs/internals.md, "Codecs".
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ def allocate(errors: Table, sizes: Table, budget: float) -> list[int]:
             f"even the smallest sizes need more than the {budget:g} that the budget allows"
         )
     tries = [
-        _spend(errors, sizes, budget, pick)
-        for pick in (_knapsack(errors, sizes, budget), greedy(errors, sizes, budget))
+        _spend(errors, sizes, budget, _knapsack(errors, sizes, budget)),
+        _spend(errors, sizes, budget, greedy(errors, sizes, budget)),
     ]
     for choice in range(min(map(len, sizes), default=0)):
         if total(sizes, [choice] * len(sizes)) <= budget:
@@ -79,7 +82,9 @@ def greedy(errors: Table, sizes: Table, budget: float) -> list[int]:
             for row, size in zip(errors, sizes, strict=True)
         ]
 
-    low, high = -300.0, 300.0  # decimal logarithm of the price
+    # Decimal logarithms of the price.
+    low = -300.0
+    high = 300.0
     if total(sizes, at(0.0)) <= budget:
         return at(0.0)
     picks = [min(range(len(size)), key=size.__getitem__) for size in sizes]
@@ -98,9 +103,8 @@ def _knapsack(errors: Table, sizes: Table, budget: float) -> list[int]:
     spare = budget - sum(least)
     step = max(spare / RESOLUTION, 1.0)
     room = int(spare // step)
-    best = torch.zeros(
-        room + 1, dtype=torch.float64, device="cpu"
-    )  # least error so far, by the steps spent at most
+    # The least error so far, by the steps spent at most.
+    best = torch.zeros(room + 1, dtype=torch.float64, device="cpu")
     picked = []
     for error, size, smallest in zip(errors, sizes, least, strict=True):
         options = torch.full((len(size), room + 1), math.inf, dtype=torch.float64, device="cpu")
@@ -147,15 +151,12 @@ class AutoCodec:
     it.
 
     Every ``every`` rounds each candidate encodes each tensor to be sent, and ``allocate`` finds the
-    choice with the least sum of squared errors. It is that of the next round, so that the errors
-    come from a device together with the payload; only where there is none yet it is that of the
-    same round, and the device is waited for once more. Wrapped in error feedback ("auto:2+ef") it
-    measures the sum of tensor and residual.
+    choice with the least sum of squared errors, which is that of the next round. Wrapped in error
+    feedback ("auto:2+ef") it measures the sum of tensor and residual.
 
-    The two ends of an exchange may choose differently, so a payload names the choice: one byte a
-    tensor, the index of the candidate; then the candidates' payloads, each beginning at a multiple
-    of 4 bytes; then zeros up to the size that follows from the shapes: the budget, or the sum of
-    the smallest candidates if that is more. So a receiver knows the size beforehand.
+    A payload names the choice, one byte a tensor, the index of the candidate; then the candidates'
+    payloads, each beginning at a multiple of 4 bytes; then zeros up to the size that follows from
+    the shapes: the budget, or the sum of the smallest candidates if that is more.
 
     Raises:
         ValueError: ``bits`` is not in (0, 32].
@@ -166,7 +167,9 @@ class AutoCodec:
     def __init__(self, bits: float, candidates: Sequence[Codec], every: int = REFRESH) -> None:
         if not 0 < bits <= 32:
             raise ValueError(f"auto takes the bits a value, above 0 and up to 32, got {bits:g}")
-        self.bits, self.candidates, self.every = bits, tuple(candidates), every
+        self.bits = bits
+        self.candidates = tuple(candidates)
+        self.every = every
         self._shapes: list[Shape] = []
         self._choice: list[int] = []
         self._age = 0
@@ -196,21 +199,19 @@ class AutoCodec:
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
         """Encode on the device of the tensors, which is waited for where there is no choice yet."""
         device = accelerator_of(tensors) or torch.device("cpu")
-        shapes, tensors = (
-            [tuple(tensor.shape) for tensor in tensors],
-            [tensor.to(device) for tensor in tensors],
-        )
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        tensors = [tensor.to(device) for tensor in tensors]
         checks.require(finite(tensors), f"a tensor to be sent {NOT_FINITE}")
-        first, due = shapes != self._shapes, self._age >= self.every
-        choice = (
-            self._chosen(self._errors(tensors, shapes).tolist(), shapes) if first else self._choice
-        )
+        first = shapes != self._shapes
+        due = self._age >= self.every
+        choice = self._choice
+        if first:
+            choice = self._chosen(self._errors(tensors, shapes).tolist(), shapes)
         found = choice
         payload = Checks.payload(self.nbytes(shapes), device)
         self._last = weakref.ref(payload), choice
-        payload[: len(shapes)] = to_device(
-            [torch.tensor(choice, dtype=torch.uint8, device="cpu")], device
-        )[0]
+        named = torch.tensor(choice, dtype=torch.uint8, device="cpu")
+        payload[: len(shapes)] = to_device([named], device)[0]
         offset = padded(len(shapes))
         for tensor, index in zip(tensors, choice, strict=True):
             part = packed(self.candidates[index], [tensor], checks)
@@ -223,7 +224,9 @@ class AutoCodec:
             found = self._chosen(errors, shapes)
 
         def keep() -> None:
-            self._shapes, self._choice, self._age = shapes, found, age
+            self._shapes = shapes
+            self._choice = found
+            self._age = age
 
         if due and not first:
             checks.values(self._errors(tensors, shapes), measured)
@@ -235,12 +238,9 @@ class AutoCodec:
         without a look at it.
         """
         last, choice = self._last
-        return self._restored(
-            payload,
-            shapes,
-            choice if last() is payload else payload[: len(shapes)].tolist(),
-            checks,
-        )
+        if last() is not payload:
+            choice = payload[: len(shapes)].tolist()
+        return self._restored(payload, shapes, choice, checks)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode by the choice that the payload names.
@@ -258,14 +258,14 @@ class AutoCodec:
     def _restored(
         self, payload: Tensor, shapes: Sequence[Shape], choice: Sequence[int], checks: Checks
     ) -> list[Tensor]:
-        offset, tensors = padded(len(shapes)), []
+        offset = padded(len(shapes))
+        tensors = []
         for shape, index in zip(shapes, choice, strict=True):
-            size = self.candidates[index].nbytes([shape])
+            codec = self.candidates[index]
+            size = codec.nbytes([shape])
             if offset + size > payload.numel():
                 raise ValueError("the payload names codecs that need more bytes than it has")
-            tensors += unpacked(
-                self.candidates[index], payload[offset : offset + size], [shape], checks
-            )
+            tensors += unpacked(codec, payload[offset : offset + size], [shape], checks)
             offset += padded(size)
         return tensors
 
@@ -289,7 +289,8 @@ class AutoCodec:
                 f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}"
             )
         self._shapes = [tuple(shape) for shape in state_dict["shapes"]]
-        self._choice, self._age = choice, int(state_dict["age"])
+        self._choice = choice
+        self._age = int(state_dict["age"])
 
     def _sizes(self, shapes: Sequence[Shape]) -> list[list[int]]:
         return [[padded(codec.nbytes([shape])) for codec in self.candidates] for shape in shapes]
@@ -305,13 +306,10 @@ class AutoCodec:
         errors: list[Tensor] = []
         for tensor, shape in zip(tensors, shapes, strict=True):
             for codec in self.candidates:
-                (decoded,) = unpacked(codec, packed(codec, [tensor], Checks()), [shape], Checks())
-                errors.append(
-                    (tensor.float() - decoded.to(tensor.device))
-                    .to(wide(tensor.device))
-                    .square()
-                    .sum()
-                )
+                payload = packed(codec, [tensor], Checks())
+                (decoded,) = unpacked(codec, payload, [shape], Checks())
+                lost = tensor.float() - decoded.to(tensor.device)
+                errors.append(lost.to(wide(tensor.device)).square().sum())
         return torch.stack(errors) if errors else torch.empty(0, device="cpu")
 
     def _chosen(self, errors: list[float], shapes: Sequence[Shape]) -> list[int]:

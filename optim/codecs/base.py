@@ -1,7 +1,11 @@
 """The ``Codec`` protocol (tensors to bytes on the wire, and back), and the codecs of plain floats.
 
-A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an
-oversized one before it allocates.
+    payload = BFLOAT16.encode(tensors)
+    assert payload.numel() == BFLOAT16.nbytes(shapes)
+    tensors = BFLOAT16.decode(payload, shapes)
+
+The size of a payload follows from the shapes alone. What a codec may depend on, where its memory is
+and when it waits for an accelerator: docs/internals.md, "Codecs".
 """
 
 from __future__ import annotations
@@ -21,16 +25,15 @@ Shape = tuple[int, ...]
 S = TypeVar("S")
 
 NOT_FINITE = "holds NaN or infinity: lower the learning rate or clip gradients"
-SMALL = 1 << 20  # bytes; below this size what malloc keeps does not matter
+SMALL = 1 << 20
+"""Bytes below which it does not matter what malloc keeps."""
+ALIGNMENT = 8
+"""Bytes at whose multiples values of every type may begin."""
 
 
 def buffer(nbytes: int) -> Tensor:
     """Return an uninitialised uint8 tensor on the CPU of ``nbytes`` elements, in memory that
-    nothing else uses.
-
-    It goes back to the system with the last tensor in it. What malloc hands out is kept for the
-    thread that asked for it, and a payload is received in one thread, verified in another, and
-    applied in a third.
+    nothing else uses, and that goes back to the system with the last tensor in it.
     """
     if nbytes < SMALL:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -45,27 +48,25 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of the same types, shapes and devices, contiguous; those on the
     CPU are in one ``buffer``.
     """
-    # Each begins at a multiple of 8 bytes, which suits every type.
-    sizes = [-(-tensor.nbytes // 8) * 8 if tensor.device.type == "cpu" else 0 for tensor in tensors]
+    sizes = []
+    for tensor in tensors:
+        here = tensor.device.type == "cpu"
+        sizes.append(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT if here else 0)
+    pieces = torch.split(buffer(sum(sizes)), sizes)
     rooms = []
-    for tensor, piece, size in zip(
-        tensors, torch.split(buffer(sum(sizes)), sizes), sizes, strict=True
-    ):
-        fits = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) if size else None
-        rooms.append(
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            if fits is None
-            else fits
-        )
+    for tensor, piece, size in zip(tensors, pieces, sizes, strict=True):
+        if size:
+            room = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        else:
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        rooms.append(room)
     return rooms
 
 
 class Codec(Protocol):
     """Conversion of a list of tensors into one flat buffer of bytes, and back.
 
-    ``decode`` depends on the payload and the shapes alone, so it may run in another thread than
-    ``encode``, and every peer gets the same values from the same bytes. ``encode`` may keep state
-    (``fresh``).
+    ``decode`` depends on the payload and the shapes alone; ``encode`` may keep state (``fresh``).
     """
 
     @property
@@ -157,21 +158,20 @@ def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
         raise ValueError(
             f"payload has {payload.numel()} bytes, these shapes need {expected} in {name}"
         )
-    aligned = (
-        payload.stride(0) == 1 and payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
-    )
-    return (
-        payload
-        if aligned
-        else torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
-    )
+    at_float = payload.data_ptr() % 4 == 0 and payload.storage_offset() % 4 == 0
+    if payload.stride(0) == 1 and at_float:
+        return payload
+    return torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether no value is NaN or infinity."""
-    # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact
-    # check needed.
-    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
+    for tensor in tensors:
+        # The sum is finite unless a value is not, or the sum overflows; only then is the slower
+        # exact check needed.
+        if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
+            return False
+    return True
 
 
 def check_finite(tensors: Sequence[Tensor], what: str) -> None:
@@ -187,8 +187,7 @@ def check_sends_weights(codec: Codec, method: str) -> None:
     if codec.displacement:
         raise ValueError(
             f"{method} sends whole weights, of which the codec {codec.name} loses too much: choose "
-            "float32, bfloat16, float16 "
-            "or int8, or a method that sends pseudo-gradients"
+            "float32, bfloat16, float16 or int8, or a method that sends pseudo-gradients"
         )
 
 
@@ -204,7 +203,8 @@ class Checks:
     """
 
     def __init__(self, later: bool = True) -> None:
-        self._later, self._conditions = later, dict[str, Tensor]()
+        self._later = later
+        self._conditions: dict[str, Tensor] = {}
         self._after: list[Callable[[], None]] = []
         self._values: Tensor | None = None
 
@@ -215,10 +215,10 @@ class Checks:
         if holds.device.type == "cpu" or not self._later:
             if not bool(holds):
                 raise ValueError(text)
+        elif text in self._conditions:
+            self._conditions[text] = self._conditions[text] & holds
         else:
-            self._conditions[text] = (
-                self._conditions[text] & holds if text in self._conditions else holds
-            )
+            self._conditions[text] = holds
 
     def then(self, do: Callable[[], None]) -> None:
         """Call ``do`` once all conditions are known to hold."""
@@ -228,7 +228,8 @@ class Checks:
         """Call ``take`` with numbers of the device that come with the payload, before what is done
         `then`.
         """
-        self._values, self._take = values, take
+        self._values = values
+        self._take = take
 
     @staticmethod
     def payload(nbytes: int, device: torch.device | str) -> Tensor:
@@ -240,19 +241,11 @@ class Checks:
 
         ValueError with the first text whose condition does not hold.
         """
-        host, answers, values = payload, list(self._conditions.values()), self._values
+        host = payload
+        answers = list(self._conditions.values())
+        values = self._values
         if payload.device.type != "cpu":
-            sizes = [payload.numel(), len(answers), 0 if values is None else values.nbytes]
-            whole = payload.as_strided((sum(sizes[:2]),), (1,))
-            if answers:
-                whole[sizes[0] :] = torch.stack(answers)
-            if values is not None:
-                whole = torch.cat([whole, values.view(torch.uint8)])
-            host, held, rest = torch.split(buffer(sum(sizes)).copy_(whole), sizes)  # the one wait
-            answers, values = (
-                list(held),
-                None if values is None else rest.clone().view(values.dtype),
-            )
+            host, answers, values = self._copied(payload, answers, values)
         for text, holds in zip(self._conditions, answers, strict=True):
             if not bool(holds):
                 raise ValueError(text)
@@ -261,6 +254,22 @@ class Checks:
         for do in self._after:
             do()
         return host
+
+    @staticmethod
+    def _copied(
+        payload: Tensor, answers: list[Tensor], values: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Return all three on the CPU, after one wait for the accelerator."""
+        sizes = [payload.numel(), len(answers), 0 if values is None else values.nbytes]
+        whole = payload.as_strided((payload.numel() + len(answers),), (1,))
+        if answers:
+            whole[payload.numel() :] = torch.stack(answers)
+        if values is not None:
+            whole = torch.cat([whole, values.view(torch.uint8)])
+        host, held, rest = torch.split(buffer(sum(sizes)).copy_(whole), sizes)
+        if values is not None:
+            values = rest.clone().view(values.dtype)
+        return host, list(held), values
 
 
 @runtime_checkable
@@ -355,15 +364,14 @@ class FloatCodec(Stateless):
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        payload = Checks.payload(
-            self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device
-        )
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        payload = Checks.payload(self.nbytes(shapes), tensors[0].device)
         flat = payload.view(self.dtype)
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         fits = []
-        for tensor, part in zip(
-            tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
-        ):
-            part.copy_(values := tensor.detach().reshape(-1))
+        for tensor, part in zip(tensors, parts, strict=True):
+            values = tensor.detach().reshape(-1)
+            part.copy_(values)
             if self.dtype != torch.float32:  # NaN and infinity are sent as they are
                 fits.append(~(values.isfinite() & part.isinf()).any())
         if fits:
@@ -382,20 +390,15 @@ class FloatCodec(Stateless):
             if bool(over.any()):
                 raise ValueError(
                     f"a value of {float(tensor[over][0]):.6g} is too large for {self.name}, which "
-                    "ends at "
-                    f"{torch.finfo(self.dtype).max:.6g}: choose float32 (or bfloat16), lower the "
-                    "learning rate, or clip gradients"
+                    f"ends at {torch.finfo(self.dtype).max:.6g}: choose float32 (or bfloat16), "
+                    "lower the learning rate, or clip gradients"
                 )
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode as float32: views into the payload if that is float32, else fresh copies."""
-        flat = (
-            check_payload(payload, self.nbytes(shapes), self.name)
-            .view(self.dtype)
-            .to(torch.float32)
-        )
-        sizes = [math.prod(shape) for shape in shapes]
-        parts = torch.split(flat, sizes)
+        payload = check_payload(payload, self.nbytes(shapes), self.name)
+        flat = payload.view(self.dtype).to(torch.float32)
+        parts = torch.split(flat, [math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -462,22 +465,19 @@ class BufferTailCodec:
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
         head, tail = self._cut(shapes)
-        return self._room(head) + FLOAT32.nbytes(tail)
+        return padded(self.codec.nbytes(head)) + FLOAT32.nbytes(tail)
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Encode the head, zeros up to a multiple of 4 bytes, and the tail."""
         return encoded(self, tensors)
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        shapes, device = (
-            [tuple(tensor.shape) for tensor in tensors],
-            accelerator_of(tensors) or torch.device("cpu"),
-        )
-        payload, (head, _) = Checks.payload(self.nbytes(shapes), device), self._cut(shapes)
-        payload[: self.codec.nbytes(head)] = packed(
-            self.codec, list(tensors[: -self.count]), checks
-        )
-        payload[self._room(head) :] = packed(FLOAT32, list(tensors[-self.count :]), checks)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        device = accelerator_of(tensors) or torch.device("cpu")
+        payload = Checks.payload(self.nbytes(shapes), device)
+        size = self.codec.nbytes(shapes[: -self.count])
+        payload[:size] = packed(self.codec, list(tensors[: -self.count]), checks)
+        payload[padded(size) :] = packed(FLOAT32, list(tensors[-self.count :]), checks)
         return payload
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -490,8 +490,9 @@ class BufferTailCodec:
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         head, tail = self._cut(shapes)
-        parts = unpacked(self.codec, payload[: self.codec.nbytes(head)], head, checks)
-        return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
+        size = self.codec.nbytes(head)
+        parts = unpacked(self.codec, payload[:size], head, checks)
+        return parts + FLOAT32.decode(payload[padded(size) :].clone(), tail)
 
     def fresh(self) -> BufferTailCodec:
         return BufferTailCodec(self.codec.fresh(), self.count)
@@ -504,6 +505,3 @@ class BufferTailCodec:
 
     def _cut(self, shapes: Sequence[Shape]) -> tuple[Sequence[Shape], Sequence[Shape]]:
         return shapes[: -self.count], shapes[-self.count :]
-
-    def _room(self, head: Sequence[Shape]) -> int:
-        return padded(self.codec.nbytes(head))

@@ -1,4 +1,11 @@
-"""Error feedback: the part that a codec loses in one round is added to the tensors of the next."""
+"""Error feedback: the part that a codec loses in one round is added to the tensors of the next.
+
+    codec = ErrorFeedback(SIGN, beta=0.95)
+    payload = codec.encode(tensors)
+    codec.accepted()                    # or codec.rejected(applied), if it is in no mean
+
+What is kept after each outcome, and why: docs/internals.md, "Error feedback".
+"""
 
 from __future__ import annotations
 
@@ -29,22 +36,9 @@ class ErrorFeedback:
 
         a = beta e + g;   sent = Q(a);   e <- a - sent
 
-    With beta = 1 nothing is lost: the sum of all sent values plus e equals the sum of all g. With
-    beta < 1 (SparseLoCo: 0.95) old residuals fade. For displacements only: a weight must not be
-    sent a second time.
-
-    e belongs to one peer and one fragment: give every fragment its own instance (``fresh``). A
-    newcomer begins with e = 0. NaN and infinity never enter e: ``encode`` raises before anything
-    has changed. Memory: one float32 copy of the tensors, on their device; while encoding two more.
-
-    After a round that was not accepted (the exchange returned None), the sum of all applied values
-    plus e stays correct if
-
-    * the slow weights get g, and ``rejected(g)`` is called: e is as before (faded by beta).
-      ``OuterOptimizer`` does so, because then local progress never waits for other peers;
-    * or they get ``sent()``, as in a group of one, and ``accepted()`` is called;
-    * or they get nothing, and ``rejected()`` is called: the whole of a is the residual of the next
-      round.
+    With beta = 1 nothing is lost: the sum of all sent values plus e equals the sum of all g. For
+    displacements only. e belongs to one peer and one fragment: give every fragment its own instance
+    (``fresh``). NaN and infinity never enter e: ``encode`` raises before anything has changed.
 
     Raises:
         ValueError: beta is not in [0, 1], or the codec has error feedback already.
@@ -57,7 +51,8 @@ class ErrorFeedback:
             raise ValueError(f"the factor of error feedback must lie in [0, 1], got {beta:g}")
         if isinstance(codec, ErrorFeedback):
             raise ValueError(f"the codec {codec.name} has error feedback already")
-        self.codec, self.beta = codec, beta
+        self.codec = codec
+        self.beta = beta
         self.error: list[Tensor] | None = None
         """e, of the shapes of the last ``encode``; None before the first."""
         self.payload: Tensor | None = None
@@ -95,14 +90,14 @@ class ErrorFeedback:
             return Checks.payload(self.payload.numel(), tensors[0].device).copy_(self.payload)
         total = self._total(tensors)
         payload = packed(self.codec, total, checks)
-        error = [
-            torch.sub(a, sent, out=a)
-            for a, sent in zip(total, self._decoded(payload, total), strict=True)
-        ]
+        error = []
+        for a, sent in zip(total, self._decoded(payload, total), strict=True):
+            error.append(torch.sub(a, sent, out=a))
         checks.require(finite(error), f"a tensor to be sent, or its decoded form, {NOT_FINITE}")
 
         def keep() -> None:
-            self.error, self.payload = error, payload.clone()
+            self.error = error
+            self.payload = payload.clone()
 
         checks.then(keep)
         return payload
@@ -112,17 +107,18 @@ class ErrorFeedback:
         if self.error is None:
             return [tensor.detach().to(torch.float32, copy=True) for tensor in tensors]
         total = [tensor.detach().float() for tensor in tensors]
-        kept, given = ([tuple(tensor.shape) for tensor in some] for some in (self.error, total))
+        kept = [tuple(tensor.shape) for tensor in self.error]
+        given = [tuple(tensor.shape) for tensor in total]
         if kept != given:
             raise ValueError(
                 f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} "
-                f"values, got {len(given)} of "
-                f"{sum(map(math.prod, given))}: use fresh() for each fragment or model"
+                f"values, got {len(given)} of {sum(map(math.prod, given))}: use fresh() for each "
+                "fragment or model"
             )
-        return [
-            torch.add(g, e.to(g.device), alpha=self.beta)
-            for g, e in zip(total, self.error, strict=True)
-        ]
+        sums = []
+        for g, e in zip(total, self.error, strict=True):
+            sums.append(torch.add(g, e.to(g.device), alpha=self.beta))
+        return sums
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         return unpacked(self.codec, payload, shapes, checks)
@@ -147,7 +143,8 @@ class ErrorFeedback:
         return self.payload is not None
 
     def accepted(self) -> None:
-        self.payload, self._again = None, False
+        self.payload = None
+        self._again = False
 
     @torch.no_grad()
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
@@ -157,11 +154,14 @@ class ErrorFeedback:
         ValueError if there was no ``encode`` since the last outcome.
         """
         self.error = self._taken_back(applied)
-        self.payload, self._again = None, False
+        self.payload = None
+        self._again = False
 
     def _taken_back(self, applied: Sequence[Tensor]) -> list[Tensor]:
-        sent, error = self.sent(), self.error or []
-        error = [torch.add(e, decoded, out=decoded) for e, decoded in zip(error, sent, strict=True)]
+        """Return the residual with what was sent, less ``applied``."""
+        error = []
+        for e, decoded in zip(self.error or [], self.sent(), strict=True):
+            error.append(torch.add(e, decoded, out=decoded))
         for e, g in zip(error, applied, strict=False):
             e.sub_(g.to(e.device))
         return error
@@ -171,16 +171,13 @@ class ErrorFeedback:
         """Return the codec's name, e, and the wrapped codec's state; with ``unsent``, e as
         ``rejected(unsent)`` would leave it.
         """
-        error = (
-            self._taken_back(unsent)
-            if unsent is not None
-            else [tensor.clone() for tensor in self.error or []]
-        )
-        return {
-            "codec": self.name,
-            "error": None if self.error is None else error,
-            "inner": self.codec.state_dict(),
-        }
+        if unsent is not None:
+            error: list[Tensor] | None = self._taken_back(unsent)
+        elif self.error is not None:
+            error = [tensor.clone() for tensor in self.error]
+        else:
+            error = None
+        return {"codec": self.name, "error": error, "inner": self.codec.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned.
@@ -193,27 +190,27 @@ class ErrorFeedback:
                 f"{self.name}"
             )
         error: list[Tensor] | None = state_dict["error"]
-        check_finite(error or [], "the saved error feedback")
         payload: Tensor | None = state_dict.get("payload")
-        size = self.nbytes([tuple(tensor.shape) for tensor in error or []])
-        if payload is not None and (payload.dtype != torch.uint8 or payload.shape != (size,)):
-            raise ValueError(
-                f"the saved payload of {self.name} has not the {size} bytes of its tensors"
-            )
+        check_finite(error or [], "the saved error feedback")
+        if payload is not None:
+            size = self.nbytes([tuple(tensor.shape) for tensor in error or []])
+            if payload.dtype != torch.uint8 or payload.shape != (size,):
+                raise ValueError(
+                    f"the saved payload of {self.name} has not the {size} bytes of its tensors"
+                )
+            payload = payload.clone()
         self.codec.load_state_dict(state_dict["inner"])
-        self.error = (
-            None if error is None else [tensor.to(torch.float32, copy=True) for tensor in error]
-        )
-        self.payload, self._again = (
-            (None if payload is None else payload.clone()),
-            payload is not None,
-        )
+        if error is not None:
+            error = [tensor.to(torch.float32, copy=True) for tensor in error]
+        self.error = error
+        self.payload = payload
+        self._again = payload is not None
 
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values of one's own payload, on the devices of ``like``."""
         devices = {tensor.device for tensor in like}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        shapes = [tuple(tensor.shape) for tensor in like]
         # Nothing is asked of one's own payload.
-        decoded = unpacked(
-            self.codec, payload.to(device), [tuple(tensor.shape) for tensor in like], Checks()
-        )
+        decoded = unpacked(self.codec, payload.to(device), shapes, Checks())
         return [values.to(tensor.device) for values, tensor in zip(decoded, like, strict=True)]
