@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import cast
 
 from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, BufferTailCodec, Codec, Shape
 from shoal.optim.codecs.e3m0 import E3M0Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.codecs.partial import PartialCodec
+from shoal.optim.codecs.partial import PartialCodec, Scope
 from shoal.optim.codecs.quantized import Int8Codec, SignCodec
 from shoal.optim.codecs.topk import TopK2Codec
 
@@ -76,13 +77,16 @@ def codec_named(name: str) -> Codec:
     ValueError for an unknown name lists the known ones.
     """
     match = _NAME.fullmatch(name) if len(name) <= LONGEST_NAME else None
-    codec = _base(match["base"], match["number"]) if match else None
-    if match is None or codec is None or (match["ef"] and isinstance(codec, Mod4Codec)):
+    if match is None:
+        raise _unknown(name)
+    codec = _base(match["base"], match["number"])
+    if codec is None or (match["ef"] and isinstance(codec, Mod4Codec)):
         raise _unknown(name)
     if match["scope"]:
-        if isinstance(codec, Mod4Codec) or codec is FLOAT32:
-            raise ValueError(f"{codec.name} {WHY_WHOLE[codec.name]}: leave out +{match['scope']}")
-        codec = PartialCodec(codec, "matrices" if match["scope"] == "matrices" else "hidden")
+        why = WHY_WHOLE.get(codec.name)
+        if why is not None:
+            raise ValueError(f"{codec.name} {why}: leave out +{match['scope']}")
+        codec = PartialCodec(codec, cast(Scope, match["scope"]))
     if match["ef"]:
         return ErrorFeedback(codec, float(match["beta"] or 1))
     return codec

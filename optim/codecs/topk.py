@@ -46,10 +46,6 @@ class TopK2Codec(SectionCodec):
     n times ``part``, rounded up. Of these the larger half become hi and the others lo, the means of
     their magnitudes, in bfloat16.
 
-    A section is, for the chunks in order, all levels (hi, lo), all indices (12 bits each) and all
-    signs (1 bit each, 1 for negative), those of the larger half first. A chunk with fewer nonzero
-    values than it may keep repeats its first index, which has no effect.
-
     Meant for error feedback: else a value that is never among the largest is never sent.
 
     Raises:
@@ -69,6 +65,12 @@ class TopK2Codec(SectionCodec):
         self.name = self.base if self.part == PART else f"{self.base}:{self.part:g}"
 
     def section(self, shape: Shape) -> int:
+        """Return the bytes of, for the chunks in order, all levels (hi, lo), all indices (12 bits
+        each) and all signs (1 bit each, 1 for negative), those of the larger half first.
+
+        A chunk with fewer nonzero values than it may keep repeats its first index, which has no
+        effect.
+        """
         whole, rest = divmod(math.prod(shape), CHUNK)
         size = whole * _chunk_bytes(self._kept(CHUNK))
         if rest:
