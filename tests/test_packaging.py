@@ -220,6 +220,17 @@ def test_core_installs_little():
     assert PROJECT["project"]["scripts"] == {"shoal": "shoal.node.cli.main:main"}
 
 
+def test_the_python_versions_that_are_named_are_those_that_ci_runs():
+    """praxis #52: a version that was promised and never run."""
+    matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    versions = matrix["jobs"]["run"]["strategy"]["matrix"]["python"]
+    named = "Programming Language :: Python :: "
+    assert PROJECT["project"]["classifiers"] == [named + version for version in versions]
+    assert PROJECT["project"]["requires-python"] == f">={versions[0]}"
+    assert PROJECT["tool"]["mypy"]["python_version"] == versions[0]
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{versions[0].replace('.', '')}"
+
+
 def test_watching_needs_nothing_that_must_be_compiled():
     extras = PROJECT["project"]["optional-dependencies"]
     assert {re.match(r"[\w-]+", line)[0] for line in extras["watch"]} == {

@@ -309,3 +309,22 @@ def test_checks_that_take_a_while_cost_nobody_a_seat():
     assert banned(swarm) == {"liar-0"}
     honest = [standing for name, standing in agreed(swarm).standings.items() if name != "liar-0"]
     assert not any(standing.votes[bad] for standing in honest for bad in ("withheld", "against"))
+
+
+@pytest.mark.ci
+def test_what_a_participant_keeps_does_not_grow_with_the_rounds():
+    """rl-swarm #369: after hours a node's memory was full."""
+    swarm = Swarm({f"honest-{number}": "honest" for number in range(4)}, WORLD)
+    kept = {}
+
+    def look(round):
+        if round in (40, 60):
+            participant = swarm.peers[0].participant
+            known, table = participant.consensus, participant.table
+            parts = known.ledger, known.electorates, table.rulings, table.standings
+            kept[round] = [len(part) for part in parts]
+
+    swarm.run(61, look)
+    assert kept[40][0] > 500
+    for before, after in zip(kept[40], kept[60], strict=True):
+        assert after <= 1.1 * before
