@@ -70,7 +70,7 @@ class Daemon:
     def __init__(self, bootstrap: tuple[str, ...]) -> None:
         from shoal.swarm.errors import StartupError
         from shoal.swarm.identity import Identity
-        from shoal.swarm.membership.dht import MemberValidator
+        from shoal.swarm.membership.records import MemberValidator
         from shoal.swarm.p2p.host import Host
 
         self.identity, self.nbytes, self.keys = Identity.ephemeral(), 0, 0
@@ -327,7 +327,7 @@ def newcomers(options: argparse.Namespace, bootstrap: tuple[str, ...]) -> list[f
     """Return the seconds until a stranger finds each of some newcomers; infinity for one that it
     does not within a minute.
     """
-    from shoal.swarm.membership.dht import is_in_its_bucket
+    from shoal.swarm.membership.bucket_index import is_in_its_bucket
 
     stranger, found = LightPeer(options, Daemon(bootstrap)), []
     for _ in range(options.newcomers):
@@ -353,7 +353,7 @@ def model(options: argparse.Namespace) -> dict[str, float]:
     this one's.
     """
     from bench.sim.report import run_sim
-    from shoal.swarm.membership.directory import PERIOD
+    from shoal.swarm.membership.directory import PERIOD_S
 
     overrides = {
         "swarm.bucket": options.bucket,
@@ -362,7 +362,7 @@ def model(options: argparse.Namespace) -> dict[str, float]:
         "outer.every": 1000,
     }
     found = run_sim(None, peers=options.peers, minutes=1.0, parameters=64, overrides=overrides)
-    slower = PERIOD / options.period
+    slower = PERIOD_S / options.period
     return {
         "model_bytes": found["directory_bytes_per_peer_second"] * slower,
         "model_keys_per_minute": found["directory_calls_per_peer_minute"] * slower,

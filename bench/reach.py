@@ -173,8 +173,8 @@ def dialler(
     the connections 2 s later.
     """
     from shoal.swarm.identity import Identity
-    from shoal.swarm.p2p.addresses import to_text
     from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
+    from shoal.swarm.p2p.multiaddr import to_text
 
     async def dial() -> None:
         daemon = await Daemon.launch(

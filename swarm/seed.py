@@ -42,21 +42,16 @@ from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, is_public, swarm_id, title_of
 from shoal.swarm.p2p.addresses import by_turns, range_of
-from shoal.swarm.p2p.connections import (
-    beside,
-    check_announced,
-    check_free,
-    fixed_ports,
-    launch_relay,
-    obtain_ports,
-)
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.daemon_supervisor import started_again
-from shoal.swarm.p2p.host import Subscription
-from shoal.swarm.p2p.limits import RateLimit, StreamPlaces, TokenBuckets
+from shoal.swarm.p2p.listening import beside, check_announced, check_free, fixed_ports, obtain_ports
+from shoal.swarm.p2p.pubsub import Subscription
 from shoal.swarm.p2p.punch import tell_seen
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.relay_slots import launch_relay
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, peek, unpack, unseal
 from shoal.swarm.wire.messages import (

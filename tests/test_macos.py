@@ -20,7 +20,7 @@ from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources
 from shoal.node.training.loader import _begin_worker
 from shoal.swarm.p2p import daemon_guard
-from shoal.swarm.state.snapshot import LARGE, spool_for
+from shoal.swarm.state.spool import LARGE, spool_for
 
 
 @pytest.fixture(autouse=True)

@@ -17,42 +17,36 @@ from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, OuterSettings
-from shoal.swarm.membership.dht import CAP
-from shoal.swarm.membership.directory import MAX_ADDRESSES
+from shoal.swarm.membership.own_record import MAX_ADDRESSES
 from shoal.swarm.membership.peer_exchange import (
-    ACTIVE,
-    AGE,
-    LOOK,
+    LOOK_S,
+    MAX_AGE_S,
     MAX_OFFERED,
-    PASSIVE,
-    SHARE,
-    SHUFFLE,
     SHUFFLE_PROTOCOL,
+    SHUFFLE_S,
 )
-from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
-from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
-from shoal.swarm.p2p.limits import (
+from shoal.swarm.membership.peer_exchange import SHUFFLES_OF_ALL as SHUFFLES
+from shoal.swarm.membership.peer_exchange import SHUFFLES_OF_EACH as SHUFFLES_EACH
+from shoal.swarm.membership.peer_views import ACTIVE_PEERS, MAX_OF_SOURCE, PASSIVE_PEERS
+from shoal.swarm.membership.trie import CAP
+from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
+from shoal.swarm.p2p.rate_limit import RateLimit
+from shoal.swarm.p2p.reachability import ALL as DIALS
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
+from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
+from shoal.swarm.p2p.resource_manager import (
     ADMISSION_PROTOCOL,
     MAX_HANDLERS,
     MAX_HANDLERS_PER_PEER,
     MAX_STRANGERS,
-    RateLimit,
     Rates,
 )
-from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
-from shoal.swarm.p2p.reachability import ALL as DIALS
-from shoal.swarm.p2p.reachability import (
-    DIAL_PROTOCOL,
-    LOWEST_PORT,
-    MOVE_S,
-    SPEED_PROTOCOL,
-    TESTS,
-    TESTS_EACH,
-)
-from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
-from shoal.swarm.p2p.reachability import MAX_BYTES as TEST_BYTES
-from shoal.swarm.state.selection import SAMPLE, STATE_PROTOCOL
-from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, KEPT, UNUSED_S
+from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
+from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL, TESTS, TESTS_EACH
+from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
+from shoal.swarm.state.offers import STATE_PROTOCOL
+from shoal.swarm.state.selection import SAMPLE
+from shoal.swarm.state.snapshot_cache import KEPT, UNUSED_S
 from shoal.swarm.topics.attestation import (
     EVIDENCE_PROTOCOL,
     LOG_PROTOCOL,
@@ -155,9 +149,9 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {MAX_LISTED} packed `listed-swarm`" in PAGE
     assert f"records of at most {MAX_CONTACTS} members" in PAGE
     assert f"at most {MAX_OFFERED} sealed records of others" in PAGE
-    assert f"view of {ACTIVE} peers and a passive one of {PASSIVE} places" in PAGE
-    assert f"older than an hour is not offered, and at most {SHARE} of the peers" in PAGE
-    assert (AGE, SHUFFLE, LOOK) == (3600.0, 60.0, 10.0)
+    assert f"view of {ACTIVE_PEERS} peers and a passive one of {PASSIVE_PEERS} places" in PAGE
+    assert f"older than an hour is not offered, and at most {MAX_OF_SOURCE} of the peers" in PAGE
+    assert (MAX_AGE_S, SHUFFLE_S, LOOK_S) == (3600.0, 60.0, 10.0)
     assert f"{SHUFFLES_EACH} shuffles a minute of one peer and {SHUFFLES} of all" in PAGE
     assert (KEPT, UNUSED_S, SAMPLE) == (2, 120.0, 4)
     assert "at most two snapshots, none two minutes after the last request" in PAGE

@@ -2,7 +2,7 @@
 against pairs drawn among all.
 
 Every round each peer's values take a random step, then the pairs of the round take their mean.
-Buckets, their depth and the pairs are those of the production code (`shoal.swarm.membership.dht`,
+Buckets, their depth and the pairs are those of the production code (`shoal.swarm.membership`,
 `shoal.optim.exchange.base`); nobody is late, and no link is simulated. The variance left after
 averaging is what a partner that is drawn from fewer costs.
 """
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from shoal.optim.exchange.base import groups
-from shoal.swarm.membership.dht import bits_in, depth_for
+from shoal.swarm.membership.bucket_depth import depth_for
+from shoal.swarm.membership.records import bits_in
 
 PEERS, ROUNDS, EPOCH_ROUNDS = 1024, 240, 4
 SETTLED = 40  # rounds before the first that counts

@@ -24,7 +24,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import ExchangeHandle, model_digest
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership, NetworkOptions
-from shoal.swarm.state.resync import ASKED, in_order, query_for
+from shoal.swarm.state.catch_up import MAX_ASKED, in_order, query_for
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
 from shoal.swarm.training.factories import (
@@ -158,7 +158,7 @@ class SimPeer:
             able = [m for m in others if m.round > 0 and m.state in ("waiting", "training")]
             sources = [
                 (m.peer, m.addresses)
-                for m in in_order(able, self.host.met, self.world.manifest.creator)[:ASKED]
+                for m in in_order(able, self.host.met, self.world.manifest.creator)[:MAX_ASKED]
             ]
             if not sources:
                 return None

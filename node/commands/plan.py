@@ -116,7 +116,8 @@ def measured_line(link: Link) -> Measured:
     """
     from shoal.node.doctor import network_checks
     from shoal.node.doctor.network_checks import FaultError, Note, Visit
-    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, SPEED_PROTOCOL, ask, measure
+    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ask
+    from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, measure
 
     visit = Visit(link)
     try:

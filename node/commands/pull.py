@@ -46,10 +46,12 @@ from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.state.catch_up import sources_in
+from shoal.swarm.state.download import Peer
 from shoal.swarm.state.progress import FetchProgress, while_it_moves
-from shoal.swarm.state.resync import sources_in
-from shoal.swarm.state.snapshot import DIGEST, Peer, chunk_size, chunks_in, snapshot_id
-from shoal.swarm.state.sync import ATTEMPTS, ModelDiffersError, StateQuery, fetch_into, wait_for
+from shoal.swarm.state.query import ATTEMPTS, ModelDiffersError, StateQuery
+from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
+from shoal.swarm.state.sync import fetch_into, wait_for
 from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack, unpack_names
 from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
 

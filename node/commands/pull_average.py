@@ -19,7 +19,7 @@ from shoal.node.console import plural
 from shoal.optim.codecs.base import all_finite
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.snapshot import Peer
+from shoal.swarm.state.download import Peer
 from shoal.swarm.wire.messages import Member, StateHeader
 
 MOST = 64

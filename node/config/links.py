@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shoal.swarm.access import Link
-from shoal.swarm.p2p.addresses import Peerstore
+from shoal.swarm.p2p.peerstore import Peerstore
 
 KNOWN_PEERS = "peers.json"
 """File in a node's folder that keeps the addresses of peers from run to run."""

@@ -35,7 +35,7 @@ from shoal.node.runtime.run_options import METRICS
 from shoal.swarm.access import MAX_ADDRESSES, Link, invited
 from shoal.swarm.errors import NetworkError, printable
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.connections import check_free
+from shoal.swarm.p2p.listening import check_free
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.messages import StateRequest
 
@@ -306,7 +306,7 @@ def bucket(visit: Visit, tell: Tell) -> str:
     """Check, in a swarm of buckets, that each member that answered has its record where those of
     its bucket look for it.
     """
-    from shoal.swarm.membership.dht import is_in_its_bucket
+    from shoal.swarm.membership.bucket_index import is_in_its_bucket
 
     manifest, link, host = visit.agreed(), visit.link, visit.running()
     if not manifest.bucket:
@@ -343,8 +343,8 @@ def model(visit: Visit, tell: Tell) -> str:
     from shoal.optim.parameters import AveragedParameters
     from shoal.swarm.exchange.contribution import model_digest
     from shoal.swarm.membership.membership import OWN_LOOP
-    from shoal.swarm.state.selection import ask
-    from shoal.swarm.state.sync import StateQuery
+    from shoal.swarm.state.offers import ask
+    from shoal.swarm.state.query import StateQuery
 
     manifest = visit.agreed()
     if manifest.task == OWN_LOOP:

@@ -23,21 +23,19 @@ from shoal.optim.methods import METHODS, methods_of
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.overview import ASKED, clock_problem, clock_skew
+from shoal.swarm.membership.clock_check import MAX_ASKED, clock_problem, clock_skew
 from shoal.swarm.p2p.addresses import host_of
 from shoal.swarm.p2p.reachability import (
     DIAL_PROTOCOL,
-    SPEED_PROTOCOL,
     DialBackView,
     Outcome,
-    addresses_of,
     ask,
-    ask_seed,
     dialled_port,
     listen_for_dial_back,
-    measure,
 )
+from shoal.swarm.p2p.seed_request import addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
 from shoal.swarm.wire.messages import SEED_PROTOCOL, Member
 
 if TYPE_CHECKING:
@@ -360,7 +358,7 @@ def clock(visit: Visit, tell: Tell) -> str:
     """Compare this machine's clock with the median of peers' clocks, each known within half a round
     trip.
     """
-    for address in [*visit.seeds[:1], *visit.reached, *visit.seeds[1:]][:ASKED]:
+    for address in [*visit.seeds[:1], *visit.reached, *visit.seeds[1:]][:MAX_ASKED]:
         try:
             visit.seen.append(visit.ask(address, DIAL_PROTOCOL, ask, 15.0))
         except (NetworkError, MessageError) as error:
@@ -509,7 +507,7 @@ def nat(visit: Visit, tell: Tell) -> str:
 def bandwidth(visit: Visit, tell: Tell) -> str:
     """Measure the bandwidth: a few MB both ways at once with one member."""
     problem = ""
-    for address in visit.reached[:ASKED]:
+    for address in visit.reached[:MAX_ASKED]:
         try:
             speed = visit.ask(address, SPEED_PROTOCOL, measure, 30.0)
         except (NetworkError, MessageError) as error:

@@ -35,7 +35,7 @@ from shoal.optim.rl import (
 )
 from shoal.optim.rollout_selection import REASONS, Candidate, select
 from shoal.swarm.errors import MessageError
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.topics.rollout import Rollout, RolloutPool, pack_logps, pack_tokens
 
 # Groups of completions of a question, and updates of the policy made from them.

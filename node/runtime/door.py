@@ -31,7 +31,7 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest, Terms, TrainSettings
 from shoal.swarm.membership.membership import OWN_LOOP
-from shoal.swarm.state.sync import ModelDiffersError
+from shoal.swarm.state.query import ModelDiffersError
 
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)

@@ -49,8 +49,8 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, TrainSettings
 from shoal.swarm.membership.membership import Membership, create
+from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.progress import FetchProgress
-from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.factories import Rates, announced_speeds, make_exchange, make_screen

@@ -45,7 +45,7 @@ from shoal.node.verify.material import (
     seed_of,
 )
 from shoal.swarm.errors import MessageError
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.wire.envelope import pack
 from shoal.verification.calibration import Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim

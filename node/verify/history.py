@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.verify.audit import Finding, Measured, VerifyError
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 from shoal.verification.calibration import Pair
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.odds import least_audit, vote

@@ -53,11 +53,13 @@ from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, creator_of, swarm_id, title_of
-from shoal.swarm.p2p import connections, reachability
-from shoal.swarm.p2p.addresses import DialBackoff
+from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
-from shoal.swarm.p2p.host import Subscription
-from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
+from shoal.swarm.p2p.dial_backoff import DialBackoff
+from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.p2p.pubsub import Subscription
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
+from shoal.swarm.p2p.seed_request import ask_seed
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.status import Status
@@ -277,7 +279,7 @@ class LightClient:
                 return
             if peer in self._bootstrap:
                 with contextlib.closing(await self._open(daemon, peer, SEED_PROTOCOL)) as stream:
-                    members = await reachability.ask_seed(stream, self._link.swarm)
+                    members = await ask_seed(stream, self._link.swarm)
                 self._send(BootstrapNode(time=time.time(), peer=peer))
                 for member in members:
                     self._book.learn(member.peer, member.addresses)

@@ -31,7 +31,7 @@ from shoal.node.watch.events import (
 )
 from shoal.swarm.changes import ChangePart, described
 from shoal.swarm.p2p.addresses import range_met
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 from shoal.swarm.topics.tally import MOST, Receipts, Work, confirmed, total
 

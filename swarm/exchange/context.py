@@ -72,8 +72,9 @@ from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.limits import Newest, StreamPlaces
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.progress import extension_s
 from shoal.swarm.wire.messages import Member
 

@@ -56,7 +56,7 @@ from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError, printable
 from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
 from shoal.swarm.internal_errors import InternalError, InternalErrors, Place, TrialError
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.wire.envelope import (
     CHUNK,
     FAILURES,

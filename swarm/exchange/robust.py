@@ -99,7 +99,7 @@ from shoal.optim.exchange.averaging import (
 )
 from shoal.optim.exchange.base import Mean, RoundKey, combined, held_at_once, weighted_mean
 from shoal.swarm.internal_errors import TrialError
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 
 Losses = Callable[[int, Sequence[Tensor], Sequence[Tensor]], tuple[float, float, float] | None]
 """Called with a fragment, the own contribution to it and another's.

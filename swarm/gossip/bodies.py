@@ -23,7 +23,7 @@ from shoal.swarm.gossip.envelope import (
     Encoding,
 )
 from shoal.swarm.p2p.addresses import by_turns, range_of
-from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import pack, unpack
 

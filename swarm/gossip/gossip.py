@@ -55,7 +55,9 @@ from shoal.swarm.gossip.envelope import (
     topic_of,
 )
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.limits import Counters, Newest, RateLimit, TokenBuckets
+from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
 
 if TYPE_CHECKING:

@@ -19,10 +19,11 @@ from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, admission
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
-from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.records import MemberValidator
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE, Newest
+from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.p2p.resource_manager import ADMISSION_PROTOCOL, FREE
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.tasks import running
 from shoal.swarm.wire.envelope import pack, unpack

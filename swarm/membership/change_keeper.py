@@ -28,7 +28,8 @@ from shoal.swarm.changes import (
 )
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest, TrainSettings
-from shoal.swarm.p2p.limits import Counters, Newest
+from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Member
@@ -119,7 +120,7 @@ class ChangeKeeper:
         self._asked = Newest[str, float](MAX_ASKED)
         self.counters = Counters()
         """Changes that were refused, by reason."""
-        directory.change = lambda: self.number
+        directory.own_record.change = lambda: self.number
         host.serve(CHANGE_PROTOCOL, self._answer)
         self._running = host.submit(self._run())
 

@@ -3,130 +3,88 @@ and reads the others'.
 
 Only `Directory.refresh`, `wait_for` and `leave` wait for the network. Records are published and
 read in the background on the host's loop, and `members` is the newest view.
-`shoal.swarm.membership.dht` explains why no key grows with the swarm.
-
-**Room**: the members that a node keeps in view when the directory has more records than there is
-room for.
-
-A key costs nothing, so a stranger can write any number of records. As long as all fit, all are in
-view, and all nodes see the same. Beyond that the places go to
-
-1. the members that were met, because they called or answered; an address that nobody was met at
-   proves nothing;
-2. the others, those in view for longest first;
-3. and an eighth of the places to newcomers, drawn anew from time to time, so that each is seen
-   once, whatever came before it.
-
-In each part one member of each address range comes before the second of any: the /16 of IPv4, the
-/32 of IPv6. Private ranges and loopback count as ranges too: a team in one of them is met, and so
-in the first part.
+`shoal.swarm.membership.bucket_index` has the keys, `room` which members are kept when there are too
+many.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import heapq
 import logging
-import os
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import NetworkError, Repeats
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht
-from shoal.swarm.membership.dht import (
-    MAX_TTL,
-    Index,
+from shoal.swarm.membership import trie
+from shoal.swarm.membership.bucket_index import Index
+from shoal.swarm.membership.own_record import OwnRecord
+from shoal.swarm.membership.records import (
+    MAX_TTL_S,
     VerifiedRecord,
     bits_of,
     key_of,
     make_record,
     open_record,
 )
-from shoal.swarm.p2p.addresses import host_of, known_first
+from shoal.swarm.membership.room import MAX_IN_VIEW, Room
+from shoal.swarm.membership.twin_watch import CLOCKS_APART_S, TwinWatch
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.envelope import Reach, rate
 from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-
-# members in view: 5 MB for as many of the largest records, which are read every few seconds
-ROOM = 1024
-NEWCOMERS = 8  # one place in so many is for them
-
-
-class Room:
-    """The choice of at most ``most`` members.
-
-    ``met``: where each peer was met, an IP address or a word.
-    """
-
-    def __init__(self, met: Mapping[str, str], most: int = ROOM, salt: bytes | None = None) -> None:
-        self._met = met
-        self._most = most
-        # Or ids could be made that are drawn every time.
-        self._salt = os.urandom(16) if salt is None else salt
-        self._in_view: dict[str, None] = {}  # those in view for longest first
-
-    def choose(self, members: Mapping[str, Member], draw: int) -> dict[str, Member]:
-        """Return the ``members`` that are kept.
-
-        ``draw``: a number that is another when newcomers are to be drawn anew.
-        """
-        order = [peer for peer in self._in_view if peer in members]
-        order += sorted(members.keys() - set(order), key=bits_of)  # the same on all nodes
-        if len(order) > self._most:
-            order = self._best(order, members, draw)
-        self._in_view = dict.fromkeys(order)
-        return {peer: members[peer] for peer in order}
-
-    def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
-        ranked = known_first(
-            ((peer, host_of(next(iter(members[peer].addresses), ""))) for peer in order), self._met
-        )
-        kept = ranked[: self._most - self._most // NEWCOMERS]
-        rest = sorted(
-            ranked[len(kept) :],
-            key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest(),
-        )
-        chosen = {*kept, *rest[: self._most - len(kept)]}
-        return [peer for peer in order if peer in chosen]
-
-
 log = logging.getLogger(__name__)
 
 State = Literal["waiting", "training", "leaving", "done"]
+PRESENT: tuple[State, ...] = ("waiting", "training")
 
-# seconds: how long a record lives, and how often one is published and all are read
-TTL = 30.0
-PERIOD = 5.0
-MET = 256  # of the peers met last, whose records are looked for however many others there are
-DRAW = 60.0  # seconds after which other newcomers get a place, if there is no room for all
-GAP = 1.0  # seconds between two publications or two readings, at least
-HASTE = 0.5  # seconds between readings while a caller waits for members
-SLOW, REST = (
-    1.0,
-    3.0,
-    # seconds of a reading, or of a publication, beyond which so many times as many follow in which
-    # there is none
-)
-CLOCK = 60.0  # seconds a record may be dated ahead of our clock
-AGAIN = (
-    2  # readings after the first one of a stranger, which finds where in the swarm's buckets it is
-)
-MAX_ADDRESSES = 8
-MAX_PUBLISHED = 64  # of this node's records whose dates are kept: all that may live, and more
-CLOCKS_APART_S = 3.0  # seconds by which the clocks of two machines may differ
-HERE: tuple[State, ...] = ("waiting", "training")
+TTL_S = 30.0  # that a record lives
+PERIOD_S = 5.0  # between two publications, and between two readings
+# Shares of a period after which one is due: less than the pauses below, which are random, so that
+# nodes that started at the same moment do not stay in step.
+DUE_SHARE = 0.75
+MIN_PAUSE_SHARE = 0.8
+MAX_MET_READ = 256  # of the peers met last, looked for however many others there are
+NEWCOMER_DRAW_S = 60.0  # after which other newcomers get a place, if there is no room for all
+MIN_GAP_S = 1.0  # between two publications or two readings
+HASTE_S = 0.5  # between readings while a caller waits for members
+WAIT_STEP_S = 0.1  # between two looks at whether a caller wants to stop waiting
+# After work that took longer than the first, so many times as long there is none: on a machine or
+# a link with too much to do, peers in haste would starve each other.
+SLOW_WORK_S = 1.0
+REST_FACTOR = 3.0
+MAX_CLOCK_AHEAD_S = 60.0  # that a record may be dated ahead of our clock
+# Readings after the first one of a stranger, which finds where in the swarm's buckets it is.
+FURTHER_READINGS = 2
+
+
+class Wakeups:
+    """Events of the loops that read and publish; `wake` is for any thread."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.Event()
+        self.publisher = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def begin(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self.reader.set)
+            self._loop.call_soon_threadsafe(self.publisher.set)
+        except RuntimeError:
+            log.debug("the host closed before the directory")
 
 
 class Directory:
@@ -138,10 +96,8 @@ class Directory:
     ``period``: seconds between two publications, and two readings. ``cap``: records per DHT key.
     ``limit``: the largest number of members in view, and about as many are read. ``met``: where
     this node met a peer, the newest last (`Room`). ``bucket``, ``epoch_s``: a manifest's;
-    ``breadth``: of a visitor's view (`Index`). ``barred``: predicate of peers to leave out of
-    ``members`` and ``departed``; it is called often, from any thread, and must be quick. It may be
-    set later, because bans are known only after the directory exists. ``access_policy``: a peer
-    that it does not admit is never listed, whatever the records say.
+    ``breadth``: of a visitor's view (`Index`). ``access_policy``: a peer that it does not admit is
+    never listed, whatever the records say.
     """
 
     def __init__(
@@ -150,10 +106,10 @@ class Directory:
         identity: Identity,
         swarm: str,
         *,
-        ttl: float = TTL,
-        period: float = PERIOD,
-        cap: int = dht.CAP,
-        limit: int = ROOM,
+        ttl: float = TTL_S,
+        period: float = PERIOD_S,
+        cap: int = trie.CAP,
+        limit: int = MAX_IN_VIEW,
         barred: Callable[[str], bool] = lambda peer: False,
         access_policy: AccessPolicy | None = None,
         met: Mapping[str, str] | None = None,
@@ -161,8 +117,8 @@ class Directory:
         epoch_s: float = 60.0,
         breadth: int = 0,
     ) -> None:
-        if not 0 < period < ttl < MAX_TTL:
-            raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
+        if not 0 < period < ttl < MAX_TTL_S:
+            raise ValueError(f"0 < period < ttl < {MAX_TTL_S:g} seconds, please")
         self._host = host
         self._identity = identity
         self._swarm = swarm
@@ -173,54 +129,44 @@ class Directory:
         """Seconds to add to this machine's clock for that of the others, which epochs and dates of
         records go by.
         """
-        self.dialled: Reach = "unknown"
-        """Who can dial this node without a relay, as peers found that were asked
-        (`shoal.swarm.p2p.reachability.reach_of`).
+        self.barred = barred
+        """Predicate of peers to leave out of `members` and `departed`. It is called often, from any
+        thread, and must be quick. It may be set later, because bans are known only after the
+        directory exists.
         """
-        self.ways: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
-        """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a
-        second that they move.
-        """
-        self.change: Callable[[], int] = lambda: 0
-        """Returns the number of the newest change of the swarm's settings that this node holds."""
-        dates: dict[str, Callable[..., float]] = {
-            "clock": self.now,
-            "issued": lambda member: member.issued,
-        }
+        self.access_policy = access_policy or AccessPolicy()
+        self.own_record = OwnRecord(
+            swarm,
+            identity.peer_id,
+            addresses=lambda: self._host.addresses(),
+            now=self.now,
+            ticket=lambda: self.access_policy.ticket,
+        )
         self._index = Index(
             swarm,
             identity.peer_id,
             bucket=bucket,
             epoch_s=epoch_s,
+            clock=self.now,
+            issued=lambda member: float(member.issued),
             cap=cap,
             limit=limit,
             breadth=breadth,
-            **dates,
         )
         self._met = {} if met is None else met
         self._room = Room(self._met, limit)
-        self.barred = barred
-        self.access_policy = access_policy or AccessPolicy()
+        self._twins = TwinWatch(identity.peer_id, self.now())
         self._changed = threading.Condition()  # guards the next four
-        self._seen: dict[
-            str, Member
-        ] = {}  # the newest live record of every peer, those that left included
-        self._mine: dict[str, Any] | None = None
+        self._seen: dict[str, Member] = {}  # newest live records, of those that left too
         self._urgent = False  # a change that others should know at once
         self._waiting = 0
         self._look_soon = False
-        self._began = self.now()
-        self._published: deque[float] = deque(maxlen=MAX_PUBLISHED)  # dates of this node's records
-        self._earlier: float | None = None  # date of a record of an earlier run, if one was read
-        self._twin = ""
         self._prefix: str | None = None  # under which the own record is stored
-        self._keys: dict[str, dht.Names] = {}  # the trie as last read
+        self._keys: dict[str, trie.Names] = {}  # the keys as last read
         self._said = Repeats()
         self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake_reader = asyncio.Event()
-        self._wake_publisher = asyncio.Event()
-        self._looked = asyncio.Event()
+        self._wakeups = Wakeups()
+        self._was_read = asyncio.Event()
         # A record that says leaving must not be overtaken by an earlier one.
         self._publishing = asyncio.Lock()
         self._run_future = host.submit(self._run())
@@ -234,11 +180,11 @@ class Directory:
         A new round or state is published as soon as possible, anything else with the next period.
         Raises pydantic's ValidationError if `Member` does not allow a field, or lacks one.
         """
-        self._member(fields)
+        self.own_record.member(fields)
         with self._changed:
-            old = self._mine
-            self._mine = fields
-            if old is None or any(old[name] != fields[name] for name in ("round", "state")):
+            old = self.own_record.announced
+            self.own_record.announced = fields
+            if old is None or (old["round"], old["state"]) != (fields["round"], fields["state"]):
                 self._urgent = True
             self._changed.notify_all()
         if self._urgent:
@@ -250,14 +196,14 @@ class Directory:
         Returns at once; thread-safe.
         """
         with self._changed:
-            self._urgent = self._mine is not None
+            self._urgent = self.own_record.announced is not None
         self._wake_up()
 
     def own(self) -> Member | None:
         """Return this node's record as published now; None before the first `announce`."""
         with self._changed:
-            mine = self._mine
-        return None if mine is None else self._member(mine)
+            fields = self.own_record.announced
+        return None if fields is None else self.own_record.member(fields)
 
     def members(self) -> dict[str, Member]:
         """Return the newest record of each peer that waits or trains, by peer id: this node's too,
@@ -266,17 +212,13 @@ class Directory:
         In a swarm of buckets these are the peers of this node's. Like the methods below, it uses no
         network.
         """
-        return {
-            p: member
-            for p, member in self.everyone().items()
-            if not self.is_barred(p) and self._index.shows(p)
-        }
+        return self._shown(self.everyone())
 
     def everyone(self) -> dict[str, Member]:
         """Return `members`, the barred ones, which verifiers still reach, and those of the buckets
         that this node was just in.
         """
-        return {peer: member for peer, member in self._live().items() if member.state in HERE}
+        return {peer: member for peer, member in self._live().items() if member.state in PRESENT}
 
     def addresses(self, peer: str) -> tuple[str, ...]:
         """Return the addresses that ``peer`` announces, barred or not; none if it is not known."""
@@ -285,9 +227,9 @@ class Directory:
 
     def is_barred(self, peer: str) -> bool:
         """Return whether this node ignores ``peer``; never true of itself."""
-        return peer != self._identity.peer_id and (
-            self.access_policy.blocks(peer) or self.barred(peer)
-        )
+        if peer == self._identity.peer_id:
+            return False
+        return self.access_policy.blocks(peer) or self.barred(peer)
 
     def knows(self, peer: str) -> bool:
         """Return whether a record of ``peer`` was read lately. Quick and thread-safe."""
@@ -300,14 +242,11 @@ class Directory:
         Barred peers are left out: nobody was paired with them, so a late node must not take them
         for somebody's partner.
         """
-        gone = {
-            p: member
-            for p, member in self._live().items()
-            if member.state not in HERE and not self.is_barred(p)
-        }
-        return {p: member for p, member in gone.items() if self._index.shows(p)}
+        live = self._live()
+        return self._shown({p: member for p, member in live.items() if member.state not in PRESENT})
 
     def belongs(self, peer: str) -> bool:
+        """Return whether ``peer``, if it is a member, is in this node's bucket."""
         return self._index.shows(peer)
 
     def size(self) -> int:
@@ -329,11 +268,9 @@ class Directory:
         credible. Thread-safe.
         """
         credible = self._credible(member.peer, "", VerifiedRecord("", member))
-        with self._changed:
-            if credible and (
-                member.peer not in self._seen or member.issued > self._seen[member.peer].issued
-            ):
-                self._seen[member.peer] = member
+        if credible:
+            with self._changed:
+                _keep_newest(self._seen, member)
         return credible
 
     def refresh(self, timeout: float) -> None:
@@ -344,16 +281,16 @@ class Directory:
         until = time.monotonic() + timeout
         self._host.call(self._read(), timeout)
         with contextlib.suppress(NetworkError):  # the first reading will do
-            for _ in range(AGAIN * self._index.moved):
+            for _ in range(FURTHER_READINGS * self._index.moved):
                 self._host.call(self._read(), max(until - time.monotonic(), 0.01))
 
     def twin(self) -> str:
         """Return where another node is that runs with this node's key, as seen since the last call;
         nothing without one.
         """
-        found = self._twin
-        self._twin = ""
-        return found
+        seen_at = self._twins.seen_at
+        self._twins.seen_at = ""
+        return seen_at
 
     def first_twin(self, should_stop: Callable[[], bool] = lambda: False) -> str:
         """Return the same before this node publishes anything.
@@ -361,13 +298,14 @@ class Directory:
         Takes no time, unless a record in this node's name was read: of another node, which renews
         it, or of an earlier run of this one.
         """
-        end = self._began + CLOCKS_APART_S + self._period + GAP
-        while self._earlier is not None and not self._twin and self.now() < end:
+        twins = self._twins
+        end = twins.began + CLOCKS_APART_S + self._period + MIN_GAP_S
+        while twins.earlier and not twins.seen_at and self.now() < end:
             if self._closed or should_stop():
                 break
             with contextlib.suppress(NetworkError):
                 self.refresh(self._period)
-            time.sleep(HASTE)
+            time.sleep(HASTE_S)
         return self.twin()
 
     def wait_for(
@@ -386,7 +324,7 @@ class Directory:
                 if left <= 0 or self._closed or should_stop():
                     return False
                 with self._changed:
-                    self._changed.wait(min(left, 0.1))
+                    self._changed.wait(min(left, WAIT_STEP_S))
             return True
         finally:
             with self._changed:
@@ -397,12 +335,13 @@ class Directory:
 
         Return False if no node took the record.
         """
+        own = self.own_record
         with self._changed:
-            if self._mine is not None:
-                self._mine = {**self._mine, "state": "leaving"}
+            if own.announced is not None:
+                own.announced = {**own.announced, "state": "leaving"}
         announced = True
         try:
-            if self._mine is not None:
+            if own.announced is not None:
                 announced = self._host.call(self._publish(), timeout)
         except NetworkError as error:
             log.info("the swarm was not informed that this node leaves: %s", error)
@@ -419,101 +358,76 @@ class Directory:
         """Return Unix seconds by the others' clock."""
         return time.time() + self.skew
 
+    def _shown(self, members: Mapping[str, Member]) -> dict[str, Member]:
+        """Return those that are not barred, and in this node's bucket."""
+        return {
+            peer: member
+            for peer, member in members.items()
+            if not self.is_barred(peer) and self._index.shows(peer)
+        }
+
     def _live(self) -> dict[str, Member]:
         oldest = self.now() - self._ttl
         with self._changed:
-            seen = {
+            live = {
                 peer: member
                 for peer, member in self._seen.items()
                 if member.issued >= oldest and self.access_policy.admits(peer)
             }
-            mine = self._mine
-        if mine is not None:
-            seen[self._identity.peer_id] = self._member(mine)
+            announced = self.own_record.announced
+        if announced is not None:
+            live[self._identity.peer_id] = self.own_record.member(announced)
         else:
-            seen.pop(self._identity.peer_id, None)  # of an earlier run
-        return seen
-
-    def reach(self) -> dict[str, Any]:
-        """Return by which way others reach this node, and the bytes a second of its exchanges:
-        fields of a `Member`.
-        """
-        relayed = self.dialled != "direct" and any(
-            "/p2p-circuit" in address for address in self._host.addresses()
-        )
-        punched, throughput = self.ways()
-        return {
-            "reach": ("punched" if punched else "relayed") if relayed else self.dialled,
-            "throughput": rate(throughput),
-        }
-
-    def _member(self, fields: dict[str, Any]) -> Member:
-        return Member(
-            swarm=self._swarm,
-            peer=self._identity.peer_id,
-            addresses=self._host.addresses()[:MAX_ADDRESSES],
-            **self.reach(),
-            issued=self.now(),
-            admission=self.access_policy.ticket,
-            change=self.change(),
-            **fields,
-        )
+            live.pop(self._identity.peer_id, None)  # of an earlier run
+        return live
 
     def _wake_up(self) -> None:
-        if self._loop is not None and not self._closed:
-            try:
-                self._loop.call_soon_threadsafe(self._wake_reader.set)
-                self._loop.call_soon_threadsafe(self._wake_publisher.set)
-            except RuntimeError:
-                log.debug("the host closed before the directory")
+        if not self._closed:
+            self._wakeups.wake()
 
     # -- on the loop -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._wakeups.begin()
         # Two loops, because others must hear of this node however long its reading takes.
         await asyncio.gather(self._keep_reading(), self._keep_publishing())
 
     async def _keep_reading(self) -> None:
-        read = float("-inf")
+        read_at = float("-inf")
         while not self._closed:
-            self._wake_reader.clear()
+            self._wakeups.reader.clear()
             now = time.monotonic()
-            # Less than any pause below.
-            if (
-                self._waiting
-                or now - read >= (GAP if self._look_soon else self._period * 0.75)
-                or self._prefix is None
-            ):
-                read = now
+            wait_s = MIN_GAP_S if self._look_soon else self._period * DUE_SHARE
+            if self._waiting or self._prefix is None or now - read_at >= wait_s:
+                read_at = now
                 self._look_soon = False
                 await self._guarded(self._read)
-            self._looked.set()
+            self._was_read.set()
             await self._rest(now)
-            hasty = (
-                self._waiting
-                or self._look_soon
-                or (self._mine is not None and self._prefix is None)
-            )
-            await self._sleep(self._wake_reader, HASTE if hasty else self._pause())
+            is_hasty = self._waiting or self._look_soon or self._is_unplaced()
+            await self._sleep(self._wakeups.reader, HASTE_S if is_hasty else self._pause_s())
 
     async def _keep_publishing(self) -> None:
-        await self._looked.wait()  # where the record belongs follows from what the keys hold
-        published = float("-inf")
+        await self._was_read.wait()  # where the record belongs follows from what the keys hold
+        published_at = float("-inf")
         while not self._closed:
-            self._wake_publisher.clear()
+            self._wakeups.publisher.clear()
             now = time.monotonic()
-            if self._mine is not None and (self._urgent or now - published >= self._period * 0.75):
-                published = now
+            is_due = self._urgent or now - published_at >= self._period * DUE_SHARE
+            if is_due and self.own_record.announced is not None:
+                published_at = now
                 await self._guarded(self._publish)
                 await self._rest(now)
             await self._sleep(
-                self._wake_publisher,
-                HASTE if self._mine is not None and self._prefix is None else self._pause(),
+                self._wakeups.publisher, HASTE_S if self._is_unplaced() else self._pause_s()
             )
-            since = time.monotonic() - published
-            if self._urgent and since < GAP:
-                await asyncio.sleep(GAP - since)
+            since = time.monotonic() - published_at
+            if self._urgent and since < MIN_GAP_S:
+                await asyncio.sleep(MIN_GAP_S - since)
+
+    def _is_unplaced(self) -> bool:
+        """Return whether there is a record to publish, and none was yet."""
+        return self.own_record.announced is not None and self._prefix is None
 
     async def _guarded(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         try:
@@ -524,102 +438,103 @@ class Directory:
             self._host.internal_errors.caught("directory", error)
 
     async def _rest(self, since: float) -> None:
-        """Wait after work that took long: on a machine or a link with too much to do, peers in
-        haste would starve each other.
-        """
+        """Wait after work that took long."""
         took = time.monotonic() - since
-        if took > SLOW:
-            await asyncio.sleep(min(REST * took, self._ttl / 6))
+        if took > SLOW_WORK_S:
+            await asyncio.sleep(min(REST_FACTOR * took, self._ttl / 6))
 
-    def _pause(self) -> float:
-        """Return seconds until the next look or record: not in step with other nodes that started
-        at the same moment.
-        """
-        return self._period * random.uniform(0.8, 1.0)
+    def _pause_s(self) -> float:
+        """Return seconds until the next look or record."""
+        return self._period * random.uniform(MIN_PAUSE_SHARE, 1.0)
 
     async def _sleep(self, wake: asyncio.Event, seconds: float) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(wake.wait(), seconds)
 
     async def _read(self) -> None:
-        async def under(prefix: str) -> dict[str, Member]:
-            values = await self._host.get(key_of(self._swarm, prefix))
-            first = heapq.nsmallest(dht.CROWD * self._cap, values, key=bits_of)
-            opened = ((peer, open_record(values[peer])) for peer in first)
-            return {
-                p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)
-            }
-
-        known = {peer for peer in self._seen if peer in self._met}.union(list(self._met)[-MET:])
-        keys = await self._index.read(under, now=self._prefix, known=known)
+        last_met = list(self._met)[-MAX_MET_READ:]
+        known = {peer for peer in self._seen if peer in self._met}.union(last_met)
+        keys = await self._index.read(self._read_key, now=self._prefix, known=known)
         self._keys = {prefix: dict.fromkeys(names) for prefix, names in keys.items()}
-        found = [
-            member
-            for names in keys.values()
-            for member in names.values()
-            if isinstance(member, Member)
-        ]
-        self._look_for_twin(found)
+        found = []
+        for names in keys.values():
+            found += [member for member in names.values() if isinstance(member, Member)]
+        present = [member for member in found if member.state in PRESENT]
+        self._twins.look(present)
+        self._take(found)
+        if self._index.moved:
+            self.look()
+        self._remember(present)
+
+    async def _read_key(self, prefix: str) -> dict[str, Member]:
+        """Return the credible records under a key, by peer; of too many the first by their bits."""
+        values = await self._host.get(key_of(self._swarm, prefix))
+        members = {}
+        for peer in heapq.nsmallest(trie.CROWD_FACTOR * self._cap, values, key=bits_of):
+            record = open_record(values[peer])
+            if record is not None and self._credible(peer, prefix, record):
+                members[peer] = record.member
+        return members
+
+    def _take(self, found: Collection[Member]) -> None:
+        """Take records that were read into the view."""
         oldest = self.now() - self._ttl
         with self._changed:
             seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
             for member in found:
-                if member.peer not in seen or member.issued > seen[member.peer].issued:
-                    seen[member.peer] = member
-            self._seen = self._room.choose(seen, int(time.time() / DRAW))
+                _keep_newest(seen, member)
+            self._seen = self._room.choose(seen, int(time.time() / NEWCOMER_DRAW_S))
             self._urgent = self._urgent or self._index.moved
             self._changed.notify_all()
-        if self._index.moved:
-            self.look()
-        # One address each: a few peers are enough to find the swarm again.
-        others = (m for m in found if m.peer != self._identity.peer_id and m.state in HERE)
-        self._host.remember(
-            a for m in others for a in m.addresses[:1] if a.endswith(f"/p2p/{m.peer}")
-        )
 
-    def _look_for_twin(self, found: Sequence[Member]) -> None:
-        """Note a record in this node's name that it did not publish, which another node with its
-        key must have.
-        """
-        for member in found:
-            foreign = member.peer == self._identity.peer_id and member.issued not in self._published
-            if foreign and member.state in HERE:
-                if member.issued > self._began + CLOCKS_APART_S:
-                    self._twin = next(iter(member.addresses), "an unknown address")
-                else:
-                    self._earlier = member.issued
+    def _remember(self, members: Collection[Member]) -> None:
+        """Note one address of each other member: a few peers are enough to find the swarm again."""
+        addresses = []
+        for member in members:
+            if member.peer == self._identity.peer_id:
+                continue
+            own = [one for one in member.addresses[:1] if one.endswith(f"/p2p/{member.peer}")]
+            addresses += own
+        self._host.remember(addresses)
 
     def _credible(self, peer: str, prefix: str, record: VerifiedRecord) -> bool:
         member = record.member
         if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
             return False
-        if member.issued > self.now() + CLOCK:
+        if member.issued > self.now() + MAX_CLOCK_AHEAD_S:
             if self._said.due(peer):
                 log.warning(
                     "peer %s is ignored: its clock, or ours, is wrong by more than %g s",
                     short(peer),
-                    CLOCK,
+                    MAX_CLOCK_AHEAD_S,
                 )
             return False
         return self.access_policy.record(
-            peer, member.admission, member.issued, member.state in HERE
+            peer, member.admission, member.issued, member.state in PRESENT
         )
 
     async def _publish(self) -> bool:
         async with self._publishing:
             with self._changed:
-                fields = self._mine
+                fields = self.own_record.announced
                 self._urgent = False
             if fields is None:
                 return False
-            me = self._identity.peer_id
             for prefix in self._index.places(self._prefix, self._keys):
-                record = self._member(fields)  # each dated: a store may take seconds
-                self._published.append(record.issued)
-                value = make_record(prefix, record, self._identity)
+                member = self.own_record.member(fields)  # each dated: a store may take seconds
+                self._twins.note_published(member.issued)
                 if not await self._host.store(
-                    key_of(self._swarm, prefix), me, value, self._ttl + self.skew
+                    key_of(self._swarm, prefix),
+                    self._identity.peer_id,
+                    make_record(prefix, member, self._identity),
+                    self._ttl + self.skew,
                 ):
                     raise NetworkError("no node of the swarm took this node's record.")
                 self._prefix = prefix
             return True
+
+
+def _keep_newest(records: dict[str, Member], member: Member) -> None:
+    """Put ``member`` in place of an earlier record of the same peer."""
+    if member.peer not in records or member.issued > records[member.peer].issued:
+        records[member.peer] = member

@@ -20,20 +20,16 @@ from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.membership.admission import AdmissionHandshake, fetch_manifest, serve_manifest
 from shoal.swarm.membership.change_keeper import ChangeKeeper
-from shoal.swarm.membership.dht import MemberValidator
+from shoal.swarm.membership.clock_check import ClockCheck
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.link_addresses import lasting_link
-from shoal.swarm.membership.overview import ClockCheck
 from shoal.swarm.membership.peer_exchange import PeerExchange
-from shoal.swarm.membership.swarm_list import SeedAnnouncer
+from shoal.swarm.membership.records import MemberValidator
+from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import (
-    DIAL_PROTOCOL,
-    SPEED_PROTOCOL,
-    ReachabilityProbe,
-    ThroughputProbe,
-)
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own
@@ -335,7 +331,7 @@ def _membership(
         epoch_s=manifest.epoch_s,
     )
     host.resource_manager.known = directory.knows
-    directory.ways = lambda: (host.puncher.punched(), host.traffic.routes.rate())
+    directory.own_record.exchanges = lambda: (host.puncher.punched(), host.traffic.routes.rate())
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm, directory.now)
     return Membership(

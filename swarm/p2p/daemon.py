@@ -25,10 +25,12 @@ from typing import Any, Self
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity, b58encode
 from shoal.swarm.p2p import daemon_process
-from shoal.swarm.p2p.addresses import (
+from shoal.swarm.p2p.addresses import is_loopback
+from shoal.swarm.p2p.daemon_guard import GRACE
+from shoal.swarm.p2p.daemon_process import Relay, daemon_path
+from shoal.swarm.p2p.dial_backoff import DialBackoff
+from shoal.swarm.p2p.multiaddr import (
     MAX_ID,
-    DialBackoff,
-    is_loopback,
     origin,
     peer_bytes,
     to_bytes,
@@ -36,8 +38,6 @@ from shoal.swarm.p2p.addresses import (
     unix_address,
     varint,
 )
-from shoal.swarm.p2p.daemon_guard import GRACE
-from shoal.swarm.p2p.daemon_process import Relay, daemon_path
 
 log = logging.getLogger(__name__)
 

@@ -18,18 +18,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shoal.swarm.errors import ListenError, NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
-from shoal.swarm.p2p import connections, reachability
-from shoal.swarm.p2p.addresses import DialBackoff, Peerstore, by_peer, is_loopback
-from shoal.swarm.p2p.connections import (
-    RelaySlots,
-    answering,
-    as_before,
-    check_free,
-    fixed_ports,
-    launch_relay,
-)
+from shoal.swarm.p2p import connections
+from shoal.swarm.p2p.addresses import by_peer, is_loopback
+from shoal.swarm.p2p.connections import answering
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, Incoming
 from shoal.swarm.p2p.daemon_process import Relay
+from shoal.swarm.p2p.dial_backoff import DialBackoff
+from shoal.swarm.p2p.listening import as_before, check_free, fixed_ports
+from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.p2p.relay_slots import RelaySlots, launch_relay
+from shoal.swarm.p2p.seed_request import addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.messages import SEED_PROTOCOL
@@ -213,7 +211,7 @@ class Bootstrapper:
             self._classified.add(peer)
             self.seeds[peer] = tuple(named[peer])
             with contextlib.closing(stream):
-                return reachability.addresses_of(await reachability.ask_seed(stream, swarm))
+                return addresses_of(await ask_seed(stream, swarm))
 
         asked = [asyncio.wait_for(ask(peer), SEED_S) for peer in reached if peer in named]
         answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -73,7 +73,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 def _rank(subkey: Any) -> bytes:
     return hashlib.sha256(
         str(subkey).encode()
-    ).digest()  # the order of `shoal.swarm.membership.dht.bits_of`
+    ).digest()  # the order of `shoal.swarm.membership.records.bits_of`
 
 
 class _Calls(P2P):  # type: ignore[misc]

@@ -27,10 +27,12 @@ from pydantic import Field
 
 from shoal.swarm.errors import MessageError, NetworkError, Repeats
 from shoal.swarm.identity import Identity, verify
-from shoal.swarm.p2p.addresses import by_quic, host_of
+from shoal.swarm.p2p.addresses import host_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
-from shoal.swarm.p2p.limits import MINUTE, RateLimit, ResourceManager, TokenBuckets
+from shoal.swarm.p2p.multiaddr import by_quic
+from shoal.swarm.p2p.rate_limit import MINUTE_S, RateLimit, TokenBuckets
 from shoal.swarm.p2p.reachability import LOWEST_PORT
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import Address, Message, PeerId, pack, unpack
@@ -150,9 +152,9 @@ class Puncher:
         self._starting = asyncio.Lock()
         self._said = Repeats()
         self._watching: asyncio.Future[None] | None = None
-        self._each = TokenBuckets(RateLimit(messages=EACH, senders=256, period=10 * MINUTE))
-        self._all = TokenBuckets(RateLimit(messages=ALL, senders=1, period=10 * MINUTE))
-        self._hosts = TokenBuckets(RateLimit(messages=HOST, senders=1024, period=10 * MINUTE))
+        self._each = TokenBuckets(RateLimit(messages=EACH, senders=256, period=10 * MINUTE_S))
+        self._all = TokenBuckets(RateLimit(messages=ALL, senders=1, period=10 * MINUTE_S))
+        self._hosts = TokenBuckets(RateLimit(messages=HOST, senders=1024, period=10 * MINUTE_S))
 
     def punched(self) -> bool:
         """Return whether exchanges with any member go past its relay now."""

@@ -30,47 +30,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.addresses import is_loopback, is_public_host
-from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
-from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import Message, Moment, Nonce, Reach, Reason, pack, unpack, unseal
-from shoal.swarm.wire.messages import Member, SeedReply, SeedRequest
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.wire.envelope import Message, Moment, Nonce, Reach, pack, unpack
 
 log = logging.getLogger(__name__)
-
-ANSWER_S = 5.0  # seconds for each message
-
-
-async def ask_seed(
-    stream: Stream, swarm: str, record: bytes | None = None, topics: Sequence[str] = ()
-) -> list[Member]:
-    """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``:
-    this node's sealed `Member`. ``topics``: of the swarm, to forward.
-
-    A member named may be gone. Raises NetworkError or MessageError.
-    """
-    await stream.send(pack(SeedRequest(swarm=swarm, record=record, topics=tuple(topics))), ANSWER_S)
-    reply = unpack(await stream.receive(SeedReply.LIMIT, ANSWER_S), SeedReply)
-    if reply.reason:
-        log.warning(
-            "bootstrap node %s does not note this node: %s", short(stream.peer_id), reply.reason
-        )
-    found = []
-    for sealed in reply.members:
-        try:
-            _, member = unseal(sealed, Member)
-        except MessageError as error:
-            log.debug("bootstrap node %s sent a wrong record: %s", short(stream.peer_id), error)
-            continue
-        if member.swarm == swarm:
-            found.append(member)
-    return found
-
-
-def addresses_of(members: Sequence[Member]) -> list[str]:
-    """Return the full multiaddrs in the records of ``members``, without those of other peers."""
-    return [a for member in members for a in member.addresses if a.endswith(f"/p2p/{member.peer}")]
 
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
@@ -249,103 +214,3 @@ async def listen_for_dial_back(port: int = 0) -> AsyncIterator[tuple[int, bytes]
     finally:
         for each in servers:
             each.close()
-
-
-SPEED_PROTOCOL = "/shoal/speed/1"
-MAX_BYTES = 2 << 20  # each way
-MOVE_S = 10.0  # seconds for the bytes
-# tests a minute with one address, and in all
-TESTS_EACH = 4
-TESTS = 16
-
-
-class SpeedRequest(Message):
-    """Request for ``nbytes`` zeros; the sender will send as many."""
-
-    KIND = "speed-request"
-    nbytes: Annotated[int, Field(ge=1, le=MAX_BYTES)]
-
-
-class SpeedReply(Message):
-    """Answer to a request: the bytes follow, unless there is a reason why not."""
-
-    KIND = "speed-reply"
-    LIMIT = 2048
-    reason: Reason = ""
-
-
-class SpeedDone(Message):
-    """Message that all bytes of the asker have arrived."""
-
-    KIND = "speed-done"
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Bytes a second from the peer and to it; ``whole`` False: time was up before all arrived, so
-    ``up`` is a bound.
-    """
-
-    down: float
-    up: float
-    whole: bool
-
-
-class ThroughputProbe:
-    """The answering side, for few at a time. Use it on one loop."""
-
-    def __init__(self) -> None:
-        self._each = TokenBuckets(
-            RateLimit(messages=TESTS_EACH, nbytes=TESTS_EACH * MAX_BYTES, senders=256)
-        )
-        self._all = TokenBuckets(RateLimit(messages=TESTS, nbytes=TESTS * MAX_BYTES, senders=1))
-
-    async def answer(self, stream: Stream) -> None:
-        """Serve one stream of `SPEED_PROTOCOL`. Raises NetworkError or MessageError."""
-        request = unpack(await stream.receive(SpeedRequest.LIMIT, SMALL_S), SpeedRequest)
-        reason = ""
-        if not stream.origin:  # it would use up the relay's bandwidth
-            reason = "the connection goes through a relay"
-        elif not (
-            self._each.take(stream.origin, 1, request.nbytes)
-            and self._all.take("", 1, request.nbytes)
-        ):
-            reason = "it was asked too often, so try again in a minute"
-        await stream.send(pack(SpeedReply(reason=reason)), SMALL_S)
-        if not reason:
-            await _swap(stream, request.nbytes)
-            await stream.send(pack(SpeedDone()), SMALL_S)
-
-
-async def _swap(
-    stream: Stream, nbytes: int, on_progress: Callable[[int], None] | None = None
-) -> None:
-    end = asyncio.get_running_loop().time() + MOVE_S
-    out = memoryview(bytes(nbytes))
-    into = memoryview(bytearray(nbytes))
-    await stream.swap(out, into, chunk_timeout=SMALL_S, deadline=end, on_progress=on_progress)
-
-
-async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
-    """Move ``nbytes`` each way at once, within some 25 s.
-
-    Raises NetworkError (nothing came, or a refusal) or MessageError.
-    """
-    await stream.send(pack(SpeedRequest(nbytes=nbytes)), SMALL_S)
-    reply = unpack(await stream.receive(SpeedReply.LIMIT, SMALL_S), SpeedReply)
-    if reply.reason:
-        raise NetworkError(f"peer {short(stream.peer_id)} does not measure: {reply.reason}.")
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    moved = [(loop.time(), 0)]
-    whole = True
-    try:
-        await _swap(stream, nbytes, lambda received: moved.append((loop.time(), received)))
-        unpack(await stream.receive(SpeedDone.LIMIT, MOVE_S), SpeedDone)
-    except NetworkError:
-        if not moved[-1][1]:
-            raise
-        whole = False
-    took = max(loop.time() - began, 1e-6)
-    at, received = moved[-1]
-    return Throughput(received / max(at - began, 1e-6), nbytes / took, whole)

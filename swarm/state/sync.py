@@ -2,7 +2,7 @@
 pull``: whole, checked, or not at all.
 
 The offers of several peers decide which snapshot to take (`shoal.swarm.state.selection`). Its
-chunks then come from every peer that holds the very same bytes (`shoal.swarm.state.snapshot`):
+chunks then come from every peer that holds the very same bytes (`shoal.swarm.state.download`):
 those that offered it and, since all sources are asked, those that have downloaded it before. If
 these go away, as when the link breaks for a while, the download goes on from whoever holds the same
 snapshot then; only if nobody does, another one is chosen.
@@ -15,138 +15,45 @@ import concurrent.futures
 import itertools
 import logging
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.context import LEAST_RATE
-from shoal.swarm.exchange.contribution import Outline
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
+from shoal.swarm.state.offers import ENOUGH, NoStateError, SnapshotOffer, agreed, collect, plausible
 from shoal.swarm.state.progress import FETCH_S, FetchProgress, while_it_moves
-from shoal.swarm.state.selection import (
-    ENOUGH,
-    NoStateError,
-    SnapshotOffer,
-    UnconfirmedError,
-    agreed,
-    choose,
-    collect,
-    plausible,
-)
+from shoal.swarm.state.query import ATTEMPTS, StateQuery
+from shoal.swarm.state.selection import UnconfirmedError, choose
 from shoal.swarm.state.snapshot import (
     DIGEST,
-    ChunkSink,
-    MemorySink,
-    Peer,
     Snapshot,
     State,
     chunk_size,
     chunks_in,
     digests_of,
-    download,
     encode,
-    fetch_digests,
     read,
-    shapes_digest,
     snapshot_id,
 )
-from shoal.swarm.wire.envelope import MAX_COUNT, unpack_names
-from shoal.swarm.wire.messages import StateHeader, StateRequest
+from shoal.swarm.wire.messages import StateHeader
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-ATTEMPTS = 3
-PATIENCE_S = 10.0  # seconds after the first offer in which a second peer may confirm it
-BREAK_S = 100.0  # seconds of a break after which a download goes on: sources keep a snapshot 120
-PAUSE_S = 5.0  # seconds between two tries in it
-TELL_S = 10.0  # seconds between two reports of a fetch
-LAST_ROUND = MAX_COUNT // 2  # whoever begins in it can go on for as many rounds again
-FEW = 64  # peers that are asked at once, at most
+BREAK_S = 100.0  # of a break after which a download goes on: sources keep a snapshot for 120
+PAUSE_S = 5.0  # between two tries in it
+TELL_S = 10.0  # between two reports of a fetch
+MAX_ASKED = 64  # peers at once
 
 log = logging.getLogger(__name__)
 
 SinkT = TypeVar("SinkT", bound=ChunkSink)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-class ModelDiffersError(ShoalError):
-    """This node's model has other names or shapes than the swarm's."""
-
-
-@dataclass(frozen=True)
-class StateQuery:
-    """Query for a state that a node can use.
-
-    ``shapes``, ``names``: of the slow weights; without names those are not compared. ``extra``:
-    shapes of what its outer rule takes over beside them, by name; a source may have less, never
-    other. ``equal``: in this method peers hold the same weights. ``confirmed``: a second peer must
-    confirm the weights; otherwise the latest offer will do. ``fragments``: of this node's
-    optimizer; None: a state without their rounds will do. ``attempts``: times that the sources are
-    asked, at most.
-    """
-
-    request: StateRequest
-    shapes: Sequence[Shape]
-    extra: Mapping[str, Sequence[Shape]] = field(default_factory=dict)
-    equal: bool = False
-    confirmed: bool = True
-    fragments: int | None = None
-    patience: float = PATIENCE_S
-    attempts: int = ATTEMPTS
-    names: Sequence[str] = ()
-
-    def check(self, peer: str, header: StateHeader) -> None:
-        """Check that an offer fits: what is allocated follows from this node's own shapes, whatever
-        the peer says.
-
-        Raises ModelDiffersError, MessageError.
-        """
-        theirs = Outline(unpack_names(header.names), header.shapes)
-        difference = Outline(tuple(self.names), tuple(self.shapes)).differs(theirs)
-        if difference is not None:
-            raise ModelDiffersError(
-                f"This node's model does not fit the swarm: {difference} (in the swarm); use the "
-                "swarm's model, task and options."
-            )
-        names = [name for name, _ in header.extra]
-        unknown = [
-            name
-            for name, shaped in header.extra
-            if name not in self.extra or shaped != shapes_digest(self.extra[name])
-        ]
-        if unknown or len(set(names)) < len(names):
-            raise MessageError(
-                f"peer {short(peer)} serves a state {unknown or names} that does not fit this "
-                "node's outer rule."
-            )
-        every = [*self.shapes, *(shape for name in names for shape in self.extra[name])]
-        if header.nbytes != FLOAT32.nbytes(every) or header.dtype != "float32":
-            raise MessageError(
-                f"peer {short(peer)} announced weights of {header.nbytes} bytes, "
-                f"{FLOAT32.nbytes(every)} fit here."
-            )
-        if len(header.applied) % struct.calcsize("<Q"):
-            raise MessageError(f"peer {short(peer)} sent a malformed list of rounds.")
-        applied = [round for (round,) in struct.iter_unpack("<Q", header.applied)]
-        if self.fragments is not None and len(applied) != self.fragments:
-            raise MessageError(
-                f"peer {short(peer)} states the rounds of {len(applied)} fragments, here are "
-                f"{self.fragments}."
-            )
-        if header.round > LAST_ROUND or max(applied, default=0) > header.round:
-            raise MessageError(
-                f"peer {short(peer)} states a round that cannot be: "
-                f"{max(header.round, *applied, 0)}."
-            )
-
-    def wanted(self, header: StateHeader) -> int:
-        """Return how many of the snapshot's first bytes are to be fetched."""
-        return header.nbytes
 
 
 class SinkFactory(Protocol[SinkT, T_co]):
@@ -192,19 +99,18 @@ class _StateInMemory:
 
     def _beside(self, held: State, header: StateHeader, digests: bytes) -> MemorySink:
         own = encode(replace(held, extra={name: held.extra[name] for name, _ in header.extra}))
-        mine = digests_of(own)
-        same = (
-            n
-            for n in range(chunks_in(header.nbytes))
-            if mine[n * DIGEST :][:DIGEST] == digests[n * DIGEST :][:DIGEST]
-        )
+        own_digests = digests_of(own)
+        same = []
+        for number in range(chunks_in(header.nbytes)):
+            place = slice(number * DIGEST, (number + 1) * DIGEST)
+            if own_digests[place] == digests[place]:
+                same.append(number)
         return MemorySink(header.nbytes, own, same)
 
     async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
         state = read(Snapshot(header, sink.content, digests), self._extra)
-        tensors = itertools.chain(
-            state.slow, *state.extra.values()
-        )  # one at a time: each may take memory
+        # One at a time: each may take memory.
+        tensors = itertools.chain(state.slow, *state.extra.values())
         if await asyncio.get_running_loop().run_in_executor(None, all_finite, tensors):
             return state
         log.warning(
@@ -225,7 +131,7 @@ async def choose_source(
     """
     # Copies that are not equal need not all be waited for: two will do, unless they did not confirm
     # each other.
-    most = FEW if query.equal or attempt else ENOUGH
+    most = MAX_ASKED if query.equal or attempt else ENOUGH
     offers, errors = await collect(
         host,
         query.request,
@@ -235,9 +141,12 @@ async def choose_source(
         FLOAT32.nbytes(query.shapes),
         most,
     )
+    mendable: Exception | None = None  # the first that the user can mend
     for peer, error in errors.items():
-        # The others are raised below.
-        level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO
+        level = logging.WARNING
+        if not isinstance(error, NetworkError | MessageError):
+            level = logging.INFO  # it is raised below
+            mendable = mendable or error
         log.log(level, "no weights from peer %s: %s", short(peer), error)
     if offers:
         if not query.confirmed:
@@ -252,10 +161,6 @@ async def choose_source(
             patience=query.patience,
             strict=strict,
         )
-    mendable = next(
-        (error for error in errors.values() if not isinstance(error, NetworkError | MessageError)),
-        None,
-    )
     if mendable is not None:
         raise mendable
     if all(isinstance(error, NoStateError) for error in errors.values()):
@@ -276,95 +181,150 @@ async def fetch_into(
     Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download
     began and failed, or no second peer confirms the weights.
     """
-    progress = progress or FetchProgress()
-    # the sink of one snapshot at a time
-    swarm = query.request.swarm
-    opened = dict[bytes, SinkT]()
-    left_out = set[str]()
-    problem = NetworkError("none of the peers that were asked could serve weights.")
-    unfinished = sinks.unfinished()
-    failed = 0
-    clock = asyncio.get_running_loop().time
-    broke = -math.inf  # instant at which the download broke off last
-    while failed < query.attempts:
-        asked = [to for to in sources if to[0] not in left_out]
-        if not asked:
-            break
-        header = unfinished
-        offering = asked
-        before = progress.moved
-        digests = None if header is None else await _digests_held(host, query, header, asked)
-        if header is None or digests is None:
+    return await _Fetch(host, query, sources, sinks, progress or FetchProgress()).run()
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The snapshot to download."""
+
+    header: StateHeader
+    digests: bytes | None
+    """Of its chunks, if they are known already."""
+    sources: Sequence[Peer]
+    """The peers that offer it, or may hold it."""
+
+
+class _Fetch(Generic[SinkT, T]):
+    """The tries of one fetch, with what each learns for the next."""
+
+    def __init__(
+        self,
+        host: Host,
+        query: StateQuery,
+        sources: Sequence[Peer],
+        sinks: SinkFactory[SinkT, T],
+        progress: FetchProgress,
+    ) -> None:
+        self._host = host
+        self._query = query
+        self._sources = sources
+        self._sinks = sinks
+        self._progress = progress
+        self._clock = asyncio.get_running_loop().time
+        self._opened: dict[bytes, SinkT] = {}  # the sink of one snapshot at a time
+        self._left_out: set[str] = set()  # peers that served something wrong
+        self._unfinished = sinks.unfinished()
+        self._failed = 0  # tries in a row that brought nothing
+        self._broke_at = -math.inf  # when the download broke off last
+        self._problem = NetworkError("none of the peers that were asked could serve weights.")
+
+    async def run(self) -> T | None:
+        while self._failed < self._query.attempts:
+            asked = [to for to in self._sources if to[0] not in self._left_out]
+            if not asked:
+                break
             try:
-                chosen = await choose_source(host, query, asked, failed)
+                choice = await self._choose(asked)
             except UnconfirmedError as error:
-                problem, failed = error, failed + 1
+                self._problem = error
+                self._failed += 1
                 continue
             except NetworkError as error:
-                if clock() - broke < BREAK_S:
+                if self._clock() - self._broke_at < BREAK_S:
                     await asyncio.sleep(PAUSE_S)
                     continue
                 if not isinstance(error, NoStateError):
                     raise
-                if failed or progress.moved:
+                if self._failed or self._progress.moved:
                     break
                 return None
-            header = chosen[0].header
-            digests = None
-            offering = [one.source for one in chosen]
-            if len({peer for peer, _ in offering}) < ENOUGH:
-                log.info(
-                    "the weights of round %d are those of peer %s",
-                    header.round,
-                    short(chosen[0].peer),
-                )
-        id = snapshot_id(header)
-        named = {peer for peer, _ in offering}
-        if opened and id not in opened:
-            failed += 1  # what came by now is of no use
-        holders = [*offering, *(to for to in asked if to[0] not in named)]
+            result = await self._take(choice, asked)
+            if result is not None:
+                return result
+        raise self._problem
+
+    async def _choose(self, asked: Sequence[Peer]) -> _Choice:
+        """Return the snapshot to go on with if anybody holds it; else one that is offered now."""
+        if self._unfinished is not None:
+            digests = await _digests_held(self._host, self._query, self._unfinished, asked)
+            if digests is not None:
+                return _Choice(self._unfinished, digests, asked)
+        offers = await choose_source(self._host, self._query, asked, self._failed)
+        header = offers[0].header
+        sources = [offer.source for offer in offers]
+        if len({peer for peer, _ in sources}) < ENOUGH:
+            log.info(
+                "the weights of round %d are those of peer %s", header.round, short(offers[0].peer)
+            )
+        return _Choice(header, None, sources)
+
+    async def _take(self, choice: _Choice, asked: Sequence[Peer]) -> T | None:
+        """Download the snapshot and return what is made of it; None if that failed."""
+        header = choice.header
+        offering = {peer for peer, _ in choice.sources}
+        holders = [*choice.sources, *(to for to in asked if to[0] not in offering)]
+        moved_before = self._progress.moved
+        if self._opened and snapshot_id(header) not in self._opened:
+            self._failed += 1  # what came by now is of no use
         try:
-            digests = digests or await fetch_digests(host, swarm, header, offering)
-            if id not in opened:
-                opened = {id: await sinks.open(header, digests)}
-            wanted = query.wanted(header)
-            progress.begin(
-                wanted,
-                sum(
-                    chunk_size(header.nbytes, chunk)
-                    for chunk in opened[id].have
-                    if chunk < chunks_in(wanted)
-                ),
-            )
-            left_out |= await download(
-                host,
-                swarm,
-                header,
-                digests,
-                holders,
-                opened[id],
-                range(chunks_in(wanted)),
-                progress.arrived,
-            )
+            digests = choice.digests
+            if not digests:
+                swarm = self._query.request.swarm
+                digests = await fetch_digests(self._host, swarm, header, choice.sources)
+            sink = await self._sink(header, digests)
+            await self._download(header, digests, holders, sink)
         except NetworkError as error:
             log.warning(
                 "the weights of round %d could not be fetched whole: %s", header.round, error
             )
-            problem = error
-            left_out = left_out | (named if len(named) == 1 < len(asked) else set())
-            failed = 0 if progress.moved > before else failed + 1
-            if progress.moved:
-                unfinished = header
-                broke = clock()
-            if failed > 1:
-                unfinished = sinks.unfinished()
-            continue
-        result = await sinks.finish(header, digests, opened[id])
-        if result is not None:
-            return result
-        left_out |= named
-        unfinished, failed = sinks.unfinished(), failed + 1
-    raise problem
+            self._problem = error
+            if len(offering) == 1 < len(asked):
+                self._left_out |= offering
+            self._note_break(header, self._progress.moved > moved_before)
+            return None
+        result = await self._sinks.finish(header, digests, sink)
+        if result is None:
+            self._left_out |= offering
+            self._unfinished = self._sinks.unfinished()
+            self._failed += 1
+        return result
+
+    async def _download(
+        self, header: StateHeader, digests: bytes, holders: Sequence[Peer], sink: SinkT
+    ) -> None:
+        wanted = self._query.wanted(header)
+        chunks = range(chunks_in(wanted))
+        there = sum(chunk_size(header.nbytes, chunk) for chunk in sink.have if chunk in chunks)
+        self._progress.begin(wanted, there)
+        self._left_out |= await download(
+            self._host,
+            self._query.request.swarm,
+            header,
+            digests,
+            holders,
+            sink,
+            chunks,
+            self._progress.arrived,
+        )
+
+    def _note_break(self, header: StateHeader, has_moved: bool) -> None:
+        """Note that the download broke off: the next try goes on with it, but for a second one in a
+        row that brings nothing.
+        """
+        self._failed = 0 if has_moved else self._failed + 1
+        if self._progress.moved:
+            self._unfinished = header
+            self._broke_at = self._clock()
+        if self._failed > 1:
+            self._unfinished = self._sinks.unfinished()
+
+    async def _sink(self, header: StateHeader, digests: bytes) -> SinkT:
+        """Return the sink of the snapshot, the same as in an earlier attempt."""
+        id = snapshot_id(header)
+        if id not in self._opened:
+            self._opened = {id: await self._sinks.open(header, digests)}
+        return self._opened[id]
 
 
 async def _digests_held(
@@ -421,7 +381,9 @@ def _grace_s(query: StateQuery) -> float:
     """Return the seconds that fetching may take whatever comes: an hour, or three attempts at
     `LEAST_RATE`.
     """
-    shapes = [*query.shapes, *(shape for shaped in query.extra.values() for shape in shaped)]
+    shapes = list(query.shapes)
+    for shared in query.extra.values():
+        shapes += shared
     return max(FETCH_S, ATTEMPTS * FLOAT32.nbytes(shapes) / LEAST_RATE)
 
 

@@ -31,7 +31,8 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.bodies import BodyStore, deadline
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
-from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
+from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, Count, Message, PeerId, Reason, SwarmId, pack, unpack
 

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.p2p.limits import Newest, RateLimit
+from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.wire.envelope import (
     KIB,
     Count,

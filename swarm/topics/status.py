@@ -442,7 +442,7 @@ class StatusReporter:
             issued=time.time(),
             version=SHOAL_VERSION,
             peers=size if in_a_bucket else None,
-            **directory.reach(),
+            **directory.own_record.reach(),
             **now,
             **more,
         )

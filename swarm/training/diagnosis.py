@@ -27,8 +27,8 @@ from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.cost import BUSY
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.overview import FAILED, PARTNERLESS, partner_remedy
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.membership.health_report import FAILED, PARTNERLESS, partner_remedy
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.refusals import listed
 from shoal.swarm.wire.envelope import Sketch

@@ -22,9 +22,12 @@ from shoal.swarm.manifest import MAX_GROUP
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
-from shoal.swarm.state.resync import DriftDetector, Resynchronizer, in_step
-from shoal.swarm.state.selection import StateServer
-from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, State
+from shoal.swarm.state.catch_up import in_step
+from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
+from shoal.swarm.state.drift import DriftDetector
+from shoal.swarm.state.resync import Resynchronizer
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.diagnosis import Diagnosis, LagReport, Notice
 from shoal.swarm.training.factories import Rates

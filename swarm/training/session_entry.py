@@ -16,7 +16,7 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.membership import Membership, NetworkOptions
-from shoal.swarm.state.resync import check_model
+from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.training.session_setup import (
     EPOCH_S,
     SessionError,

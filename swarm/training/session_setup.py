@@ -32,7 +32,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
-from shoal.swarm.state.resync import catch_up
+from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.envelope import seal
@@ -160,15 +160,7 @@ def new_swarm(
             "The setting epoch_s is one of buckets: leave it out, or set bucket too, such as 64."
         )
     try:
-        named = outer.get("fragments")
-        parts = [] if named is None or isinstance(named, int) else _cut(named, params)
-        averaging = OuterSettings.model_validate(
-            {**outer, "fragments": len(parts)} if parts else outer
-        ).resolved()
-        if not parts:
-            averaging = averaging.fitted(possible(averaging.fragments or 1, model, params))
-            number = averaging.fragments or 1
-            parts = _cut(even(params, number), params) if model is None and number > 1 else []
+        averaging, fragments = _averaging(outer, params, model)
         if averaging.alone:
             raise SessionError(
                 "The method 'none' averages with no peer, so it needs no swarm: leave it out, or "
@@ -181,30 +173,59 @@ def new_swarm(
             outer=averaging,
             train=TrainSettings(seed=seed),
             model=model_digest(params),
-            fragment_of=tuple(
-                next(n for n, part in enumerate(parts) if at in part)
-                for at in range(len(params))
-                if parts
-            ),
+            fragment_of=_fragment_of(fragments, len(params)),
             **settings,
         )
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the settings"
-        what = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(where, OuterSettings.model_fields, 1, cutoff=0.5)
-            raise SessionError(
-                f"There is no setting {where!r} of a swarm: "
-                f"{f'did you mean {near[0]!r}?' if near else 'leave it out.'}"
-            ) from None
-        if where == "method":
-            near = difflib.get_close_matches(str(first["input"]), METHODS, 1, cutoff=0.5)
-            what = (
-                f"did you mean {near[0]!r}? T" if near else "t"
-            ) + f"he methods are {', '.join(METHODS)}"
-        raise SessionError(f"The swarm cannot be made with {where} as given: {what}.") from None
+        raise _setting_error(error) from None
     return seal(manifest, identity)
+
+
+def _averaging(
+    outer: dict[str, Any], params: AveragedParameters, model: nn.Module | None
+) -> tuple[OuterSettings, list[set[int]]]:
+    """Return the settings with their defaults, and each fragment as places in ``params``; none
+    where the fragments follow from the model.
+    """
+    named = outer.get("fragments")
+    if named is not None and not isinstance(named, int):
+        fragments = _cut(named, params)
+        if fragments:
+            counted = {**outer, "fragments": len(fragments)}
+            return OuterSettings.model_validate(counted).resolved(), fragments
+    averaging = OuterSettings.model_validate(outer).resolved()
+    averaging = averaging.fitted(possible(averaging.fragments or 1, model, params))
+    number = averaging.fragments or 1
+    if model is None and number > 1:
+        return averaging, _cut(even(params, number), params)
+    return averaging, []
+
+
+def _fragment_of(fragments: Sequence[set[int]], count: int) -> tuple[int, ...]:
+    """Return the number of the fragment of each of ``count`` parameters; nothing without any."""
+    if not fragments:
+        return ()
+    numbers = {}
+    for number, places in enumerate(fragments):
+        numbers.update(dict.fromkeys(places, number))
+    return tuple(numbers[place] for place in range(count))
+
+
+def _setting_error(error: ValidationError) -> SessionError:
+    """Return the error that names the first setting at fault, and what to do."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the settings"
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where, OuterSettings.model_fields, 1, cutoff=0.5)
+        remedy = f"did you mean {near[0]!r}?" if near else "leave it out."
+        return SessionError(f"There is no setting {where!r} of a swarm: {remedy}")
+    what = first["msg"].removeprefix("Value error, ")
+    if where == "method":
+        near = difflib.get_close_matches(str(first["input"]), METHODS, 1, cutoff=0.5)
+        what = f"the methods are {', '.join(METHODS)}"
+        if near:
+            what = f"did you mean {near[0]!r}? The methods are {', '.join(METHODS)}"
+    return SessionError(f"The swarm cannot be made with {where} as given: {what}.")
 
 
 def _cut(fragments: Sequence[Fragment], params: Sequence[Tensor]) -> list[set[int]]:

@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from shoal.swarm.p2p.connections import obtain_ports
+from shoal.swarm.p2p.listening import obtain_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 

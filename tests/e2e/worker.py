@@ -39,10 +39,12 @@ from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state import snapshot as download_module
-from shoal.swarm.state.selection import StateServer
-from shoal.swarm.state.snapshot import MemorySink, State
-from shoal.swarm.state.sync import StateQuery, begin_fetch
+from shoal.swarm.state import chunk_server
+from shoal.swarm.state.download import MemorySink
+from shoal.swarm.state.query import StateQuery
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.state.state_server import StateServer
+from shoal.swarm.state.sync import begin_fetch
 from shoal.swarm.wire import envelope
 from shoal.swarm.wire.messages import Commit, Ready, StateRequest
 from tests.support.records import member_of
@@ -298,7 +300,7 @@ class Worker:
                 now()
             return reply
 
-        chunk_of, write = download_module._chunk, MemorySink.write
+        chunk_of, write = chunk_server._chunk, MemorySink.write
 
         def at_snapshot_chunk(snapshot, chunk):
             if chunk:  # neither the digests nor the first
@@ -321,7 +323,7 @@ class Worker:
             return settle(*args)
 
         network, name, wrapped = {
-            "snapshot-chunk": (download_module, "_chunk", at_snapshot_chunk),
+            "snapshot-chunk": (chunk_server, "_chunk", at_snapshot_chunk),
             "write": (MemorySink, "write", at_write),
             "part": (AllReduce, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),

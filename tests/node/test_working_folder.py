@@ -38,7 +38,7 @@ from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.file_lock import FileLock
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.addresses import Peerstore
+from shoal.swarm.p2p.peerstore import Peerstore
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

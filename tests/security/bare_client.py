@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.addresses import varint
+from shoal.swarm.p2p.multiaddr import varint
 
 NOISE = b"Noise_XX_25519_ChaChaPoly_SHA256"  # 32 bytes: it is the first hash itself
 DATA, WINDOW, PING, GO_AWAY = range(4)

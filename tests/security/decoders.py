@@ -58,9 +58,9 @@ from shoal.swarm.manifest import (
     swarm_id,
     title_of,
 )
-from shoal.swarm.membership.dht import MemberValidator, make_record, open_record
+from shoal.swarm.membership.records import MemberValidator, make_record, open_record
 from shoal.swarm.membership.swarm_list import read_listed
-from shoal.swarm.p2p import addresses as multiaddr
+from shoal.swarm.p2p import multiaddr
 from shoal.swarm.topics.attestation import sign_record
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import (
@@ -559,14 +559,14 @@ def decoders():
         ),
         one(
             "record of the directory",
-            "swarm/membership/dht.py:open_record",
+            "swarm/membership/records.py:open_record",
             open_record,
             lambda: make_record("", member(), ME),
             MSGPACK,
         ),
         Decoder(
             "value to store",
-            ("swarm/membership/dht.py:_unpacked",),
+            ("swarm/membership/records.py:_unpacked",),
             dht,
             lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")],
             MSGPACK,
@@ -638,7 +638,7 @@ def decoders():
         ),
         one(
             "address",
-            "swarm/p2p/addresses.py:to_text",
+            "swarm/p2p/multiaddr.py:to_text",
             multiaddr.to_text,
             lambda: ADDRESS,
             None,
@@ -647,7 +647,7 @@ def decoders():
         ),
         one(
             "address in words",
-            "swarm/p2p/addresses.py:peer_bytes",
+            "swarm/p2p/multiaddr.py:peer_bytes",
             text(multiaddr.to_bytes),
             lambda: multiaddr.to_text(ADDRESS).encode(),
             PARTS,

@@ -20,8 +20,8 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 from shoal.node.cli import main as cli  # noqa: E402
 from shoal.swarm.exchange.pair.calls import CallAnswerer, Caller  # noqa: E402
 from shoal.swarm.identity import Identity  # noqa: E402
-from shoal.swarm.membership.dht import bits_of, key_of, make_record  # noqa: E402
 from shoal.swarm.membership.directory import Directory  # noqa: E402
+from shoal.swarm.membership.records import bits_of, key_of, make_record  # noqa: E402
 from shoal.swarm.wire.messages import Answer  # noqa: E402
 
 FAR = 9 * 10**15

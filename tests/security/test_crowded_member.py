@@ -6,7 +6,7 @@ import asyncio
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.limits import MAX_STRANGERS
+from shoal.swarm.p2p.resource_manager import MAX_STRANGERS
 from tests.security.bare_client import Connection, Key
 
 ECHO = "/test/echo/1"

@@ -137,8 +137,7 @@ DIGESTS = {
     "node/task.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",
     "optim/experimental/sparta.py:chosen",
-    "swarm/membership/dht.py:bits_of",
-    "swarm/membership/dht.py:bits_in",
+    "swarm/membership/records.py:_first_bits",
     "verification/consensus/planting.py:must_plant",
     "verification/consensus/sortition.py:is_audited",
     "swarm/identity.py:",
@@ -173,11 +172,11 @@ OWN = {
     "optim/outer/torch_form.py:TorchForm._read",
     "optim/ranks/orders.py:Channel.send",
     "optim/ranks/orders.py:Channel.receive",
-    "swarm/p2p/addresses.py:Peerstore._load",
+    "swarm/p2p/peerstore.py:Peerstore._load",
     "swarm/topics/tally.py:_read",
     "swarm/topics/tally.py:Tally._load",
     "swarm/training/following_session.py:FollowingSession.__init__",
-    "swarm/state/snapshot.py:Spool.mapped",
+    "swarm/state/spool.py:Spool.mapped",
 }
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""
 ELSEWHERE = {

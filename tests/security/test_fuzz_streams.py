@@ -33,15 +33,11 @@ from shoal.swarm.gossip.bodies import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import admission, peer_exchange
 from shoal.swarm.membership.peer_exchange import Shuffle
-from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import Punch, Puncher
-from shoal.swarm.p2p.reachability import (
-    DialRequest,
-    ReachabilityProbe,
-    SpeedRequest,
-    ThroughputProbe,
-)
+from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.p2p.throughput import SpeedRequest, ThroughputProbe
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed import Seed
 from shoal.swarm.topics.attestation import LogRequest, LogServer

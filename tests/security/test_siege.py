@@ -19,9 +19,10 @@ import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, swarm_id
-from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.swarm_list import SeedAnnouncer, look
+from shoal.swarm.membership.records import MemberValidator
+from shoal.swarm.membership.seed_announcer import SeedAnnouncer
+from shoal.swarm.membership.swarm_list import look
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
 

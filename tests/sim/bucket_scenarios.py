@@ -15,8 +15,9 @@ import random
 from collections.abc import Callable
 
 from shoal.optim.exchange.base import partner_of
-from shoal.swarm.membership.dht import LOOK, bits_in, bucket_prefix
-from shoal.swarm.membership.directory import PERIOD, TTL
+from shoal.swarm.membership.bucket_index import READ_AHEAD_S
+from shoal.swarm.membership.directory import PERIOD_S, TTL_S
+from shoal.swarm.membership.records import bits_in, bucket_prefix
 from tests.sim.bucket_swarm import EPOCH_S, FIRST, SWARM, BucketSwarm
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING
@@ -35,7 +36,7 @@ class BucketBroken(AssertionError):
 def splits(swarm: BucketSwarm, chance: random.Random) -> None:
     """A swarm that fits into one bucket grows to several at once, in the middle of an epoch."""
     swarm.add(chance.randint(2, swarm.bucket - 2), over=10.0)
-    swarm.run(chance.uniform(10.0 + 2 * PERIOD, FIRST + EPOCH_S - 1.0))
+    swarm.run(chance.uniform(10.0 + 2 * PERIOD_S, FIRST + EPOCH_S - 1.0))
     _one_bucket(swarm)
     swarm.add(chance.randint(2 * swarm.bucket, 4 * swarm.bucket), over=chance.uniform(1.0, 20.0))
     _rest(swarm, 4)
@@ -53,7 +54,7 @@ def merges(swarm: BucketSwarm, chance: random.Random) -> None:
         swarm.loop.call_later(
             chance.uniform(0.0, 15.0), swarm.network.kill, host.peer_id, context=NOTHING
         )
-    swarm.run(15.0 + TTL)
+    swarm.run(15.0 + TTL_S)
     _rest(swarm, 4)
     _one_bucket(swarm)
 
@@ -64,7 +65,7 @@ def epoch_change(swarm: BucketSwarm, chance: random.Random) -> None:
     swarm.add(count, size=count)
     for epoch in range(2):
         change = FIRST + epoch * EPOCH_S
-        swarm.until(change - chance.uniform(0.05, LOOK))  # the rounds begin
+        swarm.until(change - chance.uniform(0.05, READ_AHEAD_S))  # the rounds begin
         agree(swarm, "ahead of an epoch")
         number, partners = chance.randrange(1000), {}
         for peer, view in swarm.views().items():
@@ -121,7 +122,7 @@ def eclipse(swarm: BucketSwarm, chance: random.Random) -> None:
     """
     count = chance.randint(2 * swarm.bucket, 4 * swarm.bucket)
     swarm.add(count, size=count)
-    swarm.until(FIRST + 2 * PERIOD)
+    swarm.until(FIRST + 2 * PERIOD_S)
     victim = chance.choice(sorted(swarm.there()))
     directory = swarm.there()[victim]
     epoch, depth, before = (
@@ -141,7 +142,7 @@ def eclipse(swarm: BucketSwarm, chance: random.Random) -> None:
     for peer in forged:
         for bits in range(max(depth, 1), depth + 1 + fill):
             swarm.forge(peer, bucket_prefix(epoch, way[:bits]), ends)
-    swarm.run(2 * PERIOD)
+    swarm.run(2 * PERIOD_S)
     if not fill and not before <= swarm.views()[victim]:
         raise BucketBroken(
             f"{len(forged)} made-up peers hide {len(before - swarm.views()[victim])} of "

@@ -8,7 +8,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from shoal.swarm.membership.directory import PERIOD, ROOM, TTL
+from shoal.swarm.membership.directory import PERIOD_S, TTL_S
+from shoal.swarm.membership.room import MAX_IN_VIEW
 from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board, Posted, SimDirectory
@@ -26,7 +27,7 @@ class BucketSwarm:
     """
 
     def __init__(
-        self, boards: int = 1, bucket: int = BUCKET, seed: int = 0, limit: int = ROOM
+        self, boards: int = 1, bucket: int = BUCKET, seed: int = 0, limit: int = MAX_IN_VIEW
     ) -> None:
         self.loop, self.bucket, self.seed, self.limit = VirtualLoop(), bucket, seed, limit
         self.rounds: dict[str, int] = {}
@@ -36,7 +37,7 @@ class BucketSwarm:
         self.all: list[tuple[SimHost, SimDirectory]] = []
 
     def add(
-        self, count: int, size: int = 0, board: int = 0, over: float = PERIOD
+        self, count: int, size: int = 0, board: int = 0, over: float = PERIOD_S
     ) -> list[tuple[SimHost, SimDirectory]]:
         """Let so many peers begin within some seconds; with ``size`` they know that the swarm has
         so many.
@@ -83,9 +84,9 @@ class BucketSwarm:
         seconds up to a virtual time.
         """
         record = self.member(self.all[0][0].peer_id, "forged").model_copy(update={"peer": peer})
-        self.boards[0].put(prefix, Posted(record, 300, self.loop.time() + TTL))
-        if self.loop.time() + PERIOD < until:
-            self.loop.call_later(PERIOD, self.forge, peer, prefix, until, context=NOTHING)
+        self.boards[0].put(prefix, Posted(record, 300, self.loop.time() + TTL_S))
+        if self.loop.time() + PERIOD_S < until:
+            self.loop.call_later(PERIOD_S, self.forge, peer, prefix, until, context=NOTHING)
 
     def run(self, seconds: float) -> None:
         self.loop.call_later(seconds, self.loop.stop, context=NOTHING)

@@ -1,7 +1,7 @@
 """Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that
 is one table.
 
-Real: the keys of records and of reads (`shoal.swarm.membership.dht`, `shoal.swarm.membership.dht`),
+Real: the keys of records and of reads (`shoal.swarm.membership.trie`, `bucket_index`),
 the number and rate of reads, the lifetime and size of records, and each peer's own view, seconds
 old. Not simulated: the DHT itself, with its routing and replicas. A key is read, or a record
 stored, in one round trip, and nothing of that is ever lost.
@@ -15,8 +15,11 @@ import random
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
-from shoal.swarm.membership.dht import CAP, Index, Names, bits_of, make_record
-from shoal.swarm.membership.directory import GAP, HASTE, HERE, PERIOD, ROOM, TTL
+from shoal.swarm.membership.bucket_index import Index
+from shoal.swarm.membership.directory import HASTE_S, MIN_GAP_S, PERIOD_S, PRESENT, TTL_S
+from shoal.swarm.membership.records import bits_of, make_record
+from shoal.swarm.membership.room import MAX_IN_VIEW
+from shoal.swarm.membership.trie import CAP, Names
 from shoal.swarm.wire.messages import Member
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import SimHost, SimNetwork
@@ -89,7 +92,7 @@ class SimDirectory:
         host: SimHost,
         record: Callable[[], Member],
         chance: random.Random,
-        limit: int = ROOM,
+        limit: int = MAX_IN_VIEW,
         bucket: int = 0,
         epoch_s: float = 60.0,
     ) -> None:
@@ -124,7 +127,7 @@ class SimDirectory:
 
     def everyone(self) -> dict[str, Member]:
         """Return the same, with those of the buckets that this peer was in just now."""
-        return {peer: member for peer, member in self._seen.items() if member.state in HERE}
+        return {peer: member for peer, member in self._seen.items() if member.state in PRESENT}
 
     def departed(self) -> dict[str, Member]:
         """Return peer id -> last record of all that recently announced that they left or are
@@ -171,8 +174,8 @@ class SimDirectory:
         read = published = float("-inf")
         while True:
             self._wake.clear()
-            now, due = self._now(), PERIOD * 0.75
-            if now - read >= (GAP if self._curious else due) or self._prefix is None:
+            now, due = self._now(), PERIOD_S * 0.75
+            if now - read >= (MIN_GAP_S if self._curious else due) or self._prefix is None:
                 read, self._curious = now, False
                 await self.read()
             if self._pressing or now - published >= due:
@@ -182,12 +185,12 @@ class SimDirectory:
             try:
                 await asyncio.wait_for(
                     self._wake.wait(),
-                    HASTE if self._curious else PERIOD * self._chance.uniform(0.8, 1.0),
+                    HASTE_S if self._curious else PERIOD_S * self._chance.uniform(0.8, 1.0),
                 )
             except TimeoutError:
                 continue
-            if self._pressing and (since := self._now() - published) < GAP:
-                await asyncio.sleep(GAP - since)
+            if self._pressing and (since := self._now() - published) < MIN_GAP_S:
+                await asyncio.sleep(MIN_GAP_S - since)
 
     async def read(self) -> None:
         """Read the trie, or as much of it as a node reads."""
@@ -224,10 +227,10 @@ class SimDirectory:
         self._seen[mine.peer] = mine  # always in its own bucket
         self._here.pop(mine.peer, None)
         self._left.pop(mine.peer, None)
-        (self._here if mine.state in HERE else self._left)[mine.peer] = mine
+        (self._here if mine.state in PRESENT else self._left)[mine.peer] = mine
 
     def _sort(self) -> None:
-        oldest = self._unix() - TTL
+        oldest = self._unix() - TTL_S
         self._seen = live = {
             peer: member for peer, member in self._seen.items() if member.issued >= oldest
         }
@@ -236,14 +239,14 @@ class SimDirectory:
             if self.index.depth
             else live
         )
-        self._left = {peer: member for peer, member in shown.items() if member.state not in HERE}
+        self._left = {peer: member for peer, member in shown.items() if member.state not in PRESENT}
         self._here = (
             {peer: member for peer, member in shown.items() if peer not in self._left}
             if self._left
             else dict(shown)
         )
         first = min([member.issued for member in live.values()], default=math.inf)
-        self._stale = min(first + TTL + 1e-6, self.index.changes()) - EPOCH
+        self._stale = min(first + TTL_S + 1e-6, self.index.changes()) - EPOCH
 
     def _store(self, prefix: str) -> None:
         posted, links = self._posted(prefix), self._board.network.links
@@ -260,4 +263,4 @@ class SimDirectory:
         self._prefix = prefix
         self.nbytes += self._size
         self.calls += 1
-        return Posted(mine, self._size, self._now() + TTL)
+        return Posted(mine, self._size, self._now() + TTL_S)

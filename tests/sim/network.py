@@ -36,7 +36,7 @@ from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import ExchangeHandle
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
-from shoal.swarm.p2p.limits import ResourceManager
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import NONCES

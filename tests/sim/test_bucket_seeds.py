@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from shoal.swarm.membership import dht
-from shoal.swarm.membership.dht import DEEPEST, Index
+from shoal.swarm.membership import bucket_depth, bucket_index, records
+from shoal.swarm.membership.bucket_depth import MAX_BUCKET_DEPTH
+from shoal.swarm.membership.bucket_index import Index
 from tests.sim.bucket_scenarios import SCENARIOS, run_scenario
 
 FIRST, SEEDS, BLOCK = 1, 500, 50
@@ -63,10 +64,10 @@ def test_one_seed_is_one_trace(monkeypatch):
 
 def never_deeper(patch):
     """No epoch begins deeper, and no full bucket is split."""
-    patch.setattr(dht, "depth_for", lambda size, depth, most: depth)
-    agreed = dht.agreed
+    patch.setattr(bucket_index, "depth_for", lambda size, depth, most: depth)
+    agreed = bucket_depth.agreed
     patch.setattr(
-        dht,
+        bucket_index,
         "agreed",
         lambda depth, bits, there, at, most: min(agreed(depth, bits, there, at, most), depth),
     )
@@ -74,10 +75,12 @@ def never_deeper(patch):
 
 def never_higher(patch):
     """Who is deep stays deep, however few are left."""
-    deeper, agreed = dht.depth_for, dht.agreed
-    patch.setattr(dht, "depth_for", lambda size, depth, most: max(deeper(size, depth, most), depth))
+    deeper, agreed = bucket_depth.depth_for, bucket_depth.agreed
     patch.setattr(
-        dht,
+        bucket_index, "depth_for", lambda size, depth, most: max(deeper(size, depth, most), depth)
+    )
+    patch.setattr(
+        bucket_index,
         "agreed",
         lambda depth, bits, there, at, most: max(agreed(depth, bits, there, at, most), depth),
     )
@@ -85,23 +88,23 @@ def never_higher(patch):
 
 def no_handover(patch):
     """The keys of the next epoch are neither written nor read ahead of it."""
-    patch.setattr(dht, "LEAD", 0.0)
-    patch.setattr(dht, "LOOK", 0.0)
+    patch.setattr(bucket_index, "PUBLISH_AHEAD_S", 0.0)
+    patch.setattr(bucket_index, "READ_AHEAD_S", 0.0)
 
 
 def changes_when_it_has_read(patch):
     """Each peer changes over as soon as it has read the next epoch's keys."""
 
     def current(self):
-        ready = (draw for draw in self._draws if draw.read)
-        return next(ready, self._draws[-1]) if self._draws else None
+        ready = (draw for draw in self._epochs if draw.read)
+        return next(ready, self._epochs[-1]) if self._epochs else None
 
     patch.setattr(Index, "_current", current)
 
 
 def own_level_alone(patch):
     """A peer reads no level but its own."""
-    patch.setattr(Index, "_levels", lambda self, draw: {draw.depth})
+    patch.setattr(Index, "_depths_to_read", lambda self, draw: {draw.depth})
 
 
 def beside_alone(patch):
@@ -110,21 +113,26 @@ def beside_alone(patch):
     """
     patch.setattr(
         Index,
-        "_levels",
-        lambda self, draw: {draw.depth - 1, draw.depth, draw.depth + 1} & set(range(DEEPEST + 1)),
+        "_depths_to_read",
+        lambda self, draw: (
+            {draw.depth - 1, draw.depth, draw.depth + 1} & set(range(MAX_BUCKET_DEPTH + 1))
+        ),
     )
-    patch.setattr(Index, "_learn", lambda self, draw: None)
+    patch.setattr(Index, "_update_estimate", lambda self, draw: None)
 
 
 def same_buckets_for_ever(patch):
     """Positions do not depend on the epoch."""
-    bits_in = dht.bits_in
-    patch.setattr(dht, "bits_in", lambda swarm, epoch, peer: bits_in(swarm, 33_333_334, peer))
+    bits_in = bucket_index.bits_in
+    for module in (records, bucket_index):
+        patch.setattr(
+            module, "bits_in", lambda swarm, epoch, peer: bits_in(swarm, 33_333_334, peer)
+        )
 
 
 def first_records_alone(patch):
     """Of a bucket only the first records are used, and anybody can make such as come first."""
-    decide = Index._decide
+    decide = Index._settle
 
     def some(self, draw, levels, found):
         cut = {
@@ -134,7 +142,7 @@ def first_records_alone(patch):
         found.update(cut)
         return decide(self, draw, levels, found)
 
-    patch.setattr(Index, "_decide", some)
+    patch.setattr(Index, "_settle", some)
 
 
 MUTANTS = {

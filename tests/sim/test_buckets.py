@@ -5,8 +5,8 @@ epochs and partitions.
 import pytest
 
 from bench.sim.report import run_sim
-from shoal.swarm.membership.dht import LEAD
-from shoal.swarm.membership.directory import PERIOD, TTL
+from shoal.swarm.membership.bucket_index import PUBLISH_AHEAD_S
+from shoal.swarm.membership.directory import PERIOD_S, TTL_S
 from tests.sim.bucket_swarm import BUCKET, EPOCH_S, FIRST
 
 
@@ -26,7 +26,7 @@ def test_swarm_splits_as_it_grows_and_merges(make):
     assert min(swarm.depths()) >= 2
     for host, _ in swarm.all[8:]:
         swarm.network.kill(host.peer_id)
-    swarm.until(FIRST + 3 * EPOCH_S + TTL + 3 * EPOCH_S)
+    swarm.until(FIRST + 3 * EPOCH_S + TTL_S + 3 * EPOCH_S)
     assert swarm.depths() == {0: 8}
     assert {len(view) for view in swarm.views().values()} == {8}
 
@@ -52,7 +52,7 @@ def test_what_a_peer_reads_does_not_grow_with_the_swarm(make):
     for count in (33, 132):
         swarm = make()
         swarm.add(count, size=count)
-        swarm.until(FIRST + EPOCH_S - LEAD)
+        swarm.until(FIRST + EPOCH_S - PUBLISH_AHEAD_S)
         costs.append(sum(directory.nbytes for directory in swarm.there().values()) / count)
     assert costs[1] < 1.15 * costs[0]
 
@@ -66,7 +66,7 @@ def test_late_joiner_sees_its_bucket_in_seconds(make):
     swarm.run(2.0)
     assert len(directory.members()) >= 4
     assert directory.index.depth in swarm.depths()
-    swarm.run(PERIOD)
+    swarm.run(PERIOD_S)
     assert all(host.peer_id in swarm.views()[peer] for peer in directory.members())
 
 
@@ -75,7 +75,7 @@ def test_peers_that_begin_at_other_depths_agree_within_two_readings(make):
     swarm.add(40, size=60)
     swarm.add(40, size=160)
     assert len({directory.index.depth for _, directory in swarm.all}) == 2
-    swarm.run(3 * PERIOD)
+    swarm.run(3 * PERIOD_S)
     assert swarm.one_sided() == 0
     assert all(len(view) >= 2 for view in swarm.views().values())
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shoal.swarm.membership.dht import CAP
-from tests.sim.directory import PERIOD, TTL
+from shoal.swarm.membership.trie import CAP
+from tests.sim.directory import PERIOD_S, TTL_S
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links
 
@@ -48,12 +48,12 @@ def test_new_round_is_known_after_a_reading(full):
     swarm.rounds[host.peer_id] = 5
     mine.announce()
     assert mine.members()[host.peer_id].round == 5
-    swarm.run(PERIOD + 1.0)
+    swarm.run(PERIOD_S + 1.0)
     assert another.members()[host.peer_id].round == 5
     swarm.network.kill(host.peer_id)
-    swarm.run(PERIOD)
+    swarm.run(PERIOD_S)
     assert host.peer_id in another.members()
-    swarm.run(TTL)
+    swarm.run(TTL_S)
     assert all(len(directory.members()) == 2 for _, directory in swarm.all[1:])
 
 
@@ -65,11 +65,11 @@ def test_an_announcement_is_published_once(full):
     put = board.put
     board.put = lambda prefix, record: (posted.append(record.member.peer), put(prefix, record))
     one.announce()
-    seconds = 4 * PERIOD
+    seconds = 4 * PERIOD_S
     for number in range(int(2 * seconds)):
         swarm.loop.call_later(number / 2, one.look, context=NOTHING)
     swarm.run(seconds)
-    assert 4 <= posted.count(host.peer_id) <= 1 + seconds / (0.75 * PERIOD)
+    assert 4 <= posted.count(host.peer_id) <= 1 + seconds / (0.75 * PERIOD_S)
 
 
 def test_one_link_carries_all_that_a_host_sends(full):

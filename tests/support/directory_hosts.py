@@ -5,8 +5,8 @@ from collections import defaultdict
 from concurrent.futures import Future
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.records import MemberValidator
 from shoal.swarm.p2p.host import Host
 from tests.sim.network import SimHost
 from tests.support.records import ABOUT, SWARM

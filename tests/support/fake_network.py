@@ -15,7 +15,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.internal_errors import InternalErrors
-from shoal.swarm.p2p.limits import ResourceManager
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from tests.support.loop_thread import LoopThread

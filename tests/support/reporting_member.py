@@ -30,7 +30,7 @@ def membership(method="noloco", bucket=0, seen=25):
         directory=SimpleNamespace(
             size=lambda: 400,
             members=lambda: dict.fromkeys(range(seen)),
-            reach=lambda: {"reach": "punched", "throughput": 1.5e6},
+            own_record=SimpleNamespace(reach=lambda: {"reach": "punched", "throughput": 1.5e6}),
         ),
         manifest=SimpleNamespace(outer=OuterSettings(method=method), bucket=bucket),
     )

@@ -1,7 +1,7 @@
 """Reasons for a refusal are words for people, and keep the name that the metrics have."""
 
 from shoal.optim.rollout_selection import REASONS as OF_ROLLOUTS
-from shoal.swarm.p2p.limits import REASONS as OF_STREAMS
+from shoal.swarm.p2p.resource_manager import REASONS as OF_STREAMS
 from shoal.swarm.refusals import WORDS, listed
 
 

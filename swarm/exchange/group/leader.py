@@ -39,8 +39,9 @@ from shoal.swarm.exchange.group.roster import (
     encode_roster,
 )
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.limits import Newest, StreamPlaces
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import first_of, running
 from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (

@@ -42,8 +42,8 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.group.roster import LivenessView, Roster
-from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import running, stop
 from shoal.swarm.wire.envelope import HashList, pack, unpack
 from shoal.swarm.wire.messages import GroupHello

@@ -56,8 +56,8 @@ from shoal.swarm.exchange.pair.transfer import (
     Withdrawn,
 )
 from shoal.swarm.internal_errors import InternalError
-from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.p2p.tasks import first_of, race, running, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Answer, Member, Offer

@@ -43,7 +43,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
 from shoal.swarm.internal_errors import InternalError
-from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.p2p.newest import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, HashList, M, Message, fresh_nonce, pack, unpack
 from shoal.swarm.wire.messages import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready

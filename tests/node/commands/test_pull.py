@@ -31,10 +31,10 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.state import sync
-from shoal.swarm.state.selection import SnapshotOffer
+from shoal.swarm.state.offers import SnapshotOffer
+from shoal.swarm.state.query import ModelDiffersError
 from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
-from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.wire.envelope import CHUNK, pack_names
 from tests.support.records import member_of
 from tests.support.tokenizers_made_here import train

@@ -31,21 +31,16 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.membership.admission import serve_manifest
-from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
+from shoal.swarm.membership.records import MemberValidator
 from shoal.swarm.p2p.daemon import Daemon
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import (
-    DIAL_PROTOCOL,
-    SPEED_PROTOCOL,
-    DialBackView,
-    ReachabilityProbe,
-    ThroughputProbe,
-    ask_seed,
-)
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ReachabilityProbe
+from shoal.swarm.p2p.seed_request import ask_seed
+from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 from shoal.swarm.seed import Seed
-from shoal.swarm.state.selection import StateServer
+from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import SEED_PROTOCOL
 

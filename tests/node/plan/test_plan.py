@@ -25,7 +25,8 @@ from shoal.swarm.exchange.group.reduction import SMALLEST, fits
 from shoal.swarm.figures import amount
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, DialBackView, Throughput
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView
+from shoal.swarm.p2p.throughput import MAX_BYTES, Throughput
 
 MEASURED = Path(__file__).resolve().parents[3] / "bench" / "results" / "memory.jsonl"
 LINE = Line(12.5e6, 0.1)

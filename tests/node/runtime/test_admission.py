@@ -22,7 +22,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.admission import fetch_manifest, visited
 from shoal.swarm.membership.membership import create, join
-from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
+from shoal.swarm.state.offers import STATE_PROTOCOL
+from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, StateRequest

@@ -27,7 +27,7 @@ from shoal.swarm.access import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Terms, TrainSettings, open_manifest
-from shoal.swarm.state.sync import ModelDiffersError
+from shoal.swarm.state.query import ModelDiffersError
 from tests.support.records import member_of
 
 ME = Identity.ephemeral()

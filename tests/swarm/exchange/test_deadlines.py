@@ -12,9 +12,10 @@ from shoal.swarm.exchange.context import (
 )
 from shoal.swarm.exchange.group.leader import moved
 from shoal.swarm.pacing.progress import MAX_EXTENSION_S, SLOWEST_BYTES_PER_S
+from shoal.swarm.state.offers import MAKE_S, making_s
 from shoal.swarm.state.progress import FETCH_S
-from shoal.swarm.state.selection import MAKE_S, making_s
-from shoal.swarm.state.sync import ATTEMPTS, StateQuery, _grace_s
+from shoal.swarm.state.query import ATTEMPTS, StateQuery
+from shoal.swarm.state.sync import _grace_s
 from shoal.swarm.wire.messages import StateRequest
 
 TIMEOUTS = ExchangeTimeouts(10.0, 5.0, 120.0)

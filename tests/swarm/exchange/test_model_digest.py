@@ -9,8 +9,8 @@ from torch import nn
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import Outline, model_digest
+from shoal.swarm.state.query import ModelDiffersError, StateQuery
 from shoal.swarm.state.snapshot import nothing
-from shoal.swarm.state.sync import ModelDiffersError, StateQuery
 from shoal.swarm.training.session_setup import parameters_of
 from shoal.swarm.wire.envelope import MAX_NAMES, pack, pack_names, unpack, unpack_names
 from shoal.swarm.wire.messages import StateHeader, StateRequest

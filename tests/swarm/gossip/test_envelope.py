@@ -25,9 +25,8 @@ from shoal.swarm.gossip.envelope import (
 )
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.wire.envelope import pack, seal
+from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.support.gossip_nodes import SWARM, rollout_of
 
 ME = Identity.ephemeral()

@@ -11,9 +11,9 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.envelope import Body, make_announcement, make_body
-from shoal.swarm.p2p.host import MAX_MESSAGE
-from shoal.swarm.p2p.limits import RateLimit
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import Rollout
+from shoal.swarm.wire.envelope import MAX_MESSAGE
 from tests.support import gossip_nodes as nodes
 from tests.support.gossip_nodes import SWARM
 from tests.support.waiting import until

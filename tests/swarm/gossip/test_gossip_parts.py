@@ -23,7 +23,8 @@ from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
+from shoal.swarm.p2p.newest import Newest
+from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.topics.rollout import RolloutPool
 from tests.support.clock import Clock
 from tests.support.loop_thread import LoopThread

@@ -14,25 +14,29 @@ from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht
-from shoal.swarm.membership.dht import (
-    DEEPEST,
-    FULL,
-    LEAD,
-    LOOK,
-    SPARSE,
-    Index,
+from shoal.swarm.membership import trie
+from shoal.swarm.membership.bucket_depth import (
+    DEEPEN_SHARE,
+    MAX_BUCKET_DEPTH,
+    MERGE_SHARE,
     agreed,
+    depth_for,
+)
+from shoal.swarm.membership.bucket_index import (
+    PUBLISH_AHEAD_S,
+    READ_AHEAD_S,
+    Index,
+    is_in_its_bucket,
+)
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.records import (
     bits_in,
     bits_of,
     bucket_prefix,
-    depth_for,
-    is_in_its_bucket,
     key_of,
     make_record,
     open_record,
 )
-from shoal.swarm.membership.directory import Directory
 from tests.support.directory_hosts import Shelf
 from tests.support.records import ABOUT, member_of
 
@@ -94,12 +98,12 @@ def test_record_counts_on_its_own_path_only():
 # -- depth -----------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 150_000), st.integers(0, DEEPEST), st.integers(4, 64))
+@given(st.integers(1, 150_000), st.integers(0, MAX_BUCKET_DEPTH), st.integers(4, 64))
 def test_an_epoch_begins_at_a_depth_that_fits_and_stays(size, depth, most):
     found = depth_for(size, depth, most)
     assert depth_for(size, found, most) == found
-    if 0 < found < DEEPEST:
-        assert SPARSE * most <= size / 2**found <= FULL * most or found == 1
+    if 0 < found < MAX_BUCKET_DEPTH:
+        assert MERGE_SHARE * most <= size / 2**found <= DEEPEN_SHARE * most or found == 1
     if found == 0:
         assert size <= most
 
@@ -109,11 +113,11 @@ def test_peers_near_a_border_stay_where_they_are(most, depth, low):
     """Whoever went deeper at an estimate does not come back at one that is a fifth lower, nor the
     other way round.
     """
-    size = FULL * most * 2**depth * 1.001
+    size = DEEPEN_SHARE * most * 2**depth * 1.001
     deeper = depth_for(size, depth, most)
     assert deeper == depth + 1
     assert depth_for(size * low, deeper, most) == deeper
-    size = SPARSE * most * 2 ** (depth + 1) * 0.999
+    size = MERGE_SHARE * most * 2 ** (depth + 1) * 0.999
     higher = depth_for(size, depth + 1, most)
     assert higher <= depth
     assert higher == 0 or depth_for(size / low, higher, most) == higher
@@ -181,7 +185,7 @@ def test_sparse_bucket_looks_one_level_up():
     bits = "0110".ljust(48, "0")
     assert agreed(4, bits, {3: [], 4: names[:2], 5: []}, position, 64) == 3
     assert agreed(4, bits, {3: [], 4: names[:3], 5: []}, position, 64) == 4
-    nobody = {depth: [] for depth in range(DEEPEST + 1)}
+    nobody = {depth: [] for depth in range(MAX_BUCKET_DEPTH + 1)}
     assert agreed(0, bits, nobody, position, 64) == 0
     assert agreed(0, bits, {**nobody, 4: names[:5]}, position, 64) == 4
     assert agreed(9, bits, {**nobody, 4: names[:5]}, position, 64) == 4
@@ -252,10 +256,10 @@ def test_without_buckets_the_whole_trie_is_read_and_written():
     table.keys = {"": {f"peer{number}": 1.0 for number in range(40)}}
     index, plain = table.index("me", bucket=0), Table()
     plain.keys = table.keys
-    expected = asyncio.run(dht.read(plain.get, bits_of("me"), now=None))
+    expected = asyncio.run(trie.read(plain.get, bits_of("me"), now=None))
     assert table.read(index) == expected
     assert table.asked == plain.asked
-    assert index.places(None, expected, 0.5) == (dht.place("me", None, expected, chance=0.5),)
+    assert index.places(None, expected, 0.5) == (trie.place("me", None, expected, chance=0.5),)
     assert (index.depth, index.size(41), index.shows("peer1")) == (0, 41, True)
 
 
@@ -321,17 +325,17 @@ def test_next_epoch_is_written_and_read_ahead():
     table, index = sixty()
     old, new = bits_in(SWARM, EPOCH, "me")[:3], bits_in(SWARM, EPOCH + 1, "me")[:3]
     begins = (EPOCH + 1) * 60.0
-    table.now = begins - LEAD - 0.1
+    table.now = begins - PUBLISH_AHEAD_S - 0.1
     table.fill(EPOCH, 3, 60)
     table.read(index)
     assert index.places(None, {}) == (bucket_prefix(EPOCH, old),)
-    table.now = begins - LEAD + 0.1
+    table.now = begins - PUBLISH_AHEAD_S + 0.1
     table.read(index)
     assert set(index.places(None, {})) == {bucket_prefix(EPOCH, old), bucket_prefix(EPOCH + 1, new)}
     assert bucket_prefix(EPOCH + 1, new) not in table.asked
     assert index.changes() == float("inf")
     table.fill(EPOCH + 1, 3, 60)
-    table.now = begins - LOOK + 0.1
+    table.now = begins - READ_AHEAD_S + 0.1
     table.read(index)
     assert bucket_prefix(EPOCH + 1, new) in table.asked
     assert index.changes() == begins
@@ -369,7 +373,7 @@ def test_unreadable_own_key_is_an_error():
 
 def test_the_estimate_is_smoothed_but_for_a_great_change():
     _, index = sixty(bucket=64, size=90)
-    draw = index._draws[0]
+    draw = index._epochs[0]
     draw.read, draw.depth = True, 3
     for count, expected in (
         (10, 80.0),
@@ -378,7 +382,7 @@ def test_the_estimate_is_smoothed_but_for_a_great_change():
     ):  # of 8 buckets: the first counts half, then a quarter of the change
         draw.count = count
         index._estimate = 80.0
-        index._learn(draw)
+        index._update_estimate(draw)
         assert index._estimate == pytest.approx(expected)
 
 
@@ -455,7 +459,12 @@ def searched(keys, broken=()):
 
 @pytest.mark.parametrize(
     "prefix",
-    ["", bits_of(ME.peer_id)[:3], bucket_prefix(TURN, OWN[:1]), bucket_prefix(TURN, OWN[:DEEPEST])],
+    [
+        "",
+        bits_of(ME.peer_id)[:3],
+        bucket_prefix(TURN, OWN[:1]),
+        bucket_prefix(TURN, OWN[:MAX_BUCKET_DEPTH]),
+    ],
     ids=["everyone", "another", "one bit", "deepest"],
 )
 def test_a_record_is_found_at_any_depth(prefix):
@@ -475,8 +484,10 @@ def test_unreadable_keys_are_skipped_unless_all():
     """Keys that cannot be read are passed over unless they are all."""
     keys = stored(bucket_prefix(TURN, OWN[:2]))
     assert searched(keys, broken={key_of(SWARM, "")})
-    every = {key_of(SWARM, bucket_prefix(TURN, OWN[:depth])) for depth in range(1, DEEPEST + 1)}
-    every |= {key_of(SWARM, bits_of(ME.peer_id)[:depth]) for depth in range(DEEPEST + 1)}
+    every = {
+        key_of(SWARM, bucket_prefix(TURN, OWN[:depth])) for depth in range(1, MAX_BUCKET_DEPTH + 1)
+    }
+    every |= {key_of(SWARM, bits_of(ME.peer_id)[:depth]) for depth in range(MAX_BUCKET_DEPTH + 1)}
     with pytest.raises(NetworkError, match="no key of the peer's bucket"):
         searched({}, broken=every)
 

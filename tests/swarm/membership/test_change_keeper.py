@@ -3,6 +3,7 @@ request a minute.
 """
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,7 @@ class Listing:
     """The directory of a member: the other members, with the numbers that they state."""
 
     def __init__(self, stated):
-        self.stated, self.renewed, self.change = stated, 0, None
+        self.stated, self.renewed, self.own_record = stated, 0, SimpleNamespace()
 
     def members(self):
         return {
@@ -73,7 +74,7 @@ def test_a_member_takes_what_another_has(network, keep):
     second, _ = keep(**{host.peer_id: lambda: first.number})
     second.fetch(5.0)
     assert (second.number, second.sealed) == (5, first.sealed)
-    assert second._directory.change() == 5
+    assert second._directory.own_record.change() == 5
     assert second._directory.renewed == 1
     assert second.settings_at(3) is TRAIN
     assert second.settings_at(4).lr == 0.25

@@ -16,9 +16,9 @@ from shoal.node.runtime.run_options import network
 from shoal.swarm.access import Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import membership, overview
+from shoal.swarm.membership import clock_check, membership
+from shoal.swarm.membership.clock_check import ClockCheck, clock_problem
 from shoal.swarm.membership.membership import create, join
-from shoal.swarm.membership.overview import ClockCheck, clock_problem
 from shoal.swarm.p2p.reachability import DialBackView, ReachabilityProbe
 from tests.support.directory_hosts import Quiet
 from tests.support.waiting import until
@@ -117,8 +117,8 @@ def behind(tmp_path, monkeypatch):
     """A swarm whose first node's clock is a minute ahead of the one that joins, which compares them
     often; and the link.
     """
-    monkeypatch.setattr(overview, "FIRST_S", 0.1)
-    monkeypatch.setattr(overview, "SOON_S", 0.2)
+    monkeypatch.setattr(clock_check, "FIRST_S", 0.1)
+    monkeypatch.setattr(clock_check, "SOON_S", 0.2)
     monkeypatch.setattr(
         membership, "ReachabilityProbe", lambda: ReachabilityProbe(lambda: time.time() + 60.0)
     )
@@ -182,9 +182,9 @@ class Asked:
 
 def test_a_bootstrap_node_is_asked_before_all_members():
     host = Asked()
-    asyncio.run(overview.compare_clocks(host, [f"member-{n}" for n in range(9)]))
+    asyncio.run(clock_check.compare_clocks(host, [f"member-{n}" for n in range(9)]))
     assert host.peers[0] == ("seed", ("/ip4/1.1.1.1/tcp/1/p2p/seed",))
-    assert len(host.peers) == 2 * overview.ASKED
+    assert len(host.peers) == 2 * clock_check.MAX_ASKED
 
 
 class Slow(Asked):
@@ -202,8 +202,8 @@ def test_silent_peers_do_not_delay_an_answer(monkeypatch):
     async def answer(stream, port):
         return DialBackView("seed", "", 0.0, 0.1)
 
-    monkeypatch.setattr(overview, "ask", answer)
-    monkeypatch.setattr(overview, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(overview, "ASK_S", 1000.0)
-    seen = asyncio.run(asyncio.wait_for(overview.compare_clocks(Slow(), ["bert", "carl"]), 30))
+    monkeypatch.setattr(clock_check, "ask", answer)
+    monkeypatch.setattr(clock_check, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(clock_check, "ASK_S", 1000.0)
+    seen = asyncio.run(asyncio.wait_for(clock_check.compare_clocks(Slow(), ["bert", "carl"]), 30))
     assert [view.peer for view in seen] == ["seed"]

@@ -14,18 +14,19 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht
 from shoal.swarm.membership import directory as directory_module
-from shoal.swarm.membership.dht import (
-    AHEAD,
-    MAX_TTL,
+from shoal.swarm.membership import trie
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.own_record import OwnRecord
+from shoal.swarm.membership.records import (
+    DATED_AHEAD_S,
+    MAX_TTL_S,
     MemberValidator,
     bits_of,
     key_of,
     make_record,
     open_record,
 )
-from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.messages import Member
 from tests.support.directory_hosts import Node, Quiet
@@ -62,11 +63,11 @@ class Shelf:
         return next((prefix for prefix, names in self.keys.items() if peer in names), None)
 
     def look(self, peer, **options):
-        return asyncio.run(dht.read(self.get, bits_of(peer), **options))
+        return asyncio.run(trie.read(self.get, bits_of(peer), **options))
 
     def settle(self, peer, cap, chance=0.99):
         seen = self.look(peer, now=self.where(peer), cap=cap, limit=10**6)
-        self.put(dht.place(peer, self.where(peer), seen, cap=cap, chance=chance), peer)
+        self.put(trie.place(peer, self.where(peer), seen, cap=cap, chance=chance), peer)
 
 
 @pytest.mark.parametrize(("count", "cap"), [(1, 2), (3, 2), (40, 2), (1000, 32)])
@@ -121,11 +122,11 @@ def test_peers_below_an_emptied_key_move_up():
     below = next(
         iter(next(names for prefix, names in shelf.keys.items() if len(prefix) == 1 and names))
     )
-    shelf.settle(below, cap, chance=dht.RISE)
+    shelf.settle(below, cap, chance=trie.RISE_CHANCE)
     assert len(shelf.where(below)) == 1  # not all at once
     lose(2)
     assert in_view() == set(first)
-    shelf.settle(below, cap, chance=dht.RISE)
+    shelf.settle(below, cap, chance=trie.RISE_CHANCE)
     assert shelf.where(below) == ""  # now it is urgent
     assert in_view() == set(peers)
 
@@ -135,7 +136,7 @@ def test_a_reader_is_bounded():
     for i in range(500):
         shelf.settle(f"peer{i}", 4)
     seen = shelf.look("peer0", cap=4, limit=100)
-    assert 100 <= sum(map(len, seen.values())) < 100 + 4 * dht.AT_ONCE
+    assert 100 <= sum(map(len, seen.values())) < 100 + 4 * trie.KEYS_AT_ONCE
     assert shelf.where("peer0") in seen  # the own place is always looked at first
 
 
@@ -150,7 +151,7 @@ def test_unreadable_key_hides_only_what_is_below():
             raise NetworkError("no answer")
         return await shelf.get(prefix)
 
-    seen = asyncio.run(dht.read(get, "1" * 48, cap=2))
+    seen = asyncio.run(trie.read(get, "1" * 48, cap=2))
     assert "1" in seen
     assert not any(prefix.startswith("0") for prefix in seen)
 
@@ -158,11 +159,11 @@ def test_unreadable_key_hides_only_what_is_below():
         raise NetworkError("no answer")
 
     with pytest.raises(NetworkError):
-        asyncio.run(dht.read(nothing, "1" * 48))
+        asyncio.run(trie.read(nothing, "1" * 48))
 
 
 def test_a_peer_whose_key_was_not_read_stays():
-    assert dht.place("peer", "0101", {"": {}}, cap=2) == "0101"
+    assert trie.place("peer", "0101", {"": {}}, cap=2) == "0101"
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -210,9 +211,9 @@ def test_forged_and_misplaced_records_are_refused(me):
         "under another key": dht_record(good, me.peer_id, bits[:1]),
         "under another swarm's key": dht_record(good, me.peer_id, swarm="b" * 52),
         "off its path": dht_record(make_record(wrong[:1], member(me), me), me.peer_id, wrong[:1]),
-        "living too long": dht_record(good, me.peer_id, expires_in=MAX_TTL + 5),
+        "living too long": dht_record(good, me.peer_id, expires_in=MAX_TTL_S + 5),
         "from the future": dht_record(
-            make_record("", member(me, issued=time.time() + AHEAD + 9), me), me.peer_id
+            make_record("", member(me, issued=time.time() + DATED_AHEAD_S + 9), me), me.peer_id
         ),
         "not of this kind": dht_record(b"anything", me.peer_id),
         "too large": dht_record(bytes(10_000), me.peer_id),
@@ -406,12 +407,12 @@ def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
 ])  # fmt: skip
 def test_record_says_its_way_and_throughput(dialled, addresses, punched, reach):
     """A record says by which way exchanges go and what that moves."""
-    node = SimpleNamespace(
-        dialled=dialled,
-        _host=SimpleNamespace(addresses=lambda: addresses),
-        ways=lambda: (punched, 1.5e6),
+    record = OwnRecord(
+        SWARM, "peer", addresses=lambda: addresses, now=lambda: 0.0, ticket=lambda: b""
     )
-    assert Directory.reach(node) == {"reach": reach, "throughput": 1.5e6}
+    record.dialled = dialled
+    record.exchanges = lambda: (punched, 1.5e6)
+    assert record.reach() == {"reach": reach, "throughput": 1.5e6}
 
 
 class Board(LoopThread, Table):
@@ -540,7 +541,7 @@ def test_long_work_is_followed_by_a_rest(monkeypatch, reading_s, publication_s, 
         directory.close()
     finally:
         board.close()
-    assert {seconds for seconds in rests if seconds > directory_module.GAP} == expected
+    assert {seconds for seconds in rests if seconds > directory_module.MIN_GAP_S} == expected
 
 
 def test_each_place_gets_a_record_of_the_moment(monkeypatch):

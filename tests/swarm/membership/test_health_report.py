@@ -7,18 +7,16 @@ import pytest
 from shoal.node.commands.status import MOST, table
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
-from shoal.swarm.membership.overview import (
-    FAILS,
+from shoal.swarm.membership.health_report import (
+    MIN_FAILURES,
     PARTNERLESS,
     REMEDY,
     SILENT_S,
     SLOW_EXCHANGE_S,
-    SLOW_STEP,
+    SLOW_STEP_FACTOR,
     health_report,
-    overview,
-    totals,
-    totals_said,
 )
+from shoal.swarm.membership.overview import overview, totals, totals_said
 from shoal.swarm.wire.envelope import FAILURES
 from shoal.swarm.wire.messages import MemberEnd
 from tests.support.records import member_of
@@ -88,7 +86,7 @@ def test_the_slow_is_named_with_its_time_and_the_median():
     assert said.startswith(
         "carl is slow: an inner step takes it 500 ms, 5.0 times the median of all (100 ms); "
     )
-    assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
+    assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP_FACTOR}), NOW) == []
 
 
 def test_sensible_wait_gets_no_advice():
@@ -173,7 +171,7 @@ def test_a_crash_of_somebody_else_is_nobodys_fault():
     gone = Identity.ephemeral().peer_id
     after = {"failures": (("broken", 6),), "blamed": ((gone, "broken", 6),), "exchanges": 10}
     assert health_report(swarm(*ALL, anna=after, bert=after), NOW) == []
-    few = {"failures": (("broken", FAILS - 1),), "exchanges": 4}
+    few = {"failures": (("broken", MIN_FAILURES - 1),), "exchanges": 4}
     assert health_report(swarm(*ALL, anna=few), NOW) == []
     seldom = {"failures": (("broken", 6),), "exchanges": 64}
     assert health_report(swarm(*ALL, anna=seldom), NOW) == []

@@ -14,7 +14,13 @@ from shoal.swarm.identity import ID_HEADER, Identity, b58encode
 from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.membership.admission import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
 from shoal.swarm.membership.link_addresses import lasting_link
-from shoal.swarm.membership.swarm_list import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
+from shoal.swarm.membership.reconnector import (
+    DIALS_AT_ONCE,
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    REDIAL_S,
+    Reconnector,
+)
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import ManifestReply
 
@@ -246,7 +252,7 @@ def test_lost_peer_is_dialled_ever_less_often():
     scene.here.remove(PEERS[1])
     when = [now for now, peer in scene.dialled(4000) if peer == PEERS[1]]
     assert when[:5] == [10, 30, 70, 150, 310]
-    assert {after - before for before, after in pairwise(when[5:])} == {LONGEST}
+    assert {after - before for before, after in pairwise(when[5:])} == {MAX_PAUSE_S}
 
 
 def test_who_came_back_and_is_lost_again_is_dialled_soon():
@@ -257,14 +263,14 @@ def test_who_came_back_and_is_lost_again_is_dialled_soon():
     assert scene.reconnector.due(2000.0) == []
     scene.here.remove(PEERS[1])
     assert scene.reconnector.due(2010.0) == []
-    assert scene.reconnector.due(2010.0 + FIRST) == [scene.known[1]]
+    assert scene.reconnector.due(2010.0 + FIRST_PAUSE_S) == [scene.known[1]]
 
 
 def test_a_few_at_a_time_and_each_gets_its_turn():
     scene = Scene(10)
     scene.here.clear()
     dials = scene.dialled(100)
-    assert max(sum(when == now for when, _ in dials) for now, _ in dials) == TRIED
+    assert max(sum(when == now for when, _ in dials) for now, _ in dials) == DIALS_AT_ONCE
     assert {peer for now, peer in dials if now <= 30} == set(PEERS)
 
 

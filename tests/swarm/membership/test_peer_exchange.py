@@ -8,23 +8,20 @@ import random
 import pytest
 
 from shoal.swarm.access import AccessPolicy, PeerLists, admission, issue
-from shoal.swarm.membership.directory import TTL
+from shoal.swarm.membership.directory import TTL_S
 from shoal.swarm.membership.peer_exchange import (
-    ACTIVE,
-    AGE,
-    ALL,
-    EACH,
-    LOOK,
+    LOOK_S,
+    MAX_AGE_S,
     MAX_OFFERED,
-    PASSIVE,
-    SHARE,
-    SHUFFLE,
     SHUFFLE_PROTOCOL,
-    Contact,
+    SHUFFLE_S,
+    SHUFFLES_OF_ALL,
+    SHUFFLES_OF_EACH,
     PeerExchange,
     Shuffle,
     ShuffleReply,
 )
+from shoal.swarm.membership.peer_views import ACTIVE_PEERS, MAX_OF_SOURCE, PASSIVE_PEERS, Contact
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
@@ -53,7 +50,7 @@ class Book:
         return self.node.member(state=self.state) if self.state else None
 
     def everyone(self):
-        oldest = self.node.now() - TTL
+        oldest = self.node.now() - TTL_S
         found = {**self.given, **{p: m for p, m in self.heard.items() if m.issued >= oldest}}
         return {peer: member for peer, member in found.items() if peer not in self.gone}
 
@@ -152,27 +149,27 @@ def test_newcomer_finds_others_without_a_directory(world):
     nodes = world.many(8)
     for node in nodes[1:]:
         node.told(nodes[0])
-    world.run(3 * SHUFFLE)
+    world.run(3 * SHUFFLE_S)
     for node in nodes:
         assert ids(nodes) - {node.peer_id} <= {
             *node.exchange.views.active,
             *node.exchange.views.passive,
         }
-        assert len(node.exchange.views.active) == ACTIVE
-        assert len(node.sees() - ids(nodes[:1])) >= ACTIVE - 1
+        assert len(node.exchange.views.active) == ACTIVE_PEERS
+        assert len(node.sees() - ids(nodes[:1])) >= ACTIVE_PEERS - 1
 
 
 def test_the_swarm_outlives_the_peer_by_which_all_came(world):
     nodes = world.many(6)
     for node in nodes[1:]:
         node.told(nodes[0])
-    world.run(2 * SHUFFLE)
+    world.run(2 * SHUFFLE_S)
     world.network.kill(nodes[0].peer_id)
     for node in nodes[1:]:
         node.told()
     late = world.node()
     late.told(nodes[3])
-    world.run(2 * SHUFFLE)
+    world.run(2 * SHUFFLE_S)
     assert late.sees() == ids(nodes[1:])
     for node in nodes[1:]:
         assert late.peer_id in {*node.exchange.views.active, *node.exchange.views.passive}
@@ -186,7 +183,7 @@ def test_a_node_that_comes_back_begins_with_what_it_kept(world):
     )
     for node in nodes[1:]:
         node.told(nodes[1])
-    world.run(3 * SHUFFLE)
+    world.run(3 * SHUFFLE_S)
     assert nodes[0].sees() == ids(nodes[1:])
     assert nodes[1].address in nodes[0].host.known()
 
@@ -200,9 +197,9 @@ def test_active_peer_is_asked_before_its_record_expires(
     one, other = world.many(2)
     one.told(other)
     other.told(one)
-    world.run(3 * LOOK)
+    world.run(3 * LOOK_S)
     calls = world.network._number
-    world.run(SHUFFLE - 3 * LOOK - 1)
+    world.run(SHUFFLE_S - 3 * LOOK_S - 1)
     quiet = world.network._number - calls
     one.told()
     other.told()
@@ -212,7 +209,7 @@ def test_active_peer_is_asked_before_its_record_expires(
         seen.append(one.sees() == {other.peer_id})
     assert all(seen[5:])  # once asked, the record never expires
     assert quiet <= 2  # no more than a shuffle each
-    assert world.network._number - calls - quiet >= 60 / (TTL / 2 + 1.2 * LOOK)
+    assert world.network._number - calls - quiet >= 60 / (TTL_S / 2 + 1.2 * LOOK_S)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +228,7 @@ def test_recordless_caller_gets_none(world, changes, reason):
     """A caller that shows no record of its own gets none."""
     one, other, caller, third = world.many(4)
     one.told(other)
-    world.run(2 * LOOK)
+    world.run(2 * LOOK_S)
     made = {
         "another's": seal(third.member(), third.identity),
         "foreign": seal(caller.member(swarm=ELSEWHERE), caller.identity),
@@ -253,7 +250,7 @@ def test_member_gets_records_of_answering_peers(world):
     """A member gets the record and those of peers that answered."""
     one, other, caller = world.many(3)
     one.told(other)
-    world.run(2 * LOOK)
+    world.run(2 * LOOK_S)
     liar = world.network.identity("made up")
     one.exchange.views.hint(Contact(liar.peer_id, (), "x", "x", b"x", one.now()))
     reply = caller.ask(one)
@@ -267,7 +264,7 @@ def test_the_caller_dials_what_its_partner_offers_in_return(world):
     one, hub, *others = world.many(5)
     one.exchange.close()
     hub.told(*others)
-    world.run(3 * LOOK)
+    world.run(3 * LOOK_S)
     contact = Contact(hub.peer_id, (hub.address,), "x", "x")
     assert world.loop.run_until_complete(one.host.start(one.exchange._swap(contact, MAX_OFFERED)))
     assert set(one.exchange.views.hints) == ids(others)
@@ -286,7 +283,7 @@ def test_an_offered_peer_is_never_believed(world):
     assert made_up.peer_id in one.exchange.views.hints
     assert made_up.peer_id not in one.sees()
     dialled = world.network.trace.events
-    world.run(3 * LOOK)
+    world.run(3 * LOOK_S)
     assert world.network.trace.events > dialled
     assert made_up.peer_id not in one.exchange.views.hints
     assert not one.exchange.views.knows(made_up.peer_id)
@@ -298,7 +295,7 @@ def test_an_offered_peer_is_never_believed(world):
     [
         {"swarm": ELSEWHERE},
         {"state": "leaving"},
-        {"issued": EPOCH - AGE - 1},
+        {"issued": EPOCH - MAX_AGE_S - 1},
         {"issued": EPOCH + 1000},
         {"addresses": ()},
         {"addresses": ("/unix/tmp/x",)},
@@ -338,18 +335,19 @@ def test_what_one_partner_offers_is_a_part_of_a_view(world):
         ]
         liar.ask(one, offered=tuple(records))
     named = [*one.exchange.views.hints.values(), *one.exchange.views.passive.values()]
-    assert [each.source for each in named] == SHARE * [liar.peer_id]
-    assert SHARE < PASSIVE / 3
+    assert [each.source for each in named] == MAX_OF_SOURCE * [liar.peer_id]
+    assert MAX_OF_SOURCE < PASSIVE_PEERS / 3
 
 
 def test_shuffles_of_one_peer_and_of_all_are_limited(world):
     world.network.links = Links(0.0, 0.0)
-    one, caller, *others = world.many(2 + ALL // EACH)
-    assert all(caller.ask(one) is not None for _ in range(EACH))
+    one, caller, *others = world.many(2 + SHUFFLES_OF_ALL // SHUFFLES_OF_EACH)
+    assert all(caller.ask(one) is not None for _ in range(SHUFFLES_OF_EACH))
     assert caller.ask(one) is None
-    answered = sum(other.ask(one) is not None for other in others for _ in range(EACH))
-    assert answered == ALL - EACH  # the last of the others found nothing left
-    assert one.exchange.counters.rejected() == {"rate": 1 + EACH}
+    # The last of the others found nothing left.
+    answered = sum(other.ask(one) is not None for other in others for _ in range(SHUFFLES_OF_EACH))
+    assert answered == SHUFFLES_OF_ALL - SHUFFLES_OF_EACH
+    assert one.exchange.counters.rejected() == {"rate": 1 + SHUFFLES_OF_EACH}
     world.run(60.0)
     assert caller.ask(one) is not None
 
@@ -359,7 +357,7 @@ def test_future_member_says_so_and_calls_nobody(world):
     one, other = world.many(2)
     one.book.state = None
     one.told(other)
-    world.run(3 * LOOK)
+    world.run(3 * LOOK_S)
     assert other.sees() == set()
     assert "not joined yet" in other.ask(one).reason
     one.book.state = "leaving"
@@ -369,12 +367,12 @@ def test_future_member_says_so_and_calls_nobody(world):
 def test_barred_and_departed_peers_leave_the_views(world):
     one, *others = world.many(4)
     one.told(*others)
-    world.run(4 * LOOK)
+    world.run(4 * LOOK_S)
     assert ids(others) <= {*one.exchange.views.active, *one.exchange.views.passive}
     one.book.barred.add(others[0].peer_id)
     one.book.gone[others[1].peer_id] = others[1].member()
     others[1].exchange.close()  # it calls no more, and would still answer
-    world.run(2 * LOOK)
+    world.run(2 * LOOK_S)
     known = {*one.exchange.views.active, *one.exchange.views.passive, *one.exchange.views.hints}
     assert known == {others[2].peer_id}
     assert others[0].ask(one).record is None
@@ -389,7 +387,7 @@ def test_silent_peer_costs_its_deadlines_only(world):
 
     silent.host.serve(SHUFFLE_PROTOCOL, hang)
     one.told(silent, other)
-    world.run(4 * LOOK)
+    world.run(4 * LOOK_S)
     assert set(one.exchange.views.active) == {other.peer_id}
 
 
@@ -407,7 +405,7 @@ def test_by_invitation_only_nobody_else_takes_part(world):
     invited.book.access_policy = policy(invited, admission(invitation, invited.identity))
     creator.book.access_policy = policy(creator)
     creator.told(invited)
-    world.run(2 * LOOK)
+    world.run(2 * LOOK_S)
     assert creator.sees() == {invited.peer_id}
     assert stranger.ask(creator).record is None
     assert stranger.ask(creator).offered == ()
@@ -424,6 +422,6 @@ def test_unwanted_peer_is_not_met(world):
         one.peer_id, lists=PeerLists(deny=frozenset({other.peer_id}))
     )
     one.told(other)
-    world.run(3 * LOOK)
+    world.run(3 * LOOK_S)
     assert one.exchange.views.active == {}
     assert other.sees() == set()

@@ -18,7 +18,7 @@ async def nothing(key):
 
 @pytest.fixture
 def nodes(monkeypatch):
-    monkeypatch.setattr(peer_exchange, "LOOK", 0.5)
+    monkeypatch.setattr(peer_exchange, "LOOK_S", 0.5)
     made = []
 
     def start(*bootstrap, captured=False, **options):

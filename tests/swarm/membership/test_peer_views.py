@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from shoal.swarm.membership.peer_exchange import (
-    ACTIVE,
-    FROM_ACTIVE,
-    HINTS,
-    PASSIVE,
-    SHARE,
+from shoal.swarm.membership.peer_views import (
+    ACTIVE_PEERS,
+    MAX_HINTS,
+    MAX_OF_SOURCE,
+    OFFERED_OF_ACTIVE,
+    PASSIVE_PEERS,
     Contact,
     PeerViews,
 )
@@ -43,7 +43,7 @@ def meet(view, contacts):
 
 
 def test_the_views_are_as_large_as_hyparview_has_them():
-    assert (ACTIVE, PASSIVE) == (5, 30)
+    assert (ACTIVE_PEERS, PASSIVE_PEERS) == (5, 30)
 
 
 def test_few_peers_are_kept_and_many_fill_the_view():
@@ -53,7 +53,7 @@ def test_few_peers_are_kept_and_many_fill_the_view():
     assert few.passive.keys() == {"p0", "p1", "p2"}
     many = views()
     meet(many, crowd(2000))
-    assert 25 <= len(many.passive) <= PASSIVE
+    assert 25 <= len(many.passive) <= PASSIVE_PEERS
 
 
 def test_this_node_is_in_no_view_of_its_own():
@@ -93,20 +93,20 @@ def test_nobody_can_work_out_which_peers_get_places():
     one, other = views(1), views(2)
     for view in (one, other):
         meet(view, crowd(500))
-    assert len(one.passive.keys() & other.passive.keys()) < PASSIVE / 2
+    assert len(one.passive.keys() & other.passive.keys()) < PASSIVE_PEERS / 2
 
 
 def test_what_one_partner_names_fills_only_a_part():
     view = views()
-    taken = [view.hint(each) for each in crowd(3 * SHARE, "named", source="partner")]
-    assert sum(taken) == len(view.hints) == SHARE
+    taken = [view.hint(each) for each in crowd(3 * MAX_OF_SOURCE, "named", source="partner")]
+    assert sum(taken) == len(view.hints) == MAX_OF_SOURCE
     meet(view, list(view.hints.values()))
     assert not view.hints
     assert not any(
         view.hint(each) for each in crowd(100, "more", source="partner")
     )  # its share of the view is used up
     assert any(view.hint(each) for each in crowd(100, "more", source="another"))
-    assert SHARE <= PASSIVE / 4
+    assert MAX_OF_SOURCE <= PASSIVE_PEERS / 4
 
 
 def test_answering_peer_counts_for_its_namer():
@@ -119,10 +119,10 @@ def test_answering_peer_counts_for_its_namer():
 
 def test_hints_are_bounded():
     view = views()
-    for number in range(10 * HINTS):
+    for number in range(10 * MAX_HINTS):
         view.hint(contact(f"p{number}", source=f"partner {number}"))
-        assert len(view.hints) <= HINTS
-    assert len(view.hints) == HINTS
+        assert len(view.hints) <= MAX_HINTS
+    assert len(view.hints) == MAX_HINTS
 
 
 def test_placeless_peer_is_not_dialled():
@@ -132,7 +132,7 @@ def test_placeless_peer_is_not_dialled():
     worth = sum(view.hint(contact(f"new{number}", source=f"{number}")) for number in range(1000))
     # Of 4,000 peers the last thousand have a fourth of the 30 places when all were tried, so as few
     # as that matter.
-    assert worth < 3 * PASSIVE
+    assert worth < 3 * PASSIVE_PEERS
     for name in list(view.hints):
         view.met(contact(name))
         assert name not in view.hints
@@ -156,23 +156,23 @@ def test_the_active_view_has_five_places_and_only_met_peers():
     view.promote("hint")
     assert view.active == {}
     meet(view, crowd(20))
-    while (heir := view.heir()) is not None and len(view.active) < ACTIVE:
-        view.promote(heir.peer)
+    while (replacement := view.replacement()) is not None and len(view.active) < ACTIVE_PEERS:
+        view.promote(replacement.peer)
     view.promote(next(iter(view.passive)))
-    assert len(view.active) == ACTIVE
+    assert len(view.active) == ACTIVE_PEERS
 
 
 def test_the_peer_that_was_active_longest_makes_room_for_another():
     view = views()
     meet(view, crowd(8))
-    for number in range(ACTIVE):
+    for number in range(ACTIVE_PEERS):
         view.promote(f"p{number}")
     view.met(contact("p0", issued=9.0))  # a newer record is no newer place
     view.promote("p6")
     assert list(view.active) == ["p1", "p2", "p3", "p4", "p6"]
     assert view.passive.keys() == {"p0", "p5", "p7"}
     view.promote("unknown")
-    assert len(view.active) == ACTIVE
+    assert len(view.active) == ACTIVE_PEERS
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -181,7 +181,7 @@ def test_second_of_a_range_comes_after_one_of_each(seed):
     view = views(seed)
     meet(view, [*crowd(20, "near", where="one"), contact("far", where="another")])
     for _ in range(2):
-        view.promote(view.heir().peer)
+        view.promote(view.replacement().peer)
     assert "far" in view.active
 
 
@@ -199,7 +199,7 @@ def test_sample_is_fresh_and_without_its_partner():
         names = {record.decode().rpartition(" ")[2] for record in sample}
         assert partner not in names
         assert not any(name.startswith("old") for name in names)
-        assert len(names & view.active.keys()) == FROM_ACTIVE
+        assert len(names & view.active.keys()) == OFFERED_OF_ACTIVE
     assert len(view.sample(2, partner, since=50.0)) == 2
     assert view.sample(0, partner, since=50.0) == ()
 

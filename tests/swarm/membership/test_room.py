@@ -10,9 +10,10 @@ import pytest
 from hivemind.dht.routing import DHTID
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht
-from shoal.swarm.membership.dht import bits_of, key_of, make_record, open_record
-from shoal.swarm.membership.directory import NEWCOMERS, Directory, Room
+from shoal.swarm.membership import trie
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.records import bits_of, key_of, make_record, open_record
+from shoal.swarm.membership.room import NEWCOMERS_ONE_IN, Room
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
 from shoal.swarm.wire.messages import Member
@@ -87,7 +88,7 @@ def test_each_newcomer_is_seen_eventually():
     for draw in range(400):
         kept = room.choose(members | {"newcomer": record("newcomer")}, draw)
         seen.update(kept)
-        assert sum(peer in met for peer in kept) >= MOST - MOST // NEWCOMERS
+        assert sum(peer in met for peer in kept) >= MOST - MOST // NEWCOMERS_ONE_IN
     assert "newcomer" in seen
 
 
@@ -114,7 +115,9 @@ def test_met_members_are_read_below_full_keys():
     """Members that were met are read below keys full of strangers."""
     rng, cap, limit = random.Random(3), 4, 40
     shelf = {f"{k:0{depth}b}" if depth else "": None for depth in range(6) for k in range(2**depth)}
-    shelf = {prefix: dict.fromkeys(grind(prefix, cap * dht.CROWD, rng), True) for prefix in shelf}
+    shelf = {
+        prefix: dict.fromkeys(grind(prefix, cap * trie.CROWD_FACTOR, rng), True) for prefix in shelf
+    }
     honest = [f"honest{n}" for n in range(12)]
     for peer in honest:  # a level below those that are full
         shelf.setdefault(bits_of(peer)[:6], {})[peer] = True
@@ -126,14 +129,14 @@ def test_met_members_are_read_below_full_keys():
 
     def look(known):
         reads.clear()
-        keys = asyncio.run(dht.read(get, bits_of("me"), cap=cap, limit=limit, known=known))
+        keys = asyncio.run(trie.read(get, bits_of("me"), cap=cap, limit=limit, known=known))
         return {peer for names in keys.values() for peer in names}
 
     assert not look([]) & set(honest)
     assert set(honest) <= look(honest)
-    assert len(reads) == len(set(reads)) <= dht.MAX_KEYS
+    assert len(reads) == len(set(reads)) <= trie.MAX_KEYS
     look([f"someone{n}" for n in range(4000)])
-    assert len(reads) < dht.MAX_KEYS + dht.AT_ONCE
+    assert len(reads) < trie.MAX_KEYS + trie.KEYS_AT_ONCE
 
 
 def signed(identity, prefix, issued):
@@ -170,7 +173,7 @@ def test_directory_opens_a_bounded_part_of_a_key(monkeypatch):
         directory.refresh(10)
         assert last.peer_id in directory.members()
         assert len(directory._seen) <= 8
-        assert len(opened) <= board.reads * 4 * dht.CROWD
+        assert len(opened) <= board.reads * 4 * trie.CROWD_FACTOR
 
 
 def test_node_stores_bounded_records_per_key():

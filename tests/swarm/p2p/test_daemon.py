@@ -21,9 +21,10 @@ from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections, daemon, daemon_process
 from shoal.swarm.p2p import daemon_guard as guard
-from shoal.swarm.p2p.addresses import is_loopback, peer_bytes, to_bytes, to_text, varint
-from shoal.swarm.p2p.connections import fixed_ports, obtain_ports
+from shoal.swarm.p2p.addresses import is_loopback
 from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.listening import fixed_ports, obtain_ports
+from shoal.swarm.p2p.multiaddr import peer_bytes, to_bytes, to_text, varint
 from tests.support.echo_host import start
 
 ANY = "/ip4/127.0.0.1/tcp/0"

@@ -18,19 +18,19 @@ from hivemind.proto.dht_pb2 import NodeInfo, PingResponse
 from bench._link import LinkError, Namespaces
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import hivemind_adapter as adapter
-from shoal.swarm.p2p.addresses import (
-    FIRST,
-    FORGET,
-    LONGEST,
+from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
+from shoal.swarm.p2p.dial_backoff import (
+    FIRST_WAIT_S,
+    FORGET_S,
     MAX_HOSTS,
     MAX_MET,
-    PORTS,
+    MAX_PORTS,
+    MAX_WAIT_S,
     RELAYED,
     DialBackoff,
-    peer_bytes,
 )
-from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.multiaddr import peer_bytes
 from tests.support.clock import Clock
 
 HOUR = 3600
@@ -66,7 +66,7 @@ def dials(backoff, clock, named, seconds=HOUR, every=1):
 def test_made_up_address_is_dialled_rarely(backoff, clock):
     """An address that many made up member's name is dialled a few times."""
     ids = itertools.count()
-    most = 9 + HOUR / LONGEST  # 2, 4, 8, ... seconds, and then every five minutes
+    most = 9 + HOUR / MAX_WAIT_S  # 2, 4, 8, ... seconds, and then every five minutes
     assert 5 <= dials(backoff, clock, lambda: (f"made-up{next(ids)}", [f"{VICTIM}/p2p/x"])) <= most
 
 
@@ -90,7 +90,7 @@ def test_host_under_many_names_is_dialled_rarely(backoff, clock, pattern):
         number = next(ids) % 65_000
         return f"made-up{number}", [f"{pattern.format(n=number)}/p2p/made-up{number}"]
 
-    assert dials(backoff, clock, named) <= (PORTS + 1) * (9 + HOUR / LONGEST)
+    assert dials(backoff, clock, named) <= (MAX_PORTS + 1) * (9 + HOUR / MAX_WAIT_S)
 
 
 def test_one_range_does_not_displace_met_peers(backoff):
@@ -114,16 +114,16 @@ def test_one_range_does_not_displace_met_peers(backoff):
 def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):
     for number in range(20_000):
         host = f"/ip4/10.{number >> 16}.{number >> 8 & 255}.{number & 255}/tcp"
-        backoff.fail("made-up", [f"{host}/{port}/p2p/made-up" for port in range(PORTS + 4)])
+        backoff.fail("made-up", [f"{host}/{port}/p2p/made-up" for port in range(MAX_PORTS + 4)])
         backoff.meet(f"peer{number}", "203.0.113.1")
     assert len(backoff._failed) == MAX_HOSTS
-    assert max(map(len, backoff._failed.values())) == PORTS + 1
+    assert max(map(len, backoff._failed.values())) == MAX_PORTS + 1
     assert len(backoff.met) == MAX_MET
     assert sum(sys.getsizeof(ports) for ports in backoff._failed.values()) < 1 << 20
     assert not backoff.due("other", [f"{host}/1/p2p/other"])
-    clock.now += FORGET + 1
+    clock.now += FORGET_S + 1
     backoff.fail("made-up", [f"{host}/1/p2p/made-up"])
-    clock.now += FIRST
+    clock.now += FIRST_WAIT_S
     assert backoff.due("other", [f"{host}/1/p2p/other"])  # it began anew
 
 

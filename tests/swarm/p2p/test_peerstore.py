@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from shoal.node.config.settings import load
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import NetworkOptions
-from shoal.swarm.p2p.addresses import ANSWERED, MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
-from shoal.swarm.p2p.connections import ANYWHERE, as_before
+from shoal.swarm.p2p.listening import ANYWHERE, as_before
+from shoal.swarm.p2p.peerstore import (
+    ANSWERED_PLACES,
+    MAX_ADDRESSES,
+    MAX_FILE_BYTES,
+    MAX_PEERS,
+    Peerstore,
+)
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52
@@ -102,10 +108,10 @@ def test_it_is_bounded_and_the_newest_stay():
         known.remember(at(peer, host) for host in range(1, 9))
     known.remember([at(peers[5], 99)])
     assert peers[4] not in known
-    assert known.addresses()[: MAX_EACH + 1] == [at(peers[5], h) for h in (99, 1, 2, 3)] + [
+    assert known.addresses()[: MAX_ADDRESSES + 1] == [at(peers[5], h) for h in (99, 1, 2, 3)] + [
         at(peers[-1], 1)
     ]
-    assert len(known.addresses()) == MAX_PEERS * MAX_EACH
+    assert len(known.addresses()) == MAX_PEERS * MAX_ADDRESSES
 
 
 def test_answering_peers_keep_their_places():
@@ -126,7 +132,7 @@ def test_of_those_that_answered_one_of_each_range_comes_first():
     """A crowd in one range, which answers later than all others, gets the places that are left."""
     now = [1e9]
     known = Peerstore(OWN, clock=lambda: now[0])
-    honest = [Identity.ephemeral().peer_id for _ in range(ANSWERED - 8)]
+    honest = [Identity.ephemeral().peer_id for _ in range(ANSWERED_PLACES - 8)]
     crowd = [Identity.ephemeral().peer_id for _ in range(200)]
     for number, peer in enumerate(honest):
         known.remember([f"/ip4/10.{number}.0.1/tcp/1/p2p/{peer}"])
@@ -207,7 +213,9 @@ def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
 def test_oversized_file_is_not_read(tmp_path, caplog):
     """A file that is too large is not read to its end."""
     path = tmp_path / "peers.json"
-    path.write_text(json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}}) + " " * MAX_BYTES)
+    path.write_text(
+        json.dumps({"swarm": SWARM, "peers": {OTHER: [at(OTHER)]}}) + " " * MAX_FILE_BYTES
+    )
     assert Peerstore(OWN, path, SWARM).addresses() == []
     assert "too large" in caplog.text
 
@@ -231,5 +239,5 @@ def test_only_addresses_a_link_may_hold_are_kept_each_once(batches):
     for batch in batches:
         known.remember(batch)
     found = known.addresses()
-    assert len(found) == len(set(found)) <= 2 * MAX_EACH
+    assert len(found) == len(set(found)) <= 2 * MAX_ADDRESSES
     assert set(found) <= {a for batch in batches for a in batch if a.startswith("/ip4/10.0.0.")}

@@ -12,10 +12,9 @@ import pytest
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import punch
-from shoal.swarm.p2p.connections import beside
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.limits import ResourceManager
+from shoal.swarm.p2p.listening import beside
 from shoal.swarm.p2p.punch import (
     ALL,
     EACH,
@@ -27,6 +26,7 @@ from shoal.swarm.p2p.punch import (
     tell_seen,
     usable,
 )
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack

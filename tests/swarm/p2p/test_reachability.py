@@ -10,28 +10,30 @@ import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.addresses import origin
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.multiaddr import origin
 from shoal.swarm.p2p.reachability import (
     ALL,
     DIAL_PROTOCOL,
     EACH,
     LOWEST_PORT,
-    MAX_BYTES,
-    SPEED_PROTOCOL,
-    TESTS_EACH,
     DialBackView,
     DialRequest,
     ReachabilityProbe,
-    SpeedRequest,
-    ThroughputProbe,
     ask,
     dialled_port,
     listen_for_dial_back,
-    measure,
     reach_of,
 )
 from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.p2p.throughput import (
+    MAX_BYTES,
+    SPEED_PROTOCOL,
+    TESTS_EACH,
+    SpeedRequest,
+    ThroughputProbe,
+    measure,
+)
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack
 

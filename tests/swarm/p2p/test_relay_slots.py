@@ -10,10 +10,10 @@ import pytest
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import connections
-from shoal.swarm.p2p.connections import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
+from shoal.swarm.p2p import connections, relay_slots
 from shoal.swarm.p2p.daemon import Daemon, DaemonError
 from shoal.swarm.p2p.daemon_process import options
+from shoal.swarm.p2p.relay_slots import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
 
 ME, SEED, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(4))
 AT = {
@@ -25,7 +25,7 @@ CIRCUIT = [f"{AT[SEED]}/p2p-circuit/p2p/{ME}"]
 
 class Writer:
     def write(self, data):
-        assert data == connections.RESERVE
+        assert data == relay_slots.RESERVE
 
     def close(self):
         pass
@@ -76,8 +76,8 @@ class World:
         async def answering(addresses):
             return [address for address in addresses if address in self.up]
 
-        monkeypatch.setattr(connections, "answering", answering)
-        monkeypatch.setattr(connections, "ASK_S", 0.01)
+        monkeypatch.setattr(relay_slots, "answering", answering)
+        monkeypatch.setattr(relay_slots, "ASK_S", 0.01)
 
     def look(self, after=5.0, known=()):
         self.now += after
@@ -140,8 +140,8 @@ def test_new_network_asks_for_a_slot_at_once(monkeypatch):
     each answer.
     """
     world, there = World(monkeypatch, needed=True), ["192.168.7.2"]
-    monkeypatch.setattr(connections, "sends_from", lambda: there[-1])
-    monkeypatch.setattr(connections, "is_gone", lambda address: address not in there)
+    monkeypatch.setattr(relay_slots, "sends_from", lambda: there[-1])
+    monkeypatch.setattr(relay_slots, "is_gone", lambda address: address not in there)
     world.look()
     there.append("10.0.0.4")  # a second network: what goes by the first still arrives
     world.look()
@@ -159,9 +159,9 @@ def test_new_network_asks_for_a_slot_at_once(monkeypatch):
 
 def test_own_address_is_there_and_another_is_not():
     """The address of this machine is there and another is not."""
-    here = connections.sends_from()
-    assert not here or not connections.is_gone(here)
-    assert connections.is_gone("203.0.113.77")
+    here = relay_slots.sends_from()
+    assert not here or not relay_slots.is_gone(here)
+    assert relay_slots.is_gone("203.0.113.77")
 
 
 def test_lost_slot_is_withdrawn_and_asked_for_again(
@@ -300,11 +300,11 @@ def test_daemon_that_cuts_forwarding_is_restarted(monkeypatch, answers, starts):
         daemon.shutdown = shutdown
         return daemon
 
-    monkeypatch.setattr(connections.Daemon, "launch", launch)
-    monkeypatch.setattr(connections, "ASK_S", 0.1)
+    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
+    monkeypatch.setattr(relay_slots, "ASK_S", 0.1)
     listen = ["/ip4/0.0.0.0/tcp/4001"]
     daemon = asyncio.run(
-        connections.launch_relay(Identity.ephemeral(), listen=listen, relay="auto")
+        relay_slots.launch_relay(Identity.ephemeral(), listen=listen, relay="auto")
     )
     assert daemon is launched[-1]
     assert len(launched) == starts
@@ -317,9 +317,9 @@ def test_local_only_peer_is_asked_for_no_slot(monkeypatch):
     async def launch(identity, **chosen):
         return chosen["listen"]
 
-    monkeypatch.setattr(connections.Daemon, "launch", launch)
+    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
     listen = ["/ip4/127.0.0.1/tcp/0"]
-    assert asyncio.run(connections.launch_relay(Identity.ephemeral(), listen=listen)) == listen
+    assert asyncio.run(relay_slots.launch_relay(Identity.ephemeral(), listen=listen)) == listen
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ async def test_unasked_daemon_stays_and_cancelled_start_ends(monkeypatch, error,
         daemon.shutdown = shutdown
         return daemon
 
-    monkeypatch.setattr(connections.Daemon, "launch", launch)
-    starting = connections.launch_relay(
+    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
+    starting = relay_slots.launch_relay(
         Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto"
     )
     with pytest.raises(asyncio.CancelledError) if ended else contextlib.nullcontext():

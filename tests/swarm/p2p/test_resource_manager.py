@@ -12,18 +12,16 @@ from shoal.swarm.access import AccessPolicy, PeerLists
 from shoal.swarm.changes import CHANGE_PROTOCOL
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
-from shoal.swarm.p2p.limits import (
+from shoal.swarm.p2p.rate_limit import HOUR_S, RateLimit, TokenBuckets
+from shoal.swarm.p2p.resource_manager import (
     FREE,
-    HOUR,
     MAX_FIRST,
     MAX_HANDLERS,
     MAX_HANDLERS_PER_PEER,
     MAX_STRANGERS,
     REASONS,
-    RateLimit,
     Rates,
     ResourceManager,
-    TokenBuckets,
 )
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
 from tests.support.clock import Clock
@@ -187,9 +185,9 @@ def test_hourly_bytes_to_one_peer_are_bounded():
     assert at.acquire(Caller("a"), BULK) == "spent"
     assert at.acquire(Caller("a"), ECHO) == ""
     assert at.acquire(Caller("b"), BULK) == ""
-    clock.now += HOUR * 1.4
+    clock.now += HOUR_S * 1.4
     assert at.acquire(Caller("a"), BULK) == "spent"
-    clock.now += HOUR * 0.2
+    clock.now += HOUR_S * 0.2
     assert at.acquire(Caller("a"), BULK) == ""
 
 

@@ -28,9 +28,9 @@ from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest import open_manifest, swarm_id
 from shoal.swarm.membership.change_keeper import ChangeKeeper
-from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
+from shoal.swarm.membership.records import MemberValidator, key_of
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed import SeedRegistry

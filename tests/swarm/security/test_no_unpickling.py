@@ -34,10 +34,10 @@ from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.admission import AdmissionHandshake, serve_manifest
-from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.records import MemberValidator, key_of
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state.selection import StateServer
+from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.topics.attestation import Attestations, EvidenceStore, LogServer
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack
@@ -166,10 +166,10 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     kinds, folder = bombs
     monkeypatch.setattr("shoal.swarm.membership.admission.MANIFEST_S", 0.5)
     monkeypatch.setattr(
-        "shoal.swarm.p2p.limits.MAX_HANDLERS_PER_PEER", 256
+        "shoal.swarm.p2p.resource_manager.MAX_HANDLERS_PER_PEER", 256
     )  # all must reach their handlers
     monkeypatch.setattr(
-        "shoal.swarm.state.selection.MAKE_S", 0.1
+        "shoal.swarm.state.offers.MAKE_S", 0.1
     )  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor.handlers)
     assert len(served) >= 10

@@ -14,10 +14,11 @@ from shoal.swarm.exchange.group.reduction import PeerStreams
 from shoal.swarm.exchange.pair import calls as pair_calls
 from shoal.swarm.exchange.pair.calls import HeldCalls
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.state import selection, snapshot
-from shoal.swarm.state.selection import StateServer
-from shoal.swarm.state.snapshot import ChunkServer
+from shoal.swarm.p2p.stream_places import StreamPlaces
+from shoal.swarm.state import chunk_server as chunk_server_module
+from shoal.swarm.state import state_server as state_server_module
+from shoal.swarm.state.chunk_server import ChunkServer
+from shoal.swarm.state.state_server import StateServer
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import GroupHello, GroupReady, GroupReceipt, StateRequest
 
@@ -60,14 +61,14 @@ class Served:
 
 
 def chunk_server(monkeypatch):
-    monkeypatch.setattr(snapshot, "MAX_SERVED", MOST)
+    monkeypatch.setattr(chunk_server_module, "MAX_SERVED", MOST)
     host = Served()
     ChunkServer(host, SWARM, None)
     return host.handler, None
 
 
 def state_server(monkeypatch):
-    monkeypatch.setattr(selection, "MAX_WAITING", MOST)
+    monkeypatch.setattr(state_server_module, "MAX_WAITING", MOST)
     host = Served()
     StateServer(host, SWARM, MODEL, [(3,)])
     return host.handler, pack(StateRequest(swarm=SWARM, model=MODEL))

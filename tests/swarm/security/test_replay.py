@@ -10,7 +10,7 @@ from hivemind.dht.storage import DHTLocalStorage
 from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht import MemberValidator, key_of, make_record
+from shoal.swarm.membership.records import MemberValidator, key_of, make_record
 from tests.support.records import member_of
 
 SWARM = "a" * 52

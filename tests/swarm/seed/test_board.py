@@ -295,7 +295,7 @@ def test_unreadable_entries_hide_no_page(monkeypatch):
             return stream_pair()[0]
 
     monkeypatch.setattr(swarm_list, "title_of", title)
-    monkeypatch.setattr(swarm_list, "_asked", asked)
+    monkeypatch.setattr(swarm_list, "ask_swarms", asked)
     (found,) = asyncio.run(swarm_list._listed_by(Daemon(), SEED))
     assert found.swarm == max(place.registry._listed)
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from shoal.swarm import seed as server_module
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import swarm_list
+from shoal.swarm.membership import seed_announcer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import ask_seed
+from shoal.swarm.p2p.seed_request import ask_seed
 from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
@@ -174,8 +174,8 @@ def test_relay_announcer_names_its_topics(monkeypatch):
     addresses = [f"/ip4/192.168.1.2/tcp/1/p2p/{me.peer_id}"]
     directory = SimpleNamespace(everyone=None, departed=None, members=dict)
     directory.own = lambda: member_of(me.peer_id, addresses=tuple(addresses), state="waiting")
-    announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
-    monkeypatch.setattr(swarm_list, "ask_seed", ask)
+    announcer = seed_announcer.SeedAnnouncer(host, directory, me, SWARM)
+    monkeypatch.setattr(seed_announcer, "ask_seed", ask)
     asyncio.run(announcer._report())
     addresses.append(
         f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}"
@@ -205,8 +205,8 @@ def test_a_member_that_leaves_announces_its_swarm_no_more(monkeypatch, state, ti
     )  # fmt: skip
     directory = SimpleNamespace(everyone=None, departed=None, members=dict)
     directory.own = lambda: member_of(me.peer_id, state=state)
-    announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
+    announcer = seed_announcer.SeedAnnouncer(host, directory, me, SWARM)
     announcer._announced, announcer._announce = object(), announce
-    monkeypatch.setattr(swarm_list, "ask_seed", ask)
+    monkeypatch.setattr(seed_announcer, "ask_seed", ask)
     asyncio.run(announcer._report())
     assert len(announced) == times

@@ -16,7 +16,7 @@ import pytest
 from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.swarm_list import SeedAnnouncer
+from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed import (
     MAX_MEMBERS,

@@ -11,10 +11,10 @@ from shoal.optim import Alone, method_named
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import OWN_LOOP
-from shoal.swarm.state import resync
-from shoal.swarm.state.resync import BEHIND, FRESH_S, TRIES, catch_up, usual_round
+from shoal.swarm.state import catch_up as catching
+from shoal.swarm.state.catch_up import BEHIND_ROUNDS, FRESH_S, TRIES, catch_up, usual_round
+from shoal.swarm.state.query import ModelDiffersError
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.state.sync import ModelDiffersError
 from tests.support.records import member_of
 
 ME, MODEL = Identity.ephemeral(), "0" * 64
@@ -47,7 +47,7 @@ class Swarm:
         self.manifest = types.SimpleNamespace(
             model=MODEL, task=task, creator=members[-1].peer if members else ""
         )
-        monkeypatch.setattr(resync, "fetch_state", self.fetch)
+        monkeypatch.setattr(catching, "fetch_state", self.fetch)
 
     def members(self):
         return self.listed
@@ -174,11 +174,14 @@ def test_rounds_are_by_one_vote_a_range():
 def test_older_weights_are_fetched_once_more(monkeypatch):
     """Weights within the bound will do and older ones are fetched once more."""
     swarm = Swarm(
-        monkeypatch, [member(10), member(10), member(99)], given=[10, 10 + 5], pace=BEHIND + 1
+        monkeypatch,
+        [member(10), member(10), member(99)],
+        given=[10, 10 + 5],
+        pace=BEHIND_ROUNDS + 1,
     )
     assert swarm.join().round == 15
     assert len(swarm.queries) == 2
-    swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10], pace=BEHIND)
+    swarm = Swarm(monkeypatch, [member(10), member(10), member(99)], given=[10], pace=BEHIND_ROUNDS)
     assert swarm.join().round == 10
 
 

@@ -11,20 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state import snapshot
-from shoal.swarm.state.snapshot import (
-    ChunkPlan,
-    ChunkServer,
-    MemorySink,
-    SnapshotCache,
-    State,
-    chunk_size,
-    chunks_in,
-    download,
-    encode,
-    fetch_digests,
-    make,
-)
+from shoal.swarm.state import chunk_server
+from shoal.swarm.state.chunk_server import ChunkServer
+from shoal.swarm.state.download import ChunkPlan, ChunkSource, MemorySink, download, fetch_digests
+from shoal.swarm.state.snapshot import Snapshot, State, chunk_size, chunks_in, encode, make
+from shoal.swarm.state.snapshot_cache import SnapshotCache
 from shoal.swarm.wire.envelope import CHUNK
 
 SWARM = "a" * 52
@@ -116,7 +107,7 @@ def spy(monkeypatch):
     """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot
     id, chunk) -> bytes or None.
     """
-    true, change, seen = snapshot._chunk, {}, []
+    true, change, seen = chunk_server._chunk, {}, []
 
     def chunk_of(held, chunk):
         seen.append(chunk)
@@ -124,7 +115,7 @@ def spy(monkeypatch):
         act = change.get(chunk)
         return act(found) if act is not None and found is not None else found
 
-    monkeypatch.setattr(snapshot, "_chunk", chunk_of)
+    monkeypatch.setattr(chunk_server, "_chunk", chunk_of)
     return seen, change
 
 
@@ -148,7 +139,7 @@ def test_a_stream_serves_a_model_once(network):
 
     async def work():
         source, room, taken = (
-            snapshot.ChunkSource(me, SWARM, wanted.id, *server.source),
+            ChunkSource(me, SWARM, wanted.id, *server.source),
             bytearray(CHUNK),
             0,
         )
@@ -166,7 +157,7 @@ def test_a_stream_serves_a_model_once(network):
 def test_wrong_chunk_is_fetched_elsewhere(network, caplog):
     """A wrong chunk is fetched elsewhere and its giver is named."""
     wanted = made()
-    spoiled = snapshot.Snapshot(
+    spoiled = Snapshot(
         wanted.header,
         wanted.content.clone().index_fill_(0, torch.arange(VALUES * 4), 1),
         wanted.digests,
@@ -184,9 +175,7 @@ def test_wrong_chunk_is_fetched_elsewhere(network, caplog):
 def test_foreign_digests_are_not_believed(network, caplog):
     """Digests that are not those of the snapshot are not believed."""
     wanted = made()
-    liar = Server(
-        network, snapshot.Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests)))
-    )
+    liar = Server(network, Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests))))
     sink, _ = take(network, wanted, [liar, Server(network, wanted)])
     assert torch.equal(sink.content, wanted.content)
     assert "served digests that are not those of the weights it offered" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.optim.outer.sketch import NUMBERS, sketch
 from shoal.swarm.identity import Identity
-from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
+from shoal.swarm.state.drift import DOUBTFUL_ROUNDS, DriftDetector, SplitDecision
 from shoal.swarm.wire.envelope import SKETCH
 from tests.support.records import member_of
 
@@ -119,8 +119,8 @@ def test_incomplete_view_waits_a_little():
     """While it cannot tell of everybody a node waits a little."""
     drifts = walk(3, dict.fromkeys(PEERS[:2], 3.0) | {PEERS[2]: 0.0})
     there = records(drifts) | {PEERS[3]: member(PEERS[3], None)}
-    found = [drifts[PEERS[2]].split(there, {}, PEERS) for _ in range(DOUBTS)]
-    assert found[:-1] == [None] * (DOUBTS - 1)
+    found = [drifts[PEERS[2]].split(there, {}, PEERS) for _ in range(DOUBTFUL_ROUNDS)]
+    assert found[:-1] == [None] * (DOUBTFUL_ROUNDS - 1)
     assert found[-1].sources == frozenset(PEERS[:2])
 
 
@@ -187,7 +187,9 @@ def test_records_of_peers_that_it_never_met_are_no_majority():
     drifts = walk(3, dict.fromkeys(PEERS[:3], 0.0) | dict.fromkeys(PEERS[3:], 3.0))
     there = records(drifts)
     for peer in PEERS[:3]:
-        assert [drifts[peer].split(there, {}, PEERS[:3]) for _ in range(DOUBTS)] == [None] * DOUBTS
+        assert [drifts[peer].split(there, {}, PEERS[:3]) for _ in range(DOUBTFUL_ROUNDS)] == [
+            None
+        ] * DOUBTFUL_ROUNDS
         assert drifts[peer].apart == set()
     crowd = there | {Identity.ephemeral().peer_id: member(PEERS[0], None) for _ in range(100)}
     drifts[PEERS[2]].finished(3, 0, at(3.0, 3))
@@ -207,9 +209,11 @@ def test_excluding_leader_moves_nobody():
     drift = walk(3, {PEERS[1]: 0.0})[PEERS[1]]
     there = {peer: member(peer, None, state="waiting") for peer in PEERS}
     lie = {PEERS[0]: (2, 0, at(9.0, 2))}
-    assert [drift.split(there, lie, PEERS) for _ in range(DOUBTS - 1)] == [None] * (DOUBTS - 1)
+    assert [drift.split(there, lie, PEERS) for _ in range(DOUBTFUL_ROUNDS - 1)] == [None] * (
+        DOUBTFUL_ROUNDS - 1
+    )
     assert drift.apart == set()
     honest = dict.fromkeys(PEERS[2:], drift.newest)
-    for _ in range(DOUBTS):  # a liar among honest ones is only named
+    for _ in range(DOUBTFUL_ROUNDS):  # a liar among honest ones is only named
         assert drift.split(there, lie | honest, PEERS) is None
         assert drift.apart == {PEERS[0]}

@@ -15,19 +15,13 @@ from shoal.optim import Alone, NoLoCo
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.state.resync import sources_in
-from shoal.swarm.state.selection import (
-    AHEAD,
-    SnapshotOffer,
-    StateServer,
-    UnconfirmedError,
-    agreed,
-    believed,
-    choose,
-    plausible,
-)
+from shoal.swarm.state.catch_up import sources_in
+from shoal.swarm.state.offers import AHEAD, SnapshotOffer, agreed, believed, plausible
+from shoal.swarm.state.query import LAST_ROUND, StateQuery
+from shoal.swarm.state.selection import UnconfirmedError, choose
 from shoal.swarm.state.snapshot import State, encode, make
-from shoal.swarm.state.sync import LAST_ROUND, StateQuery, fetch_state
+from shoal.swarm.state.state_server import StateServer
+from shoal.swarm.state.sync import fetch_state
 from shoal.swarm.wire.envelope import MAX_COUNT
 from shoal.swarm.wire.messages import Member, StateRequest
 

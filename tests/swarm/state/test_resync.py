@@ -14,7 +14,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import ExchangeStats
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
 from shoal.swarm.state import resync as anchoring
-from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer, SplitDecision
+from shoal.swarm.state.drift import SplitDecision
+from shoal.swarm.state.resync import FAR_ROUNDS, SLOW_FETCH_S, Resynchronizer
 from shoal.swarm.state.snapshot import State
 
 EVERY, MODEL = 4, "0" * 64
@@ -118,7 +119,7 @@ def test_of_strangers_one_of_each_address_range_is_asked(monkeypatch):
     assert swarm.asked[0][:2] == ["a0", "z"]
 
 
-@pytest.mark.parametrize(("seconds", "rarely"), [(SLOW_S, True), (SLOW_S - 1, False)])
+@pytest.mark.parametrize(("seconds", "rarely"), [(SLOW_FETCH_S, True), (SLOW_FETCH_S - 1, False)])
 def test_slow_fetches_that_fail_are_tried_ever_more_rarely(monkeypatch, seconds, rarely):
     """On a slow uplink each would take the place of the exchanges that are due.
 
@@ -144,15 +145,15 @@ def test_slow_fetches_that_fail_are_tried_ever_more_rarely(monkeypatch, seconds,
         return
     assert gaps == sorted(gaps)
     assert 4 <= len(began) <= 8  # not 20
-    assert max(gaps) <= anchoring.LONGEST + 4
+    assert max(gaps) <= anchoring.MAX_PAUSE_ROUNDS + 4
     swarm.met = ("me", "other")
     monkeypatch.setattr(anchoring, "begin_fetch", swarm.fetch)
-    swarm.train(anchoring.LONGEST + 4)
+    swarm.train(anchoring.MAX_PAUSE_ROUNDS + 4)
     assert not swarm.resynchronizer.diverged
 
 
 def test_where_the_fast_weights_always_stay_it_diverges(monkeypatch):
-    monkeypatch.setattr(anchoring, "FAR", 10**9)
+    monkeypatch.setattr(anchoring, "FAR_ROUNDS", 10**9)
     swarm = Swarm(monkeypatch)
     swarm.train(30)
     assert swarm.away() > 1e3
@@ -244,7 +245,7 @@ def test_twice_refused_laggard_begins_afresh(monkeypatch):
     swarm.met = ("me", "other")
     swarm.stats.done(RoundKey("run", 5), 1.0)
     swarm.train(1)
-    swarm.met, swarm.behind = (), FAR
+    swarm.met, swarm.behind = (), FAR_ROUNDS
     refused(6)
     assert swarm.asked == []  # one may be hostile
     swarm.behind = 0
@@ -257,7 +258,7 @@ def test_twice_refused_laggard_begins_afresh(monkeypatch):
 def test_two_unreadable_meetings_are_a_refusal(monkeypatch):
     """With the codec for pairs both commit, and leave all blocks out."""
     swarm = Swarm(monkeypatch, "noloco")
-    swarm.theirs, swarm.met, swarm.behind = [torch.full((1, 4), 7.0)], ("me", "other"), FAR
+    swarm.theirs, swarm.met, swarm.behind = [torch.full((1, 4), 7.0)], ("me", "other"), FAR_ROUNDS
     for round, peer in enumerate("ab"):
         assert swarm.asked == []
         swarm.stats.failed(RoundKey("run", round), peer, "suspicious")

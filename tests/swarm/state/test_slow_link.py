@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state import snapshot, sync
+from shoal.swarm.state import chunk_server, sync
+from shoal.swarm.state.chunk_server import ChunkServer
+from shoal.swarm.state.download import LANES, MemorySink
 from shoal.swarm.state.progress import FETCH_S, UNSEEN_S, FetchProgress, while_it_moves
-from shoal.swarm.state.snapshot import (
-    LANES,
-    ChunkServer,
-    MemorySink,
-    SnapshotCache,
-    State,
-    chunks_in,
-    make,
-)
-from shoal.swarm.state.sync import BREAK_S, StateQuery, fetch_into, wait_for
+from shoal.swarm.state.query import StateQuery
+from shoal.swarm.state.snapshot import State, chunks_in, digests_of, make
+from shoal.swarm.state.snapshot_cache import SnapshotCache
+from shoal.swarm.state.sync import BREAK_S, fetch_into, wait_for
 from shoal.swarm.wire.messages import StateRequest
 from tests.sim import memory_stream
 from tests.sim.clock import VirtualLoop
@@ -71,9 +67,11 @@ class Download:
             ChunkServer(member, SWARM, kept)
         self.progress, self.sinks = FetchProgress(clock=loop.time), Sinks(self.wanted.header)
         self.asked = []
-        true = snapshot._chunk
+        true = chunk_server._chunk
         monkeypatch.setattr(
-            snapshot, "_chunk", lambda held, chunk: (self.asked.append(chunk), true(held, chunk))[1]
+            chunk_server,
+            "_chunk",
+            lambda held, chunk: (self.asked.append(chunk), true(held, chunk))[1],
         )
 
     def run(self):
@@ -81,7 +79,7 @@ class Download:
         sources = [(member.peer_id, ()) for member in self.members]
         fetch = fetch_into(self.host, query, sources, self.sinks, self.progress)
         sink = self.loop.run_until_complete(while_it_moves(fetch, self.progress))
-        assert snapshot.digests_of(sink.content) == self.wanted.digests
+        assert digests_of(sink.content) == self.wanted.digests
         assert len(self.sinks.sinks) == 1
         return self.loop.time()
 

@@ -12,20 +12,15 @@ import torch
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.state import snapshot
-from shoal.swarm.state.selection import SOON, STATE_PROTOCOL, StateServer
-from shoal.swarm.state.snapshot import (
-    CHUNKS_PROTOCOL,
-    ChunkSource,
-    Spool,
-    State,
-    chunks_in,
-    encode,
-    make,
-    read,
-    spool_for,
-)
-from shoal.swarm.state.sync import ModelDiffersError, StateQuery, begin_fetch, fetch_state
+from shoal.swarm.state import spool
+from shoal.swarm.state.chunk_server import CHUNKS_PROTOCOL
+from shoal.swarm.state.download import ChunkSource
+from shoal.swarm.state.offers import STATE_PROTOCOL
+from shoal.swarm.state.query import ModelDiffersError, StateQuery
+from shoal.swarm.state.snapshot import State, chunks_in, encode, make, read
+from shoal.swarm.state.spool import Spool, spool_for
+from shoal.swarm.state.state_server import SOON, StateServer
+from shoal.swarm.state.sync import begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import CHUNK, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
 
@@ -331,7 +326,7 @@ def test_one_copy_serves_all(network, members, monkeypatch):
     (source,) = members(State(7, slow()))
     made = []
     monkeypatch.setattr(
-        "shoal.swarm.state.selection.encode",
+        "shoal.swarm.state.state_server.encode",
         lambda state: made.append(state.round) or encode(state),
     )
     for _ in range(3):
@@ -494,7 +489,7 @@ def test_a_snapshot_in_a_file_is_the_one_in_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     in_memory = make(STATE, encode(STATE))
-    monkeypatch.setattr(snapshot, "LARGE", 1)
+    monkeypatch.setattr(spool, "LARGE", 1)
     content = encode(STATE)
     assert isinstance(content, Spool)
     filed = make(STATE, content)
@@ -534,7 +529,7 @@ def test_changes_of_what_was_read_do_not_reach_the_file():
 def test_what_was_read_takes_memory_only_while_it_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(snapshot, "LARGE", 1)
+    monkeypatch.setattr(spool, "LARGE", 1)
     state, maps = (
         read(make(STATE, encode(STATE)), {"momentum": [(700_000,), (3,)]}),
         Path("/proc/self/maps"),

@@ -11,7 +11,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.limits import RateLimit
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics import attestation
 from shoal.swarm.topics.attestation import (
     LOG_PROTOCOL,

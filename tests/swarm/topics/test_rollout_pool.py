@@ -14,10 +14,10 @@ from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement,
 from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.host import MAX_MESSAGE
-from shoal.swarm.p2p.limits import Counters, RateLimit
+from shoal.swarm.p2p.counters import Counters
+from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import REASONS, PoolLimits, RolloutPool, pack_logps, pack_tokens
-from shoal.swarm.wire.envelope import pack, seal
+from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.support import gossip_nodes as nodes
 from tests.support.clock import Clock
 from tests.support.waiting import until

@@ -11,7 +11,7 @@ from shoal.optim import RoundInfo, RoundKey, Seconds, Steps
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.overview import health_report, partner_remedy
+from shoal.swarm.membership.health_report import health_report, partner_remedy
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.diagnosis import (
     AGAIN_S,

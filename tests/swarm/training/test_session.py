@@ -18,7 +18,7 @@ from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.overview import overview
-from shoal.swarm.state.sync import ModelDiffersError
+from shoal.swarm.state.query import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for
 from shoal.swarm.wire.envelope import seal
 from tests.support.session_loops import EVERY, HERE, ROUNDS, loop, model, sgd, together

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.swarm.access import MAX_SHOWN, MAX_USES, Invitation, issue
 from shoal.swarm.access import admission as shown
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht import MAX_RECORD, bits_of, make_record, open_record
+from shoal.swarm.membership.records import MAX_RECORD_BYTES, bits_of, make_record, open_record
 from shoal.swarm.wire.envelope import (
     ENVELOPE,
     FAILURES,
@@ -114,7 +114,7 @@ def test_the_largest_record_with_all_of_it_fits_its_limit(fields):
     assert len(pack(largest)) <= Member.LIMIT
     prefix = bits_of(ME.peer_id)
     stored = make_record(prefix, largest, ME)
-    assert len(stored) <= MAX_RECORD
+    assert len(stored) <= MAX_RECORD_BYTES
     assert open_record(stored).member == largest
 
 

@@ -33,7 +33,7 @@ from shoal.node.verify.service import Auditor
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.internal_errors import InternalErrors
-from shoal.swarm.p2p.limits import Counters
+from shoal.swarm.p2p.counters import Counters
 from shoal.verification.consensus.records import Claim
 from tests.support.clock import Clock
 from tests.support.fake_network import SWARM, Network

@@ -45,7 +45,7 @@ from shoal.swarm.exchange.pair.calls import (
 )
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from shoal.swarm.state.resync import in_step
+from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer
 from tests.sim.clock import VirtualLoop

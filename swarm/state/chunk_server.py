@@ -1,0 +1,113 @@
+"""Serving the chunks of snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream_places import StreamPlaces
+from shoal.swarm.pacing.progress import extension_s
+from shoal.swarm.wire.envelope import pack, unpack
+from shoal.swarm.wire.messages import ChunkReply, ChunkRequest
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+from shoal.swarm.state.snapshot import Snapshot, chunks_in
+from shoal.swarm.state.snapshot_cache import SnapshotCache
+
+log = logging.getLogger(__name__)
+
+
+CHUNKS_PROTOCOL = "/shoal/pieces/1"
+SMALL_S = 10.0  # for one small message, or without a byte
+CHUNK_S = 60.0  # for one chunk; more while it moves (`chunk_s`)
+IDLE_S = 30.0  # that a caller may leave a stream without a request
+MAX_SERVED = 64  # streams at once
+# Of one download:
+LANES = 2  # streams to one source
+MAX_SOURCES = 8
+
+
+def chunk_s(nbytes: int) -> float:
+    """Return the seconds that a chunk may take while it moves: all streams of its download may
+    share the slowest link.
+    """
+    return LANES * MAX_SOURCES * extension_s(nbytes)
+
+
+class ChunkServer:
+    """Server of the snapshots in ``kept``."""
+
+    def __init__(self, host: Host, swarm: str, kept: SnapshotCache) -> None:
+        self._swarm, self._kept, self._places = swarm, kept, StreamPlaces(MAX_SERVED)
+        host.serve(CHUNKS_PROTOCOL, self._answer)
+
+    async def _answer(self, stream: Stream) -> None:
+        if not self._places.take(stream):
+            stream.abort()
+            return
+        try:
+            await self._serve(stream)
+        finally:
+            self._places.free(stream)
+
+    async def _serve(self, stream: Stream) -> None:
+        patience_s = IDLE_S
+        reading: bytes | None = None
+        # Bytes: a stream is for one download, which is what `models_per_hour` counts.
+        left: int | None = None
+        with ExitStack() as download:
+            while True:
+                # When the caller has all it wants it ends the stream, and this raises NetworkError.
+                request = unpack(await stream.receive(ChunkRequest.LIMIT, patience_s), ChunkRequest)
+                snapshot = None
+                if request.swarm == self._swarm:
+                    snapshot = self._kept.get(request.snapshot)
+                data = None if snapshot is None else _chunk(snapshot, request.chunk)
+                if snapshot is None or data is None:
+                    await stream.send(
+                        pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S
+                    )
+                    continue
+                if left is None:
+                    left = snapshot.header.nbytes + len(snapshot.digests)
+                left -= len(data)
+                if left < 0:
+                    raise NetworkError(
+                        f"peer {short(stream.peer_id)} asked for more than the model on one "
+                        "stream.",
+                        "refused",
+                    )
+                # The digests are fetched before the download begins.
+                if request.chunk is not None and request.snapshot != reading:
+                    reading = request.snapshot
+                    download.close()
+                    download.enter_context(self._kept.read(reading))
+                # Of what is sent much may still be in buffers before a slow link.
+                patience_s = IDLE_S + chunk_s(len(data))
+                await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
+                now = asyncio.get_running_loop().time()
+                await stream.swap(
+                    data,
+                    memoryview(bytearray()),
+                    chunk_timeout=SMALL_S,
+                    deadline=now + CHUNK_S,
+                    longest=now + chunk_s(len(data)),
+                )
+
+
+def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
+    if chunk is None:
+        return memoryview(snapshot.digests)
+    if chunk >= chunks_in(snapshot.header.nbytes):
+        return None
+    try:
+        return snapshot.chunk(chunk)
+    except OSError as error:
+        log.warning("weights are not served: %s", error)
+        return None

@@ -1,0 +1,344 @@
+"""Downloading a snapshot from several peers at once: each chunk comes from a free source.
+
+`ChunkPlan` decides which chunk is asked of whom. `download` keeps two streams to each source: no
+link is idle while a request is under way. A chunk arrives in a scratch buffer and enters the sink
+only if its digest is right. A peer that sends a wrong chunk is not asked again; one that dies or
+stalls costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
+download goes on with the same sink.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.tasks import running
+from shoal.swarm.wire.envelope import CHUNK, pack, unpack
+from shoal.swarm.wire.messages import ChunkReply, ChunkRequest, StateHeader
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+from shoal.swarm.state.chunk_server import (
+    CHUNK_S,
+    CHUNKS_PROTOCOL,
+    LANES,
+    MAX_SOURCES,
+    SMALL_S,
+    chunk_s,
+)
+from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
+from shoal.swarm.state.spool import Spool, spool_for
+
+log = logging.getLogger(__name__)
+
+NOTHING = memoryview(b"")
+
+
+class NotHeldError(NetworkError):
+    """A peer does not hold the snapshot, or no longer."""
+
+
+class ChunkSource:
+    """Stream to a peer that may hold the snapshot ``id``.
+
+    Use it on the host's loop, and ``close`` it.
+    """
+
+    def __init__(
+        self, host: Host, swarm: str, id: bytes, peer: str, addresses: Sequence[str]
+    ) -> None:
+        self._host = host
+        self._swarm = swarm
+        self._id = id
+        self.peer = peer
+        self._addresses = addresses
+        self._stream: Stream | None = None
+        self._closed = False
+
+    async def take(self, chunk: int | None, room: memoryview) -> None:
+        """Fill ``room``, which has the size of the chunk, with what the peer sends for it,
+        unchecked. None: the list of digests.
+
+        Raises NotHeldError; NetworkError, MessageError if it cannot be reached, is too slow, or
+        violates the protocol.
+        """
+        if self._stream is None:
+            self._stream = await self._host.open(
+                self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S
+            )
+            if self._closed:
+                self.close()
+                raise NetworkError("the download is over.")
+        stream = self._stream
+        await stream.send(
+            pack(ChunkRequest(swarm=self._swarm, snapshot=self._id, chunk=chunk)), SMALL_S
+        )
+        reply = unpack(await stream.receive(ChunkReply.LIMIT, SMALL_S), ChunkReply)
+        if not reply.nbytes:
+            raise NotHeldError(f"peer {short(self.peer)} does not hold these weights any more.")
+        if reply.nbytes != len(room):
+            raise MessageError(
+                f"peer {short(self.peer)} announced a chunk of {reply.nbytes} bytes where "
+                f"{len(room)} fit."
+            )
+        now = asyncio.get_running_loop().time()
+        await stream.swap(
+            NOTHING,
+            room,
+            chunk_timeout=SMALL_S,
+            deadline=now + CHUNK_S,
+            longest=now + chunk_s(len(room)),
+        )
+
+    def close(self) -> None:
+        self._closed = True
+        if self._stream is not None:
+            self._stream.abort()
+            self._stream = None
+
+
+TWICE = 2  # sources that are asked for the same chunk when there is nothing else to ask for
+
+Peer = tuple[str, Sequence[str]]
+"""Peer id and addresses."""
+
+
+class ChunkPlan:
+    """Assignment of missing chunks to lanes, without any network.
+
+    Each missing chunk is asked of one lane at a time. When all are assigned, the rest are also
+    asked of a second source, so that one slow source does not delay the download.
+    """
+
+    def __init__(self, missing: Iterable[int]) -> None:
+        self._free = deque(missing)
+        # Lanes that were asked for each chunk, in the order in which they were asked.
+        self._asked: dict[int, list[object]] = {}
+        self._source: dict[object, object] = {}  # the source of each lane
+
+    @property
+    def done(self) -> bool:
+        return not self._free and not self._asked
+
+    @property
+    def left(self) -> int:
+        return len(self._free) + len(self._asked)
+
+    def ask(self, lane: object, source: object) -> int | None:
+        """Return the chunk to ask of ``lane``, which leads to ``source``, now; or None."""
+        self._source[lane] = source
+        if self._free:
+            chunk = self._free.popleft()
+        else:
+            # Of the same source a second copy would only slow down the first.
+            waiting = [
+                chunk
+                for chunk, lanes in self._asked.items()
+                if len(lanes) < TWICE and source not in map(self._source.get, lanes)
+            ]
+            if not waiting:
+                return None
+            chunk = waiting[0]
+        self._asked.setdefault(chunk, []).append(lane)
+        return chunk
+
+    def got(self, chunk: int) -> bool:
+        """Note that a right chunk has arrived; return False if it had arrived before."""
+        return self._asked.pop(chunk, None) is not None
+
+    def lost(self, lane: object) -> None:
+        """Note that ``lane`` is gone: chunks that only it was asked for are asked of others
+        first.
+        """
+        for chunk, lanes in list(self._asked.items()):
+            if lane in lanes:
+                lanes.remove(lane)
+                if not lanes:
+                    del self._asked[chunk]
+                    self._free.appendleft(chunk)
+
+
+class ChunkSink(Protocol):
+    """Store of verified chunks."""
+
+    @property
+    def have(self) -> set[int]: ...
+
+    def write(self, chunk: int, data: memoryview) -> None:
+        """Keep one verified chunk; called once for each."""
+        ...
+
+
+class MemorySink:
+    """Sink of ``nbytes`` bytes that are kept until it is gone: in memory, or in a file if they are
+    many.
+
+    ``content``: bytes of that number to begin with, in which the chunks ``have`` are right already.
+    """
+
+    def __init__(
+        self, nbytes: int, content: Tensor | Spool | None = None, have: Iterable[int] = ()
+    ) -> None:
+        if content is None:
+            content = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.content: Tensor | Spool = content
+        self.have = set(have)
+
+    def write(self, chunk: int, data: memoryview) -> None:
+        if isinstance(self.content, Spool):
+            self.content.write(chunk * CHUNK, data)
+        else:
+            self.content.numpy().data[chunk * CHUNK : chunk * CHUNK + len(data)] = data
+        self.have.add(chunk)
+
+
+async def fetch_digests(
+    host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]
+) -> bytes:
+    """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check
+    it. NetworkError: none has.
+    """
+    room = bytearray(DIGEST * chunks_in(header.nbytes))
+    for peer, addresses in sources:
+        try:
+            with closing(ChunkSource(host, swarm, snapshot_id(header), peer, addresses)) as source:
+                await source.take(None, memoryview(room))
+        except (NetworkError, MessageError) as error:
+            log.info("no digests: %s", error)
+            continue
+        if hashlib.sha256(room).digest() == header.sha256:
+            return bytes(room)
+        log.warning(
+            "peer %s served digests that are not those of the weights it offered: it is not asked "
+            "again",
+            short(peer),
+        )
+    raise NetworkError("none of the peers that were asked holds the weights any more.")
+
+
+async def download(
+    host: Host,
+    swarm: str,
+    header: StateHeader,
+    digests: bytes,
+    sources: Sequence[Peer],
+    sink: ChunkSink,
+    wanted: Iterable[int],
+    arrived: Callable[[int], None] = lambda nbytes: None,
+) -> set[str]:
+    """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the
+    snapshot are skipped.
+
+    ``arrived`` gets the bytes of each chunk that was right. Returns the peers that sent a wrong
+    chunk. Raises NetworkError if no source is left; what arrived is in the sink.
+    """
+    work = _Download(
+        host,
+        swarm,
+        header,
+        digests,
+        sink,
+        ChunkPlan(chunk for chunk in wanted if chunk not in sink.have),
+        arrived,
+    )
+    if not work.plan.done:
+        await work.run(list(sources)[:MAX_SOURCES])
+    return work.wrong
+
+
+class _Download:
+    def __init__(
+        self,
+        host: Host,
+        swarm: str,
+        header: StateHeader,
+        digests: bytes,
+        sink: ChunkSink,
+        plan: ChunkPlan,
+        arrived: Callable[[int], None],
+    ) -> None:
+        self.plan = plan
+        self.wrong: set[str] = set()  # peers that sent a wrong chunk
+        self._arrived = arrived
+        self._host = host
+        self._swarm = swarm
+        self._header = header
+        self._digests = digests
+        self._sink = sink
+        self._id = snapshot_id(header)
+        self._gone: set[str] = set()
+        self._change = asyncio.Event()
+        self._sources: list[ChunkSource] = []
+
+    async def run(self, sources: Sequence[Peer]) -> None:
+        async with running(
+            self._whole(), *(self._lane(peer) for _ in range(LANES) for peer in sources)
+        ) as (whole, *lanes):
+            pending: set[asyncio.Future[None]] = {whole, *lanes}
+            while not whole.done() and len(pending) > 1:
+                finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for one in finished:
+                    one.result()  # what a sink raises, a full disk for instance
+            # A lane that loses its cancellation (`wait_for` before Python 3.12) would take one more
+            # chunk, which may take an hour.
+            for source in self._sources:
+                source.close()
+        if not self.plan.done:
+            raise NetworkError(
+                f"the peers that hold the weights are gone with {self.plan.left} chunks missing."
+            )
+
+    async def _whole(self) -> None:
+        while not self.plan.done:
+            await self._change.wait()
+
+    def _notify(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _lane(self, to: Peer) -> None:
+        peer, addresses = to
+        source = ChunkSource(self._host, self._swarm, self._id, peer, addresses)
+        self._sources.append(source)
+        scratch = memoryview(bytearray(min(CHUNK, self._header.nbytes)))
+        try:
+            while peer not in self._gone and not self.plan.done:
+                chunk = self.plan.ask(source, peer)
+                if chunk is None:
+                    await self._change.wait()
+                    continue
+                room = scratch[: chunk_size(self._header.nbytes, chunk)]
+                await source.take(chunk, room)
+                if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
+                    self.wrong.add(peer)
+                    raise MessageError(
+                        f"peer {short(peer)} served a chunk of the weights that does not match its "
+                        "digest: it is not asked "
+                        "again, and the chunk is fetched elsewhere."
+                    )
+                if self.plan.got(chunk):
+                    self._sink.write(chunk, room)
+                    self._arrived(len(room))
+                self._notify()
+        except NotHeldError as error:
+            self._gone.add(peer)
+            log.debug("%s", error)
+        except (NetworkError, MessageError) as error:
+            self._gone.add(peer)
+            log.warning("%s", error)
+        finally:
+            self.plan.lost(source)
+            source.close()
+            self._notify()
