@@ -139,7 +139,7 @@ class Directory:
             swarm,
             identity.peer_id,
             addresses=lambda: self._host.addresses(),
-            now=self.now,
+            now=lambda: self.now(),
             ticket=lambda: self.access_policy.ticket,
         )
         self._index = Index(
