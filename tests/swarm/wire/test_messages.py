@@ -9,7 +9,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
@@ -71,6 +71,8 @@ def values(annotation, rules=()):
         return st.tuples(*map(values, parts))
     if origin is typing.Literal:
         return st.sampled_from(parts)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return built(annotation)
     if annotation is int:
         return st.integers(leaf.bound("ge"), leaf.bound("le") or leaf.bound("lt") - 1)
     if annotation is float:
@@ -95,16 +97,16 @@ def values(annotation, rules=()):
     return {type(None): st.none(), bool: st.booleans()}[annotation]
 
 
+def built(kind):
+    fields = {
+        name: values(field.annotation, field.metadata) for name, field in kind.model_fields.items()
+    }
+    return st.builds(kind, **fields | TOGETHER.get(kind, {}))
+
+
 TOGETHER = {Member: {"shard": st.integers(0, 9), "shards": st.integers(10, 2**53)}}
 ALL = st.one_of(
-    st.builds(
-        kind,
-        **{
-            name: values(field.annotation, field.metadata)
-            for name, field in kind.model_fields.items()
-        }
-        | TOGETHER.get(kind, {}),
-    )
+    built(kind)
     for kind in KINDS
     if kind is not Manifest  # which has a test of its own
 )
