@@ -147,8 +147,6 @@ MAX_EXAMPLE_LINES = 140
 LONGER = {
     "swarm/exchange/pair/calls.py": 950,
     "swarm/exchange/context.py": 830,
-    "tests/security/decoders.py": 880,
-    "tests/swarm/training/test_session.py": 815,
 }
 
 PRODUCT = sorted(

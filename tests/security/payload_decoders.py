@@ -1,0 +1,70 @@
+"""Decoders of the payloads of exchanges."""
+
+import torch
+
+from shoal.node.verify.material import decode_material as decode_material
+from shoal.optim.codecs.mod4 import Mod4Codec
+from shoal.optim.codecs.registry import codec_named
+from tests.security.decoder import Decoder, one
+
+
+def codecs():
+    shapes = [(64, 64), (5000,), (), (0,), (3,)]
+    torch.manual_seed(1)
+    tensors = [torch.randn(shape) for shape in shapes]
+    names = "float32 bfloat16 float16 int8 e3m0 topk2 topk2:0.1 topk2-senders sign auto:4 int8+ef"
+    for name in [*names.split(), "sign+matrices"]:
+        codec = codec_named(name)
+        size = codec.nbytes(shapes)
+
+        def read(data, codec=codec, size=size):
+            # A payload of another size is refused before it is received; the rest is filled as it
+            # comes.
+            whole = (
+                data
+                if len(data) >= size // 2
+                else (data * (size // max(len(data), 1) + 1))[:size]
+                if data
+                else b""
+            )
+            return codec.decode(
+                torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+                if whole
+                else torch.zeros(0, dtype=torch.uint8),
+                shapes,
+            )
+
+        yield one(
+            f"payload {name}",
+            "optim/codecs/topk.py:_restore",
+            read,
+            lambda codec=codec: codec.encode(tensors).numpy().tobytes(),
+            None,
+            ValueError,
+            sound=lambda found: [tuple(one.shape) for one in found] == shapes,
+            sentence=False,
+        )
+    message = Mod4Codec().post(tensors)
+    half = Mod4Codec().post([tensor * 2 for tensor in tensors]).payload
+    yield one(
+        "payload mod4",
+        "optim/codecs/mod4.py:_stream",
+        lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)),
+        lambda: half.numpy().tobytes(),
+        None,
+        ValueError,
+        sound=lambda reading: (
+            reading.kept.shape == message.own.sizes.shape
+            and bool(reading.values[reading.kept].isfinite().all())
+        ),
+        sentence=False,
+    )
+    yield Decoder(
+        "refused blocks of mod4",
+        ("optim/codecs/mod4.py:PairMessage.refused",),
+        message.refused,
+        lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)],
+        refuses=(ValueError,),
+        sound=lambda refused: refused.shape == message.own.sizes.shape,
+        sentence=False,
+    )
