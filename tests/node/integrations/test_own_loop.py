@@ -137,7 +137,7 @@ def test_unsavable_value_is_an_error_at_the_first_step(tmp_path):
     assert events(tmp_path, "end")[0]["steps"] == 1
 
 
-def test_a_run_that_could_not_be_gone_on_with_ends_at_its_first_step(tmp_path):
+def test_unresumable_run_ends_at_its_first_step(tmp_path):
     """The fault: it trained to its end, and no checkpoint could be loaded."""
     model, inner = parts()
     run = shoal.Run(tmp_path, model, inner)
@@ -167,7 +167,7 @@ class Odd(torch.optim.SGD):
             self.state[parameter]["odd"] = Unmakeable.of(parameter.detach())
 
 
-def test_an_optimizer_whose_state_cannot_be_made_again_ends_the_run_too(tmp_path):
+def test_unrebuildable_optimizer_ends_the_run(tmp_path):
     """Mutant: only the first of several inner optimizers is looked at."""
     model, _ = parts()
     inner = [torch.optim.SGD([model.weight], lr=0.01), Odd([model.bias], lr=0.01)]

@@ -130,7 +130,8 @@ def test_dead_daemon_is_started_again(node, monkeypatch):
 
 
 @pytest.mark.ci
-def test_a_change_of_the_settings_is_seen_if_the_creator_signed_it(node, authors, monkeypatch):
+def test_creators_signed_change_is_seen(node, authors, monkeypatch):
+    """A change of the settings is seen if the creator signed it."""
     monkeypatch.setattr(light_client, "CHANGE_S", 0.1)
 
     def change(author, number):
@@ -148,7 +149,7 @@ def test_a_change_of_the_settings_is_seen_if_the_creator_signed_it(node, authors
 
 
 @pytest.mark.ci
-def test_a_peer_that_answers_as_a_bootstrap_node_is_seen_as_one(node, authors):
+def test_answering_bootstrap_node_is_seen_as_one(node, authors):
     """A node of the link that does not answer so is none, whatever else it does not say."""
 
     async def answer(stream):

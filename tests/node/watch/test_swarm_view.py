@@ -449,7 +449,7 @@ def test_roles_are_those_of_the_status(authors):
     ] == [("anna", ["trains", "verifies"], False), ("bert", ["trains"], True)]
 
 
-def test_only_a_peer_that_answered_as_one_is_a_bootstrap_node(authors):
+def test_only_an_answering_peer_is_a_bootstrap_node(authors):
     """Fault: a node that still loaded its model was a second square."""
     _loading, seed, gone = authors
     view = view_of(*(Connected(time=NOW, peer=author.peer) for author in authors))
@@ -460,7 +460,8 @@ def test_only_a_peer_that_answered_as_one_is_a_bootstrap_node(authors):
     assert page_data(view, ended=False)["bootstrap"] == [seed.tail]
 
 
-def test_a_change_of_the_settings_is_in_the_log_the_headline_and_on_the_page(authors):
+def test_changed_settings_are_shown_everywhere(authors):
+    """A change of the settings is in the log the headline and on the page."""
     first, second = ChangePart(round=4, lr=0.0001), ChangePart(round=9, steps=4000)
     view = view_of(Changed(time=NOW, parts=(first,)), Changed(time=NOW, parts=(first, second)))
     said = ["train.lr=0.0001 from round 4 on", "train.steps=4000 from round 9 on"]

@@ -80,7 +80,7 @@ def noted(stats, key):
     stats.pass_over(key, ["b"], ["b"])
 
 
-def test_what_an_exchange_met_is_not_that_of_an_earlier_one():
+def test_exchange_has_its_own_report_only():
     """The fault: of ten own errors twelve were said, for those in flight had the next one's too."""
     stats = ExchangeStats()
     for round in range(3):

@@ -28,6 +28,7 @@ from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.support.gossip_nodes import SWARM, rollout_of
+from tests.support.reasons import raises_for
 
 ME = Identity.ephemeral()
 ROOM = room_for(Rollout)
@@ -201,7 +202,7 @@ def test_a_bomb_costs_neither_time_nor_memory():
     bomb = zlib.compress(bytes(200 << 20), 9)
     tracemalloc.start()
     try:
-        with pytest.raises(MessageError, match="decompresses to more"):
+        with raises_for("bomb", MessageError):
             expand("zlib", 1000, bomb)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -28,6 +28,7 @@ from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.topics.rollout import RolloutPool
 from tests.support.clock import Clock
 from tests.support.loop_thread import LoopThread
+from tests.support.reasons import raises_for
 
 SWARM = swarm_id(b"")
 PEERS = [Identity.ephemeral().peer_id for _ in range(6)]
@@ -137,9 +138,9 @@ def test_body_store_hands_out_whole_own_bodies(network):
         return taker.call(body_store.fetch(source.peer_id, digest, size, 5), 60)
 
     assert fetch(other, len(body)) == body
-    with pytest.raises(MessageError, match="does not hold"):
+    with raises_for("unavailable", MessageError):
         fetch(stranger, len(body))
-    with pytest.raises(MessageError, match="5 were announced"):
+    with raises_for("digest", MessageError):
         fetch(other, 5)
     source.die()
     with pytest.raises(NetworkError):

@@ -26,6 +26,7 @@ from shoal.swarm.topics.attestation import (
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from tests.support import gossip_nodes as nodes
+from tests.support.reasons import raises_for
 from tests.support.waiting import until
 
 SWARM = swarm_id(b"")
@@ -154,12 +155,10 @@ def test_bad_records_are_counted_and_harmless(pair):
 def test_what_cannot_be_published_is_said_at_once(pair):
     first, _ = pair
     for record in (b"", bytes(MAX_RECORD + 1)):
-        with pytest.raises(MessageError, match="1 to 2048 are allowed") as caught:
+        with raises_for("oversized", MessageError):
             first.say(record)
-        assert caught.value.reason == "oversized"
-    with pytest.raises(MessageError, match="not this node's") as caught:
+    with raises_for("forged", MessageError):
         first.attestations.publish(b"record", sign_record(OTHER, b"record"))
-    assert caught.value.reason == "forged"
 
 
 class Burst:

@@ -15,6 +15,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics import attestation
 from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
 from shoal.swarm.wire.envelope import pack, unpack
+from tests.support.reasons import raises_for
 
 SWARM = swarm_id(b"")
 
@@ -54,11 +55,8 @@ def test_oversized_evidence_is_refused_unread(pair):
     author, reader = pair
     digest = author.put(os.urandom(1 << 20))
     before = reader._host.traffic.received
-    with pytest.raises(
-        MessageError, match="of 1048576 bytes was refused: at most 1048575"
-    ) as caught:
+    with raises_for("oversized", MessageError):
         reader.get(peer_of(author), digest, (1 << 20) - 1, 20)
-    assert caught.value.reason == "oversized"
     assert reader._host.traffic.received - before < 100
     assert len(reader.get(peer_of(author), digest, 1 << 20, 20)) == 1 << 20
     with pytest.raises(MessageError) as caught:  # also now that it is here

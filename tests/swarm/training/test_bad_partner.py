@@ -33,7 +33,7 @@ def drift(opt, module):
         opt.step()
 
 
-def test_a_bad_partner_is_refused_in_rounds_and_in_the_last_average(caplog):
+def test_bad_partner_is_refused_to_the_end(caplog):
     """Mutants: a refused contribution is in the mean of a round; the last average is taken
     untried, or is not put back as a whole; nobody is told of either (the last average was only
     said at the level of what goes well).
