@@ -41,22 +41,30 @@ class Gossip:
             rejected[error.reason] = rejected.get(error.reason, 0) + 1
 
 
-@pytest.fixture
-def sharing(tiny):
+def shared(policy, swarm=SWARM, **settings):
+    """Return a node's rollouts in ``swarm``, with the records that it published as ``sent``."""
     clock = Clock()
     clock.now = NOW
     barred = set[str]()
     directory = SimpleNamespace(now=clock, is_barred=barred.__contains__)
-    gossip = Gossip()
+    gossip, sent = Gossip(), []
     membership = SimpleNamespace(
         gossip=gossip,
         directory=directory,
         host=SimpleNamespace(peer_id=ME.peer_id),
-        swarm=SWARM,
+        swarm=swarm,
     )
-    task = RLTask(ENV, lambda: tiny, RLSettings(held_out=3, local=0, external=1), seed=1)
+    task = RLTask(ENV, lambda: policy, RLSettings(held_out=3, **settings), seed=1)
     made = RolloutSharing(task, membership, lambda *_, **__: None, lambda _: None, 0.0)
-    return SimpleNamespace(task=task, gossip=gossip, clock=clock, barred=barred, report=made.report)
+    gossip.publish = sent.append
+    return SimpleNamespace(
+        task=task, gossip=gossip, clock=clock, barred=barred, report=made.report, sent=sent
+    )
+
+
+@pytest.fixture
+def sharing(tiny):
+    return shared(tiny, local=0, external=1)
 
 
 def group(index, *texts, peer=OTHER.peer_id, seed=3, **changes):
@@ -103,3 +111,15 @@ def test_each_rollout_is_used_waiting_or_counted(sharing):
     }
     assert (report["used"], report["waiting"]) == (2, 3)
     assert report["received"] == 2 + 3 + sum(counted.values())
+
+
+def test_the_same_node_asks_other_questions_in_another_swarm(tiny):
+    """With --resume-from it has learnt from those of the old one."""
+    asked = []
+    for swarm in (SWARM, SWARM, "b" * 52):
+        node = shared(tiny, swarm, local=2, external=0)
+        next(node.task.batches(Shard(0, 1, 0)))
+        asked.append({(record.seed, record.index) for record in node.sent})
+    assert asked[0] == asked[1]
+    assert len(asked[0]) == 2
+    assert not asked[0] & asked[2]
