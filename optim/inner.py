@@ -1,5 +1,6 @@
-"""Muon and AdamW as one inner optimizer of a model: Muon trains the matrices of its hidden layers,
-AdamW all else.
+"""Muon and AdamW as one inner optimizer: Muon trains the matrices of hidden layers, AdamW the rest.
+
+    opt = NoLoCo(muon(model), exchange, every=50)
 
 The rule is that of Muon's author (https://kellerjordan.github.io/posts/muon/): no embeddings, no
 output layer, no vectors.
@@ -22,16 +23,13 @@ from shoal.optim.ranks.group import cut_like
 if TYPE_CHECKING:
     from torch.optim import Muon
 else:
-    Muon = getattr(
-        torch.optim, "Muon", torch.optim.Optimizer
-    )  # it came with 2.9, and all else here needs no more than 2.7
+    # It came with 2.9, and all else here needs no more than 2.7.
+    Muon = getattr(torch.optim, "Muon", torch.optim.Optimizer)
 
 
 @dataclass(frozen=True)
 class Split:
-    """The trained parameters of a model by name, each with its number of values, in the model's
-    order.
-    """
+    """The trained parameters of a model by name, in its order, each with its number of values."""
 
     muon: dict[str, int]
     adamw: dict[str, int]
@@ -45,10 +43,8 @@ class Split:
 
 
 def _counted(counts: dict[str, int], one: str, several: str) -> str:
-    return (
-        f"{sum(counts.values()):,} parameters ({len(counts)} "
-        f"{one if len(counts) == 1 else several})"
-    )
+    kind = one if len(counts) == 1 else several
+    return f"{sum(counts.values()):,} parameters ({len(counts)} {kind})"
 
 
 def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
@@ -60,15 +56,19 @@ def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
         ValueError: a name is no trained matrix of the model, or there is none.
     """
     every = dict(model.named_parameters(remove_duplicate=False))
-    chosen = set()
+    chosen: set[int] = set()
     for name in hidden_matrices(model) if matrices is None else matrices:
         if name not in every:
             raise ValueError(f"the model has no parameter {name!r}, which Muon is to train")
-        if every[name].ndim != 2 or not every[name].requires_grad:
+        if every[name].ndim != 2:
             shape = "x".join(map(str, every[name].shape)) or "one number"
-            what = f"is not a matrix ({shape})" if every[name].ndim != 2 else "is frozen"
             raise ValueError(
-                f"the parameter {name!r}, which Muon is to train, {what}: leave it to AdamW"
+                f"the parameter {name!r}, which Muon is to train, is not a matrix ({shape}): leave "
+                "it to AdamW"
+            )
+        if not every[name].requires_grad:
+            raise ValueError(
+                f"the parameter {name!r}, which Muon is to train, is frozen: leave it to AdamW"
             )
         chosen.add(id(every[name]))
     if not chosen:
@@ -76,12 +76,12 @@ def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
             "the model has no matrix for Muon (weights of hidden layers that are trained): choose "
             "AdamW, or name its matrices"
         )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    muon, adamw = (
-        {n: p.numel() for n, p in trained.items() if (id(p) in chosen) is mine}
-        for mine in (True, False)
-    )
-    return Split(muon, adamw)
+    found = Split({}, {})
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            own = found.muon if id(parameter) in chosen else found.adamw
+            own[name] = parameter.numel()
+    return found
 
 
 OPTIONS = (
@@ -94,18 +94,16 @@ OPTIONS = (
     "ns_steps",
     "adjust_lr_fn",
 )
-"""Muon's own settings: a group has more of them once an outer optimizer wraps it, or it was loaded.
-"""
+"""Muon's own settings; a group that was loaded, or that an outer optimizer wraps, has more."""
 
 
 class WholeMuon(Muon):
-    """``torch.optim.Muon`` whose step gathers one matrix at a time, so that it has the bits of one
-    process, however it is cut.
+    """``torch.optim.Muon`` with the bits of one process, however its matrices are cut.
 
-    Torch's own would orthogonalise across processes, in bfloat16 sums of another order and with
-    messages in every product. Each process computes the whole step, and keeps its part of weight
-    and momentum; besides it holds one whole matrix, three times. All processes call ``step`` at the
-    same time, with the same gradients set.
+    Each step gathers one matrix at a time. Torch's own would orthogonalise across processes, in
+    bfloat16 sums of another order and with messages in every product. Each process computes the
+    whole step, and keeps its part of weight and momentum; besides it holds one whole matrix, three
+    times. All processes call ``step`` at the same time, with the same gradients set.
     """
 
     @torch.no_grad()
@@ -126,16 +124,15 @@ class WholeMuon(Muon):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
-        momentum, whole = state["momentum_buffer"], torch.nn.Parameter(_whole(parameter))
+        momentum = state["momentum_buffer"]
+        whole = torch.nn.Parameter(_whole(parameter))
         whole.grad = _whole(parameter.grad)
         once = Muon([whole], **options)
         once.state[whole]["momentum_buffer"] = _whole(momentum)
         once.step()  # type: ignore[no-untyped-call]
-        for mine, moved in (
-            (parameter, whole.detach()),
-            (momentum, once.state[whole]["momentum_buffer"]),
-        ):
-            local(mine).copy_(local(cut_like(moved, mine)))
+        moved = once.state[whole]["momentum_buffer"]
+        local(parameter).copy_(local(cut_like(whole.detach(), parameter)))
+        local(momentum).copy_(local(cut_like(moved, momentum)))
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -143,8 +140,14 @@ def _whole(tensor: Any) -> Tensor:
     return found.detach().clone()
 
 
-LR, MOMENTUM, WEIGHT_DECAY, BETAS = 0.02, 0.9, 0.0, (0.9, 0.95)
-"""What docs/methods.md measured ("The inner optimizer: Muon")."""
+LR = 0.02
+"""Learning rate of both, as docs/methods.md measured ("The inner optimizer: Muon"); so the rest."""
+MOMENTUM = 0.9
+"""Muon's, in Nesterov's form."""
+WEIGHT_DECAY = 0.0
+"""Of both, decoupled."""
+BETAS = (0.9, 0.95)
+"""AdamW's."""
 
 
 def muon(
@@ -156,8 +159,7 @@ def muon(
     weight_decay: float = WEIGHT_DECAY,
     matrices: Iterable[str] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return one optimizer that trains the hidden matrices of ``model`` by ``torch.optim.Muon``,
-    and all else by AdamW.
+    """Return one optimizer that trains hidden matrices by ``torch.optim.Muon``, the rest by AdamW.
 
         opt = NoLoCo(muon(model), exchange, every=50)
 
@@ -182,16 +184,21 @@ def muon(
         )
     found = split(model, matrices)
     named: dict[str, Tensor] = dict(model.named_parameters())
-    ours, others = ([named[name] for name in names] for names in (found.muon, found.adamw))
-    kind = WholeMuon if any(hasattr(matrix, "full_tensor") for matrix in ours) else Muon
-    parts: list[torch.optim.Optimizer] = [
-        kind(ours, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    ]
+    ours = [named[name] for name in found.muon]
+    others = [named[name] for name in found.adamw]
+    cut = any(hasattr(matrix, "full_tensor") for matrix in ours)
+    kind = WholeMuon if cut else Muon
+    parts: list[torch.optim.Optimizer] = []
+    parts.append(kind(ours, lr=lr, momentum=momentum, weight_decay=weight_decay))
     if others:
         # The fused kernel halves AdamW's time on the CPU; elsewhere torch chooses.
-        fused = True if all(p.device.type == "cpu" for p in others) else None
-        rate = lr if adamw_lr is None else adamw_lr
-        parts.append(
-            torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in others)
+        adamw = torch.optim.AdamW(
+            others,
+            lr=lr if adamw_lr is None else adamw_lr,
+            betas=BETAS,
+            weight_decay=weight_decay,
+            fused=True if on_cpu else None,
         )
+        parts.append(adamw)
     return Combined(parts)

@@ -1,5 +1,4 @@
-"""The averaged parameters of a model: which they are, their names, and the order on which peers
-agree.
+"""The averaged parameters of a model, their names, and the order on which peers agree.
 
     parameters = AveragedParameters.of(model)
     parameters.names                      # ("blocks.0.query.weight", ...)
@@ -41,8 +40,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def trained_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each parameter that requires a gradient now, in the model's order; a
-    tied one once.
+    """Yield name and tensor of each parameter that requires a gradient now, a tied one once.
+
+    They are in the model's order.
     """
     for name, parameter in unwrapped(model).named_parameters():
         if parameter.requires_grad:
@@ -50,10 +50,10 @@ def trained_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class AveragedParameters(tuple[Tensor, ...]):
-    """Parameters in the order on which peers agree, each with its name; the names are empty if
-    there is no model.
+    """Parameters in the order on which peers agree, each with its name, "" without a model.
 
-    ValueError unless there are as many names as parameters, or none.
+    Raises:
+        ValueError: there are names, and not as many as parameters.
     """
 
     names: tuple[str, ...]
@@ -73,16 +73,15 @@ class AveragedParameters(tuple[Tensor, ...]):
         Those among them that the model does not have follow, without a name.
         """
         wanted = None if among is None else set(among)
-        named = [
-            (name, parameter)
-            for name, parameter in trained_names(model)
-            if wanted is None or parameter in wanted
-        ]
-        inside = {parameter for _, parameter in named}
+        names: list[str] = []
+        parameters: list[Tensor] = []
+        for name, parameter in trained_names(model):
+            if wanted is None or parameter in wanted:
+                names.append(name)
+                parameters.append(parameter)
+        inside = set(parameters)
         outside = [parameter for parameter in among or () if parameter not in inside]
-        parameters = [parameter for _, parameter in named] + outside
-        names = [name for name, _ in named] + [""] * len(outside)
-        return cls(parameters, names)
+        return cls(parameters + outside, names + [""] * len(outside))
 
     def name_of(self, index: int) -> str:
         """Return the name of a parameter for people, or what there is in place of one."""
@@ -90,13 +89,13 @@ class AveragedParameters(tuple[Tensor, ...]):
         return repr(name) if name else f"number {index} of shape {tuple(self[index].shape)}"
 
     def compared(self, others: Iterable[Tensor]) -> tuple[list[str], list[Tensor]]:
-        """Return which of these are not among ``others``, for people, and which of those are not
-        among these.
-        """
-        own, theirs = set(self), dict.fromkeys(others)
-        lacking = [
-            self.name_of(index) for index, parameter in enumerate(self) if parameter not in theirs
-        ]
+        """Return what ``others`` lack, by name for people, and what they have besides."""
+        own = set(self)
+        theirs = dict.fromkeys(others)
+        lacking: list[str] = []
+        for index, parameter in enumerate(self):
+            if parameter not in theirs:
+                lacking.append(self.name_of(index))
         return lacking, [parameter for parameter in theirs if parameter not in own]
 
     @property

@@ -71,6 +71,9 @@ class OuterOptimizer(SavedState):
         ...; opt.step(); ...; opt.finish()
 
     The parameters that require a gradient when it is made are averaged (with LoRA the adapters).
+    One that is frozen later stays in: all peers must send the same tensors.
+
+    All other arguments are those of ``Options``, which says what each is for.
 
     Args:
         inner: an optimizer, or several of different parameters (``Combined``); their state is
@@ -78,32 +81,8 @@ class OuterOptimizer(SavedState):
         exchange: averages contributions with other peers.
         rule: the outer mathematics.
         schedule: when to send and apply.
-        codec: how contributions become bytes; by default that of a swarm's exchange, else float32.
-            One with state (error feedback) is copied for each fragment.
-        run: name of the run; peers of different runs never average.
-        slow_device: where the slow weights and the rule's state live: a device, or as a path a
-            folder for files that are mapped into memory and have no name, so that they are gone
-            with the process. OSError if it has no room.
-        on_round: called with a ``RoundInfo`` after each applied exchange.
         fragments: of each the module, or a list of modules and parameters; None: one fragment with
             all parameters.
-        weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps
-            since the fragment was last sent (`shoal.optim.outer.fragments`). 0: stay out of this
-            round's mean, as if absent.
-        length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers
-            must not share one.
-        buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by
-            their mean whenever fragment 0 is applied; they are sent as float32. The vectors of
-            torch's spectral norms stay each peer's own. "ignore" leaves every peer its own. All
-            peers must choose the same.
-        model: the module, needed for its buffers and for sharded parameters (FSDP2); each process
-            then has its part of all state.
-        exclude: parameters that stay this peer's own (a head for its task): parameters, names,
-            names of modules, or patterns such as "*.bias" (names need ``model``). They are trained,
-            but neither kept nor sent, nor are buffers of these names. All peers must exclude the
-            same.
-        ranks: the processes of this peer, if it is several that act as one (``shoal.optim.Ranks``);
-            ``exchange`` is rank 0's.
 
     Raises:
         ValueError: no parameter that requires a gradient, not floating point, not in exactly one

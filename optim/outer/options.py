@@ -27,18 +27,49 @@ Fragments = int | Sequence[Fragment]
 
 
 class Options(TypedDict, total=False):
-    """Arguments that every method takes; see ``OuterOptimizer``."""
+    """Arguments that every method takes besides its own, all by name.
+
+    opt = DiLoCo(inner, exchange, every=50, model=model, exclude=["head"], weight=by_tokens)
+    """
 
     codec: Codec
+    """How contributions become bytes; by default that of a swarm's exchange, else float32. One with
+    state (error feedback) is copied for each fragment.
+    """
     run: str
+    """Name of the run; peers of different runs never average."""
     slow_device: torch.device | str | Path
+    """Where the slow weights and the rule's state live, by default "cpu": a device, or as a path a
+    folder for files that are mapped into memory. They have no name, so that they are gone with the
+    process. OSError if it has no room.
+    """
     on_round: Callable[[RoundInfo], None] | None
+    """Called with a ``RoundInfo`` after each applied exchange."""
     weight: float | Weight
+    """Of a contribution: a number, or a function of the tokens (``count``) and inner steps since
+    the fragment was last sent (``by_tokens``). 0: stay out of this round's mean, as if absent.
+    """
     length: RoundLength | None
+    """Of a round: in the schedule's steps, tokens or seconds. Optimizers must not share one."""
     buffers: Literal["ignore", "average"]
+    """"average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean
+    whenever fragment 0 is applied; they are sent as float32. The vectors of torch's spectral norms
+    stay each peer's own. "ignore", the default, leaves every peer its own. All peers must choose
+    the same.
+    """
     model: nn.Module | None
+    """The module, needed for names, for its buffers, and for sharded parameters (FSDP2), of whose
+    state each process has its part.
+    """
     exclude: Exclude
+    """Parameters that stay this peer's own (a head for its task): parameters, names, names of
+    modules, or patterns such as "*.bias". They are trained, but neither kept nor sent, nor are
+    buffers of these names. All peers must exclude the same.
+    """
     ranks: Processes | None
+    """The processes of this peer, if several act as one (``shoal.optim.Ranks``); then the exchange
+    is rank 0's.
+    """
 
 
 def check_arguments(kind: type, args: Sequence[Any], options: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""The ``Rule`` protocol: the contribution to an exchange, and the update of the slow weights by the
-mean.
+"""The ``Rule`` protocol: what is sent to an exchange, and what the mean of it does.
 
-Sign convention: the pseudo-gradient is g = slow - fast, so that slow <- slow - lr * g moves towards
-fast.
+    sent = rule.contribution(slow, fast, state, context)       # such as slow - fast
+    rule.apply(slow, fast, mean_of(sent), state, context)      # changes all in place
+
+The pseudo-gradient is g = slow - fast, so that slow <- slow - lr * g moves towards fast.
 """
 
 from __future__ import annotations
@@ -17,20 +18,15 @@ from torch import Tensor
 from shoal.optim.exchange.base import RoundKey
 
 State = dict[str, list[Tensor]]
-"""State of a rule: under each name one tensor per parameter, of its shape or a scalar; changed in
-place only.
-"""
+"""By name one tensor per parameter, of its shape or a scalar; changed in place only."""
 
 START = "start"
-"""Name in the state of the weights from which the next contribution is measured, if these are not
-``slow``.
+"""Name in the state of the weights from which contributions are measured, if not from ``slow``.
 
-``OuterOptimizer`` uses it: a contribution that is in flight when the state is saved is added back
-to it, and so sent again with the next one."""
-AHEAD = "ahead"
-"""Name in the state of what this peer has applied of its own, which the next mean takes back; not
-in weights of the swarm's.
+What is in flight when the state is saved is added back to it, and so sent again with the next one.
 """
+AHEAD = "ahead"
+"""Name in the state of what this peer has applied of its own, which the next mean takes back."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +162,7 @@ class KeepsFast(Protocol):
 
 
 OUTER_STEP = ("DiLoCo", "Decoupled", "Eager")
-"""Kinds of rules whose momentum is torch's SGD buffer over mean pseudo-gradients: each can continue
-another's.
-"""
+"""Kinds of rules with torch's SGD buffer for momentum: each can go on with another's."""
 
 
 def kind_of(rule: object) -> str:
@@ -191,11 +185,10 @@ def pseudo_gradient(slow: Sequence[Tensor], fast: Sequence[Tensor]) -> list[Tens
 def move_on(
     fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor], lag: int
 ) -> None:
-    """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow -
-    sent). Without a lag that is slow.
+    """Replace what was ``sent`` by the new slow weights: fast <- fast + (slow - sent).
 
-    What was learnt since then is kept. It is taken first, so that a weight that did not change
-    since ends as exactly the slow one.
+    What was learnt since then is kept; without a lag that is nothing. It is taken first, so that a
+    weight that did not change since ends as exactly the slow one.
     """
     if lag == 0:
         assign(fast, slow)
