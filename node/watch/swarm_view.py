@@ -176,7 +176,7 @@ def consensus_distance(projections: Sequence[Sequence[float]]) -> float | None:
     """Return the RMS distance of all pairs over the RMS norm; None below two peers, or if all
     weights are zero.
 
-    ``projections``: of each peer the sums, and last the norm (`shoal.optim.outer.weights`). With K
+    ``projections``: of each peer the sums, and last the norm (`shoal.optim.outer.sketch`). With K
     peers the error is about 1 / sqrt(32 (K - 1)) of the distance.
     """
     if len(projections) < 2:

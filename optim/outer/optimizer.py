@@ -73,11 +73,10 @@ class OuterOptimizer(SavedState):
     The parameters that require a gradient when it is made are averaged (with LoRA the adapters).
     One that is frozen later stays in: all peers must send the same tensors.
 
-    All other arguments are those of ``Options``, which says what each is for.
+    ``Options`` says what the other arguments are for.
 
     Args:
-        inner: an optimizer, or several of different parameters (``Combined``); their state is
-            local, never exchanged or reset.
+        inner: an optimizer, or several of different parameters; their state is local.
         exchange: averages contributions with other peers.
         rule: the outer mathematics.
         schedule: when to send and apply.
