@@ -2,28 +2,9 @@
 relays for unreachable ones.
 
 It imports no torch, so it runs where 100 MB are free, and keeps all that it knows in memory,
-bounded, for any peer may register.
-
-It forwards gossip between members that have only a relay in common: GossipSub in libp2p's daemon
-opens no stream over a relayed connection, so of two nodes behind routers neither hears what the
-other publishes. But both are connected to the bootstrap node that relays for them, and its daemon
-passes on what is published on a topic to which it is subscribed. So a member that announces a relay
-names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how
-much that is.
-
-It serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for
-the peer that hands it in, which libp2p has authenticated, and the peers that ask check the
-signatures and contact the swarm themselves.
-
-Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`):
-where all are taken, the range that has most of them gives one up, and peers are named one of each
-range in turn. The swarms that are listed to everybody have as many places as the others, and theirs
-alone: announcements take no room of private swarms.
-
-A public swarm is listed while its announcer renews what it said and a member of it is noted in the
-registry. Only a noted member may announce, and the first one stays until it falls silent: another,
-who may say something else, does not displace it, unless it is the creator. A manifest that does not
-say that its swarm is public is refused, so nobody but the creator can make a swarm public.
+bounded, for any peer may register. It forwards gossip between members that have only a relay in
+common, and lists public swarms. Whom it believes, and how places are shared: docs/internals.md,
+"A bootstrap node".
 """
 
 from __future__ import annotations

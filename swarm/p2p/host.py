@@ -137,22 +137,17 @@ class Host:
     ) -> Host:
         """Get on the network within ``timeout`` seconds.
 
-        ``listen``: multiaddrs to listen on (port 0: any). ``announce``: addresses to give to others
-        instead of those. ``bootstrap``: full multiaddrs of nodes to join; one that answers is
-        enough. ``validator``: a hivemind record validator for everything stored in the DHT.
-        ``light``: use the DHT but store nothing for others. ``relay``: when to be reached through a
-        bootstrap peer (`daemon_process.options`). ``swarm``: bootstrap nodes are asked for members
-        of this swarm. ``known``: a file that keeps addresses of peers of this swarm from run to
-        run; they are tried like ``bootstrap``. ``must_join`` False: no peer need answer, for this
-        may be the first node. ``access_policy``: the peers that this node meets; by default all.
-        ``upload``: bytes in a second that it sends at most over streams and as gossip; 0: no limit.
-        ``meanwhile``: called while the daemon starts and dials, for which no processor is needed,
-        as to import what is slow to.
+        ``listen``: multiaddrs (port 0: any). ``announce``: addresses to give to others instead.
+        ``bootstrap``: full multiaddrs of nodes to join; one that answers is enough. ``validator``:
+        of hivemind, for everything stored in the DHT. ``light``: store nothing for others.
+        ``relay``: see `daemon_process.options`. ``swarm``: bootstrap nodes are asked for its
+        members. ``known``: a file of addresses of its peers, tried like ``bootstrap``.
+        ``must_join`` False: no peer need answer. ``access_policy``: the peers that this node meets.
+        ``upload``: bytes in a second that it sends at most; 0: no limit. ``meanwhile``: called
+        while the daemon starts and dials, as to import what is slow to.
 
-        A key file is locked until `close`: InUseError if another node has it.
-
-        Raises StartupError: binary missing or unfit, port taken, none of the bootstrap peers
-        reachable (each with its reason), or out of time. Nothing is left running then.
+        A key file is locked until `close`: InUseError if another node has it. Raises StartupError
+        with the reason; nothing is left running then.
         """
         with contextlib.ExitStack() as lock:
             lock.enter_context(identity.lock())

@@ -5,13 +5,10 @@ agreed on over their relay.
       | punch (id, addresses, proof) --------->  |   if it is a member, and asks seldom
       | <----------- punch (id, addresses, proof) |   and both dial now
 
-A second daemon does it, which speaks QUIC only and has a key of this run: the first, on which DHT
-and gossip stay, would take the port for proof that anybody can dial it and give up its relay. It
-starts when a member is connected by a relay alone. Bootstrap nodes tell from where its packets
-come, and members that listen on QUIC. Streams to a member so reached are opened there, unless
-exchanges go quicker over the relay (`shoal.swarm.pacing.routes`): the daemon's QUIC is Reno, whose
-rate falls with the root of the loss and with the delay, which a relay halves. If it does not go, as
-between routers that take another port for each destination, it stays relayed.
+A second daemon does it, which speaks QUIC only and has a key of this run. It starts when a member
+is connected by a relay alone. Streams to a member so reached are opened there, unless exchanges go
+quicker over the relay (`shoal.swarm.pacing.routes`). If it does not go, as between routers that
+take another port for each destination, the member stays relayed. Why: docs/internals.md, "Routers".
 """
 
 from __future__ import annotations

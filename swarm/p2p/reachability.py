@@ -1,5 +1,5 @@
 """What a peer is asked for: this node's address as it sees it, its time, whether it can dial this
-node, members, the throughput.
+node.
 
     asks                                     answers (a node or a bootstrap node)
       | dial-request (port, token) ----------> |
@@ -11,9 +11,8 @@ node, members, the throughput.
 
 No peer can be made to dial a third party: only the address of the asker's own direct connection is
 dialled, no port below 1024, a few times a minute, and nothing is sent there. At a private address
-every outcome but the asker's own token is reported as ``unreached``, so that nobody learns about a
-foreign network. To measure the throughput both sides send the same few MB at once, as in an
-exchange.
+every outcome but the asker's own token is ``unreached``, so that nobody learns about a foreign
+network.
 """
 
 from __future__ import annotations

@@ -1,28 +1,9 @@
-"""Serving this node's slow weights as snapshots, made between two steps, and choosing among those
-of several peers.
+"""Choosing among the snapshots that several peers offer.
 
-A peer *offers* the id of its snapshot (`shoal.swarm.state.snapshot`). Nobody should begin from
-weights on one stranger's word, so a second peer has to confirm them. What a second peer can
-honestly say depends on the method:
-
-* **All hold the same weights** (methods over the group): it offers the same id. Peers that are
-  asked at the same moment may be a round apart; then those that are behind are asked once more, for
-  the later round.
-* **No two hold the same weights** (gossip, where copies are only near each other; or rounds that go
-  by faster than two peers can be asked): it offers another id, and some chunks of both snapshots,
-  which the newcomer draws after both were offered, are compared. The weights are confirmed if their
-  distance is at most `NEAR` of the larger of both norms. This coarse test finds weights that are
-  noise, zeros, of the wrong sign or scale, but not ones that were changed a little, or in a few
-  places. Against those nothing protects a member of a gossip swarm either.
-* **Only one peer answers**, as in a swarm of one member: its offer is taken unconfirmed.
-
-Keys are free, so peers of one address range count as one wherever peers of several have answered:
-theirs is taken that is offered, or confirmed, from the most ranges, and one range alone ends no
-wait for others.
-
-The later of two confirmed snapshots is taken, but a round is believed only if it is at most `AHEAD`
-beyond the lower median of those that the ranges state: a node that begins in a round where nobody
-is finds no partner. One that begins too early is told by the others which round they are in.
+Nobody should begin from weights on one stranger's word, so a second peer has to confirm them: by
+offering the same id, or, where no two hold the same weights, by a sample of chunks that lies near.
+Peers of one address range count as one wherever peers of several have answered. The later of two
+confirmed snapshots is taken. Why, and what this cannot find: docs/internals.md, "Offers".
 """
 
 from __future__ import annotations

@@ -1,21 +1,8 @@
-"""Snapshots: a swarm's state as immutable bytes named by a hash, and the cache of those that this
-node hands out.
+"""Snapshots: a swarm's state as immutable bytes named by a hash.
 
 The id is the SHA-256 of the header, which holds the hash of the list of the chunks' digests. A peer
 that knows the id can therefore check every chunk, whatever its source, and peers that hold the same
 round's weights offer the same id without coordination.
-
-Large snapshots lie in files without a name, so that handing weights out takes no main memory beside
-the system's cache.
-
-Downloading a snapshot from several peers at once: each chunk comes from a free source and is
-checked on arrival.
-
-`ChunkPlan` decides which chunk is asked of whom. `download` keeps two streams to each source: no
-link is idle while a request travels. A chunk arrives in a scratch buffer and enters the sink only
-if its digest is right. A peer that sends a wrong chunk is not asked again; one that dies or stalls
-costs the chunks it was sending. What a sink has is never asked for again, so an interrupted
-download goes on with the same sink.
 """
 
 from __future__ import annotations

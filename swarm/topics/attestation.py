@@ -1,17 +1,11 @@
 """Records of verification in transit, the bodies behind them, and logs of them; none of their
 content is judged here.
 
-A record is small, and signed by its author, so that any peer can pass it on and show it. The
-message that carries it is sealed like every gossiped one; that signature is the transport's and
-ends with it. The one inside is over the record's bytes alone, and goes into every peer's log.
-
-Gossip is no log: a daemon whose node reads nothing for some seconds drops messages, and a late peer
-gets no earlier ones. So a peer that was away, or whose records differ, fetches a log by stream: as
-many bytes as the other states, bounded, whole or not at all.
-
-A claim names its evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A
-verifier asks the author, states how many bytes it will take at most, and gets the bytes with that
-digest or an error; a size is never taken on trust.
+A record is small, and signed by its author, so that any peer can pass it on and show it: the seal
+of the message that carries it is the transport's and ends with it. Gossip is no log, so a peer that
+was away, or whose records differ, fetches a log by stream: as many bytes as the other states,
+bounded, whole or not at all. A claim names its evidence by SHA-256 alone; a verifier states how
+many bytes it will take at most, and gets the bytes with that digest or an error.
 """
 
 from __future__ import annotations

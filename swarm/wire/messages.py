@@ -65,29 +65,7 @@ class MemberEnd(BaseModel):
 
 
 class Member(Message):
-    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix
-    seconds, loss in nats.
-
-    ``tokens_per_s``: recently, without waiting for others; 0 where none are counted. ``mfu``: model
-    FLOPs utilisation, a share of the device's published peak; None where it is not known.
-
-    Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which
-    training stood still in a round; ``lag``, the inner steps that training goes on during one,
-    ``lag_auto`` if the node chooses that by itself, and ``late``, the number of those so far that
-    came after theirs; ``failures`` among its last ``exchanges``, by kind, and the peers in most of
-    them (``blamed``). ``internal_errors``: errors of its own code since its start, which no peer
-    caused. ``partnerless``: why its last rounds had no partner, and how many. ``missing``: number
-    of the ``missing_of`` members that it lost sight of at about the same moment, and some of their
-    names. ``sketch``: the round and fragment that it finished last, and a sketch of its slow
-    weights then, where the method keeps them equal on all peers. ``reach``: who can dial it, as
-    peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
-    bytes a second that these moved each way, 0 where none was large enough to tell. ``admission``:
-    its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only. ``change``:
-    the number of the newest `shoal.swarm.changes.Change` that it holds; 0: none. ``ended``: its
-    last step is done, and it waits for the others to average once more: it is in no more rounds.
-    ``end``: what that came to, in the record with which it leaves; a node then states no
-    ``missing_names`` and no ``sketch``, for which there may be no room.
-    """
+    """One peer's entry in the directory."""
 
     KIND = "member"
     VERSION = 2
@@ -100,36 +78,67 @@ class Member(Message):
     round: Count
     step: Count
     loss: Real | None
+    """Nats."""
     steps_per_s: Rate
+    """Inner steps."""
     shard: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
     shards: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     model: Digest
     state: Literal["waiting", "training", "leaving", "done"]
     issued: Moment
+    """Unix seconds."""
     version: Label
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
+    """Its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only."""
     exchange_s: Seconds = 0.0
+    """Recent seconds of transfer in one exchange."""
     wait_s: Seconds = 0.0
+    """For which training stood still in a round."""
     lag: Count = 0
+    """Inner steps that training goes on during an exchange."""
     lag_auto: bool = False
+    """Whether the node chooses ``lag`` by itself."""
     late: Count = 0
+    """Exchanges so far that came after theirs."""
     exchanges: Count = 0
     failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
+    """Among its last ``exchanges``, by kind."""
     blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()
+    """The peers in most of them."""
     partnerless: tuple[Failure | Literal["nobody", "model", "taken"], Count] | None = None
+    """Why its last rounds had no partner, and how many."""
     internal_errors: Count = 0
+    """Errors of its own code since its start, which no peer caused."""
     missing: Count = 0
+    """Of ``missing_of`` members, lost sight of at about the same moment."""
     missing_of: Count = 0
     missing_within_s: Seconds = 0.0
     missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
     tokens_per_s: Rate = 0.0
+    """Recently, without waiting for others; 0 where none are counted."""
     mfu: Share | None = None
+    """Model FLOPs utilisation, a share of the device's published peak."""
     sketch: Sketch | None = None
+    """The round and fragment that it finished last, and a sketch of its slow weights then.
+
+    Only where the method keeps them equal on all peers.
+    """
     reach: Reach = "unknown"
+    """Who can dial it, as peers found that it asked, and if nobody can, which way its exchanges
+    take.
+    """
     throughput: Rate = 0.0
+    """Bytes a second that exchanges moved each way; 0 where none was large enough to tell."""
     change: Count = 0
+    """Number of the newest `shoal.swarm.changes.Change` that it holds; 0: none."""
     ended: bool = False
+    """Whether its last step is done, and it waits for the others to average once more: it is in no
+    more rounds.
+    """
     end: MemberEnd | None = None
+    """What that came to, in the record with which it leaves; a node then states no
+    ``missing_names`` and no ``sketch``, for which there may be no room.
+    """
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:
