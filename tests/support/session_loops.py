@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import shoal
+from shoal.optim import Simulation
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 
@@ -33,3 +34,51 @@ def together(*jobs):
 
 def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def trained(session, make, module, data_seed):
+    """The slow weights after the loop of a session whose optimizer ``make(session)`` is."""
+    with session as s:
+        opt = make(s)
+        loop(opt, module, data_seed)
+        return [t.clone() for t in opt.slow]
+
+
+def simulated(make, net):
+    """The same of two simulated peers: ``make(module, exchange)``, of ``net()`` each."""
+
+    def peer(exchange):
+        module = net()
+        opt = make(module, exchange)
+        loop(opt, module, int(exchange.peer))
+        return [t.clone() for t in opt.slow]
+
+    return Simulation(["1", "2"]).run(peer).values()
+
+
+def square(seed, frozen=False):
+    """Return a model whose matrices, and vectors, have one shape: in another order they would be
+    averaged too.
+    """
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    net[3].weight = net[1].weight  # tied
+    net[0].weight.requires_grad_(not frozen)
+    return net
+
+
+def decayed(module):
+    """Return one optimizer with decay and no-decay groups, as nanoGPT's."""
+    several = [[p for p in module.parameters() if (p.ndim > 1) is wide] for wide in (True, False)]
+    return torch.optim.SGD([{"params": params, "weight_decay": 0.0} for params in several], lr=0.05)
+
+
+def several(module):
+    """Return two optimizers, of vectors and of matrices, in the opposite order, as Muon beside
+    AdamW.
+    """
+    found = list(reversed(list(module.parameters())))
+    return [
+        torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05)
+        for wide in (False, True)
+    ]

@@ -10,65 +10,34 @@ import pytest
 import torch
 
 import shoal
-from shoal.optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
+from shoal.optim import DiLoCo, GASLoC, NoLoCo
 from shoal.optim.codecs.registry import INT8
 from shoal.swarm.access import Link, issue
 from shoal.swarm.changes import Change, ChangePart
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.query import ModelDiffersError
-from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for
+from shoal.swarm.training.session_setup import SessionError, parameters_of, waiting_for
 from shoal.swarm.wire.envelope import seal
-from tests.support.session_loops import EVERY, HERE, ROUNDS, loop, model, sgd, together
-from tests.support.waiting import until
-
-
-@pytest.mark.parametrize(
-    ("given", "written"),
-    [({}, 2), ({"fragments": 9}, 2), ({"lag": 0}, 1), ({"method": "diloco"}, None)],
+from tests.support.session_loops import (
+    EVERY,
+    HERE,
+    ROUNDS,
+    loop,
+    model,
+    sgd,
+    simulated,
+    together,
+    trained,
 )
-def test_manifest_states_the_models_fragments(given, written):
-    net = model(0)
-    sealed = new_swarm(
-        Identity.ephemeral(),
-        parameters_of(net),
-        name="x",
-        seed=0,
-        start_when=1,
-        shards=1,
-        invite_only=False,
-        outer={"every": 10, **given},
-        model=net,
-    )
-    assert open_manifest(sealed).outer.fragments == written
+from tests.support.waiting import until
 
 
 def test_a_swarm_is_made_with_buckets():
     with shoal.create(state=model(0), bucket=16, epoch_s=90.0, network=HERE) as session:
         manifest = session._membership.manifest
         assert (manifest.bucket, manifest.epoch_s) == (16, 90.0)
-
-
-def trained(session, make, module, data_seed):
-    """The slow weights after the loop of a session whose optimizer ``make(session)`` is."""
-    with session as s:
-        opt = make(s)
-        loop(opt, module, data_seed)
-        return [t.clone() for t in opt.slow]
-
-
-def simulated(make, net):
-    """The same of two simulated peers: ``make(module, exchange)``, of ``net()`` each."""
-
-    def peer(exchange):
-        module = net()
-        opt = make(module, exchange)
-        loop(opt, module, int(exchange.peer))
-        return [t.clone() for t in opt.slow]
-
-    return Simulation(["1", "2"]).run(peer).values()
 
 
 @pytest.mark.parametrize(
@@ -152,129 +121,6 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
         assert all(
             info.lag > 0 for info in infos if info.key.round < 2 * ROUNDS - 1
         )  # the last is sent after the last step
-
-
-def test_list_of_parameters_is_cut_evenly():
-    """It catches a list that silently makes one fragment, and a joiner that cuts its module by
-    layer where the others do not.
-    """
-    begin, other = square(0), square(7)
-    first = shoal.create(
-        state=list(begin.parameters()), every=EVERY, network=HERE, start_when=2, wait_s=60.0
-    )
-    link = first.link
-    assert (first.settings.fragments, first.settings.lag) == (4, "auto")
-
-    def train(session, make, module, seed):
-        with session as s:
-            opt = make(s)
-            loop(opt, module, seed)
-            return opt, [
-                [place_of(module)[opt.parameters[at]] for at in opt.positions(number)]
-                for number in range(opt.fragments)
-            ]
-
-    (one, mine), (two, theirs) = together(
-        lambda: train(first, lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY), begin, 1),
-        lambda: train(
-            shoal.join(link, state=other, network=HERE),
-            lambda s: s.optimizer(several(other)),
-            other,
-            2,
-        ),
-    )
-
-    assert mine == theirs
-    assert (
-        min(one.round, two.round) >= 4 * ROUNDS
-    )  # a busy machine lets one fall behind, and move to the other's round
-
-
-def place_of(module):
-    return {parameter: place for place, parameter in enumerate(module.parameters())}
-
-
-def test_named_fragments_hold_for_all_joiners():
-    """It catches a joiner that cuts the model by layer, which would average other parameters with
-    these.
-    """
-    begin, other = square(0), square(7)
-    cut = [begin[2], [begin[0], begin[3].bias, begin[1]]]
-    first = shoal.create(
-        state=begin,
-        fragments=cut,
-        lag=0,
-        every=EVERY,
-        codec="float32",
-        network=HERE,
-        start_when=2,
-        wait_s=60.0,
-    )
-    link, manifest = first.link, first.membership.manifest
-    assert (manifest.outer.fragments, manifest.fragment_of) == (2, (1, 1, 1, 1, 0, 0, 1))
-
-    def joiner(s):
-        with pytest.raises(SessionError, match="its fragments hold other parameters"):
-            NoLoCo(
-                sgd(other),
-                s.exchange(),
-                every=EVERY,
-                lag=0,
-                fragments=[other[0], [other[1], other[2], other[3]]],
-            )
-        opt = s.optimizer(sgd(other))
-        assert [opt.positions(0), opt.positions(1)] == [[4, 5], [0, 1, 2, 3, 6]]
-        return opt
-
-    found = together(
-        lambda: trained(
-            first,
-            lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY, lag=0, fragments=cut),
-            begin,
-            1,
-        ),
-        lambda: trained(shoal.join(link, state=other, network=HERE), joiner, other, 2),
-    )
-    wanted = simulated(
-        lambda net, exchange: NoLoCo(
-            sgd(net),
-            exchange,
-            every=EVERY,
-            lag=0,
-            fragments=[net[2], [net[0], net[3].bias, net[1]]],
-        ),
-        partial(square, 0),
-    )
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_private_parameters_are_never_exchanged():
-    """What a peer keeps for itself is in no snapshot and no exchange."""
-    one, other = model(0), model(7)
-    kept = other[2].weight.detach().clone()
-    first = shoal.create(
-        state=list(one[0].parameters()), every=EVERY, start_when=2, network=HERE, node="anna"
-    )
-    link = first.link
-
-    def train(session, module, seed):
-        with session as s:
-            opt = NoLoCo(
-                sgd(module), s.exchange(), every=EVERY, exclude=list(module[2].parameters()), lag=0
-            )
-            began = module[0].weight.detach().clone(), module[2].weight.detach().clone()
-            loop(opt, module, seed)
-            return began, [tensor.clone() for tensor in opt.slow]
-
-    (body, head), slow = together(
-        lambda: train(first, one, 1),
-        lambda: train(shoal.join(link, state=list(other[0].parameters()), network=HERE), other, 2),
-    )[1]
-    assert torch.equal(body, model(0)[0].weight)
-    assert torch.equal(head, kept)
-    assert [tuple(tensor.shape) for tensor in slow] == [(8, 4), (8,)]
-    assert not torch.equal(one[2].weight, other[2].weight)
 
 
 def loaded(module, seed):
@@ -417,124 +263,6 @@ def test_other_parameters_than_the_sessions_are_refused(alone, given, sentence):
     for make in (partial(NoLoCo, every=5, lr=0.5, lag=0), partial(NoLoCo, every=5), DiLoCo):
         with pytest.raises(SessionError, match=sentence):
             make(torch.optim.SGD(given(module), lr=0.1), session.exchange())
-
-
-def square(seed, frozen=False):
-    """Return a model whose matrices, and vectors, have one shape: in another order they would be
-    averaged too.
-    """
-    torch.manual_seed(seed)
-    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
-    net[3].weight = net[1].weight  # tied
-    net[0].weight.requires_grad_(not frozen)
-    return net
-
-
-def decayed(module):
-    """Return one optimizer with decay and no-decay groups, as nanoGPT's."""
-    several = [[p for p in module.parameters() if (p.ndim > 1) is wide] for wide in (True, False)]
-    return torch.optim.SGD([{"params": params, "weight_decay": 0.0} for params in several], lr=0.05)
-
-
-def several(module):
-    """Return two optimizers, of vectors and of matrices, in the opposite order, as Muon beside
-    AdamW.
-    """
-    found = list(reversed(list(module.parameters())))
-    return [
-        torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05)
-        for wide in (False, True)
-    ]
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("settings", [{"lag": 0}, {"lag": 0, "fragments": 2}, {"method": "diloco"}])
-def test_grouping_does_not_change_the_average(settings, frozen):
-    """It catches parameters that are sent in the order of an optimizer's groups: their shapes are
-    equal here.
-    """
-    first = shoal.create(
-        state=(begin := square(0, frozen)),
-        every=EVERY,
-        codec="float32",
-        **settings,
-        start_when=2,
-        network=HERE,
-    )
-    link, other = first.link, square(7, frozen)
-    make = DiLoCo if "method" in settings else partial(NoLoCo, **settings)
-    if frozen:
-        other[0].weight.data.copy_(begin[0].weight)
-    found = together(
-        lambda: trained(first, lambda s: make(decayed(begin), s.exchange(), every=EVERY), begin, 1),
-        lambda: trained(
-            shoal.join(link, state=other, network=HERE),
-            lambda s: s.optimizer(several(other)),
-            other,
-            2,
-        ),
-    )
-    wanted = simulated(
-        lambda module, exchange: make(
-            sgd(module), exchange, every=EVERY, **{} if make is DiLoCo else {"model": module}
-        ),
-        lambda: square(0, frozen),
-    )
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_group_order_resumes_in_model_order():
-    """It catches state that is kept by place in the session's order and read in that of another
-    exchange.
-    """
-    net = square(0).to(torch.bfloat16)
-    with shoal.create(
-        state=net,
-        method="streaming",
-        every=4,
-        fragments=2,
-        codec="e3m0+ef",
-        lag=1,
-        network=HERE,
-        wait_s=0.2,
-    ) as s:
-        opt = s.optimizer(decayed(net))
-        loop(opt, net, 1, steps=4 * EVERY - 1)
-        parts = [
-            [opt.parameters[at] for at in opt.positions(fragment)]
-            for fragment in range(opt.fragments)
-        ]
-        saved, model_saved = (
-            opt.state_dict(),
-            {name: value.clone() for name, value in net.state_dict().items()},
-        )
-        other = square(3).to(torch.bfloat16)
-        place = dict(zip(net.parameters(), other.parameters(), strict=True))
-        other.load_state_dict(model_saved)
-        alike = [[place[p] for p in part] for part in parts]
-        again = StreamingDiLoCo(
-            decayed(other), shoal.Alone(), every=4, fragments=alike, codec=opt.codec.fresh(), lag=1
-        )
-        again.load_state_dict(saved)
-        order = [[id(p) for p in other.parameters()].index(id(p)) for p in again.parameters]
-        assert order != sorted(order)
-        for one, module in ((opt, net), (again, other)):
-            loop(one, module, 2, steps=3 * EVERY)
-            one.finish()
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
-    assert all(torch.equal(again.slow[at], opt.slow[place]) for at, place in enumerate(order))
-    again.load_state_dict(opt.whole_state())
-    whole = again.whole_state()
-    assert whole["order"] == [*range(len(order))] != opt.whole_state()["order"]
-    assert all(torch.equal(whole["slow"][at], opt.slow[place]) for at, place in enumerate(order))
-    errors = opt.whole_state()["rounding"]
-    assert all(
-        torch.equal(whole["rounding"][at], errors[place])
-        for at, place in enumerate(order)
-        if place in errors
-    )
 
 
 def test_a_session_has_one_optimizer(alone):
@@ -697,15 +425,6 @@ def test_a_name_is_checked_before_anything_starts():
     for name in ("x" * 65, "a\nb"):
         with pytest.raises(SessionError, match="at most 64 printable characters"):
             shoal.create(state=model(0), node=name)
-
-
-def test_fragments_by_layer_want_the_module():
-    module = model(0)
-    with (
-        shoal.create(state=module, method="streaming", every=8, fragments=2, network=HERE) as first,
-        pytest.raises(ModelDiffersError, match="hand in the module as state"),
-    ):
-        shoal.join(first.link, state=list(module.parameters()), network=HERE)
 
 
 def test_link_is_checked_first_and_key_can_be_kept(tmp_path):
