@@ -111,6 +111,7 @@ def init(folder: Path, template: str, as_json: bool) -> None:
 )
 @click.option("--peers", type=int, default=8, show_default=True, help="Peers of the swarm.")
 @click.option("--every", type=int, help="Inner steps in a round.  [default: the method's]")
+@click.option("--steps", type=int, help="Say what so many inner steps take and send.")
 @json_option
 def plan(as_json: bool, **numbers: Any) -> None:
     """Show, for each method and codec, how much a node would compute over a link, its bytes and
@@ -118,7 +119,7 @@ def plan(as_json: bool, **numbers: Any) -> None:
 
     \b
     Examples:
-      shoal plan --params 135e6 --step 0.5 --mbit 100 --rtt 0.1
+      shoal plan --params 135e6 --step 0.5 --mbit 100 --rtt 0.1 --steps 2000
       shoal plan --params 135e6 --step 0.5 --measure 'shoal://...'
     """
     if numbers["measure"] is not None:

@@ -5,14 +5,14 @@ measured.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan import MEMORY_SOURCE, advise, rows
+from shoal.node.plan import MEMORY_SOURCE, RunCost, advise, rows, run_cost
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
@@ -29,6 +29,7 @@ BOUNDS: dict[str, tuple[float, float, str]] = {
     "step": (1e-6, 86_400, "seconds"),
     "peers": (2, 65_536, "peers"),
     "every": (1, 1_000_000, "inner steps"),
+    "steps": (1, 1e12, "inner steps"),
 }
 
 
@@ -57,8 +58,9 @@ def plan(
     rtt: float | None,
     measure: str | None,
     every: int | None,
+    steps: int | None = None,
 ) -> dict[str, Any]:
-    """Return the report: link, rows and advice.
+    """Return the report: link, rows and advice, and what ``steps`` cost with the advice.
 
     Raises PlanError, LinkError, or NetworkError if nobody can be reached.
     """
@@ -69,6 +71,7 @@ def plan(
         "step": step,
         "peers": peers,
         "every": every,
+        "steps": steps,
     }
     for name, value in given.items():
         low, high, unit = BOUNDS[name]
@@ -106,6 +109,7 @@ def plan(
         "memory_source": MEMORY_SOURCE,
         "advised": chosen.json(),
         "advice": advice,
+        "run": None if steps is None else asdict(run_cost(chosen, steps=steps)),
     }
 
 
@@ -205,6 +209,7 @@ def table(report: dict[str, Any]) -> str:
     console = Console(width=132)
     with console.capture() as capture:
         console.print(grid)
+    run = [] if report["run"] is None else [f"With it {RunCost(**report['run']).said()}."]
     return "\n".join(
         [
             capture.get().rstrip(),
@@ -217,5 +222,6 @@ def table(report: dict[str, Any]) -> str:
             "",
             report["advised"]["settings"],
             report["advice"],
+            *run,
         ]
     )

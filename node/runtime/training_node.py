@@ -20,7 +20,7 @@ from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics, RoundRecord, Sinks, progress_fields
 from shoal.node.metrics.sinks import about
-from shoal.node.plan import memory_of, work_of
+from shoal.node.plan import StartEstimate, memory_of, work_of
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.door import RL, check_size, continued, enter, make_task, own_steps
@@ -538,6 +538,8 @@ class TrainingNode:
         self.member.announce("training", result.loss_first)
         self.metrics.write("start", **asdict(result))
         self.display.start(self.settings.train.steps)
+        params = sum(parameter.numel() for parameter in trainer.params)
+        self._estimate = StartEstimate(self.settings.outer, params, self._done())
         if self.verification is not None:
             compute_last()
         self.saver.due = (
@@ -643,9 +645,21 @@ class TrainingNode:
         with self._activity.doing("evaluating"), still:
             return self.trainer.evaluate()
 
+    def _done(self) -> tuple[int, int]:
+        """Return the inner steps of this node, and the rounds of the swarm."""
+        opt = self.trainer.whole
+        return opt.steps, opt.round // opt.fragments
+
     def _on_progress(self, progress: Progress) -> None:
         self._rates, self._loss = progress.rates, progress.loss
         self.display.update(progress)
+        estimate = self._estimate.news(
+            *self._done(),
+            total=self.settings.train.steps,
+            peers=self.membership.directory.size(),
+        )
+        if estimate:
+            self.display.message(f"an estimate: at this speed {estimate}")
         self._tell_news()
         self.member.announce("training", self._loss, self._rates)
         self._link_file.refresh()

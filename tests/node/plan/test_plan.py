@@ -14,7 +14,16 @@ from shoal.node.cli.main import cli
 from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
-from shoal.node.plan import FIXED_BYTES, advise, choices, rows, work_of
+from shoal.node.plan import (
+    ESTIMATE_LATEST_S,
+    FIXED_BYTES,
+    StartEstimate,
+    advise,
+    choices,
+    rows,
+    run_cost,
+    work_of,
+)
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule.schedules import Delayed
 from shoal.swarm.access import Link
@@ -38,6 +47,7 @@ ASKED = {
     "rtt": 0.1,
     "measure": None,
     "every": None,
+    "steps": None,
 }
 LINK = str(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}",)))
 
@@ -420,3 +430,71 @@ def test_what_is_given_counts_more_than_what_was_measured(monkeypatch):
 def test_bounds_say_what_they_bound():
     assert set(command.BOUNDS) == set(ASKED) - {"measure"}
     assert replace(found()[0].work, every=3).every == 3
+
+
+def estimate(outer, now):
+    return StartEstimate(OuterSettings(**outer), 10_000_000, done=(100, 7), clock=lambda: now[0])
+
+
+def test_a_run_is_estimated_once_its_first_round_is_over():
+    """50 steps took 100 s with all waiting, and a round of 50 steps of 4-bit values sends 5 MB."""
+    now = [0.0]
+    made = estimate({"method": "noloco", "codec": "int8", "every": 50}, now)
+    assert made.news(100, 7, total=2100, peers=4) == ""
+    now[0] = 40.0
+    assert made.news(130, 7, total=2100, peers=4) == ""
+    now[0] = 100.0
+    said = made.news(150, 8, total=2150, peers=4)
+    (row,) = [
+        row
+        for row in found(params=10_000_000, peers=4, step_s=2.0, every=50)
+        if (row.outer.method, row.outer.codec, row.blocks) == ("noloco", "int8", False)
+    ]
+    assert said == (
+        f"2,000 steps take about 1.11 h and send about {amount(40 * row.forecast.sent)}, and as "
+        f"much comes back; averaging takes some {amount(row.memory)} of memory beside training"
+    )
+    assert made.news(160, 8, total=2150, peers=4) == ""
+
+
+def test_a_long_round_is_not_waited_for():
+    now = [ESTIMATE_LATEST_S]
+    made = estimate({"method": "diloco", "codec": "int8", "every": 500}, now)
+    now[0] *= 2
+    assert made.news(160, 7, total=1160, peers=4).startswith("1,000 steps take about 16.7 min and")
+
+
+def test_a_run_without_end_is_estimated_by_the_day_and_one_alone_by_its_time():
+    now = [0.0]
+    endless = estimate({"method": "noloco", "codec": "int8", "round": "seconds:10"}, now)
+    alone = estimate({"method": "none"}, now)
+    now[0] = 20.0
+    said = endless.news(140, 9, total=0, peers=2)
+    work = work_of(
+        OuterSettings(method="noloco", codec="int8"), params=10_000_000, peers=2, step_s=0.5
+    )
+    assert said.startswith(f"a day sends about {amount(8640 * cost.sent(work))}, and")
+    assert alone.news(140, 7, total=1140, peers=2) == "1,000 steps take about 8.33 min"
+
+
+def test_the_plan_of_a_number_of_steps_is_that_of_the_advised_row():
+    row, _ = advise(found(), LINE)
+    shown = CliRunner().invoke(
+        cli,
+        [
+            "plan",
+            "--params",
+            "135e6",
+            "--step",
+            "0.5",
+            "--mbit",
+            "100",
+            "--rtt",
+            "0.1",
+            "--steps",
+            "2000",
+        ],
+    )
+    assert shown.output.splitlines()[-1] == f"With it {run_cost(row, steps=2000).said()}."
+    with pytest.raises(PlanError, match="--steps 0 cannot be used"):
+        plan(**{**ASKED, "steps": 0})
