@@ -451,7 +451,7 @@ def test_a_run_is_estimated_once_its_first_round_is_over():
         if (row.outer.method, row.outer.codec, row.blocks) == ("noloco", "int8", False)
     ]
     assert said == (
-        f"2,000 steps take about 1.11 h and send about {amount(40 * row.forecast.sent)}, and as "
+        f"2,000 steps take about 66.7 min and send about {amount(40 * row.forecast.sent)}, and as "
         f"much comes back; averaging takes some {amount(row.memory)} of memory beside training"
     )
     assert made.news(160, 8, total=2150, peers=4) == ""
@@ -479,22 +479,8 @@ def test_a_run_without_end_is_estimated_by_the_day_and_one_alone_by_its_time():
 
 def test_the_plan_of_a_number_of_steps_is_that_of_the_advised_row():
     row, _ = advise(found(), LINE)
-    shown = CliRunner().invoke(
-        cli,
-        [
-            "plan",
-            "--params",
-            "135e6",
-            "--step",
-            "0.5",
-            "--mbit",
-            "100",
-            "--rtt",
-            "0.1",
-            "--steps",
-            "2000",
-        ],
-    )
+    asked = ["--params", 135e6, "--step", 0.5, "--mbit", 100, "--rtt", 0.1, "--steps", 2000]
+    shown = CliRunner().invoke(cli, ["plan", *map(str, asked)])
     assert shown.output.splitlines()[-1] == f"With it {run_cost(row, steps=2000).said()}."
     with pytest.raises(PlanError, match="--steps 0 cannot be used"):
         plan(**{**ASKED, "steps": 0})
