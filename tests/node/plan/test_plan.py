@@ -470,9 +470,8 @@ def test_a_run_without_end_is_estimated_by_the_day_and_one_alone_by_its_time():
     alone = estimate({"method": "none"}, now)
     now[0] = 20.0
     said = endless.news(140, 9, total=0, peers=2)
-    work = work_of(
-        OuterSettings(method="noloco", codec="int8"), params=10_000_000, peers=2, step_s=0.5
-    )
+    outer = OuterSettings(method="noloco", codec="int8", round="seconds:10")
+    work = work_of(outer, params=10_000_000, peers=2, step_s=0.5)
     assert said.startswith(f"a day sends about {amount(8640 * cost.sent(work))}, and")
     assert alone.news(140, 7, total=1140, peers=2) == "1,000 steps take about 8.33 min"
 
