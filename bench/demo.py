@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-DAEMON, GUARD, SERVER = "p2pd", "daemon_guard", "fork_server"
+DAEMON, GUARD = "p2pd", "daemon_guard"
 OWN = (
     "peers",
     "rounds",
@@ -39,15 +39,13 @@ OWN = (
 
 
 def kind(process: psutil.Process) -> str:
-    """Return what a process of the demo is: node, daemon, guard or server."""
+    """Return what a process of the demo is: node, daemon or guard."""
     command = " ".join(process.cmdline())
     if DAEMON in process.name():
         return "daemon"
     if GUARD in command:
         return "guard"
-    parent = process.parent()
-    forks = SERVER in command and parent is not None and SERVER not in " ".join(parent.cmdline())
-    return "server" if forks else "node"
+    return "node"
 
 
 class Usage:

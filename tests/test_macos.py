@@ -12,7 +12,6 @@ import time
 import pytest
 
 from shoal.node.console import free_memory
-from shoal.node.demo import nodes
 from shoal.node.doctor import checks
 from shoal.node.doctor.network_checks import Note
 from shoal.node.runtime.display import processor_time
@@ -71,14 +70,6 @@ def test_memory_held_is_what_macos_counts_in_bytes(monkeypatch):
 def test_memory_free_is_all_of_it(tmp_path):
     all_of_it = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert free_memory(tmp_path / "none", tmp_path / "none") == (all_of_it, all_of_it)
-
-
-def test_nodes_of_a_demo_are_not_forked(never, monkeypatch, tmp_path):
-    never(nodes, "ForkServer")
-    monkeypatch.setattr(nodes, "_run", lambda command, *_: command)
-    started = nodes.Nodes(tmp_path)
-    command = started.start(["up"], "anna")
-    assert command[command.index("--with-parent") + 1] == str(os.getpid())
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,6 @@ class ProcessesUnderTest(Nodes):
                     f"{name} ended with code {code} when it was asked to end: "
                     f"{self.last_log_line(running.life.peer)}"
                 )
-        self.end_server()
         return said
 
     def left_behind(self) -> list[str]:

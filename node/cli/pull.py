@@ -90,17 +90,9 @@ def merge(
     help="Most bytes of weights to download.",
 )
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
-@click.option(
-    "--push",
-    metavar="OWNER/NAME",
-    help="Also upload the files to this repository of the Hugging Face hub.",
-)
-@click.option("--private", is_flag=True, help="With --push: a new repository is private.")
 @json_option
 @logging_option
-def pull(
-    link: str, out: Path, push: str | None, private: bool, as_json: bool, **options: Any
-) -> None:
+def pull(link: str, out: Path, as_json: bool, **options: Any) -> None:
     """Download the weights of the swarm of LINK, without joining it.
 
     Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load
@@ -111,18 +103,12 @@ def pull(
       shoal pull 'shoal://...' --out weights
       shoal pull 'shoal://...' --out weights --task task.py:Mine --evaluate
       shoal pull 'shoal://...' --out weights --average
-      shoal pull 'shoal://...' --out weights --push anna/common-text
     """
-    from shoal.node.commands.pull import HubRepository, PushError
+    from shoal.node.commands.pull import pull as take
+    from shoal.node.commands.pull import summary
     from shoal.node.config.links import read_link
 
     parsed = read_link(link)
-    if private and push is None:
-        raise PushError("--private says how a repository of --push is made: name one.")
-    repository = None if push is None else HubRepository(push, private=private)
-    from shoal.node.commands.pull import pull as take
-    from shoal.node.commands.pull import summary
-
     waiting("asking the swarm's peers for their newest weights")
     report = take(
         parsed,
@@ -130,11 +116,6 @@ def pull(
         say=waiting,
         **options | {"evaluate": options["evaluate"] or options["data"] is not None},
     )
-    if repository is not None:
-        waiting(f"the weights are in {str(out)!r}; uploading them to the hub")
-        report["pushed"] = repository.push(
-            out, report["files"], f"Weights of round {report['round']}"
-        )
     click.echo(dumps(report) if as_json else summary(report))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +28,8 @@ from shoal.node.commands.pull_average import Average
 from shoal.node.commands.pull_average import average as mean_of
 from shoal.node.commands.pull_average import lines as average_lines
 from shoal.node.config.settings import Settings, load
-from shoal.node.console import require
 from shoal.node.data.reader import TEXT
-from shoal.node.data.source import PREFIX, DataError, is_path, reason
+from shoal.node.data.source import PREFIX, DataError, is_path
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
@@ -54,74 +52,6 @@ from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_i
 from shoal.swarm.state.sync import fetch_into, wait_for
 from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack, unpack_names
 from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
-
-PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
-SILENT_S = 60.0  # the hub's library sets no limit to how long a server may be silent
-LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may write"
-
-
-class PushError(ShoalError):
-    """The weights cannot be uploaded to the hub."""
-
-
-class HubRepository:
-    """Repository ``name`` (OWNER/NAME, or NAME for the token's owner) of the hub, to which the
-    user's token may write.
-    """
-
-    def __init__(self, name: str, *, private: bool = False) -> None:
-        """Ask the hub whose token it is, so that a fault is known before a long download; nothing
-        is created yet.
-
-        Raises PushError: the name is none, the package or the token is missing, or the hub refuses
-        it or does not answer.
-        """
-        if not re.fullmatch(rf"{PART}(/{PART})?", name) or "--" in name or ".." in name:
-            raise PushError(f"{name!r} names no repository of the hub: write OWNER/NAME.")
-        require(PushError, "--push", "huggingface_hub", extra="data")
-        import huggingface_hub as hub
-        from huggingface_hub.utils import disable_progress_bars, get_session
-
-        get_session().timeout = SILENT_S
-        disable_progress_bars()  # stdout and stderr are the command's own
-        self.name, self._private, self._api = name, private, hub.HfApi()
-        if hub.get_token() is None:
-            raise PushError(f"There is no token for the hub on this machine: {LOGIN}.")
-        try:
-            self._api.whoami()
-        except Exception as error:  # of the library, of its HTTP client, of the system
-            raise _failed("ask the hub whose token this is", error) from error
-
-    def push(self, folder: Path, files: Sequence[str], message: str) -> str:
-        """Upload ``files`` of ``folder`` in one commit, into a new repository or over its files of
-        these names; return its address.
-
-        Raises PushError: nothing of the commit is there then, though the repository may be.
-        """
-        import huggingface_hub as hub
-
-        try:
-            made = self._api.create_repo(self.name, private=self._private or None, exist_ok=True)
-            adding = [
-                hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name)
-                for name in files
-            ]
-            self._api.create_commit(made.repo_id, adding, commit_message=message)
-        except Exception as error:  # as above
-            raise _failed(f"push to {self.name!r}", error) from error
-        return str(made)
-
-
-def _failed(doing: str, error: Exception) -> PushError:
-    answer: Any = getattr(error, "response", None)
-    status = getattr(answer, "status_code", None)
-    if status in (401, 403):
-        return PushError(
-            f"Cannot {doing}, because the hub refuses the token (status {status}): {LOGIN}."
-        )
-    why = f"status {status}" if status is not None else reason(error)
-    return PushError(f"Cannot {doing} ({why}): check the name and the network, and try again.")
-
 
 # A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a
 # folder of its own.
@@ -587,6 +517,4 @@ def summary(report: Mapping[str, Any]) -> str:
         lines += average_lines(report["average"], report["held_out_loss"])
     if report["held_out_loss"] is not None:
         lines.append(f"held-out loss {report['held_out_loss']:.4f}, on {report['held_out_on']}")
-    if "pushed" in report:
-        lines.append(f"pushed to {report['pushed']}")
     return "\n".join([*lines, *report["notes"]])

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -130,16 +129,6 @@ class Liveness:
 _REMEDY = "run again with --verbose --keep FOLDER and read its logs."
 
 
-# Nodes that a `shoal.node.demo.fork_server` forks: how the demo starts it, and what it knows of
-# each node.
-
-PROGRAM = ("-m", "shoal.node.demo.fork_server")
-LOG = "fork-server.log"
-READY_S = 120.0  # seconds for the server to import everything, on a busy machine, and to fork
-END_S = 5.0
-ANSWER = 32  # bytes of a process id, or an exit code
-
-
 def interpreter() -> list[str]:
     """Return the command of this Python, for ``-m``, which alone would put the present folder
     before all that is installed.
@@ -150,116 +139,6 @@ def interpreter() -> list[str]:
     return [sys.executable, *(["-P"] if safe else [])]
 
 
-class ForkedProcess:
-    """A process that the server forked, with the methods of `subprocess.Popen` that the demo uses.
-
-    ``answers``: where its exit code will come from; ``stdout``: what it prints.
-    """
-
-    def __init__(self, pid: int, answers: socket.socket, stdout: IO[str]) -> None:
-        self.pid, self.stdout = pid, stdout
-        self.returncode: int | None = None
-        self._answers = answers
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; return the exit code, which is -N after signal N.
-
-        Raises TimeoutExpired after ``timeout`` seconds.
-        """
-        if self.returncode is None:
-            self._answers.settimeout(timeout)
-            try:
-                said = self._answers.recv(ANSWER)
-            except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
-            # Nodes of a server that was killed kill themselves.
-            self.returncode = int(said) if said else -signal.SIGKILL
-            self._answers.close()
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless the process is known to have ended."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class ForkServer:
-    """A running `shoal.node.demo.fork_server`, which logs into ``folder``.
-
-    ``env``: the nodes' environment, if not this one.
-    """
-
-    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self._log = folder / LOG
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.settimeout(READY_S)
-        with theirs, self._log.open("a", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                # The folder says in a list of processes which demo this is.
-                [*interpreter(), *PROGRAM, str(folder)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=env,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    def start(self, command: Sequence[str], log: IO[str], name: str) -> ForkedProcess:
-        """Run ``python -m COMMAND`` in a fork called ``name``, with its stderr into ``log``.
-
-        DemoError if it does not start.
-        """
-        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        out, into = os.pipe()
-        try:
-            answers.settimeout(READY_S)
-            request = json.dumps({"name": name, "command": list(command)}).encode()
-            socket.send_fds(self._requests, [request], [into, log.fileno(), theirs.fileno()])
-            theirs.close()
-            if not (said := answers.recv(ANSWER)):
-                raise OSError("it said nothing")
-            return ForkedProcess(int(said), answers, os.fdopen(out, encoding="utf-8"))
-        except BaseException as error:
-            answers.close()
-            os.close(out)
-            if isinstance(error, OSError):
-                raise DemoError(
-                    f"The node {name} could not be started ({error}): {self._last_line(log)}"
-                ) from error
-            raise
-        finally:
-            theirs.close()
-            os.close(into)
-
-    def _last_line(self, log: IO[str]) -> str:
-        for path in (Path(log.name), self._log):
-            if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
-                return lines[-1]
-        return "the machine may be overloaded; try fewer --peers."
-
-    def close(self) -> None:
-        self._requests.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_S)
-
-
 FINISHED = (ExitCode.OK, ExitCode.TRAINED_ALONE)  # the end of a node that went to its end
 STOP_S, STOP_EACH_S = 8.0, 0.5  # seconds that the nodes have to end orderly, and more for each
 LOOK_S = 0.5
@@ -268,7 +147,7 @@ TRACEBACK, USERS_ERROR = (
     "Error: Your ",
 )  # in the log of a node whose task failed
 
-Process = ForkedProcess | subprocess.Popen[str]
+Process = subprocess.Popen[str]
 
 
 class Nodes:
@@ -277,8 +156,7 @@ class Nodes:
     All are ended when the block is left, whatever happened. ``env``: their environment, if not this
     one.
 
-    On Linux a `ForkServer` forks them, so that modules are imported, and held in memory, once for
-    all of them. Raises StartupError: the system has no shared memory, so none of them could start.
+    Raises StartupError: the system has no shared memory, so none of them could start.
     """
 
     def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -286,7 +164,6 @@ class Nodes:
         self.folder = folder
         self.processes: list[Process] = []
         self._env = env
-        self._server: ForkServer | None = None
         self._logs: list[IO[str]] = []
         self._stopped = False
 
@@ -309,21 +186,14 @@ class Nodes:
         """Start ``shoal ARGUMENTS`` as the node ``name``.
 
         ``program``: another module with a main program, and what precedes
-        ARGUMENTS. Raises DemoError.
+        ARGUMENTS.
         """
         log = (self.folder / f"{name}.log").open("a", encoding="utf-8")
         self._logs.append(log)
-        forks = sys.platform == "linux"
-        if forks and self._server is None:
-            self._server = ForkServer(self.folder, self._env)
-        parent = os.getpid() if self._server is None else self._server.pid
         command = [*program, *arguments, "--name", name, "--folder", str(self.folder / name)]
-        command += ["--identity", str(self.folder / f"{name}.key"), "--with-parent", str(parent)]
-        process = (
-            _run(command, log, self._env)
-            if self._server is None
-            else self._server.start(command, log, name)
-        )
+        command += ["--identity", str(self.folder / f"{name}.key")]
+        command += ["--with-parent", str(os.getpid())]
+        process = _run(command, log, self._env)
         self.processes.append(process)
         return process
 
@@ -368,11 +238,6 @@ class Nodes:
             if process.poll() is None:
                 process.kill()
 
-    def end_server(self) -> None:
-        """End what forks the nodes; then none can be started. All have ended."""
-        if self._server is not None:
-            self._server.close()
-
     def __exit__(self, *error: object) -> None:
         until = time.monotonic() + STOP_S + STOP_EACH_S * len(self.processes)
         for process in self.processes:
@@ -386,7 +251,6 @@ class Nodes:
                 process.wait(5.0)
             if process.stdout is not None:
                 process.stdout.close()
-        self.end_server()
         for log in self._logs:
             log.close()
 

@@ -158,7 +158,6 @@ OWN = {
     "node/data/reader.py:Bytes.encode",
     "node/demo/demo.py:run_nodes",
     "node/demo/demo.py:consensus_distances",
-    "node/demo/fork_server.py:ForkServer._fork",
     "node/demo/nodes.py:EventReader.read",
     "node/parallel/launcher.py:read_ends",
     "node/parallel/ranks.py:NodeRanks.follow",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from shoal.node.demo.nodes import ForkServer
+from tests.support.forked import ForkServer
 from tests.support.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]

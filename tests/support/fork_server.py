@@ -1,5 +1,5 @@
-"""A process that has imported what every node imports, and forks nodes: ``python -m
-shoal.node.demo.fork_server FOLDER < SOCKET``.
+"""A process that has imported what every node imports, and forks nodes for tests: ``python -m
+tests.support.fork_server FOLDER < SOCKET``.
 
 To import torch and all that trains takes two seconds of a processor and 150 MB. Here that is done
 once, and what was imported is shared by all forks (copy-on-write; `gc.freeze` keeps the collector
@@ -10,8 +10,8 @@ What has begun before a fork would be shared too, so nothing has: no module of a
 no device is looked for, no torch operation runs, and there is no thread, but for those of numpy's
 OpenBLAS, which ends them at a fork by itself.
 
-`shoal.node.demo.nodes` has the other end of the socket. When it is closed, which the death of the
-demo does too, this process ends, and its nodes find that their parent is gone (``--with-parent``).
+`tests.support.forked` has the other end of the socket. When it is closed, which the death of the
+tests does too, this process ends, and its nodes find that their parent is gone (``--with-parent``).
 """
 
 from __future__ import annotations
