@@ -8,22 +8,18 @@ folder, and the next ``shoal pull`` goes on with it as long as any peer still ho
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 
 from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered, fill
+from shoal.node.commands.download import PullError, WeightsQuery, clear_download, download
 from shoal.node.commands.pull_average import Average
 from shoal.node.commands.pull_average import average as mean_of
 from shoal.node.commands.pull_average import lines as average_lines
@@ -38,99 +34,20 @@ from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.averaged import float_buffers
 from shoal.optim.parameters import AveragedParameters
 from shoal.swarm.access import Link
-from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.exchange.contribution import Outline, model_digest, outline_digest
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import sources_in
 from shoal.swarm.state.download import Peer
-from shoal.swarm.state.progress import FetchProgress, while_it_moves
-from shoal.swarm.state.query import ATTEMPTS, ModelDiffersError, StateQuery
-from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
-from shoal.swarm.state.sync import fetch_into, wait_for
-from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack, unpack_names
+from shoal.swarm.state.query import ATTEMPTS, ModelDiffersError
+from shoal.swarm.state.snapshot import snapshot_id
 from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
-
-# A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a
-# folder of its own.
-#
-# No record is kept of the chunks that are there. A resumed download hashes what is in the file, so
-# a chunk that is half written or has changed is fetched again.
-
-HEADER, CHUNKS = "header", "chunks"
-
-
-class ResumableDownload:
-    """A `ChunkSink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in
-    ``folder``.
-
-    Its methods raise OSError when the disk fails.
-    """
-
-    def __init__(self, folder: Path, header: StateHeader, digests: bytes, wanted: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if begun_download(folder) != header:
-            clear_download(folder)
-            folder.mkdir()
-            (folder / HEADER).write_bytes(pack(header))
-        self.path = folder / CHUNKS
-        self._size = min(chunks_in(wanted) * CHUNK, header.nbytes)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            os.ftruncate(self._file, self._size)
-            self.have = {
-                chunk for chunk in range(chunks_in(wanted)) if self._right(chunk, header, digests)
-            }
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    def _right(self, chunk: int, header: StateHeader, digests: bytes) -> bool:
-        data = os.pread(self._file, chunk_size(header.nbytes, chunk), chunk * CHUNK)
-        return blake3(data).digest() == digests[chunk * DIGEST : (chunk + 1) * DIGEST]
-
-    def write(self, chunk: int, data: memoryview) -> None:
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._file, data[written:], chunk * CHUNK + written)
-        self.have.add(chunk)
-
-    def payload(self) -> Tensor:
-        """Return the file's bytes (uint8), mapped rather than read. Changes stay in memory."""
-        return torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def begun_download(folder: Path) -> StateHeader | None:
-    """Return the header of the unfinished download in ``folder``; None if there is none, or it is
-    unreadable.
-    """
-    try:
-        with (folder / HEADER).open("rb") as file:
-            return unpack(file.read(StateHeader.LIMIT + 1), StateHeader)
-    except (OSError, MessageError):
-        return None
-
-
-def clear_download(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-
 
 MAX_BYTES = 64 << 30
 ASIDE = ".pull"
 INNER = ("lr", "weight_decay", "schedule", "warmup", "clip")
 """Settings of training that the model card names."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-log = logging.getLogger(__name__)
-
-
-class PullError(ShoalError):
-    """The swarm has nothing to pull, or this machine has no place for it."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +93,60 @@ def pull(
         StartupError: each says in one
             sentence what to do.
     """
+    cap = _room(out, max_bytes, force=force)
+    began = time.monotonic()
+    aside = out / ASIDE
+    with visited(link) as (host, manifest, members, _):
+        built, why, sources = _found(host, manifest, members, hooks, data, evaluate=evaluate)
+        query = _query(link, manifest, built, cap)
+        before = host.traffic.received
+        mean: Average | None = None
+        try:
+            if average:
+                mean = _average(host, query, sources, members, aside, built, say)
+                header, tensors = mean.header, mean.tensors
+            else:
+                header, tensors = download(host, query, sources, aside, say)
+        except OSError as error:
+            raise PullError(
+                f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again."
+            ) from error
+        received = host.traffic.received - before
+    if not all_finite(tensors):
+        clear_download(aside)
+        raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
+    about = _about(link, manifest, header, members, built, why)
+    about["values"] = FLOAT32.nbytes(header.shapes) // 4
+    about["held_out_loss"] = None
+    about["held_out_on"] = None
+    if mean is not None:
+        about["snapshot"] = None
+        about["averaged"] = mean.used
+        about["notes"] = [mean.note(), *about["notes"]]
+    if built is None:
+        files = export_numbered(tensors, about, out, aside / "new")
+    else:
+        fill(built.parameters, tensors)
+        if evaluate or average:
+            about["held_out_loss"] = float(built.task.evaluate(built.model))
+            about["held_out_on"] = _held_out_on(manifest, data)
+        files = export_model(built.model, about, out, aside / "new", built.tokenizer)
+    clear_download(aside)
+    report = {
+        **about,
+        "out": str(out),
+        "files": files,
+        "tensors": len(header.shapes),
+        "bytes_received": received,
+        "seconds": round(time.monotonic() - began, 2),
+    }
+    if mean is not None:
+        report["average"] = mean.report()
+    return report
+
+
+def _room(out: Path, max_bytes: int, *, force: bool) -> int:
+    """Make the folder ``out``, and return the most bytes that may come into it."""
     if (out / WEIGHTS).exists() and not force:
         raise PullError(
             f"There are weights in {str(out)!r} already: choose another folder, or pass --force to "
@@ -183,84 +154,54 @@ def pull(
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        cap = min(max_bytes, shutil.disk_usage(out).free)
+        return min(max_bytes, shutil.disk_usage(out).free)
     except OSError as error:
         raise PullError(
             f"Cannot write to {str(out)!r} ({error.strerror}): choose another folder."
         ) from error
-    began = time.monotonic()
-    with visited(link) as (host, manifest, members, _):
-        if manifest.outer.alone:
-            raise PullError(
-                "The peers of this swarm do not average (method none), so it has no weights to "
-                "pull."
-            )
-        built, why = build_model(manifest, hooks, data)
-        if built is None and evaluate:
-            raise PullError(
-                f"{why} Without the task there is no held-out loss: pull without --evaluate."
-            )
-        sources = sources_in(host, members, manifest.model, manifest.creator)
-        if not sources:
-            raise PullError(
-                "No peer of this swarm has finished a round yet, so there is nothing to pull: try "
-                "again later."
-            )
-        query = _WeightsQuery(
-            StateRequest(swarm=link.swarm, model=manifest.model),
-            [] if built is None else built.parameters.shapes,
-            equal=manifest.outer.row.group == "everyone",
-            attempts=ATTEMPTS + 1,  # one for an earlier download that cannot be finished
-            names=() if built is None else built.parameters.names,
-            known=built is not None,
-            cap=cap,
+
+
+def _found(
+    host: Host,
+    manifest: Manifest,
+    members: Mapping[str, Member],
+    hooks: str | None,
+    data: str | None,
+    *,
+    evaluate: bool,
+) -> tuple[BuiltModel | None, str, Sequence[Peer]]:
+    """Return the swarm's model, or None and why it is not known here, and the peers that have
+    weights.
+    """
+    if manifest.outer.alone:
+        raise PullError(
+            "The peers of this swarm do not average (method none), so it has no weights to pull."
         )
-        before = host.traffic.received
-        parts: list[dict[str, Any]] = []
-        try:
-            if average:
-                made = _average(host, query, sources, members, out / ASIDE, built, say)
-                header, tensors, parts = made.header, made.tensors, made.report()
-            else:
-                header, tensors = _fetch(host, query, sources, out / ASIDE, say)
-        except OSError as error:
-            raise PullError(
-                f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again."
-            ) from error
-        received = host.traffic.received - before
-    if not all_finite(tensors):
-        clear_download(out / ASIDE)
-        raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
-    about = _about(link, manifest, header, members, built, why)
-    if average:
-        about |= {"snapshot": None, "averaged": sum(not part["left_out"] for part in parts)}
-        about["notes"] = [made.note(), *about["notes"]]
-    about |= {
-        "values": FLOAT32.nbytes(header.shapes) // 4,
-        "held_out_loss": None,
-        "held_out_on": None,
-    }
-    aside = out / ASIDE / "new"
-    if built is not None:
-        fill(built.parameters, tensors)
-        if evaluate or average:
-            about |= {
-                "held_out_loss": float(built.task.evaluate(built.model)),
-                "held_out_on": _held_out_on(manifest, data),
-            }
-        files = export_model(built.model, about, out, aside, built.tokenizer)
-    else:
-        files = export_numbered(tensors, about, out, aside)
-    clear_download(out / ASIDE)
-    return {
-        **about,
-        "out": str(out),
-        "files": files,
-        **({"average": parts} if average else {}),
-        "tensors": len(header.shapes),
-        "bytes_received": received,
-        "seconds": round(time.monotonic() - began, 2),
-    }
+    built, why = build_model(manifest, hooks, data)
+    if built is None and evaluate:
+        raise PullError(
+            f"{why} Without the task there is no held-out loss: pull without --evaluate."
+        )
+    sources = sources_in(host, members, manifest.model, manifest.creator)
+    if not sources:
+        raise PullError(
+            "No peer of this swarm has finished a round yet, so there is nothing to pull: try "
+            "again later."
+        )
+    return built, why, sources
+
+
+def _query(link: Link, manifest: Manifest, built: BuiltModel | None, cap: int) -> WeightsQuery:
+    """Return the query for at most ``cap`` bytes of the swarm's weights."""
+    return WeightsQuery(
+        StateRequest(swarm=link.swarm, model=manifest.model),
+        [] if built is None else built.parameters.shapes,
+        equal=manifest.outer.row.group == "everyone",
+        attempts=ATTEMPTS + 1,  # one for an earlier download that cannot be finished
+        names=() if built is None else built.parameters.names,
+        known=built is not None,
+        cap=cap,
+    )
 
 
 def build_model(
@@ -277,9 +218,9 @@ def build_model(
     if manifest.task == RL and hooks is None:
         return None, "In a swarm of the task rl each node has a model of its own."
     try:
-        built = _model(
-            *enter(load(None, {"task.hooks": hooks, "node.data": data}), manifest, trains=False)
-        )
+        given = load(None, {"task.hooks": hooks, "node.data": data})
+        settings, task = enter(given, manifest, trains=False)
+        built = _model(settings, task)
     except (HookError, DataError) as error:
         if hooks is not None:
             raise
@@ -297,108 +238,9 @@ def _model(settings: Settings, task: Task) -> BuiltModel:
     return BuiltModel(model, AveragedParameters.of(model), task, getattr(task, "tokenizer", None))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WeightsQuery(StateQuery):
-    """Query for the slow weights alone, checked against the manifest where the shapes are not known
-    here, and bounded in size.
-    """
-
-    known: bool
-    cap: int
-
-    def check(self, peer: str, header: StateHeader) -> None:
-        theirs = Outline(unpack_names(header.names), header.shapes)
-        if self.known:
-            own = Outline(tuple(self.names), tuple(self.shapes))
-            difference = own.differs(theirs)
-            if difference is not None:
-                raise ModelDiffersError(
-                    f"The model here is not that of peer {short(peer)}: {difference}."
-                )
-        elif len(theirs.names) != len(theirs.shapes) or not any(
-            outline_digest(theirs, [dtype] * len(theirs.shapes)) == self.request.model
-            for dtype in DTYPES
-        ):
-            raise PullError(
-                f"The names and shapes that peer {short(peer)} offers cannot be checked against "
-                "the swarm's manifest: "
-                "name your copy of the task with --task."
-            )
-        need = self.wanted(header)
-        if header.dtype != "float32" or not need <= header.nbytes <= need * (1 + MAX_EXTRA):
-            raise MessageError(
-                f"peer {short(peer)} offers {header.nbytes} bytes where the model has {need}."
-            )
-        if need > self.cap:
-            raise PullError(
-                f"The weights have {need:,} bytes and at most {self.cap:,} may come: allow more "
-                "with --max-bytes, or free "
-                "some space."
-            )
-
-    def wanted(self, header: StateHeader) -> int:
-        return FLOAT32.nbytes(header.shapes)
-
-
-class _SinksOnDisk:
-    """Sink factory that keeps an unfinished download in ``folder``. ``files`` closes what it
-    opens.
-    """
-
-    def __init__(self, folder: Path, files: ExitStack) -> None:
-        self._folder, self._files = folder, files
-
-    def unfinished(self) -> StateHeader | None:
-        return begun_download(self._folder)
-
-    async def open(self, header: StateHeader, digests: bytes) -> ResumableDownload:
-        need = FLOAT32.nbytes(header.shapes)
-        loop = asyncio.get_running_loop()
-        kept = await loop.run_in_executor(
-            None, ResumableDownload, self._folder, header, digests, need
-        )
-        self._files.callback(kept.close)
-        log.info("%d of %d chunks were here before", len(kept.have), chunks_in(need))
-        return kept
-
-    async def finish(
-        self, header: StateHeader, digests: bytes, sink: ResumableDownload
-    ) -> tuple[StateHeader, ResumableDownload]:
-        return header, sink
-
-
-def _fetch(
-    host: Host,
-    query: StateQuery,
-    sources: Sequence[Peer],
-    folder: Path,
-    say: Callable[[str], None],
-) -> tuple[StateHeader, list[Tensor]]:
-    """Fetch a snapshot by way of a file in ``folder``; return its header, and its slow weights
-    mapped from the file.
-
-    ``say`` is told how far it is.
-
-    Raises:
-        NetworkError, PullError, ModelDiffersError; OSError of the disk.
-    """
-    with ExitStack() as files:
-        progress = FetchProgress()
-        fetch = fetch_into(host, query, sources, _SinksOnDisk(folder, files), progress)
-        fetched = wait_for(host.submit(while_it_moves(fetch, progress)), progress, say)
-        if fetched is None:
-            raise NetworkError(
-                "all peers that were asked for weights refused, or are gone: try again."
-            )
-        header, kept = fetched
-        return header, FLOAT32.decode(
-            kept.payload()[: FLOAT32.nbytes(header.shapes)], header.shapes
-        )
-
-
 def _average(
     host: Host,
-    query: _WeightsQuery,
+    query: WeightsQuery,
     sources: Sequence[Peer],
     members: Mapping[str, Member],
     folder: Path,
@@ -414,7 +256,7 @@ def _average(
     def fetch(number: int, source: Peer) -> tuple[StateHeader, list[Tensor]]:
         nonlocal left
         own = replace(query, confirmed=False, cap=left)  # each member's weights are its own
-        header, tensors = _fetch(host, own, [source], folder / str(number), say)
+        header, tensors = download(host, own, [source], folder / str(number), say)
         left -= own.wanted(header)
         return header, tensors
 
@@ -437,7 +279,9 @@ def _about(
     """Return what the weights are and how they came to be, by the swarm's settings and what its
     members report.
     """
-    outer, train = manifest.outer.resolved(), manifest.train
+    outer = manifest.outer.resolved()
+    train = {name: getattr(manifest.train, name) for name in ("optimizer", *INNER)}
+    fragments = int(manifest.outer.overlap().get("fragments", 1))
     losses = [member.loss for member in members.values() if member.loss is not None]
     steps = [member.step for member in members.values()] or [0]
     notes = []
@@ -451,7 +295,7 @@ def _about(
             "Buffers that are not parameters (running statistics) are those of a fresh model: "
             "peers do not hand them out."
         )
-    return {
+    about = {
         "swarm": link.swarm,
         "name": manifest.name,
         "round": header.round,
@@ -461,7 +305,6 @@ def _about(
         "method": manifest.outer.method,
         "named": built is not None,
         "notes": notes,
-        **({"model": _size(built.model)} if built is not None and type(built.model) is GPT else {}),
         "created": manifest.created,
         "outer": {
             **outer.knobs(),
@@ -470,16 +313,15 @@ def _about(
             "robust": outer.robust,
             "finish": outer.finish,
         },
-        "train": {
-            name: value
-            for name in ("optimizer", *INNER)
-            if (value := getattr(train, name)) is not None
-        },
-        "rounds": header.round // int(manifest.outer.overlap().get("fragments", 1)),
+        "train": {name: value for name, value in train.items() if value is not None},
+        "rounds": header.round // fragments,
         "peers": len(members),
         "steps": [min(steps), max(steps)],
         "train_loss": sum(losses) / len(losses) if losses else None,
     }
+    if built is not None and type(built.model) is GPT:
+        about["model"] = _size(built.model)
+    return about
 
 
 def _held_out_on(manifest: Manifest, data: str | None) -> str:
@@ -489,25 +331,26 @@ def _held_out_on(manifest: Manifest, data: str | None) -> str:
     name = data or str(manifest.task_options.get("data", ""))
     if name.startswith(PREFIX) and not is_path(name.removeprefix(PREFIX)):
         return name
-    return (
-        "files named with --data"
-        if data
-        else "the Python standard library"
-        if manifest.task == TEXT
-        else "the task's own data"
-    )
+    if data:
+        return "files named with --data"
+    if manifest.task == TEXT:
+        return "the Python standard library"
+    return "the task's own data"
 
 
 def _size(gpt: GPT) -> dict[str, int]:
     """Return the options that build a `GPT` of this size."""
     context, width = gpt.positions.weight.shape
     heads = next(module.heads for module in gpt.modules() if isinstance(module, Attention))
+    size = {"layers": len(gpt.blocks), "width": width, "heads": heads, "context": context}
     vocabulary = len(gpt.bytes.weight)
-    other = {} if vocabulary == VOCABULARY else {"vocabulary": vocabulary}
-    return {"layers": len(gpt.blocks), "width": width, "heads": heads, "context": context, **other}
+    if vocabulary != VOCABULARY:
+        size["vocabulary"] = vocabulary
+    return size
 
 
 def summary(report: Mapping[str, Any]) -> str:
+    """Return the report of `pull` for people."""
     names = "under the model's own names" if report["named"] else "numbered"
     lines = [
         f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of "

@@ -55,10 +55,14 @@ class Average:
     def report(self) -> list[dict[str, Any]]:
         return [asdict(part) for part in self.parts]
 
+    @property
+    def used(self) -> int:
+        """The number of members in the mean."""
+        return sum(not part.left_out for part in self.parts)
+
     def note(self) -> str:
         """Return a sentence for the model card."""
-        used = [part for part in self.parts if not part.left_out]
-        return f"The weights are the mean of the newest ones of {plural(len(used), 'member')}."
+        return f"The weights are the mean of the newest ones of {plural(self.used, 'member')}."
 
 
 def average(
@@ -75,8 +79,9 @@ def average(
 
     Raises what ``fetch`` raised for the first member, if no member's weights can be used.
     """
-    found: dict[str, tuple[Part, Fetched]] = {}
-    parts, problem = [], None
+    parts = []
+    usable: list[tuple[Part, Fetched]] = []
+    problem: ShoalError | None = None
     for number, source in enumerate(sources[:MOST]):
         peer = source[0]
         member = members.get(peer)
@@ -95,21 +100,27 @@ def average(
         if held_out_loss is not None:
             part.loss = held_out_loss(tensors)
         say(_said(part))
-        found[peer] = part, (header, tensors)
-    losses = [part.loss for part, _ in found.values() if part.loss is not None]
-    if losses:
-        bound = median_low(losses) + WORSE * abs(median_low(losses))
-        for part, _ in found.values():
-            if part.loss is not None and not part.loss <= bound:
-                part.left_out = "its held-out loss is more than a tenth above the median's"
-    used = [fetched for part, fetched in found.values() if not part.left_out]
+        usable.append((part, (header, tensors)))
+    _leave_out_worst([part for part, _ in usable])
+    used = [fetched for part, fetched in usable if not part.left_out]
     if not used:
         raise problem or ShoalError(
             "No member has weights that are finite: the training of this swarm has failed."
         )
     newest = max((header for header, _ in used), key=lambda header: header.round)
-    tensors = [_mean(list(column)) for column in zip(*(own for _, own in used), strict=True)]
-    return Average(newest, tensors, parts)
+    columns = zip(*(tensors for _, tensors in used), strict=True)
+    return Average(newest, [_mean(column) for column in columns], parts)
+
+
+def _leave_out_worst(parts: Sequence[Part]) -> None:
+    """Leave out those whose held-out loss is known, and far above the median, or no number."""
+    losses = [part.loss for part in parts if part.loss is not None]
+    if not losses:
+        return
+    bound = median_low(losses) + WORSE * abs(median_low(losses))
+    for part in parts:
+        if part.loss is not None and not part.loss <= bound:
+            part.left_out = "its held-out loss is more than a tenth above the median's"
 
 
 def _said(part: Part) -> str:

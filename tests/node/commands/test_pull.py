@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from shoal.node.checkpoint.export import export_model
 from shoal.node.cli.main import cli
 from shoal.node.commands import pull as module
-from shoal.node.commands.pull import PullError, ResumableDownload, begun_download, build_model, pull
+from shoal.node.commands.download import PullError, ResumableDownload, begun_download
+from shoal.node.commands.pull import build_model, pull
 from shoal.node.commands.sample import SampleError, continuation, load_pulled, prompt_tokens, sample
 from shoal.node.config.settings import load
 from shoal.node.data.reader import Bytes, load_tokenizer
