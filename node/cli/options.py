@@ -160,47 +160,54 @@ class SettingsCommand(click.Command):
 
 
 def _option(key: str) -> click.Option:
-    from shoal.node.config.settings import Settings, assignment
-
-    table, _, name = key.partition(".")
+    """Return the option of the setting ``key`` (dotted)."""
+    name = key.partition(".")[2]
     flag = "--" + NAMES.get(key, name.rpartition(".")[2]).replace("_", "-")
-    given: dict[str, Any] = {"metavar": METAVARS.get(key)}
     if "." in name:  # an option of the built-in task
-        given["help"] = (
+        text = (
             "Tokenizer of the task text: bytes, a name on the hub, or a local ./FOLDER.  [default: "
             "bytes]"
         )
+        made = click.Option([flag], metavar=METAVARS.get(key), help=text)
     else:
-        field = Settings.model_fields[table].annotation.model_fields[name]  # type: ignore[union-attr]
-        kinds, choices = _kinds(field.annotation)
-        shown = (
-            f"  [default: {field.default}]"
-            if isinstance(field.default, (str, int, float)) and field.default
-            else ""
-        )
-        given["help"] = f"{field.description}{shown}"
-        if choices and len(kinds) == 1:
-            # It completes the value in a shell; the settings check it, against what there is.
-            given["shell_complete"] = lambda ctx, parameter, begun: [
-                choice for choice in choices if choice.startswith(begun)
-            ]
-            given["metavar"] = "|".join(choices) if len(choices) <= MOST_CHOICES else name.upper()
-        elif kinds & {list, dict}:
-            given["multiple"] = True
-        elif kinds == {bool}:
-            given |= {"is_flag": True, "default": None}
-        elif len(kinds) == 1:
-            kind = kinds.pop()
-            given["type"] = click.Path(path_type=Path) if kind is Path else kind
-            words = {int: None, float: None, Path: "PATH"}
-            given["metavar"] = given["metavar"] or words.get(kind, name.upper())
-        else:  # a number or a word
-            given["callback"] = lambda context, option, value: (
-                None if value is None else assignment(f"{name}={value}")[1]
-            )
-    made = click.Option([flag], **given)
+        made = click.Option([flag], **_of_field(key))
     made.name = key
     return made
+
+
+def _of_field(key: str) -> dict[str, Any]:
+    """Return the arguments of the option that sets ``key``, by the type of the setting."""
+    from shoal.node.config.settings import Settings, assignment
+
+    table, _, name = key.partition(".")
+    field = Settings.model_fields[table].annotation.model_fields[name]  # type: ignore[union-attr]
+    metavar = METAVARS.get(key)
+    text = str(field.description)
+    if isinstance(field.default, (str, int, float)) and field.default:
+        text += f"  [default: {field.default}]"
+    given: dict[str, Any] = {"metavar": metavar, "help": text}
+    kinds, choices = _kinds(field.annotation)
+    if choices and len(kinds) == 1:
+        # It completes the value in a shell; the settings check it, against what there is.
+        given["shell_complete"] = lambda ctx, parameter, begun: [
+            choice for choice in choices if choice.startswith(begun)
+        ]
+        given["metavar"] = "|".join(choices) if len(choices) <= MOST_CHOICES else name.upper()
+    elif kinds & {list, dict}:
+        given["multiple"] = True
+    elif kinds == {bool}:
+        given["is_flag"] = True
+        given["default"] = None
+    elif len(kinds) == 1:
+        kind = kinds.pop()
+        given["type"] = click.Path(path_type=Path) if kind is Path else kind
+        words = {int: None, float: None, Path: "PATH"}
+        given["metavar"] = metavar or words.get(kind, name.upper())
+    else:  # a number or a word
+        given["callback"] = lambda context, option, value: (
+            None if value is None else assignment(f"{name}={value}")[1]
+        )
+    return given
 
 
 def _kinds(annotation: Any) -> tuple[set[type], list[str]]:
@@ -210,16 +217,22 @@ def _kinds(annotation: Any) -> tuple[set[type], list[str]]:
     origin = get_origin(annotation)
     if origin is Literal:
         return {str}, list(get_args(annotation))
-    if origin in (list, dict) or (isinstance(annotation, type) and origin is None):
-        kind = origin or annotation
-        return (set() if kind is type(None) else {kind}), []
-    inner = [
-        _kinds(part)
-        for part in (get_args(annotation)[:1] if origin is Annotated else get_args(annotation))
-    ]
-    return {kind for kinds, _ in inner for kind in kinds}, [
-        word for _, words in inner for word in words
-    ]
+    if annotation is type(None):
+        return set(), []
+    if origin in (list, dict):
+        return {origin}, []
+    if isinstance(annotation, type) and origin is None:
+        return {annotation}, []
+    parts = get_args(annotation)
+    if origin is Annotated:
+        parts = parts[:1]
+    kinds: set[type] = set()
+    words: list[str] = []
+    for part in parts:
+        more_kinds, more_words = _kinds(part)
+        kinds |= more_kinds
+        words += more_words
+    return kinds, words
 
 
 def overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,18 +241,14 @@ def overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     from shoal.node.config.settings import assignment
 
-    given = {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in flags.items()
-        if "." in key
-    }
-    options = {
-        f"task.options.{key}": value
-        for key, value in map(assignment, given.pop("task.options", ()))
-    }
-    assigned = dict(map(assignment, flags.get("assigned", ())))
-    return {
-        **assigned,
-        **options,
-        **{key: value for key, value in given.items() if value not in (None, [])},
-    }
+    given = {}
+    for key, value in flags.items():
+        if "." in key:
+            given[key] = list(value) if isinstance(value, tuple) else value
+    found = dict(map(assignment, flags.get("assigned", ())))
+    for key, value in map(assignment, given.pop("task.options", ())):
+        found[f"task.options.{key}"] = value
+    for key, value in given.items():
+        if value not in (None, []):
+            found[key] = value
+    return found

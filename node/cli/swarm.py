@@ -354,32 +354,20 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> 
     With --folder also show what the node of that folder refused, by reason; LINK is optional then.
     With --mine show instead what partners signed for that node, of which it keeps a tally.
     """
-    from shoal.node.config.links import read_link
-
     if mine:
-        from shoal.node.commands.status import current_link, tally_table
-        from shoal.swarm.topics.tally import saved_tally
-
         if link is not None:
             raise click.UsageError("--mine is about a node here: leave the LINK out.")
-        tally = saved_tally(folder or Path(current_link(None)["folder"])).report()
-        click.echo(dumps(tally) if as_json else tally_table(tally))
+        _show_tally(folder, as_json)
         return
     if link is None and folder is None:
         raise click.UsageError("Missing argument 'LINK', or --folder DIR.")
+    from shoal.node.config.links import read_link
+
     parsed = None if link is None else read_link(link, folder)
     report: dict[str, Any] = {}
-    lines = []
+    lines: list[str] = []
     if folder is not None:
-        from shoal.node.commands.status import current_link, link_line, read_refusals, refusals_said
-        from shoal.node.config.links import LINK
-
-        report["refused"] = read_refusals(folder / "metrics.jsonl")
-        lines.append(refusals_said(report["refused"]))
-        if parsed is None and (folder / LINK).exists():
-            newest = current_link(folder)
-            report |= {"link": newest["link"], "invite_only": newest["invite_only"]}
-            lines.append(link_line(newest["link"], invite_only=newest["invite_only"]))
+        report, lines = _of_folder(folder, with_link=parsed is None)
     if parsed is not None:
         from shoal.node.commands.status import read_status, table
 
@@ -388,3 +376,32 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> 
         if not as_json:
             lines.insert(0, table(report))
     click.echo(dumps(report) if as_json else "\n".join(lines))
+
+
+def _show_tally(folder: Path | None, as_json: bool) -> None:
+    """Print what partners signed for the node of ``folder``, or of the newest folder."""
+    from shoal.node.commands.status import current_link, tally_table
+    from shoal.swarm.topics.tally import saved_tally
+
+    if folder is None:
+        folder = Path(current_link(None)["folder"])
+    tally = saved_tally(folder).report()
+    click.echo(dumps(tally) if as_json else tally_table(tally))
+
+
+def _of_folder(folder: Path, *, with_link: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return what the node of ``folder`` refused, and ``with_link`` its link, for JSON and for
+    people.
+    """
+    from shoal.node.commands.status import current_link, link_line, read_refusals, refusals_said
+    from shoal.node.config.links import LINK
+
+    refused = read_refusals(folder / "metrics.jsonl")
+    report: dict[str, Any] = {"refused": refused}
+    lines = [refusals_said(refused)]
+    if with_link and (folder / LINK).exists():
+        newest = current_link(folder)
+        report["link"] = newest["link"]
+        report["invite_only"] = newest["invite_only"]
+        lines.append(link_line(newest["link"], invite_only=newest["invite_only"]))
+    return report, lines

@@ -8,11 +8,17 @@ from __future__ import annotations
 import queue
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from shoal.node.cli.options import logging_option
 from shoal.node.console import HERE, Address, parse_address, require
+
+if TYPE_CHECKING:
+    from shoal.node.watch.events import Event
+    from shoal.node.watch.source import EventSource
+    from shoal.swarm.access import Link
 
 SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
 OWN = (HERE, "::1", "localhost")
@@ -87,7 +93,7 @@ def watch(
     """
     from shoal.node.config.links import read_link
     from shoal.node.watch.events import WatchError
-    from shoal.node.watch.source import Recorder, Timeline, event_sink, live, print_lines, replayed
+    from shoal.node.watch.source import Recorder, event_sink, live, replayed
 
     if (link is None) == (replay is None):
         raise WatchError("Pass either the LINK of a swarm or --replay FILE.")
@@ -95,7 +101,7 @@ def watch(
         raise WatchError(f"Pass either --web or --{form}.")
     place = _place(web, share)
     parsed = read_link(link) if link is not None else None
-    form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
+    form = _form(form, place)
     require(
         WatchError,
         f"shoal watch --{form}",
@@ -103,37 +109,68 @@ def watch(
         extra="watch",
         otherwise="use --json, which needs none",
     )
-    inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
+    inbox: queue.Queue[Event] = queue.Queue(MAX_WAITING)
     recorder = None if record is None else Recorder(record)
-    is_live = parsed is not None
-    send = event_sink(inbox, recorder, drop=is_live)
-    source = live(parsed, send) if parsed is not None else replayed(replay or Path(), speed, send)
+    send = event_sink(inbox, recorder, drop=parsed is not None)
+    source = live(parsed, send) if parsed else replayed(replay or Path(), speed, send)
     source.start()
     try:
-        if form == "tui":
-            from shoal.node.watch.tui import WatchApp
-
-            WatchApp(inbox, source, live=is_live, seconds=seconds).run()
-        elif place is not None:
-            from shoal.node.watch.web import Page, serve
-
-            shown, whole = (
-                None if no_link or share else parsed,
-                None if replay is None else Timeline(replay),
-            )
-            serve(
-                Page(inbox, source, live=is_live, link=shown, timeline=whole, shared=share),
-                place,
-                seconds,
-                click.echo,
-            )
+        if place is not None:
+            shown = None if no_link or share else parsed
+            _serve(place, inbox, source, shown, replay, share=share, seconds=seconds)
         else:
-            print_lines(inbox, source, seconds)
+            _show(form, inbox, source, is_live=parsed is not None, seconds=seconds)
     finally:
         source.stop()
         if recorder is not None:
             recorder.close()
     source.check()
+
+
+def _form(form: str | None, place: Address | None) -> str:
+    """Return how to show the swarm: a page, what the user chose, or what suits stdout."""
+    if place is not None:
+        return "web"
+    if form is not None:
+        return form
+    return "tui" if sys.stdout.isatty() else "json"
+
+
+def _show(
+    form: str,
+    inbox: queue.Queue[Event],
+    source: EventSource,
+    *,
+    is_live: bool,
+    seconds: float | None,
+) -> None:
+    if form == "tui":
+        from shoal.node.watch.tui import WatchApp
+
+        WatchApp(inbox, source, live=is_live, seconds=seconds).run()
+    else:
+        from shoal.node.watch.source import print_lines
+
+        print_lines(inbox, source, seconds)
+
+
+def _serve(
+    place: Address,
+    inbox: queue.Queue[Event],
+    source: EventSource,
+    shown: Link | None,
+    replay: Path | None,
+    *,
+    share: bool,
+    seconds: float | None,
+) -> None:
+    """Serve the page; ``shown``: the link to show on it."""
+    from shoal.node.watch.source import Timeline
+    from shoal.node.watch.web import Page, serve
+
+    timeline = None if replay is None else Timeline(replay)
+    page = Page(inbox, source, live=replay is None, link=shown, timeline=timeline, shared=share)
+    serve(page, place, seconds, click.echo)
 
 
 def _place(web: str | None, share: bool) -> Address | None:

@@ -166,15 +166,8 @@ def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
             "Nothing would change: name a setting, such as --set train.lr=1e-4 or --set "
             "train.steps=4000."
         )
-    of_node = [f"train.{name}" for name in OwnTraining.model_fields]
-    known = known_keys()
     for key in assigned:
-        if key not in known and not key.startswith("task.options."):
-            near = difflib.get_close_matches(key, known, 1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "`shoal change --help` names them."
-            raise ConfigError(f"There is no setting {key!r}: {hint}")
-        if problem := refusal(key, of_node):
-            raise ConfigError(problem)
+        _check_changeable(key)
     fields = {key.partition(".")[2]: value for key, value in assigned.items()}
     if isinstance(fields.get("lr"), int) and not isinstance(fields["lr"], bool):
         fields["lr"] = float(fields["lr"])
@@ -188,6 +181,19 @@ def wanted(assigned: Mapping[str, Any]) -> dict[str, Any]:
             f"The setting train.{name}={fields[name]!r} cannot be used: {what}."
         ) from None
     return fields
+
+
+def _check_changeable(key: str) -> None:
+    """Raise ConfigError if a change cannot have the setting ``key`` (dotted)."""
+    known = known_keys()
+    if key not in known and not key.startswith("task.options."):
+        near = difflib.get_close_matches(key, known, 1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else "`shoal change --help` names them."
+        raise ConfigError(f"There is no setting {key!r}: {hint}")
+    of_node = [f"train.{name}" for name in OwnTraining.model_fields]
+    problem = refusal(key, of_node)
+    if problem:
+        raise ConfigError(problem)
 
 
 def change(
@@ -240,8 +246,7 @@ def _changed(
                 "No member of the swarm is there to take the change: start a node first, or try "
                 "again."
             )
-        fragments = int(manifest.outer.overlap().get("fragments", 1))
-        now = median_high(member.round // fragments for member in members.values())
+        now = _round_of(manifest, members)
         if at is not None and at <= now:
             raise ConfigError(
                 f"Round {at} is over, for the swarm is in round {now}: leave --at out, or name a "
@@ -264,6 +269,12 @@ def _changed(
                 f"No member took the change ({next(iter(problems), 'none answered')}): try again."
             )
     return _report(manifest, part, members, told, now)
+
+
+def _round_of(manifest: Manifest, members: Mapping[str, Member]) -> int:
+    """Return the round that the swarm is in, by the median of its members."""
+    fragments = int(manifest.outer.overlap().get("fragments", 1))
+    return median_high(member.round // fragments for member in members.values())
 
 
 def _tell(

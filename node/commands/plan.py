@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +18,15 @@ from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 from shoal.swarm.figures import amount, duration
 
+if TYPE_CHECKING:
+    from shoal.node.doctor.network_checks import Visit
+    from shoal.swarm.p2p.throughput import Throughput
+
 MBIT = 1e6 / 8  # bytes a second
 TRIES = 3  # round trips that are measured with a peer
 PEERS = 3  # peers that are asked
+ASK_S = 15.0  # seconds for a round trip to be measured
+SPEED_S = 30.0  # seconds for a rate to be measured
 RAMP = 10  # round trips that a transfer must take at least, or they are what is measured
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "params": (1, 1e13, "parameters"),
@@ -79,16 +85,13 @@ def plan(
             raise PlanError(
                 f"--{name} {value:g} cannot be used: give between {low:g} and {high:g} {unit}."
             )
-    measured = None if measure is None else measured_line(Link.parse(measure))
-    if measured is not None:
-        rtt = measured.round_trip if rtt is None else rtt
-        if mbit is None and measured.rate is None:
-            raise PlanError(
-                f"The round trip takes {duration(measured.round_trip)}, but the rate could not be "
-                "measured "
-                f"({measured.why}): give it by --mbit."
-            )
-        mbit = measured.rate / MBIT if mbit is None and measured.rate is not None else mbit
+    measured = None
+    if measure is not None:
+        measured = measured_line(Link.parse(measure))
+        if rtt is None:
+            rtt = measured.round_trip
+        if mbit is None:
+            mbit = _known_mbit(measured)
     if mbit is None or rtt is None:
         raise PlanError(
             "The link is not known: give --mbit and --rtt, or --measure LINK of a swarm."
@@ -113,6 +116,16 @@ def plan(
     }
 
 
+def _known_mbit(measured: Measured) -> float:
+    """Return the rate of a link that was measured. PlanError if there is none."""
+    if measured.rate is None:
+        raise PlanError(
+            f"The round trip takes {duration(measured.round_trip)}, but the rate could not be "
+            f"measured ({measured.why}): give it by --mbit."
+        )
+    return measured.rate / MBIT
+
+
 def measured_line(link: Link) -> Measured:
     """Dial the members of a swarm, or its seeds, and measure; this node joins nothing.
 
@@ -120,8 +133,6 @@ def measured_line(link: Link) -> Measured:
     """
     from shoal.node.doctor import network_checks
     from shoal.node.doctor.network_checks import FaultError, Note, Visit
-    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ask
-    from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, measure
 
     visit = Visit(link)
     try:
@@ -131,45 +142,60 @@ def measured_line(link: Link) -> Measured:
         except (FaultError, Note):  # only seeds answer, or not all of the link's peers do
             if not (visit.reached or visit.seeds):
                 raise
-        trips, why = (
-            list[float](),
-            "no member of the swarm answers, and bootstrap nodes do not measure it",
-        )
-        for address in [*visit.reached, *visit.seeds][:PEERS]:
-            try:
-                found = [visit.ask(address, DIAL_PROTOCOL, ask, 15.0) for _ in range(TRIES)]
-                trips.append(2 * min(seen.error for seen in found))
-            except (NetworkError, MessageError) as error:
-                why = str(error).removesuffix(".")
-        if not trips:
-            raise PlanError(f"No round trip could be measured ({why}): give --mbit and --rtt.")
-        round_trip = sorted(trips)[len(trips) // 2]
-        for address in visit.reached[:PEERS]:
-            for nbytes in (
-                MAX_BYTES,
-                MAX_BYTES // 16,
-            ):  # the fewer for a link that does not carry the more in time
-                try:
-                    speed = visit.ask(
-                        address, SPEED_PROTOCOL, partial(measure, nbytes=nbytes), 30.0
-                    )
-                except (NetworkError, MessageError) as error:
-                    why = str(error).removesuffix(".")
-                    break
-                rate = min(speed.down, speed.up)
-                if not speed.whole:
-                    why = "the link carries too little for the test"
-                elif nbytes / rate >= RAMP * round_trip:
-                    return Measured(round_trip, rate)
-                else:
-                    why = (
-                        f"at least {rate / MBIT:.3g} Mbit/s, but {amount(nbytes)} are over "
-                        "before the link is full"
-                    )
-                    break
-        return Measured(round_trip, None, why)
+        return _rate(visit, _round_trip(visit))
     finally:
         visit.close()
+
+
+def _round_trip(visit: Visit) -> float:
+    """Return the median round trip, in seconds, to some of the peers that answer."""
+    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ask
+
+    trips: list[float] = []
+    why = "no member of the swarm answers, and bootstrap nodes do not measure it"
+    for address in [*visit.reached, *visit.seeds][:PEERS]:
+        try:
+            seen = [visit.ask(address, DIAL_PROTOCOL, ask, ASK_S) for _ in range(TRIES)]
+        except (NetworkError, MessageError) as error:
+            why = str(error).removesuffix(".")
+            continue
+        trips.append(2 * min(view.error for view in seen))
+    if not trips:
+        raise PlanError(f"No round trip could be measured ({why}): give --mbit and --rtt.")
+    return sorted(trips)[len(trips) // 2]
+
+
+def _rate(visit: Visit, round_trip: float) -> Measured:
+    """Return the link, with the rate to the first member with which it can be measured."""
+    from shoal.swarm.p2p.throughput import MAX_BYTES
+
+    why = "no member of the swarm answers, and bootstrap nodes do not measure it"
+    for address in visit.reached[:PEERS]:
+        # the fewer bytes for a link that does not carry the more in time
+        for nbytes in (MAX_BYTES, MAX_BYTES // 16):
+            try:
+                speed = _speed(visit, address, nbytes)
+            except (NetworkError, MessageError) as error:
+                why = str(error).removesuffix(".")
+                break
+            if not speed.whole:
+                why = "the link carries too little for the test"
+                continue
+            rate = min(speed.down, speed.up)
+            if nbytes / rate >= RAMP * round_trip:
+                return Measured(round_trip, rate)
+            why = (
+                f"at least {rate / MBIT:.3g} Mbit/s, but {amount(nbytes)} are over before the "
+                "link is full"
+            )
+            break
+    return Measured(round_trip, None, why)
+
+
+def _speed(visit: Visit, address: str, nbytes: int) -> Throughput:
+    from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
+
+    return visit.ask(address, SPEED_PROTOCOL, partial(measure, nbytes=nbytes), SPEED_S)
 
 
 def table(report: dict[str, Any]) -> str:

@@ -220,29 +220,16 @@ def _model(folder: Path, size: Mapping[str, int]) -> GPT:
     """
     path = folder / WEIGHTS
     try:
-        with path.open("rb") as head:
-            if int.from_bytes(head.read(8), "little") > MAX_HEADER:
-                raise SampleError(
-                    f"The weights {str(path)!r} cannot be read (they name too many tensors): "
-                    f"{AGAIN}."
-                )
+        _check_header(path)
         model = sized(**size)
         wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         with safe_open(path, framework="pt") as file:
-            if {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == wanted:  # noqa: SIM118 (no mapping)
-                need, (free, _) = (
-                    4 * sum(parameter.numel() for parameter in model.parameters()),
-                    free_memory(),
-                )
-                if need > free:
-                    raise SampleError(
-                        f"The model in {str(folder)!r} takes {need / 1e9:,.2f} GB of memory, and "
-                        f"{free / 1e9:.2f} are free: end "
-                        "other programs, or sample from a smaller one."
-                    )
-                model.load_state_dict(
-                    {name: file.get_tensor(name).float() for name in wanted}, assign=True
-                )
+            names = file.keys()
+            there = {name: list(file.get_slice(name).get_shape()) for name in names}
+            if there == wanted:
+                _check_memory(folder, model)
+                tensors = {name: file.get_tensor(name).float() for name in wanted}
+                model.load_state_dict(tensors, assign=True)
                 return model
     except (OSError, SafetensorError) as error:
         raise SampleError(
@@ -251,3 +238,24 @@ def _model(folder: Path, size: Mapping[str, int]) -> GPT:
     raise SampleError(
         f"The weights {str(path)!r} are not of the model that {ABOUT} names: {AGAIN}."
     )
+
+
+def _check_header(path: Path) -> None:
+    """Raise SampleError if the weights name more tensors than `shoal pull` writes."""
+    with path.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+    if nbytes > MAX_HEADER:
+        raise SampleError(
+            f"The weights {str(path)!r} cannot be read (they name too many tensors): {AGAIN}."
+        )
+
+
+def _check_memory(folder: Path, model: GPT) -> None:
+    """Raise SampleError if the weights of ``model`` do not fit into the memory that is free."""
+    need = 4 * sum(parameter.numel() for parameter in model.parameters())
+    free, _ = free_memory()
+    if need > free:
+        raise SampleError(
+            f"The model in {str(folder)!r} takes {need / 1e9:,.2f} GB of memory, and "
+            f"{free / 1e9:.2f} are free: end other programs, or sample from a smaller one."
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -63,27 +63,9 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
             "No folder runs/NAME here has a link: name the folder of a node with --folder, or "
             "start one (shoal join)."
         )
-    try:
-        with path.open(encoding="utf-8") as file:
-            saved = json.loads(file.read(MAX_BYTES))
-        link, age = (
-            str(Link.parse(str(saved["link"]))),
-            (time.time() if now is None else now) - float(saved["written"]),
-        )
-        name, invite_only = str(saved["name"]), bool(saved["invite_only"])
-    except FileNotFoundError:
-        raise LinkError(
-            f"There is no link in {str(path.parent)!r}: name the folder of a node, such as "
-            "runs/NAME."
-        ) from None
-    except OSError as error:
-        raise LinkError(
-            f"Cannot read {str(path)!r} ({error.strerror}): check its permissions."
-        ) from error
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise LinkError(
-            f"The file {str(path)!r} is damaged: start its node again, which writes it anew."
-        ) from error
+    saved = _saved_link(path)
+    age = (time.time() if now is None else now) - saved["written"]
+    invite_only = saved["invite_only"]
     notes = []
     if age > STALE_S:
         notes.append(
@@ -97,12 +79,38 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
             "(shoal invite LINK)."
         )
     return {
-        "link": link,
-        "name": name,
+        "link": saved["link"],
+        "name": saved["name"],
         "folder": str(path.parent),
         "invite_only": invite_only,
         "notes": notes,
     }
+
+
+def _saved_link(path: Path) -> dict[str, Any]:
+    """Return what the file of a node's link holds. Raises LinkError."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            saved = json.loads(file.read(MAX_BYTES))
+        return {
+            "link": str(Link.parse(str(saved["link"]))),
+            "written": float(saved["written"]),
+            "name": str(saved["name"]),
+            "invite_only": bool(saved["invite_only"]),
+        }
+    except FileNotFoundError:
+        raise LinkError(
+            f"There is no link in {str(path.parent)!r}: name the folder of a node, such as "
+            "runs/NAME."
+        ) from None
+    except OSError as error:
+        raise LinkError(
+            f"Cannot read {str(path)!r} ({error.strerror}): check its permissions."
+        ) from error
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise LinkError(
+            f"The file {str(path)!r} is damaged: start its node again, which writes it anew."
+        ) from error
 
 
 def _newest(runs: Path) -> Path | None:
@@ -111,11 +119,11 @@ def _newest(runs: Path) -> Path | None:
 
 
 def _ago(seconds: float) -> str:
-    unit, size = next(
-        (unit for unit in (("days", 86_400), ("hours", 3600)) if seconds >= 2 * unit[1]),
-        ("minutes", 60),
-    )
-    return f"{seconds / size:.0f} {unit}"
+    if seconds >= 2 * 86_400:
+        return f"{seconds / 86_400:.0f} days"
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.0f} hours"
+    return f"{seconds / 60:.0f} minutes"
 
 
 COLUMNS = (
@@ -163,15 +171,12 @@ def read_status(link: Link) -> dict[str, Any]:
         )
         seen = clocks.result(2 * ASK_S)
     view = overview(link.swarm, manifest, members, time.time(), size, change, departed)
+    view["link"] = str(lasting)
+    view["invite_only"] = manifest.invite_only
     problem = clock_problem(seen)
-    view |= {"link": str(lasting), "invite_only": manifest.invite_only}
-    return {
-        **view,
-        "findings": [
-            *([f"{problem[:1].upper()}{problem[1:]}"] if problem else []),
-            *view["findings"],
-        ],
-    }
+    if problem:
+        view["findings"] = [problem[:1].upper() + problem[1:], *view["findings"]]
+    return view
 
 
 def table(report: dict[str, Any]) -> str:
@@ -189,20 +194,20 @@ def table(report: dict[str, Any]) -> str:
         rows = [[*cells, _end(member)] for cells, member in zip(rows, members, strict=True)]
     shown = grid(columns, rows, words=WORDS, width=WIDTH, title=title)
     # One line each, whatever the terminal's width, so that sentences can be copied.
-    muon = [
-        "Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."
-    ]
+    lines = [shown]
     left = len(report["members"]) - MOST
-    more = [f"{left} more members are in view; --json lists all of them."] if left > 0 else []
-    inner = muon if report["optimizer"] == "muon" else []
-    said = [
-        *more,
-        totals_said(report["totals"]),
-        *inner,
-        *changes_said(report["changes"]),
-        *(printable(sentence) for sentence in report["findings"]),
-    ]
-    return "\n".join([shown, *said, link_line(report["link"], invite_only=report["invite_only"])])
+    if left > 0:
+        lines.append(f"{left} more members are in view; --json lists all of them.")
+    lines.append(totals_said(report["totals"]))
+    if report["optimizer"] == "muon":
+        lines.append(
+            "Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each "
+            "trains)."
+        )
+    lines += changes_said(report["changes"])
+    lines += [printable(sentence) for sentence in report["findings"]]
+    lines.append(link_line(report["link"], invite_only=report["invite_only"]))
+    return "\n".join(lines)
 
 
 def _cells(member: dict[str, Any]) -> list[str]:
@@ -252,10 +257,9 @@ def _work(work: dict[str, Any]) -> list[str]:
 
 def link_line(link: str, *, invite_only: bool) -> str:
     """Return the line that shows a link to copy; it never has an invitation."""
-    return (
-        f"Link{', to look (its creator invites members: shoal invite)' if invite_only else ''}: "
-        f"{link}"
-    )
+    if invite_only:
+        return f"Link, to look (its creator invites members: shoal invite): {link}"
+    return f"Link: {link}"
 
 
 RECENT_S = 600.0  # "recently"
@@ -270,27 +274,32 @@ def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
     before: dict[str, int] = {}
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if '"event": "start"' not in line and '"event": "refused"' not in line:
+            for event in _refusal_events(lines):
+                if event["event"] == "start":
+                    total = {}
+                    before = total
                     continue
-                with suppress(
-                    ValueError
-                ):  # the node was killed while it wrote this line, or is writing it now
-                    event = json.loads(line)
-                    total = {
-                        name: event[name]
-                        for name in event.keys() - {"event", "time"}
-                        if event["event"] == "refused"
-                    }
-                    before = (
-                        total if event["event"] != "refused" or event["time"] < since else before
-                    )
+                total = {name: event[name] for name in event.keys() - {"event", "time"}}
+                if event["time"] < since:
+                    before = total
     except OSError as error:
         raise LinkError(
             f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this "
             "machine, such as runs/NAME."
         ) from error
     return {"recent_s": RECENT_S, "recent": dict(Counter(total) - Counter(before)), "total": total}
+
+
+def _refusal_events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of metrics that begin a run, or say what was refused so far."""
+    for line in lines:
+        if '"event": "start"' not in line and '"event": "refused"' not in line:
+            continue
+        # the node was killed while it wrote this line, or is writing it now
+        with suppress(ValueError):
+            event = json.loads(line)
+            if event["event"] in ("start", "refused"):
+                yield event
 
 
 def refusals_said(found: Mapping[str, Any]) -> str:
@@ -332,5 +341,7 @@ def _failed(member: dict[str, Any]) -> str:
     failures: dict[str, int] = member["failures"]
     if not member["exchanges"]:
         return "-"
-    worst = f" {max(failures, key=lambda kind: failures[kind])}" if failures else ""
-    return f"{sum(failures.values())}/{member['exchanges']}{worst}"
+    said = f"{sum(failures.values())}/{member['exchanges']}"
+    if failures:
+        said += f" {max(failures, key=lambda kind: failures[kind])}"
+    return said

@@ -46,21 +46,17 @@ def run_seed(
 
     def ready(addresses: tuple[str, ...]) -> None:
         usable = tuple(address for address in addresses if address_problem(address) is None)
-        if usable not in printed:  # a restarted daemon has the same ones
-            printed.add(usable)
-            shown = (
-                dumps({"peer": key.peer_id, "addresses": usable, "relay": relay})
-                if as_json
-                else "\n".join(usable)
-            )
-            click.echo(shown)
+        if usable in printed:  # a restarted daemon has the same ones
+            return
+        printed.add(usable)
+        if as_json:
+            click.echo(dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}))
+        else:
+            click.echo("\n".join(usable))
 
     with key.lock():
-        asyncio.run(
-            _until_stopped(
-                Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)
-            )
-        )
+        seed = Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)
+        asyncio.run(_until_stopped(seed))
 
 
 async def _until_stopped(seed: Seed) -> None:
@@ -92,11 +88,8 @@ def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
     """
     of_variable = os.environ.get(VARIABLE, "").split()
     path = seeds_file()
-    for where, addresses in (
-        (flag, list(named)),
-        (VARIABLE, of_variable),
-        (str(path), list(_lines(path))),
-    ):
+    places = ((flag, list(named)), (VARIABLE, of_variable), (str(path), list(_lines(path))))
+    for where, addresses in places:
         for address in addresses:
             if problem := address_problem(address):
                 raise ConfigError(
@@ -154,7 +147,11 @@ def report(one: PublicSwarm) -> dict[str, Any]:
     """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not
     measured.
     """
-    params = listed_parameters(one.options, one.params) if one.title.task == "text" else one.params
+    params = one.params
+    if one.title.task == "text":
+        params = listed_parameters(one.options, params)
+    # by the seed and the members that it named
+    link = Link(one.swarm, one.addresses[:1]).also(one.addresses[1:])
     return {
         "name": one.title.name,
         "swarm": one.swarm,
@@ -166,9 +163,7 @@ def report(one: PublicSwarm) -> dict[str, Any]:
         "round_bytes": one.round_bytes,
         "memory": one.memory or None,
         "device": one.device,
-        "link": str(
-            Link(one.swarm, one.addresses[:1]).also(one.addresses[1:])
-        ),  # by the seed and the members that it named
+        "link": str(link),
     }
 
 
@@ -223,20 +218,24 @@ def table(report: dict[str, Any]) -> str:
 
 def described(one: dict[str, Any]) -> str:
     """Return what one should know before joining a swarm, in sentences."""
-    needs = [f"a copy of its task {one['task']} (--task)"] if one["needs_task"] else []
-    needs += (
-        ["text to train on (--data; else what this machine has)"] if one["task"] == "text" else []
-    )
-    needs += [f"{amount(one['memory'])} of memory beyond training alone"] if one["memory"] else []
+    needs = []
+    if one["needs_task"]:
+        needs.append(f"a copy of its task {one['task']} (--task)")
+    if one["task"] == "text":
+        needs.append("text to train on (--data; else what this machine has)")
+    if one["memory"]:
+        needs.append(f"{amount(one['memory'])} of memory beyond training alone")
     device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
-    return (
+    said = (
         f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {one['task']} by {one['method']}, "
         f"{_peers(one['peers'])} as a bootstrap node "
         f"says. As a member says, its model has {amount(one['params'], '')} parameters, a node "
         "sends "
         f"{amount(one['round_bytes'])} in a round, and that member computes on {device}."
-        + (f" It needs {' and '.join(needs)}." if needs else "")
     )
+    if needs:
+        said += f" It needs {' and '.join(needs)}."
+    return said
 
 
 def _cells(one: dict[str, Any]) -> list[str]:

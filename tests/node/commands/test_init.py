@@ -63,7 +63,7 @@ def test_the_settings_load_and_the_commands_of_the_readme_exist(made, template):
 def put_into_the_template(file):
     """The model of docs/own-model.md in the place of the template's."""
     (model,) = re.findall(
-        r"^```python\n(.*?)^```",
+        r"^```python\n(class Model.*?)^```",
         (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8"),
         re.M | re.S,
     )
