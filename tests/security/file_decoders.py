@@ -190,7 +190,7 @@ def file_decoders():
         ),
         one(
             "pulled weights",
-            "node/commands/sample.py:_model",
+            "node/commands/sample.py:_model node/commands/sample.py:_check_header",
             pulled_weights,
             lambda: pulled()[0],
             SAFETENSORS,
@@ -208,7 +208,7 @@ def file_decoders():
         ),
         one(
             "link of a node",
-            "node/commands/status.py:current_link",
+            "node/commands/status.py:_saved_link",
             current,
             lambda: json.dumps(
                 {"link": LINK, "written": 1.0, "name": "n", "invite_only": False}

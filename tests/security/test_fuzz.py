@@ -161,7 +161,7 @@ OWN = {
     "node/demo/nodes.py:EventReader.read",
     "node/parallel/launcher.py:read_ends",
     "node/parallel/ranks.py:NodeRanks.follow",
-    "node/commands/status.py:read_refusals",
+    "node/commands/status.py:_refusal_events",
     "node/runtime/run_options.py:_own_link",
     "node/templates/finetune/task.py:Finetune.tokens_of",
     "node/templates/pretrain/task.py:Pretrain.text",
