@@ -3,19 +3,13 @@ admitted by them.
 
     shoal://<swarm id>?peer=/ip4/203.0.113.5/tcp/4001/p2p/12D3KooW…&peer=…&invite=…
 
-To a swarm by invitation only the creator signs invitations, a link carries one, a member shows it
-with its record. It is for one peer id, or for the holder of a one-time key, whose private half is
-in the link: anybody can use such a link. Its user signs the own peer id with that key, so that
-others cannot use the invitation that it shows. It is valid until it expires, also for members.
-
     link  = sealed Invitation (+ 32 bytes: the seed of the one-time key), in base64url
     shown = Admission: the sealed Invitation, the time of joining, and the one-time key's signature
     over both and the peer id
 
-An invitation admits as many peers at a time as it has uses: of those heard of within ``ttl``
-seconds the ones with the earliest time of joining in their admission, ties in the order of peer
-ids. That depends on the set of records alone, so all nodes that see the same records admit the same
-peers, in whatever order they came; a silent peer has given up its place.
+An invitation is signed by the swarm's creator, for one peer id or for the holder of a one-time key,
+and valid until it expires, also for members. It admits as many peers at a time as it has uses. Why
+all nodes admit the same ones: docs/internals.md, "Invitations".
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.addresses import is_loopback
 from shoal.swarm.p2p.daemon import (
     DAEMON_GONE,
+    Daemon,
     DaemonError,
     PutOffError,
     messages,
@@ -371,31 +372,11 @@ class Host:
         if self.introduce is not None:
             await self.introduce(peer_id, protocol, addresses, timeout)
 
-        async def work() -> Stream:
-            if (past := await self.puncher.open(peer_id, protocol)) is not None:
-                return past
-            refusal: DaemonError | None = None
-            if addresses:
-                # If these fail, the daemon may know better ones.
-                try:
-                    await daemon.connect(peer_id, addresses)
-                except PutOffError:
-                    raise
-                except DaemonError as error:
-                    refusal = error
-                except ValueError as error:
-                    log.debug("peer %s has no usable address: %s", short(peer_id), error)
-            try:
-                reader, writer = await daemon.open(peer_id, protocol)
-            except DaemonError as error:
-                raise refusal or error from None
-            return Stream(peer_id, reader, writer, self.traffic)
-
         try:
-            return await self._supervisor.unless_down(work(), timeout)
+            opening = self._open(daemon, peer_id, protocol, addresses)
+            return await self._supervisor.unless_down(opening, timeout)
         except DaemonError as error:
-            text = str(error)
-            if "protocols not supported" in text:
+            if "protocols not supported" in str(error):
                 raise NetworkError(
                     f"peer {short(peer_id)} does not offer {protocol}: it is not ready, or its "
                     "shoal is of another version.",
@@ -412,6 +393,30 @@ class Host:
             raise NetworkError(
                 f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable"
             ) from None
+
+    async def _open(
+        self, daemon: Daemon, peer_id: str, protocol: str, addresses: Sequence[str]
+    ) -> Stream:
+        """Open a stream past the relay, or by ``addresses``, or by those that the daemon knows."""
+        punched = await self.puncher.open(peer_id, protocol)
+        if punched is not None:
+            return punched
+        refusal: DaemonError | None = None
+        if addresses:
+            # If these fail, the daemon may know better ones.
+            try:
+                await daemon.connect(peer_id, addresses)
+            except PutOffError:
+                raise
+            except DaemonError as error:
+                refusal = error
+            except ValueError as error:
+                log.debug("peer %s has no usable address: %s", short(peer_id), error)
+        try:
+            reader, writer = await daemon.open(peer_id, protocol)
+        except DaemonError as error:
+            raise refusal or error from None
+        return Stream(peer_id, reader, writer, self.traffic)
 
     def usable(self, stream: Stream) -> bool:
         """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not
